@@ -1,7 +1,7 @@
 """The content that a capture itself holds of an op's arguments and results, without running anything.
 
-That is content which entered from outside and which no op has written since. Everything else was computed, and the
-capture has digests of it at most.
+This is content that entered from outside and that no op has written since. Everything else was computed, and the
+capture has at most digests of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BORN_WITH = {
 
 
 class HeldContent:
-    """The content around one op. Use it as a context manager: it keeps the files with content open."""
+    """The content around one op. Use it as a context manager: it keeps files open."""
 
     def __init__(self, reader: CaptureReader, file_remaps: Sequence[str] = ()) -> None:
         """Raises UsageError if a remap is wrong."""
@@ -82,8 +82,8 @@ class HeldContent:
                 self._sources[storage] = held
 
     def tensor(self, value: TensorValue, name: str) -> torch.Tensor:
-        """A strided tensor of the op that was looked at, on the CPU, in memory of its own that tensors of one storage
-        share. `name` is what it is called in errors.
+        """A strided tensor of that op, on the CPU; tensors of one storage share new memory. `name` is what errors call
+        it.
 
         Raises ContentNotCaptured if the capture does not hold its content, InvalidCapture if it lies outside of
         it.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PlanOptions(TypedDict, total=False):
-    """What a replay runs on and what it accepts, as the parameters of `Plan` with these names."""
+    """What a replay runs on and what it accepts: the parameters of `Plan` with the same names."""
 
     devices: Sequence[str]
     allow_incomplete: bool
@@ -55,7 +55,7 @@ class Replayed:
 
     @property
     def outcome(self) -> str:
-        """`ok` where all of the capture was done again and nothing differs; else `mismatched` or `incomplete`."""
+        """`ok` if the whole capture was replayed and nothing differs; else `mismatched` or `incomplete`."""
         return self.result.outcome
 
     @property
@@ -70,7 +70,7 @@ class Replayed:
 
     @property
     def elapsed_ns(self) -> int:
-        """What the ops took, in nanoseconds."""
+        """How long the ops took, in nanoseconds."""
         return self.result.elapsed_ns
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ def run(
     """Replay a capture and verify the results, as opreplay-run does. `options` are those of Plan.
 
     Raises ReplayMismatch if the replay differs from the capture, unless `check` is False: then the result says so.
-    With `keep_going` everything runs that can, and `result.verdicts` has what became of each op. Raises ReplayRefused
+    With `keep_going` everything runs that can, and `result.verdicts` says what became of each op. Raises ReplayRefused
     with every finding, ReplayFailed if an op fails, and what opening the file raises.
     """
     check = flag_of("check", check)

@@ -1,5 +1,5 @@
-"""The values of one record as PyTorch's own: tensors, dtypes, devices and composites instead of their representation in
-the capture.
+"""The values of one record as PyTorch has them: tensors, dtypes, devices and composites instead of their representation
+in the capture.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.composites import put_together
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
-# Returns the tensor for a tensor value; the text is what to call it in errors.
+# Returns the tensor for a tensor value; the text is what errors call it.
 GiveTensor = Callable[[TensorValue, str], torch.Tensor]
 
 
 def tensors_of(values: Iterable[Value]) -> Iterator[TensorValue]:
-    """The tensors among values and in them, in the order of their slots."""
+    """The tensors among and inside of these values, in the order of their slots."""
     for value in values:
         if isinstance(value, TensorValue):
             yield value

@@ -1,7 +1,7 @@
 """A capture prepared once for a group of devices, then run any number of times.
 
 Making a plan refuses with every finding at once. Running it lowers the records to windows of code (kept between runs
-where the capture is not very long), puts fresh content in place and reissues the ops.
+unless the capture is very long), provides fresh content and issues the ops again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .verify.run_twice import RunTwice
 
 # Captures of up to this many records keep their windows between runs, at some hundred bytes a record.
 _KEPT_RECORDS = 250_000
-# How long it may take to look for ops that differ from themselves.
+# How long the search may take for ops whose results differ from run to run.
 _PATIENCE_S = 60.0
 
 
@@ -283,7 +283,7 @@ class Plan(Preparation):
         return self.learn(twice)
 
     def learn(self, twice: RunTwice) -> bool:
-        """Whether running operators twice showed results that are not to be compared, and were so far."""
+        """Whether running operators twice showed results that must not be compared, but have been so far."""
         found = []
         for each in twice.opaque:
             kernel = self.reader.kernels[each.kernel_id]
@@ -291,7 +291,7 @@ class Plan(Preparation):
         return self.know_opaque(found)
 
     def know_opaque(self, found: Iterable[tuple[str, str, int, str]]) -> bool:
-        """Results, as (operator, overload, index, why), are not to be compared from now on; whether any were so far."""
+        """Do not compare these results (operator, overload, index, why) from now on; whether any were so far."""
         before = self.context.opaque
         for each in found:
             self.opaque.found(*each)
@@ -303,14 +303,14 @@ class Plan(Preparation):
         return True
 
     def _unsteady(self, twice: RunTwice) -> tuple[str, ...]:
-        """Sentences that name ops which differ from themselves."""
+        """Sentences that name ops whose results differ from run to run."""
         found = (f"ordinal {ordinal} ({self.describe(ordinal)[0]}): {how}" for ordinal, how in twice.unsteady.items())
         return (*found, *([twice.given_up] if twice.given_up else []))
 
     def slice(self, ordinals: Collection[int]) -> Slice:
-        """What a replay of the ops at these ordinals needs of the capture, and can compare."""
+        """What a replay of the ops at these ordinals needs from the capture, and can compare."""
         scan = self.scan(checks=False)
-        imported = "import" in self.reader.session.policies  # its draws are not those of the program
+        imported = "import" in self.reader.session.policies  # it draws other numbers than the program did
 
         def draws(number: int) -> bool:
             kernel = self.kernels[number]
@@ -344,7 +344,7 @@ class Plan(Preparation):
             return self._keep_going(self._machine(), False, None, undrawn, only).verdicts
 
     def verification(self, verify: VerifyMode, only: Slice | None = None) -> Verification:
-        """What verifying comes to here, with `only` for a slice. Raises ReplayRefused if `bitwise` has nothing
+        """How a replay can be verified here, with `only` a slice. Raises ReplayRefused if `bitwise` has nothing
         to compare."""
         with self._surroundings():
             self.differences()
@@ -362,8 +362,8 @@ class Plan(Preparation):
         """Run what comes before ordinal `stop`, notifying `watcher` of its ops; returns how it was verified, and what
         differed. `twice` replaces the ops it inspects.
 
-        What stands against replaying the rest does not matter. Raises ReplayRefused if something stands against this
-        part, ReplayFailed if an op fails.
+        Reasons against replaying the rest do not matter. Raises ReplayRefused if there are any against this part,
+        ReplayFailed if an op fails.
         """
         with ExitStack() as stack:
             stack.enter_context(self._surroundings())
@@ -400,7 +400,7 @@ class Plan(Preparation):
         on_op: Callable[[IsolatedOp], None] | None = None,
         only: Slice | None = None,
     ) -> KeepGoing:
-        """Run the ops one by one; who did holds the verdicts."""
+        """Run the ops one by one; what ran them holds the verdicts."""
         scan = Scan(
             self.reader, self.effects, checks=checks, window=ONE_RECORD, needed=None if only is None else only.needed
         )
@@ -457,8 +457,8 @@ class Plan(Preparation):
         return verification.mode == "bitwise" or (verification.mode == "none" and not self.differences())
 
     def _shapes(self, verify: VerifyMode) -> Shapes:
-        """What is checked of results in a run that does not verify them."""
-        # An importer that worked the results out itself recorded no facts that a replay could differ from.
+        """What is checked about results in a run that does not verify them."""
+        # An importer that worked out the results itself recorded nothing that a replay could differ from.
         if not self.synthesis.reason or self.reader.session.policies.get("results") == "inferred":
             return Shapes.unchecked
         return Shapes.content_decides if verify == "none" else Shapes.all

@@ -64,7 +64,7 @@ class Preparation:
             self.files = ExternalFiles(self.reader, file_remaps)
             opened.callback(self.files.close)
             self.opaque = OpaqueResults([*_stated(self.reader), *_matching(self.reader, opaque_results)])
-            self._opaque_results: tuple[OpaqueResult, ...] | None = None  # listed since the last was found
+            self._opaque_results: tuple[OpaqueResult, ...] | None = None  # listed because the last one was found
             self._imports = AllowedImports(allow_imports, allow_operators)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             self.replacements = load(substitutions)
@@ -129,7 +129,7 @@ class Preparation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user has to know of how the capture is replayed."""
+        """What a user has to know about how the capture is replayed."""
         threads = len(self.scan(checks=False).threads)
         serialized = (f"the work of {threads} threads is replayed by one, in capture order",) if threads > 1 else ()
         return (*serialized, *self._draw_notes, *self.files.notes, *self.synthesis.notes, *self.reader.warnings)
@@ -158,7 +158,7 @@ class Preparation:
 
     @cached_property
     def work(self) -> Work:
-        """How much there is to do, and to compare."""
+        """How much there is to run and to compare."""
         return count_work(self.reader, self.scan(checks=False))
 
     def opaque_slots(self) -> dict[int, tuple[int, ...]]:
@@ -172,7 +172,7 @@ class Preparation:
         return found
 
     def opaque_results(self) -> tuple[OpaqueResult, ...]:
-        """Those results: of which operator, how often it is called, and why they are not compared."""
+        """These results: their operator, how often it is called, and why they are not compared."""
         if self._opaque_results is None:
             self._opaque_results = self._list_opaque_results()
         return self._opaque_results
@@ -201,7 +201,7 @@ class Preparation:
         return addresses_of(SlotLayout(signature), resolved.schema)
 
     def runs_once(self, signature_id: int) -> bool:
-        """Whether what an op of this signature does cannot be done twice."""
+        """Whether an op of this signature does something that cannot be done twice."""
         signature = self.reader.signatures[signature_id]
         addresses = None if signature is None else self._addresses_of(signature)
         return addresses is not None and addresses.once
@@ -229,7 +229,7 @@ class Preparation:
 
 
 def _stated(reader: CaptureReader) -> list[str]:
-    """What the capture says of results that hold bytes no replay reproduces. Raises InvalidCapture."""
+    """What the capture says about results that hold bytes no replay reproduces. Raises InvalidCapture."""
     stated = reader.session.policies.get(OPAQUE_RESULTS, "")
     try:
         return [str(OpaqueSpec.parse(text)) for text in str(stated).split()]
@@ -238,7 +238,7 @@ def _stated(reader: CaptureReader) -> list[str]:
 
 
 def _matching(reader: CaptureReader, given: Iterable[str]) -> list[str]:
-    """What a user says of them. Raises UsageError for a result that no operator of the capture has."""
+    """What the user says about them. Raises UsageError for a result that no operator of the capture has."""
     asked = list(texts_of("opaque_results", given))
     ops = (each for each in reader.signatures if each is not None and each.kind is RecordKind.op)
     called = [(reader.kernels[each.kernel], len(each.results)) for each in ops]

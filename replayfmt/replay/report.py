@@ -52,7 +52,7 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
 
 
 def _times(result: ReplayResult, ran: int | None) -> list[str]:
-    """How long it took, and with what in it."""
+    """How long it took, and what that includes."""
     per_op = f", {result.elapsed_ns / ran / 1000:.2f} us an op" if ran else ""
     state = (
         "cold: the first execution, with allocation and page faults"
@@ -72,7 +72,7 @@ def _ran(result: ReplayResult) -> int | None:
 
 
 def _left_out(result: ReplayResult) -> list[str]:
-    """What is in the capture besides ops and was not done."""
+    """What the capture holds besides ops that was not replayed."""
     records = f"{result.unsupported} unsupported record{'s' if result.unsupported > 1 else ''}"
     lines = [f"not replayed: {records}, whose work cannot be replayed"] if result.unsupported else []
     if result.left_out:

@@ -17,7 +17,7 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "refused", "failed", "mismatched", "skipp
 
 
 class UnexpectedBehaviour(Exception):
-    """An op did something else than it did when it was captured. Internal: becomes a divergence that names the op."""
+    """An op did something other than when it was captured. Internal: becomes a divergence that names the op."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _results(ops: int) -> str:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Most memory a device held during the replay, in bytes; None if it was not measured, and `note` says why.
+    """The most memory a device held during the replay, in bytes; None if that was not measured, and `note` says why.
 
     `before_bytes` is what it held when the ops began.
     """
@@ -150,8 +150,8 @@ class OpaqueResult:
 class ReplayResult:
     """A finished replay. `elapsed_ns` counts the ops alone: state is restored and results are verified outside of it.
 
-    `outcome` is `ok` where everything in the capture was done again and nothing differs, `incomplete` where something
-    was left out: ops whose verdict says so, `unsupported` records, or what `left_out` names, which are records that are
+    `outcome` is `ok` if everything in the capture was replayed and nothing differs, `incomplete` if something was left
+    out: ops whose verdict says so, `unsupported` records, or what `left_out` names, which are records that are
     not ops. `scope_ns` maps scope paths to the time spent inside them, where that was requested. `execution` counts how
     often the plan ran its ops by then: the first one is cold.
     """
@@ -175,7 +175,7 @@ class ReplayResult:
 
     @property
     def verified(self) -> str:
-        """One line: what was verified, of how much of the capture: never more than the outcome says."""
+        """One line: what was verified, and of how much of the capture; never more than the outcome says."""
         text = self.verification.text
         if self.outcome == "mismatched":
             return f"differs: {text}"

@@ -21,7 +21,7 @@ def replay_op(
     file_remaps: Sequence[str] = (),
     initializers: Sequence[Initializer] = (),
 ) -> Any:
-    """What the op at an ordinal returns, as its kernel gives it, replayed on `device` (default: the captured ones).
+    """What the kernel of the op at an ordinal returns, replayed on `device` (default: the captured ones).
 
     `file_remaps` and `initializers` are those of a Plan.
 

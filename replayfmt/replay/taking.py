@@ -1,6 +1,6 @@
 """The arguments and results of chosen ops in a verified replay, shown while they exist.
 
-A replay runs up to the last of them. Nothing is copied here: who looks copies what is to outlive the look.
+A replay runs up to the last of them. Nothing is copied here: a looker copies what it wants to keep.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .results import Verification, VerifyMode
 from .substitution.clones import Clones
 from .verify.run_twice import RunTwice
 
-# Comparisons that come right behind an op, and what may stand between.
+# Comparisons that directly follow an op, and what may come between.
 _PASSED = (
     RecordKind.digest,
     RecordKind.host_read,
@@ -40,11 +40,11 @@ class Looker(Protocol):
     """Is shown chosen ops. `give` turns a record's tensor values into the replay's own tensors, in their order."""
 
     def takes(self, record: Record, give: GiveTensor) -> None:
-        """The op runs next; `give` is for its arguments."""
+        """The op runs next; `give` returns its arguments."""
         ...
 
     def gives(self, record: Record, give: GiveTensor) -> None:
-        """The op has run; `give` is for its arguments as it left them, then its results. Not called for an op that
+        """The op has run; `give` returns its arguments as it left them, then its results. Not called for an op that
         raised under capture."""
         ...
 
@@ -83,7 +83,7 @@ def show_ops(
 
 
 def _with_checks(reader: CaptureReader, stop: int) -> int:
-    """Where to stop instead, so that what the capture says of the last op's results is compared, too."""
+    """Where to stop instead, so that the last op's results are compared with the capture, too."""
     for record in reader.records(stop):
         if record.kind not in _PASSED:
             break
@@ -127,7 +127,7 @@ def _born_unwritten(reader: CaptureReader, stop: int) -> dict[int, set[int]]:
 
 class _Showing:
     """A Watcher of the ops at `ordinals`. Memory that is allocated unwritten, by ordinals in `born`, is filled with
-    zeros: it may hold anything, and what is taken of it is to be the same each time, and nothing of this process's."""
+    zeros: it may hold anything, but what is taken from it must be the same each time and nothing of this process's."""
 
     def __init__(
         self, reader: CaptureReader, ordinals: frozenset[int], born: dict[int, set[int]], looker: Looker
@@ -188,7 +188,7 @@ def _zero(tensor: torch.Tensor) -> None:
 
 
 class _Taken:
-    """Copies what one op takes, or gives."""
+    """Copies what one op takes or returns."""
 
     def __init__(self, reader: CaptureReader, *, results: bool) -> None:
         self._reader, self._results = reader, results

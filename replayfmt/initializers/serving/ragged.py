@@ -35,7 +35,7 @@ def row_lengths(rows: int, total: int, longest: int | None, random: np.random.Ge
 
 
 def _level(request: Request) -> int:
-    """The depth of the rows that these offsets delimit: in a list, each level's rows are the values of the one before."""
+    """The depth of the rows that these offsets delimit: in a list, each level's rows are the values of the last."""
     _, bracket, number = request.label.partition("[")
     return int(number.rstrip("]")) if bracket else 0
 

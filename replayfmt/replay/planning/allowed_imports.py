@@ -1,7 +1,7 @@
 """Importing the libraries that register operators: those the user allows, never one that only a capture names.
 
-PyTorch knows a custom operator once the library that registers it was imported. A capture says which operators it
-calls, and that is all it can say: what is imported for them is what the user named, modules of PyTorch's own included.
+PyTorch knows a custom operator once the library that registers it has been imported. A capture only says which
+operators it calls; what is imported for them is what the user named, including PyTorch's own modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AllowedImports:
 
     def __init__(self, names: Iterable[str] = (), operators: Iterable[str] = ()) -> None:
         """`operators` are those that may run although they do more than compute. Raises UsageError for a name that is
-        none, or of an operator that needs no leave."""
+        not an operator's, or that of an operator that needs no permission."""
         self._operators = frozenset(texts_of("allow_operators", operators))
         for operator in sorted(self._operators):
             if acts_outside(operator) is None or name_problem(operator, "default"):
@@ -62,7 +62,7 @@ class AllowedImports:
             importlib.import_module(name)
         except Exception as error:  # a foreign library may fail in any way while it is imported
             if isinstance(error, ModuleNotFoundError) and self._libraries.modules_for(name):
-                return  # the namespace of a known library, which is imported where an operator needs it
+                return  # the namespace of a known library, which is imported when an operator needs it
             self.problems.append(f"{FLAG}={name}: it cannot be imported: {type(error).__name__}: {error}")
 
     def allows_operator(self, name: str) -> bool:
@@ -75,11 +75,11 @@ class AllowedImports:
             self._libraries.provide(name, is_there)
 
     def callable(self, namespace: str, name: str) -> Callable[..., Any] | None:
-        """The function that a library the user named has under the name of an operator that is not registered."""
+        """The function with the name of an unregistered operator, from a library that the user named."""
         return self._libraries.callable(namespace, name)
 
     def advice(self, namespace: str) -> str:
-        """What to do about operators of a namespace that are still not there."""
+        """What to do about operators of a namespace that are still missing."""
         known = self._libraries.modules_for(namespace)
         if any(self._libraries.admits(namespace, module) for module in known):
             problem = self._libraries.load(namespace).problem

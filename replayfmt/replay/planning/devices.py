@@ -18,7 +18,7 @@ from replayfmt.pytorch import accelerators
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """`targets[id]` is the device that stands for captured device `id`, None for id 0 and what cannot be mapped."""
+    """`targets[id]` is the device that replays captured device `id`; None for id 0 and for what cannot be mapped."""
 
     captured: tuple[Device | None, ...]
     targets: tuple[torch.device | None, ...]
@@ -35,7 +35,7 @@ class DeviceMap:
 
     @property
     def host_goes_to(self) -> torch.device | None:
-        """Where what was captured on the CPU is replayed, None if that is the CPU."""
+        """The device on which the CPU's work is replayed; None if that is the CPU."""
         for captured, target in zip(self.captured, self.targets, strict=True):
             if captured is not None and captured.kind == "cpu" and target is not None and target.type != "cpu":
                 return target
@@ -48,7 +48,7 @@ class DeviceMap:
 
 
 def map_devices(captured: Sequence[Device | None], requested: Sequence[str]) -> tuple[DeviceMap, list[str]]:
-    """The mapping and what stands against it, each finding a sentence that names the --device that would do.
+    """The mapping and the reasons against it, each a sentence that names a --device that would work.
 
     `captured` is indexed by device id (0 unused). Raises UsageError if a request is not a device of this machine.
     """
@@ -99,7 +99,7 @@ def _described(device: Device) -> str:
 
 
 def _suggestion(count: int) -> str:
-    """What to put on the command line so that `count` accelerators find a device here."""
+    """What to add to the command line so that `count` accelerators get a device here."""
     here = accelerators.available()
     return " ".join(f"--device={device}" for device in (here[:count] if len(here) >= count else ["cpu"] * count))
 
@@ -129,7 +129,7 @@ def _requested(text: str) -> torch.device:
 def map_generators(
     captured: Sequence[Generator | None], devices: DeviceMap, elsewhere: bool = False
 ) -> tuple[torch.Generator | None, ...]:
-    """The generator that stands for each captured generator, by id; explicit ones are made here. With `elsewhere` the
+    """The generator used for each captured generator, by id; explicit ones are made here. With `elsewhere` the
     host's default one, which ops draw from that drew on another device, comes after them.
 
     Random numbers of a CPU capture are always drawn on the CPU. None if a generator's numbers cannot be drawn on

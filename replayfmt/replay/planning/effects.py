@@ -1,7 +1,6 @@
-"""Facts on a signature that the plan needs before it processes the records that have it.
+"""What all records of a signature have in common, determined once, before the plan processes them.
 
-Everything that is the same for all records of one signature is found out here, once: which slots an op may write, which
-argument's metadata it may change, where it takes and gives addresses.
+That is which slots an op may write, which argument's metadata it may change, and where it takes and returns addresses.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Effects:
 
 
 def effects_of_missing(layout: SlotLayout, schema: str) -> Effects:
-    """For an operator that is not here, from its captured schema; one that cannot be read writes all its arguments."""
+    """For an operator that is missing here, from its captured schema; if that is unreadable, it writes all arguments."""
     try:
         return effects_of_schema(layout, parse_schema(schema), False)
     except (RuntimeError, ValueError):
@@ -83,7 +82,7 @@ def effects_of_schema(layout: SlotLayout, schema: torch.FunctionSchema, in_place
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where an op takes and gives addresses of objects as integers, for which the capture has tensors: names of its
+    """Where an op takes and returns addresses of objects as integers, for which the capture has tensors: names of its
     arguments, indices of its results. `once`: all that it does is done to such an object (it releases it, for one), so
     that it cannot be done twice."""
 

@@ -1,9 +1,9 @@
 """The external files of a capture in a replay: found, validated, and held open from the plan to its last run.
 
-What is validated and what content comes from is the same descriptor. Before each run the files are looked at again: one
-that was changed, made shorter, or whose path was given to another file ends the replay before its first op. What cannot
-be guaranteed: a change within the time stamp's granularity that keeps the length, and a file that is made shorter while
-ops run on a map of it, which ends the process. Owns the descriptors; maps outlive it.
+Content comes from the same descriptor that was validated. Before each run the files are checked again: the replay ends
+before its first op if one was changed or shortened, or if its path now leads to another file. Two cases cannot be
+noticed: a change within the time stamp's granularity that keeps the length, and a file that is shortened while ops run
+on a map of it, which ends the process. Owns the descriptors; maps outlive it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ExternalFiles:
     def validate(
         self, on_bytes: Callable[[int, int], None] | None = None, *, ranges: Collection[int] | None = None
     ) -> list[str]:
-        """Open every file that content is to come from, or those that these ranges are in; a sentence for each that is
-        not what was captured.
+        """Open every file that provides content, or those that these ranges are in; a sentence for each that is not the
+        one that was captured.
 
         `on_bytes(done, of all)` is called, from any thread, while digests are computed.
         """
@@ -75,7 +75,7 @@ class ExternalFiles:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What a user has to know of where content comes from."""
+        """What a user has to know about where content comes from."""
         embedded = sum(self._payload(each) is not None for each in self._file_ranges())
         if not embedded:
             return ()
@@ -94,7 +94,7 @@ class ExternalFiles:
             )
 
     def problem(self, number: int) -> str | None:
-        """Why a range by id has no content here; None if it has."""
+        """Why the range with this id has no content here; None if it has."""
         captured = self._range(number)
         if self._payload(captured) is not None or captured.file in self._opened:
             return None

@@ -27,8 +27,8 @@ _OPEN_KINDS = (ValueKind.opaque, ValueKind.process_group)
 
 
 class Findings:
-    """The findings of one plan. `refused` has the reason for every op signature that cannot be run, by id; `notes` are
-    what a user has to know of those that can."""
+    """The findings of one plan. `refused` has the reason for every op signature that cannot be run, by id; `notes` say
+    what a user has to know about those that can."""
 
     def __init__(
         self, reader: CaptureReader, devices: DeviceMap, kernels: tuple[ResolvedKernel | str | None, ...], scan: Scan
@@ -93,8 +93,8 @@ class Findings:
         self.sentences.append(f"{sentence}; called {_times(self._scan.seen(numbers))}")
 
     def _arguments(self, name: str, resolved: ResolvedKernel, numbers: list[int]) -> None:
-        """Arguments that the operator does not have, or of which its kernels take for granted what is not so: nothing
-        of a file may get into generated code unseen."""
+        """Arguments that the operator does not have, or that break what its kernels take for granted: nothing of a file
+        may get into generated code unchecked."""
         known, rules = resolved.argument_names, ArgumentRules(resolved.schema)
         for number in numbers:
             signature = self._reader.signatures[number]
@@ -152,7 +152,7 @@ class Findings:
                     if not resolved.runs_on(device_type):
                         unavailable[device_type].append(number)
         if foreign_draws and "import" in self._reader.session.policies:
-            # No content of an import is the program's, and nothing is compared: other random numbers are as good.
+            # An import has none of the program's content, and nothing is compared: other random numbers will do.
             self.notes.append(f"{name} draws random numbers that the captured device would have drawn differently")
         elif foreign_draws:
             self._refuse(foreign_draws, f"{name} draws random numbers that only the captured kind of device can draw")
@@ -178,8 +178,8 @@ class Findings:
             self.sentences.append(f"tensors with the layout {', '.join(sorted(layouts))} cannot be rebuilt as such")
 
     def _memory(self) -> None:
-        """What the storages alive at once need, where all of it is the host's memory: the system ends a process that
-        takes more than there is, without a word. (Accelerators report it.)"""
+        """The memory of all storages alive at once, if all of it is the host's: the system kills a process that takes
+        more than there is, without a message. (Accelerators report it.)"""
         there, needed = host_memory_bytes(), max(self._scan.known_peak_bytes, self._scan.longest_resize_bytes)
         if {target.type for target in self._devices.targets if target is not None} == {"cpu"} and (
             there is not None and needed > there

@@ -1,7 +1,7 @@
 """Which tensor ids of a capture one variable of the replay can stand for.
 
 Ids distinguish tensors by storage, offset and metadata, and the metadata includes whether autograd tracked the tensor,
-which means nothing below the dispatch level of a replay. So ids that differ in that alone share one key here. Keys are
+which means nothing below the dispatch level of a replay. So ids that differ only in that share one key here. Keys are
 dense and count from 0 in order of first appearance; feeding the same frames in the same order gives the same keys.
 """
 

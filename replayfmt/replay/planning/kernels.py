@@ -1,6 +1,6 @@
 """The kernel protocol: what a replay needs of the kernel that an op calls. Operators are one kind; others follow.
 
-Everything behind the plan asks a kernel, never the dispatcher: what it takes, what it reads and writes, how it is
+Everything behind the plan asks a kernel, never the dispatcher, what it takes, what it reads and writes, and how it is
 called.
 """
 
@@ -22,10 +22,10 @@ from .effects import Effects, effects_of_schema
 
 
 class ResolvedKernel(ABC):
-    """What stands for a captured kernel here.
+    """The kernel of this process that a captured kernel is replayed with.
 
-    `own`: its schema says everything that it does, and it depends on nothing besides its arguments. `draws`: it takes
-    random numbers from a generator.
+    `own`: its schema describes everything that it does, and it depends on its arguments alone. `draws`: it takes random
+    numbers from a generator.
     """
 
     own: bool
@@ -39,10 +39,10 @@ class ResolvedKernel(ABC):
     @property
     @abstractmethod
     def call(self) -> Callable[..., Any]:
-        """What calls it with any arguments that its schema takes."""
+        """A function that calls it with any arguments that its schema takes."""
 
     def quickest(self, text: str, values: Sequence[Any], tensors: Sequence[int]) -> Callable[..., Any]:
-        """What calls it the quickest in this form: `text` has a `%s` for the function and one for each of `values`;
+        """The fastest function for this form of call: `text` has a `%s` for the function and one for each of `values`;
         those at the positions `tensors` are tensors."""
         return self.call
 

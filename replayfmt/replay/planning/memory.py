@@ -57,12 +57,12 @@ class MemoryWatch:
             return PeakMemory(
                 "cpu", None, None, self._host_problem or "this system does not report the high-water mark"
             )
-        # Linux counts a process's pages only roughly, and the mark in another way than what is resident now.
+        # Linux counts a process's pages only roughly, and the high-water mark differently from the current number.
         return PeakMemory("cpu", max(peak, self._host_before), self._host_before, "resident set of the process")
 
 
 def host_memory_bytes() -> int | None:
-    """How much memory this process can have at most: the machine's with its swap, or what its control group allows.
+    """The most memory that this process can have: the machine's with its swap, or what its control group allows.
     None if the system does not report it."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

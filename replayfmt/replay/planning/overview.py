@@ -29,7 +29,7 @@ def describe(reader: CaptureReader, ordinal: int) -> tuple[str, str]:
     return record.kind.name, scope
 
 
-# Work that no replay does, and of which no record says what memory it wrote: it may have written any.
+# Work that no replay does. No record says what memory it wrote: it may have written any.
 _UNSEEN = (RecordKind.unsupported, RecordKind.collective)
 
 

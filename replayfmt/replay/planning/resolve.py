@@ -1,7 +1,7 @@
 """Finds the operator that a captured kernel names, in the installed torch.
 
-Only the dispatcher is asked: a name in a file never causes an import of anything that the file chose. A schema that
-changed since the capture is accepted only where torch itself calls it backward compatible.
+Only the dispatcher is asked: a name in a file never causes an import that the file chose. A schema that has changed
+since the capture is accepted only if torch itself considers it backward compatible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .kernels import OperatorKernel, ResolvedKernel
 
 def resolve(kernel: Kernel, captured_torch: str | None, imports: AllowedImports | None = None) -> ResolvedKernel | str:
     """The operator for a captured kernel, or a sentence that says why there is none. `imports`: what the user allows to
-    be imported where the operator is unknown."""
+    be imported for an unknown operator."""
     named = kernel.qualified_name
     if kernel.kind is not KernelKind.operator:
         return f"{named} is a {kernel.kind.name} kernel; this version replays operators only"
@@ -51,7 +51,7 @@ def resolve(kernel: Kernel, captured_torch: str | None, imports: AllowedImports 
 
 
 def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
-    """A function of a library that the user named, called by the types that a trace recorded of its arguments."""
+    """A function from a library that the user named, called by the argument types that a trace recorded."""
     namespace, _separator, base = kernel.name.partition("::")
     function = imports.callable(namespace, base)
     if function is None:
@@ -74,7 +74,7 @@ def _schema_difference(kernel: Kernel, overload: OpOverload, captured_torch: str
     try:
         captured = parse_schema(kernel.schema)
         compatible = overload._schema.is_backward_compatible_with(captured)  # type: ignore[attr-defined]
-    except (RuntimeError, ValueError, IndexError) as error:  # IndexError: the comparison met other numbers of arguments
+    except (RuntimeError, ValueError, IndexError) as error:  # IndexError: the numbers of arguments differ
         reason = str(error).strip().partition("\n")[0]
         return f"{kernel.qualified_name}: its captured schema cannot be read ({reason}); {versions}"
     if compatible:

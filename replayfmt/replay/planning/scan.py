@@ -52,7 +52,7 @@ class Imports:
 
 @dataclass
 class Occurrences:
-    """How often something was seen, and where first."""
+    """How often something occurred, and where it first did."""
 
     count: int = 0
     first: list[int] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Scan:
         return int(self._storage_last_use.reach(storage + 1)[storage])
 
     def seen(self, signatures: Iterable[int]) -> Occurrences:
-        """How often records of these signatures occur, and where first."""
+        """How often records of these signatures occur, and where they first do."""
         numbers = list(signatures)
         first = sorted(ordinal for number in numbers for ordinal in self._first.get(number, ()))
         return Occurrences(int(self.signature_calls[numbers].sum()), first[:SHOWN])
@@ -146,7 +146,7 @@ class Scan:
         return bool(self._written.reach(storage + 1)[storage])
 
     def entrances(self) -> list[Entrance]:
-        """Content that the capture does not have and that something uses, in order. Empty storages have none."""
+        """Content that is used but not in the capture, in order. Empty storages have none."""
         imported = {each.storage for each in self._entrances if each.version == 0}
         births = [Entrance(-1, storage, 0, 0) for storage in sorted(self._absent_births - imported)]
         return [

@@ -6,12 +6,12 @@ they came. If nothing does, it is used as it is, with the tensors on it; so is w
 and nothing writes it. Everything else is allocated and filled when its window comes, and dies with its last use.
 Content in an external file that is never written is mapped, not read, if it stays on the host. None of it is timed.
 
-What writes is what the operators' schemas and the knowledge of operators say, and every argument of a custom operator.
-A kernel may write without any of them saying so, or a function in its place. So what was used as it is gets compared
-with what it was: after each run that verifies, before one that verifies and follows one that did not, and before the
-second run of a plan in any case. A run that verifies fails where something changed, also before it. What changed is
-filled anew, and restored before each run from then on. Between two runs that do not verify, nothing is compared after
-that.
+Writes are known from the operators' schemas and from `pytorch/operators.py`; a custom operator counts as writing every
+argument. A kernel, or a function in its place, may write without any of them saying so. So content that was used
+unrestored is compared with what it was: after each run that verifies, before a run that verifies and follows one that
+did not, and always before the second run of a plan. A run that verifies fails if something changed, even before it.
+Changed content is filled anew, and restored before each run from then on. Otherwise nothing is compared between two
+runs that do not verify.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Content:
         self._found_written: set[int] = set()  # changed, although nothing is known to write them
         self._compared = False  # what is kept, since it was first used
         self._used = False  # since it was last compared
-        self._stale: set[int] = set()  # what this run did not find as it should have been
+        self._stale: set[int] = set()  # what this run found changed
         self._pristine: dict[int, torch.UntypedStorage] = {}
         self._budget: dict[torch.device, int] = {}
         self._freed_bytes = 0  # kept of what the program freed
@@ -126,11 +126,11 @@ class Content:
     # --------------------------------------------------------------------------------------------- what stays as it is
 
     def ready(self, window: Window) -> Ready | None:
-        """What of a window's beginning is there from an earlier run; None where nothing is."""
+        """What an earlier run left of a window's beginning; None if nothing."""
         return self._ready.get(window)
 
     def keep_ready(self, window: Window, values: dict[int, Any]) -> None:
-        """Keep what was prepared for a window, `values` by key, as far as no run changes it."""
+        """Keep what was prepared for a window (`values` by key) and no run changes."""
         self._ready.add(window, values, lambda storage: storage in self._kept and not self._is_restored(storage))
 
     @property
@@ -143,7 +143,7 @@ class Content:
         )
 
     def begin(self, *, verified: bool) -> None:
-        """Ops are about to run on what is kept, which is made fresh again where it is compared now."""
+        """Ops are about to run on what is kept; what is compared now, and changed, is made fresh again."""
         self._stale = self._compare() if self._used and (verified or not self._compared) else set()
         self._used = True
         if verified:
@@ -181,7 +181,7 @@ class Content:
             return False
         known = staged.length_bytes and staged.device.type != "meta"
         if not known or self.missing(staged.storage, staged.source, 0) is not None:
-            return True  # it has no bytes, or none that anybody knows
+            return True  # it has no bytes, or none that are known
         if kept.mapped and maps.is_clean(storage):
             return True
         found = hash_storage(storage)
@@ -195,7 +195,7 @@ class Content:
     # --------------------------------------------------------------------------------------------------------- filling
 
     def missing(self, storage: int, source: ContentSource, version: int) -> str | None:
-        """Why there is no content to put into a storage, None if there is."""
+        """Why there is no content to put into a storage; None if there is some."""
         if source.kind is ValueKind.payload:
             return None
         if source.kind is ValueKind.range:
@@ -203,7 +203,7 @@ class Content:
         return self._synthesis.missing(storage, version)
 
     def load(self, storage: int, source: ContentSource, version: int, target: torch.UntypedStorage) -> None:
-        """Put content into the first bytes of a storage that is there: what the program wrote from outside.
+        """Put content into the first bytes of an existing storage: what the program wrote from outside.
 
         Raises InvalidCapture if it does not fit, ReplayRefused if its file has changed.
         """

@@ -44,7 +44,7 @@ class Timer(Protocol):
 
 
 class RunClock:
-    """Adds up the time ops take on the host, waiting for devices included. Pauses nest; the clock begins paused."""
+    """Adds up the time ops take on the host, including waiting for devices. Pauses nest; the clock begins paused."""
 
     def __init__(self) -> None:
         self.elapsed_ns = 0
@@ -82,7 +82,7 @@ class RunClock:
             self._halt(self._timer.pause if self._timer is not None else None)
 
     def halt(self) -> None:
-        """Pause, whether or not something that failed has left the clock paused."""
+        """Pause, even if a failure has left the clock paused."""
         if not self._pauses:
             self.pause()
         self._pauses = 1
@@ -148,7 +148,7 @@ class Machine:
         *,
         prepared: bool,
     ) -> None:
-        """All windows. Only the ops count as time, not what is done between windows: staging content, and preparing
+        """Run all windows. Only the ops are timed, not what is done between windows: staging content, and preparing
         the next window where that was not done before (`prepared` False).
 
         Raises ReplayFailed if an op fails, StopReplay if the judge found the first divergence.
@@ -213,7 +213,7 @@ class Machine:
         ]
 
     def call(self, window: Window, inputs: list[Any], on_scope: OnScope | None) -> list[Any]:
-        """Run a window's ops; failures become ReplayFailed, other behaviour than captured a divergence."""
+        """Run a window's ops; failures become ReplayFailed, behaviour that differs from the capture a divergence."""
         if before_window is not None:
             before_window(self._reader.path, window)
         try:

@@ -1,9 +1,9 @@
-"""What of a window's beginning is prepared once for a plan and not for each run: storages that nothing writes, and the
-tensors on them.
+"""The part of a window's beginning that is prepared once for a plan, not for each run: storages that nothing writes,
+and the tensors on them.
 
-A tensor may be used again where no op of the capture is known to change its memory, or the tensor itself: an op that
-changes a tensor's sizes in place writes it, as its schema says. Windows with other functions in the place of kernels
-have no tensors here, because nobody knows what those do to the objects that they are given.
+A tensor may be used again if no op of the capture is known to change its memory, or the tensor itself: an op that
+changes a tensor's sizes in place writes it, as its schema says. Windows with other functions in place of kernels have
+no tensors here, because it is unknown what those do to the objects that they receive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReadyWindows:
         self._ready: WeakKeyDictionary[Window, Ready] = WeakKeyDictionary()
 
     def get(self, window: Window) -> Ready | None:
-        """What is there for a window; None before its first run."""
+        """What was kept for a window; None before its first run."""
         return self._ready.get(window)
 
     def add(self, window: Window, values: Mapping[int, Any], stays: Callable[[int], bool]) -> None:
@@ -60,7 +60,7 @@ class ReadyWindows:
         self._ready.clear()
 
     def altered(self, storages: Mapping[int, torch.UntypedStorage]) -> set[int]:
-        """Which of these storages have tensors that are not the views any more that they were made as."""
+        """Which of these storages have tensors that are no longer the views as which they were made."""
         found = set()
         for window, ready in self._ready.items():
             for key, base, view in window.hoisted:

@@ -6,7 +6,7 @@ from .execute import OnScope, RunClock
 
 
 class ScopeTimes:
-    """A scope callback that adds up time by scope path, and calls another one where the caller has one.
+    """A scope callback that adds up time by scope path, and calls the caller's own if there is one.
 
     Time is the host's, from begin to end, of the outermost pass where a scope is entered again inside itself. What
     stops the replay's clock is not counted.

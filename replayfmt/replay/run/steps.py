@@ -1,7 +1,7 @@
 """A replay one record at a time: for verdicts on every op, for running an op twice, for one op alone.
 
-Every record becomes a window of its own, so that what one op does stays apart from the others. Slow beside windows of
-thousands of ops, and used only where a replay is being examined.
+Every record becomes a window of its own, which keeps the effects of ops apart. This is slow compared with windows of
+thousands of ops, and used only to examine a replay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A replay that keeps going: what became of every op, one by one.
 
-An op is refused where it cannot be run here, or reads content that is not in the capture; failed where it raised;
-mismatched where its results are not the captured ones; skipped where it needs what such an op would have given. What an
-op that did not succeed would have written is not to be trusted from there on, until content is imported again.
+An op is refused if it cannot be run here, or reads content that is not in the capture; failed if it raised; mismatched
+if its results are not the captured ones; skipped if it needs what such an op would have returned. What an op that did
+not succeed would have written is not trusted from there on, until content is imported again.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class KeepGoing:
         self._refused = refused
         self._on_op = on_op
         self._spoiled: dict[int, int] = {}  # storage → ordinal of the op that should have written it
-        self._absent: dict[int, str] = {}  # storages whose content is not there, with the reason
+        self._absent: dict[int, str] = {}  # storages whose content is missing, with the reason
         self._writer: dict[int, int] = {}  # storage → ordinal of the op that wrote it last
         self._verdicts: dict[int, OpVerdict] = {}
-        self.left_out: list[str] = []  # what records that are not ops did not do
+        self.left_out: list[str] = []  # records other than ops that were not replayed
         self.result: Any = None  # what the last op returned, where its step returns results
 
     def run(self, steps: Iterable[Step], on_scope: OnScope | None) -> None:
-        """Go through all steps, whatever becomes of them."""
+        """Go through all steps, whether they succeed or not."""
         for step in steps:
             found = len(self._judge.found)
             self._prepare(step)
@@ -83,7 +83,7 @@ class KeepGoing:
                 self._note_content(staged.storage, staged.source, 0)
 
     def _note_content(self, storage: int, source: ContentSource, version: int) -> None:
-        """Whether what is to enter a storage is there."""
+        """Whether the content that enters a storage is available."""
         reason = self._machine.content.missing(storage, source, version)
         if reason is None:
             self._absent.pop(storage, None)
@@ -142,7 +142,7 @@ class KeepGoing:
             self._machine.values.update(zip(step.window.outputs, outputs, strict=True))
 
     def _drop_outside(self) -> None:
-        """An op that failed half way may have made tensors longer than their memory: nothing may use those."""
+        """An op that failed halfway may have made tensors longer than their memory: nothing may use those."""
         values = self._machine.values
         for key, value in list(values.items()):
             try:
@@ -188,7 +188,7 @@ class KeepGoing:
         self.left_out.append(f"ordinal {step.ordinal} ({name}): {reason}")
 
     def _blame(self, step: Step, found: int) -> None:
-        """Give divergences to the op they are about: named by the record, or else the last that wrote the memory."""
+        """Attribute divergences to the op that the record names, or else to the last that wrote the memory."""
         for divergence in self._judge.found[found:]:
             culprit = divergence.ordinal
             if culprit not in self._verdicts:

@@ -1,6 +1,6 @@
 """A replay with an observer, which is called right before and right after chosen ops run.
 
-This is how content is taken out of a replay where it stands: the watcher is given the storages an op uses, and what the
+This is how content is taken out of a running replay: the watcher receives the storages that an op uses, and what the
 op returned. It looks and copies, and changes nothing.
 """
 
@@ -87,7 +87,7 @@ class _After:
     def __call__(self, returned: Any, *args: torch.Tensor) -> Any:
         found: dict[int, torch.Tensor] = {}
         values = (returned,) if len(self._results) == 1 else returned if self._results else ()
-        # A result of another structure is for the comparison to find, which is also on its way.
+        # If the structure of a result differs, the comparison that follows finds that.
         if isinstance(values, tuple | list) and len(values) == len(self._results):
             for place, value in zip(self._results, values, strict=True):
                 _gather(place, value, found)

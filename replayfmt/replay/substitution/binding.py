@@ -1,8 +1,8 @@
 """Whether a function can be called as PyTorch calls an operator.
 
 An operator's positional arguments may come by position or, after one that was left to its default, by name;
-keyword-only ones come by name; those with a default may be left out. A function that stands for it has to take all of
-that, and mean the same by what is left out: a default of its own that differs from the schema's would be another op.
+keyword-only ones come by name; those with a default may be left out. A replacement has to accept all of these, and mean
+the same by what is left out: a default that differs from the schema's would make it another op.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Call sites: the places where a replay's code calls a kernel, as a replacement sees them.
 
-Lowering makes a site for every op while something stands ready to take its place, and asks it for a call.
+While there are replacements, lowering makes a site for every op and asks what to call there.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class KernelStandIn(Protocol):
         ...
 
     def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
-        """What to call at a site, with a key that is the same wherever the call is (None: it is this site's own); None
-        for the original."""
+        """What to call at a site, with a key that equal calls share (None: it is for this site alone); None for the
+        original."""
         ...
 
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:

@@ -1,8 +1,8 @@
 """The untimed pass in which both kernels run: what each replacement did, signature by signature.
 
-At every call the original runs on the true arguments and its result flows on; the replacement runs on copies of them,
-from the same state of the random generators, and is judged. So every call is judged on the arguments it had under
-capture, wherever a replacement before it went wrong.
+At every call the original runs on the real arguments, and the replay continues with its result; the replacement runs on
+copies of them, from the same state of the random generators, and is judged. So every call is judged on the arguments it
+had under capture, even if an earlier replacement went wrong.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SignatureCheck:
                 self.faults.append(f"ordinal {ordinal}: {fault}")
 
     def sentences(self) -> list[str]:
-        """What is wrong, a full sentence each; none where all is well."""
+        """What is wrong, in full sentences; empty if nothing is."""
         about = f"{self.replacement} in place of {self.signature}"
         found = [f"{about}: {fault}" for fault in self.faults]
         if self.beyond is not None:
@@ -141,7 +141,7 @@ class Check:
         return None  # a checked call reports its replacement's failures itself
 
     def of(self, site: CallSite, replacement: Replacement) -> SignatureCheck:
-        """Where what is found of a site's signature is kept."""
+        """Where the findings on a site's signature are kept."""
         text = self._table.index.text((site.signature_id, site.metas), site.ordinal)
         key = (text, replacement.label)
         if key not in self.checks:
@@ -151,7 +151,7 @@ class Check:
 
 
 class _CheckedCall:
-    """Stands where a kernel is called; one for each op."""
+    """Called in place of a kernel; one for each op."""
 
     def __init__(self, check: Check, site: CallSite, replacement: Replacement) -> None:
         self._check, self._site, self._replacement = check, site, replacement

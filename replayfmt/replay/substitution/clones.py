@@ -53,7 +53,7 @@ class Clones:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor stands on bytes: not where it is on the meta device or reads as zeros without any."""
+    """Whether a strided tensor has memory: not if it is on the meta device, or reads as zeros without any."""
     return tensor.device.type != "meta" and not tensor._is_zerotensor()
 
 
@@ -67,7 +67,7 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    """Whether two storages of one device and length hold the same."""
+    """Whether two storages of one device and length hold the same bytes."""
     if one.device.type == "cpu":
         return np.array_equal(np.frombuffer(host_view(one), np.uint8), np.frombuffer(host_view(other), np.uint8))
     return bool(torch.equal(byte_tensor(one), byte_tensor(other)))

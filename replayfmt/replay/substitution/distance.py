@@ -25,7 +25,7 @@ _CHUNK = 1 << 20
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Exponents alone, without a sign.
 _UNSIGNED_FLOATS = frozenset({torch.float8_e8m0fnu})
-# Several numbers in a byte: nothing of PyTorch takes them apart.
+# Several numbers in a byte: PyTorch has nothing that takes them apart.
 PACKED = frozenset({torch.float4_e2m1fn_x2})
 
 
@@ -71,7 +71,7 @@ class Distance:
     largest_ulp: int | None = None
 
     def with_(self, other: Distance) -> Distance:
-        """Of other elements too."""
+        """Joined with that of other elements."""
         return self._farther(
             other,
             self.elements + other.elements,
@@ -81,7 +81,7 @@ class Distance:
         )
 
     def or_(self, other: Distance) -> Distance:
-        """Of the same elements, compared once more."""
+        """Joined with that of the same elements, compared once more."""
         return self._farther(
             other,
             max(self.elements, other.elements),

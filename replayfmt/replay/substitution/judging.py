@@ -1,6 +1,6 @@
-"""Judging one call of a replacement by what the original did on the same arguments.
+"""Judging one call of a replacement by what the original did with the same arguments.
 
-Compared are the results (how many, dtypes, sizes, strides, offsets, devices), which memory they share with the
+It compares the results (how many, dtypes, sizes, strides, offsets, devices), which memory they share with the
 arguments and with each other, what was written of the arguments and what was not, and every value.
 """
 

@@ -1,7 +1,8 @@
 """Storages by the address ranges they occupy.
 
-Two storages may stand on the same bytes (a tensor made from a numpy array does), so that neither their identity nor
-their first address tells. Storages are kept alive while they are known here: their memory is not given to others.
+Two storages may share bytes (as that of a tensor made from a numpy array does with another of the same array), so
+neither their identity nor their first address suffices. Storages are kept alive while they are known here: their memory
+is not reused.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Initialized:
 
 @dataclass
 class _Choice:
-    """An initializer for one entrance, and the content where it was made already."""
+    """An initializer for one entrance, and the content if it has already been made."""
 
     initializer: Initializer
     request: Request
@@ -67,7 +67,7 @@ class _Choice:
 
 @dataclass
 class _Sought:
-    """Content that is wanted, and what is known of it. `dtype` is None if its uses do not agree on one; `whole` is
+    """Content that is wanted, and what is known about it. `dtype` is None if its uses do not agree on one; `whole` is
     the request for all of the storage, once it was needed."""
 
     entrance: Entrance
@@ -79,7 +79,7 @@ class _Sought:
 
     @property
     def role(self) -> Role | None:
-        """None if uses do not tell."""
+        """None if its uses do not determine it."""
         return self.demand.role if isinstance(self.demand, Demand) else None
 
 
@@ -138,7 +138,7 @@ class Synthesis:
 
     @cached_property
     def reason(self) -> str:
-        """Why results cannot be those of the capture, "" where they can."""
+        """Why results cannot be those of the capture; "" if they can."""
         storages = {choice.filled.storage for choice in self._choices.values()}
         parts = []
         if storages:
@@ -150,7 +150,7 @@ class Synthesis:
         return " and ".join(parts)
 
     def missing(self, storage: int, version: int) -> str | None:
-        """Why a storage cannot be filled, None if it can be, or need not."""
+        """Why a storage cannot be filled; None if it can be, or need not be."""
         return self._refused.get((storage, version))
 
     def fill(self, storage: int, version: int, target: torch.UntypedStorage) -> None:
@@ -197,7 +197,7 @@ class Synthesis:
         self._refuse({key: wrong[key] for key in self._wanted if key in wrong})
 
     def _refuse(self, wrong: Mapping[tuple[int, int], str]) -> None:
-        """What cannot be filled, with the reason: one finding for all that are alike."""
+        """What cannot be filled, with the reason: one finding for all of a kind."""
         refusals: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         for (storage, version), reason in wrong.items():
             entrance, found = self._wanted[storage, version], self._content_uses.of(storage)
@@ -242,13 +242,13 @@ class Synthesis:
         return f"{dtype}{list(tensor.sizes)}, {first.label} of {first.op}"
 
     def _seek(self, entrance: Entrance) -> _Sought:
-        """What is known of content that is wanted. Raises Wrong if its recipe is impossible."""
+        """What is known about content that is wanted. Raises Wrong if its recipe is impossible."""
         found, demand = self._content_uses.of(entrance.storage), self._demand(entrance.storage)
         recipe = self._recipe(entrance)
         return _Sought(entrance, found, demand, recipe, self._dtype(entrance, found, recipe))
 
     def _offer(self, initializer: Initializer, sought: _Sought) -> None:
-        """Take an initializer if it matches. Raises Wrong if what it makes is no good."""
+        """Take an initializer if it matches. Raises Wrong if what it makes is not valid."""
         if initializer.whole:
             if sought.dtype is None or not initializer.matches_content(sought.dtype, sought.role):
                 return
@@ -391,7 +391,7 @@ class Synthesis:
     def _nothing_matches(
         self, found: list[FoundUse], demand: Demand | Conflict | None, dtype: torch.dtype | None
     ) -> str:
-        """Why no initializer is for a storage, and what to write."""
+        """Why no initializer matches a storage, and which one to write."""
         unknown = next((each for each in found if _own_demand(each) is None), None)
         if isinstance(demand, Conflict):
             why, example = demand.why, found[0]
@@ -413,7 +413,7 @@ class Synthesis:
 
 
 def _unsaved_states(reader: CaptureReader, scan: Scan) -> int:
-    """How many states of random generators the capture mentions without having them."""
+    """How many states of random generators the capture refers to but does not hold."""
     return sum(
         int(scan.signature_calls[number])
         for number, signature in enumerate(reader.signatures)

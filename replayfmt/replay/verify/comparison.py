@@ -2,7 +2,7 @@
 
 Close compares a digest's statistics and sample. Values are apart by at most the tolerance of their dtype, relative to
 the larger of the expected value and the tensor's root mean square; integers, and how many elements are NaN or infinite,
-are compared exactly. The time comparisons take is not the replay's: they stop its clock.
+are compared exactly. Comparisons stop the replay's clock: their time is not counted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StopReplay(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What is compared: `ordinal` is the op's, `result` which of its results, `found_at` the record that tells."""
+    """What is compared: the op at `ordinal`, its result number `result`, and `found_at`, the record that shows it."""
 
     ordinal: int
     result: int | None
@@ -72,13 +72,13 @@ class Judge:
         self._clock = clock
         self._describe = describe
         self.bitwise = True
-        self.compares_scalars = True  # not where content is other than the captured one
+        self.compares_scalars = True  # not if content is not the captured one
         self.stop_at_first = True
         self.found: list[Divergence] = []
         self.verification = Verification("none", "none")
 
     def reset(self, verification: Verification, *, bitwise: bool, stop_at_first: bool) -> None:
-        """Ready for a replay."""
+        """Prepare for a replay."""
         self.verification, self.bitwise, self.stop_at_first = verification, bitwise, stop_at_first
         self.found = []
 

@@ -1,7 +1,7 @@
 """Checks that an op's results have their captured structure: number, dtypes, sizes, strides, memory.
 
-Part of a verifying replay. Also memory identity is compared: a result that shares its storage with an argument in the
-capture has to share it in the replay, and one that does not must not.
+Part of a verifying replay. Memory identity is compared, too: a result shares its storage with an argument in the replay
+if and only if it does in the capture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Expected:
 
 
 class ExpectResults:
-    """Called with what an op returned and its tensor arguments; gives the results back."""
+    """Called with what an op returned and its tensor arguments; returns the results."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ExpectResults:
             else:
                 self._check_tensor(index, self._expected[place.tensor_slot], value, args, memories)
         elif kind is ValueKind.none:
-            # Not every capture has the numbers that ops returned: none stands for them.
+            # Not every capture has the numbers that ops returned; they are None then.
             if value is not None and not isinstance(value, bool | int | float | complex):
                 self._differs(index, "None", _named(value))
         elif kind in (ValueKind.list, ValueKind.tuple):
@@ -142,7 +142,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _telling(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides that mean something: not those of dimensions of one element, and none where there are no elements."""
+    """The strides that matter: not those of dimensions of one element, and none if there are no elements."""
     if 0 in sizes:
         return ()
     return tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
