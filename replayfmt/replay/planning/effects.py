@@ -36,7 +36,7 @@ class Effects:
 
 
 def effects_of_missing(layout: SlotLayout, schema: str) -> Effects:
-    """For an operator that is missing here, from its captured schema; if that is unreadable, it writes all arguments."""
+    """For an operator that is missing here, from its captured schema; if unreadable, it writes all arguments."""
     try:
         return effects_of_schema(layout, parse_schema(schema), False)
     except (RuntimeError, ValueError):
