@@ -96,9 +96,13 @@ int64_t now_ns() {  // the clock of time.perf_counter_ns
 
 // ------------------------------------------------------------------------------------------------------------ to Python
 
-// Calls Python. What it raises passes on through PyTorch as an exception of C++.
+// Calls a function of a capture's; None where the capture has ended, which may be whenever Python runs. What it raises
+// passes on through PyTorch as an exception of C++.
 template <typename... Values>
 py::object call(PyObject* function, const Values&... values) {
+  if (!function) {
+    return py::none();
+  }
   const py::object held = py::reinterpret_borrow<py::object>(function);  // the capture may end meanwhile
   PyObject* arguments[] = {values.ptr()..., nullptr};
   PyObject* result = PyObject_Vectorcall(function, arguments, sizeof...(values), nullptr);
@@ -370,10 +374,11 @@ bool find_context(const Capture& capture, int64_t* context) {
   const uint64_t moved = of.scopes_moved.load();
   if (known.moved != moved) {
     py::gil_scoped_acquire lock;
-    if (!capture.functions.context) {
+    const py::object found = call(capture.functions.context);
+    if (found.is_none()) {
       return false;
     }
-    known = {moved, py::cast<int64_t>(call(capture.functions.context))};
+    known = {moved, py::cast<int64_t>(found)};
   }
   *context = known.context;
   return of.hot.load(std::memory_order_relaxed);
@@ -506,7 +511,12 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
       py::object said = call(capture.functions.before, function, given.args, given.kwargs);
       if (said.ptr() == Py_True) {
         given = python_arguments(schema, stack->data() + first, nullptr);
-        py::object result = call(capture.functions.run, function, given.args, given.kwargs);
+        const py::object run = py::reinterpret_borrow<py::object>(capture.functions.run);
+        if (!run) {  // the capture has ended
+          op.redispatchBoxed(below, stack);
+          return;
+        }
+        py::object result = call(run.ptr(), function, given.args, given.kwargs);
         torch::jit::drop(*stack, schema.arguments().size());
         push_results(schema, result, stack);
         return;
