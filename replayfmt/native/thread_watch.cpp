@@ -40,14 +40,27 @@ enum Inside : int { kNothing, kOperatorRuns, kInParallel };
 
 struct Thread;
 
-// PyTorch keeps it from the start of an outermost operator to its end. It lies in the thread's own memory.
-struct Running final : at::ObserverContext {
-  explicit Running(Thread* owner) : thread(owner) {}
+// What PyTorch keeps from the start of something to its end. `thread`: none where that was no operator.
+struct Begun : at::ObserverContext {
+  explicit Begun(Thread* owner) : thread(owner) {}
+  Thread* thread;
+};
+
+// Of an outermost operator. It lies in the thread's own memory.
+struct Running final : Begun {
+  using Begun::Begun;
   static void* operator new(size_t, void* place) { return place; }
   static void operator delete(void*) {}
   static void operator delete(void*, void*) {}
-  Thread* thread;
 };
+
+// Of a look through the guards of compiled code: they compare the thread's included keys with those that it was compiled
+// under, so the recorder's key is taken away meanwhile. Compiled code stays compiled then, in a capture and after it.
+struct GuardLookup final : Begun {
+  GuardLookup() : Begun(nullptr) { c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, false); }
+  ~GuardLookup() override { c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, true); }
+};
+constexpr char kGuardLookup[] = "TorchDynamo Cache Lookup";  // as Dynamo names it
 
 struct Thread {
   std::atomic<Thread*> next{nullptr};
@@ -191,6 +204,9 @@ std::unique_ptr<at::ObserverContext> started(const at::RecordFunction& function)
   if (capture == 0) {
     return nullptr;
   }
+  if (std::strcmp(function.name(), kGuardLookup) == 0) {
+    return has_key() ? std::make_unique<GuardLookup>() : nullptr;
+  }
   Thread* thread = self();
   if (thread->inside.load(std::memory_order_relaxed) != kNothing) {
     return nullptr;
@@ -209,8 +225,9 @@ std::unique_ptr<at::ObserverContext> started(const at::RecordFunction& function)
 }
 
 void ended(const at::RecordFunction&, at::ObserverContext* context) {
-  if (context) {
-    static_cast<Running*>(context)->thread->inside.store(kNothing, std::memory_order_relaxed);
+  Thread* thread = context ? static_cast<Begun*>(context)->thread : nullptr;
+  if (thread) {
+    thread->inside.store(kNothing, std::memory_order_relaxed);
   }
 }
 

@@ -114,7 +114,12 @@ class HookPresence:
         self._hook = hook
         self._native = NativeMode(core, hook)
         self.mode: RecordingMode = self._native
-        self._patches = PatchSet([Patch("torch._ops", "_compute_keyset", self._without_key)])
+        self._patches = PatchSet(
+            [
+                Patch("torch._ops", "_compute_keyset", self._without_key),
+                Patch("torch._dynamo.guards", "CheckFunctionManager.__init__", self._away),
+            ]
+        )
 
     def begin(self) -> None:
         self._patches.install()
@@ -162,6 +167,19 @@ class HookPresence:
             return original(args, kwargs, self._hook.without_key(keys))
 
         return compute
+
+    def _away(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Guards of compiled code are made without the key, as they are looked at without it (thread_watch.cpp)."""
+
+        @functools.wraps(original)
+        def without(*args: Any, **kwargs: Any) -> Any:
+            included = self._hook.include(False)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._hook.include(included)
+
+        return without
 
 
 def leave_finished() -> bool:

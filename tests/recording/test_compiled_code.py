@@ -1,0 +1,94 @@
+"""Compiled code under a capture: it stays compiled, and nothing is compiled again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from .conftest import Capture
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+class Compiled:
+    """A function compiled by a backend that counts graphs, and runs their operators."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self.graphs = 0
+        self.run = torch.compile(function, backend=self._backend)
+
+    def _backend(self, graph: torch.fx.GraphModule, _examples: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def in_one(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + 1
+
+
+def in_two(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    torch._dynamo.graph_break()
+    return y + 1
+
+
+def breaks() -> int:
+    return sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize(("function", "graphs"), [(in_one, 1), (in_two, 2)], ids=["one graph", "a graph break"])
+@pytest.mark.parametrize("begins", ["before", "inside"])
+def test_nothing_is_compiled_again(
+    capture: Capture, function: Callable[..., torch.Tensor], graphs: int, begins: str, recorder: str
+) -> None:
+    if (recorder, begins) == ("python", "inside"):
+        pytest.skip("code that is compiled under a dispatch mode is compiled for it")
+    compiled, x = Compiled(function), torch.ones(3)
+    if begins == "before":
+        compiled.run(x)
+    first = capture(lambda: [compiled.run(x), compiled.run(x)])
+    broken = breaks()
+    compiled.run(x)
+    second = capture(lambda: [compiled.run(x), compiled.run(x)])
+    compiled.run(x)
+    assert compiled.graphs == graphs and breaks() == broken
+    for captured in (first, second):
+        assert captured.ops() == ["aten::sin.default", "aten::add.Tensor"] * 2
+        captured.replays()
+
+
+@pytest.mark.recorder("native")
+def test_compiled_code_in_an_operator_is_not_compiled_again(capture: Capture) -> None:
+    compiled, x = Compiled(in_one), torch.ones(3)
+    compiled.run(x)
+    with torch.library._scoped_library("compiled_inside", "DEF") as library:
+        library.define("run(Tensor x) -> Tensor")
+        library.impl("run", compiled.run, "CPU")
+        captured = capture(lambda: [torch.ops.compiled_inside.run(x), compiled.run(x)])
+        compiled.run(x)
+    assert compiled.graphs == 1
+    assert captured.ops() == ["compiled_inside::run.default", "aten::sin.default", "aten::add.Tensor"]
+
+
+@pytest.mark.slow
+def test_regions_are_told_and_kept(capture: Capture) -> None:
+    """By Inductor."""
+    run, x = torch.compile(in_one), torch.ones(3)
+    expected = run(x)
+    compiled = dict(counters["stats"])
+    captured = capture(lambda: [x * 2, run(x), run(x), x * 3])
+    after = run(x)
+    assert dict(counters["stats"]) == compiled
+    assert torch.equal(captured.returned[1], expected) and torch.equal(after, expected)
+    assert captured.unsupported() == {"compiled_region": 2}
+    assert captured.ops() == ["aten::mul.Tensor"] * 2
