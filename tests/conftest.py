@@ -54,11 +54,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.items and not session.config.option.collectonly:
         from replayfmt.native.hook import dispatch_hook
         from replayfmt.native.watching import thread_watch
+        from replayfmt.pytorch.tensors.statistics import use_native
 
         with Path(__file__).open() as one_at_a_time:
             fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
             dispatch_hook()
             state = thread_watch("auto").state
+            if state == "native":
+                use_native()
         if state != "native":
             os.environ["OPREPLAY_NATIVE"] = "off"
             os.environ["OPREPLAY_NATIVE_MISSING"] = state

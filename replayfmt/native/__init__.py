@@ -1,7 +1,8 @@
-"""What is written in C++, because it must run in threads that never enter Python.
+"""What is written in C++, because it must run in threads that never enter Python, or as fast as the memory is read.
 
 The sources lie beside this module. `building` compiles one at its first use, with the compiler that is there and the
 headers of the installed PyTorch, keeps the library in the user's cache, and loads it. Where that is not possible, one
 line on stderr says why, the capture goes on without, and its session says so. `watching` is the Python side of
-`thread_watch.cpp`.
+`thread_watch.cpp`, `hook` that of `recorder.cpp`, `block_statistics` that of `block_statistics.cpp`: without the last
+one, digests are the same and take longer.
 """

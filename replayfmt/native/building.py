@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
+# Without contraction, a product is rounded before it is added to something, as NumPy does it.
+_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
 _PATIENCE_S = 600
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

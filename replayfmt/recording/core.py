@@ -32,6 +32,7 @@ from replayfmt.pytorch.environment import session_fields
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.settings import read_settings
 from replayfmt.pytorch.tensors.looks import storage_of
+from replayfmt.pytorch.tensors.statistics import use_native
 
 from .custom_operators.insides import Insides
 from .dispatch.call import OpCall
@@ -95,6 +96,8 @@ class Core:
         """Create the file. Raises CaptureFailed or OutputExists."""
         self.thread_watch = thread_watch(options.native or "auto")
         self.hook, recorder = _hook(options)
+        if self.thread_watch.state == "native" and options.digests != "none":
+            use_native()
         policies = {
             **options.policies(),
             **hook_policies(),

@@ -12,14 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# errors ← format ← pytorch ← {native ← recording, importers, initializers ← replay} ← {benchmark, trim} ← api, tools;
+# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim} ← api, tools;
 # dump stands on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "format": {"errors"},
     "dump": {"errors", "format"},
-    "pytorch": {"errors", "format"},
-    "native": {"errors", "format", "pytorch"},
+    "native": {"errors", "format"},
+    "pytorch": {"errors", "format", "native"},
     "recording": {"errors", "format", "pytorch", "native"},
     "importers": {"errors", "format", "pytorch"},
     "initializers": {"errors", "format", "pytorch"},
