@@ -1,4 +1,4 @@
-"""What is written in C++, because it must run in threads that never enter Python, or as fast as the memory is read.
+"""What is written in C++, because it must run in threads that never enter Python, or at the speed of memory.
 
 The sources lie beside this module. `building` compiles one at its first use, with the compiler that is there and the
 headers of the installed PyTorch, keeps the library in the user's cache, and loads it. Where that is not possible, one

@@ -58,6 +58,7 @@ class ModePresence:
 
     def begin(self) -> None:
         self.mode.__enter__()
+        mode_stack()  # the first time, this takes a lock of the C library, which a forked child may find taken for ever
 
     def end(self) -> None:
         stack = [mode for mode in mode_stack() if mode is not self.mode]
