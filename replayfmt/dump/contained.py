@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.distinct import distinct
 from replayfmt.format.printable import counted
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import has_path, has_stack, users_in
@@ -111,13 +112,13 @@ class _Nodes:
     def distinct_texts(self, kind: ValueKind) -> int:
         """The number of distinct texts of a kind among the arguments of ops."""
         chosen = (self._kind == kind) & (self._signature_kind[self._owner] == RecordKind.op)
-        return len(np.unique(self._constant[chosen]))
+        return len(distinct(self._constant[chosen]))
 
     def scalar_kernels(self) -> list[int]:
         """The kernels that returned a number somewhere, as their only or last result: `item` and its like."""
         rows = np.flatnonzero((self._signature_kind == RecordKind.op) & (self._results > 0))
         last = self._kind[self._ends[rows] - 1]
-        found: list[int] = np.unique(self._kernels[rows[np.isin(last, _NUMBERS)]]).tolist()
+        found: list[int] = distinct(self._kernels[rows[np.isin(last, _NUMBERS)]]).tolist()
         return found
 
     def host_reads_with_digest(self) -> bool:

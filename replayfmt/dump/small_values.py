@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from replayfmt.format.codes import DType, Layout, RecordKind, TensorFlag, ValueKind
+from replayfmt.format.distinct import distinct
 from replayfmt.format.model import PayloadValue, StorageValue, TensorMeta
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader, RecordFrame
@@ -119,7 +120,7 @@ class SmallValues:
             ended = frame.ints[frame.int_first[rows]]  # the storage is their first argument
             at = np.flatnonzero(self._ever[ended])
             found += zip(rows[at].tolist(), ended[at].tolist(), [0] * len(at), strict=True)
-            for number in np.unique(frame.signature).tolist():
+            for number in distinct(frame.signature).tolist():
                 tensors, storages = self._writes(number)
                 if not tensors and not storages:
                     continue

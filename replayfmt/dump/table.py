@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from replayfmt.format.codes import UNKNOWN_DEVICE_NS, RecordKind
+from replayfmt.format.distinct import distinct
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.signatures.groups import SignatureIndex
 
@@ -111,7 +112,7 @@ class _SharedColumns:
     def devices(self, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
         """The devices of ops; None for one without tensors."""
         made = np.empty(frame.count, object)
-        for number in np.unique(frame.signature[rows]).tolist():
+        for number in distinct(frame.signature[rows]).tolist():
             slot = self._device_slots[number]
             if slot is not None:
                 chosen = rows[frame.signature[rows] == number]

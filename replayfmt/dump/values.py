@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from replayfmt.errors import InvalidCapture
+from replayfmt.format.distinct import distinct
 from replayfmt.format.model import Signature
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.slots import SlotLayout
@@ -120,7 +121,7 @@ class Dialect(ABC):
         longest = max(self.lengths.of(signatures)) + path + columns.longest(frame)
         if frame.annotation is not None:
             strings = self.reader.strings
-            longest += 12 * max(len(strings[number] or "") for number in np.unique(frame.annotation).tolist()) + 16
+            longest += 12 * max(len(strings[number] or "") for number in distinct(frame.annotation).tolist()) + 16
         self.check_room(frame, longest, "a row")
         return CHUNK_CHARACTERS // longest
 

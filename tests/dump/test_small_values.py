@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import replayfmt
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.small_values import SmallValues
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
+from replayfmt.format.distinct import distinct
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.pytorch.tensors.memory import storage_bytes
 from replayfmt.replay.plan import Plan
@@ -206,3 +209,21 @@ def test_a_storage_that_is_only_passed_on_keeps_its_values(tmp_path: Path) -> No
     assert shown["aten::mul"] is None, "after a write"
     assert shown["aten::sub"] == [4, 2, 7]
     assert shown["aten::add_"] == [2, 7]
+
+
+def test_a_dump_starts_without_the_parts_of_numpy_that_it_does_not_need(path: Path) -> None:
+    code = (
+        "import sys; from replayfmt.format.reader import open_capture; from replayfmt.dump.selection import Selection; "
+        "from replayfmt.dump.stream import jsonl_chunks; "
+        f"print(len(''.join(jsonl_chunks(open_capture({str(path)!r}), Selection()))), 'numpy.ma' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    length, masked = done.stdout.split()
+    assert int(length) > 1000 and masked == "False", done.stderr
+
+
+def test_distinct_values_are_what_numpy_says() -> None:
+    for values in ([], [3], [2, 2, 2], [5, 1, 5, 0, 1]):
+        for dtype in ("u4", "i8"):
+            column = np.array(values, dtype)
+            assert distinct(column).tolist() == np.unique(column).tolist() and distinct(column).dtype == column.dtype
