@@ -181,7 +181,9 @@ def _op_db() -> list[Any]:
         stand_in: Any = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stand_in
-    from torch.testing._internal.common_methods_invocations import op_db
+    # PyTorch's test classes forbid that settings are changed for good, in the whole process.
+    with mock.patch.object(torch.backends, "disable_global_flags"):
+        from torch.testing._internal.common_methods_invocations import op_db
 
     return op_db
 

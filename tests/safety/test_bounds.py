@@ -88,7 +88,7 @@ def test_lengths_that_no_storage_has_are_refused_when_they_are_read(
         columns["ints"][columns["ints"] == before] = length
 
     change_records(path, edit)
-    with pytest.raises(InvalidCapture, match="the new length of a storage"):
+    with pytest.raises(InvalidCapture, match="bytes of storage_resize holds"):
         Plan(path)
     assert tools("check", path).code == 3
 

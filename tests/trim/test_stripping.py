@@ -255,7 +255,7 @@ def test_a_capture_that_says_nonsense_is_one_error(captured: Captured, tmp_path:
 
     path, odd, out = captured(program), tmp_path / "odd.opreplay", tmp_path / "out.opreplay"
     rewrite(path, odd, change=negative)
-    with pytest.raises(InvalidCapture, match="the new length of a storage holds -7"):
+    with pytest.raises(InvalidCapture, match="bytes of storage_resize holds -7"):
         strip(odd, out, ops="1:")
     assert not any(each.name.startswith("out") for each in tmp_path.iterdir())
 
