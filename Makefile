@@ -31,7 +31,7 @@ FLATC         ?= flatc
 FLATC_VERSION := flatc version 2.0.8
 GENERATED     := tests/format/generated
 
-.PHONY: demo test check serving fuzz exact bench lint schema picture help
+.PHONY: demo test check serving fuzz exact bench wheel lint schema picture help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark and dump it'
 	@echo 'make test    the whole test suite'
@@ -40,6 +40,7 @@ help:
 	@echo 'make exact   compare what PyTorch and random programs compute with what they do under a capture (docs/exactness.md)'
 	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
+	@echo 'make wheel   a wheel that carries the recorder in C++ built, for who has no compiler (docs/recorders.md)'
 	@echo 'make picture draw docs/tour.svg, which README.md shows, from what the commands print'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make schema  regenerate $(GENERATED) from schema/opreplay.fbs'
@@ -103,6 +104,13 @@ serving: $(SERVED)
 
 bench: $(BENCHABLE)
 	$(BIN)/python benchmarks/run.py
+
+# For the PyTorch of $(VENV), and for those of more interpreters: make wheel ALSO='/opt/a/bin/python /opt/b/bin/python'.
+ALSO ?=
+wheel: $(INSTALLED)
+	rm -rf build/native
+	for python in $(BIN)/python $(ALSO); do PYTHONPATH=. $$python -m replayfmt.native build/native; done
+	OPREPLAY_NATIVE_LIBRARIES=$(CURDIR)/build/native $(BIN)/python -m build --wheel --no-isolation
 
 picture: $(INSTALLED)
 	$(BIN)/python docs/tour.py

@@ -1,8 +1,10 @@
-"""Compiles C++ sources against the installed PyTorch, keeps the libraries in the user's cache, and loads them.
+"""Loads the libraries in C++: one that the package carries, else one from the user's cache, where it is built at first
+use with the compiler that is there.
 
-A library's name holds a digest of all that it was made of: source, PyTorch, compiler, flags. It is written under
-another name and renamed, so that processes which build at the same time do not disturb each other, and ends with a
-digest of itself, so that a damaged one is built again. Only what the user alone can have written is loaded.
+A library's name holds a digest of all that it must fit: source, PyTorch, Python, platform. It ends with a digest of
+itself, so that a damaged one is built again, as is one that this system cannot load. It is written under another name
+and renamed, so that processes which build at the same time do not disturb each other. From the cache, only what the
+user alone can have written is loaded. `python -m replayfmt.native` builds what a wheel carries.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -27,7 +30,10 @@ import torch
 _COMPILERS = ("c++", "g++", "clang++")
 # Without contraction, a product is rounded before it is added to something, as NumPy does it.
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
+_WITH_PYTHON = ("recorder.cpp",)  # sources that need the interpreter's headers, and all headers beside this module
 _PATIENCE_S = 600
+_TORCH = Path(torch.__file__).parent
+_CARRIED = Path(__file__).parent / "built"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -41,36 +47,68 @@ class NotAvailable(Exception):
         self.detail = detail
 
 
-def library(source: str, *, with_python: bool = False) -> ctypes.PyDLL:
-    """The library of a source file beside this module (`thread_watch.cpp`), built where the cache has none. Its
-    functions are called without giving up the interpreter's lock. `with_python`: it also needs the interpreter's
-    headers. Raises NotAvailable."""
+def library(source: str) -> ctypes.PyDLL:
+    """The library of a source file beside this module (`thread_watch.cpp`). Its functions are called without giving up
+    the interpreter's lock. Raises NotAvailable."""
     try:
-        return _load(_built(source, compiler(), with_python))
+        name = _name(source)
+        found = _loaded(_CARRIED / name)
+        if found is None:
+            path = _cache() / name
+            found = _loaded(path, own=True)
+        if found is None:
+            _build(source, path)
+            found = ctypes.PyDLL(str(path))
+        return found
     except OSError as error:
         raise NotAvailable("the library cannot be built or loaded", str(error)) from error
+
+
+def build_all(directory: Path) -> list[Path]:
+    """Build every library for this PyTorch and this Python into a directory, for a wheel to carry. The files. Raises
+    NotAvailable."""
+    directory.mkdir(parents=True, exist_ok=True)
+    sources = sorted(each.name for each in Path(__file__).parent.glob("*.cpp"))
+    paths = [directory / _name(source) for source in sources]
+    for source, path in zip(sources, paths, strict=True):
+        path.write_bytes(_compiled(source))
+    return paths
 
 
 def compile_library(source: Path, output: Path, *flags: str, with_python: bool = False) -> None:
     """Compile one C++ file against the installed PyTorch. `flags`: more of them. Raises NotAvailable."""
     command = [*compiler(), *_flags(with_python), *flags, str(source), "-o", str(output), *_linked(with_python)]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_PATIENCE_S,
-            env={**os.environ, "LC_ALL": "C"},
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        code, said = _run(command)
+    except OSError as error:
         raise NotAvailable("the compiler failed", str(error)) from error
-    if done.returncode != 0:
-        said = [line for line in done.stdout.splitlines() if line.strip()]
-        errors = [line for line in said if "error" in line.lower()] or said or ["it said nothing"]
-        raise NotAvailable("the compiler failed", f"{command[0]} (exit code {done.returncode}): {errors[0][:300]}")
+    if code != 0:
+        lines = [line for line in said.splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower()] or lines or ["it said nothing"]
+        raise NotAvailable("the compiler failed", f"{command[0]} (exit code {code}): {errors[0][:300]}")
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit code and output of a compiler, which is ended with all that it started where this is interrupted."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C"},
+        process_group=0,
+    )
+    try:
+        said, _ = process.communicate(timeout=_PATIENCE_S)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise NotAvailable("the compiler did not end", f"{command[0]} ran for {_PATIENCE_S} seconds") from None
+        raise
+    return process.returncode, said
 
 
 def compiler() -> list[str]:
@@ -84,7 +122,7 @@ def compiler() -> list[str]:
 
 
 def _flags(with_python: bool) -> list[str]:
-    where = Path(torch.__file__).parent / "include"
+    where = _TORCH / "include"
     if not (where / "ATen" / "record_function.h").is_file():
         raise NotAvailable("this PyTorch has no headers", f"{where} does not hold them")
     flags = [*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{where}"]
@@ -98,68 +136,110 @@ def _flags(with_python: bool) -> list[str]:
 
 def _linked(with_python: bool) -> list[str]:
     libraries = ("torch_python", "torch", "torch_cpu", "c10") if with_python else ("torch_cpu", "c10")
-    return [f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{name}" for name in libraries)]
+    return [f"-L{_TORCH / 'lib'}", *(f"-l{name}" for name in libraries)]
+
+
+# ------------------------------------------------------------------------------------------------------ the libraries
+
+
+def _files(source: str) -> dict[str, bytes]:
+    """What a library is compiled from, by name."""
+    here = Path(__file__).parent
+    headers = sorted(here.glob("*.h")) if source in _WITH_PYTHON else []
+    return {path.name: path.read_bytes() for path in (here / source, *headers)}
+
+
+def _name(source: str) -> str:
+    """Of the library that fits this PyTorch, this Python, this platform, and the sources as they are."""
+    fits = (
+        _files(source),
+        _FLAGS,
+        torch.__version__,
+        [getattr(torch.version, name, None) for name in ("git_version", "debug", "cuda", "hip", "xpu")],
+        torch.compiled_with_cxx11_abi(),
+        platform.machine(),
+        sysconfig.get_config_var("SOABI"),
+    )
+    return f"{Path(source).stem}-{hashlib.sha256(repr(fits).encode()).hexdigest()[:32]}.so"
+
+
+def _compiled(source: str) -> bytes:
+    """A library and its own digest."""
+    with tempfile.TemporaryDirectory(prefix="opreplay-") as scratch:
+        for name, content in _files(source).items():
+            Path(scratch, name).write_bytes(content)
+        made = Path(scratch, "made.so")
+        compile_library(Path(scratch, source), made, with_python=source in _WITH_PYTHON)
+        content = made.read_bytes()
+    return content + hashlib.sha256(content).digest()
+
+
+def _loaded(path: Path, own: bool = False) -> ctypes.PyDLL | None:
+    """A library, if it is there, whole, and for this system. With `own`, raises NotAvailable where it may be another
+    user's."""
+    try:
+        if own:
+            check_own(path)
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        return None
+    with suppress(OSError):  # built on another system, with another C library
+        return ctypes.PyDLL(str(path))
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
 
 
-def _built(source: str, command: list[str], with_python: bool = False) -> Path:
-    """The path of the library, which is there."""
-    files = {source: resources.files(__package__).joinpath(source).read_bytes()}
-    if with_python:
-        headers = [each for each in resources.files(__package__).iterdir() if each.name.endswith(".h")]
-        files |= {each.name: each.read_bytes() for each in sorted(headers, key=lambda each: each.name)}
-    text = b"".join(files.values())
-    path = _directory() / f"{Path(source).stem}-{_key(text, command, with_python)}.so"
-    if not _is_whole(path):
-        say(f"building a part of the recorder in C++, once for PyTorch {torch.__version__} (takes seconds)")
-        with tempfile.TemporaryDirectory(prefix="opreplay-") as scratch:
-            written, made = Path(scratch, source), Path(scratch, "made.so")
-            for name, content in files.items():
-                Path(scratch, name).write_bytes(content)
-            compile_library(written, made, with_python=with_python)
-            _keep(made.read_bytes(), path)
-    return path
+def _build(source: str, path: Path) -> None:
+    """Build a library and give it its name in the cache at once."""
+    compiler()
+    _flags(source in _WITH_PYTHON)
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent)  # for this user alone
+    except OSError as error:
+        raise _no_cache(error) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            say(f"building {source}, once for PyTorch {torch.__version__}: this can take a minute")
+            content = _compiled(source)
+            try:
+                file.write(content)
+                file.close()
+                os.replace(name, path)
+            except OSError as error:
+                raise _no_cache(error) from error
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
 
 
-def _key(text: bytes, command: list[str], with_python: bool) -> str:
-    """What tells libraries apart."""
-    where = os.stat(command[0])
-    parts = (
-        hashlib.sha256(text).hexdigest(),
-        torch.__version__,
-        torch.version.git_version,
-        platform.machine(),
-        os.path.realpath(command[0]),
-        where.st_size,
-        where.st_mtime_ns,
-        command[1:],
-        _flags(with_python),
-        sys.implementation.cache_tag,
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def _directory() -> Path:
+def _cache() -> Path:
     """Where libraries are kept; made where it is not there. Raises NotAvailable where others can write to it."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(base):
+        raise _no_cache("this user has no home directory")
     directory = Path(base, "opreplay", "native")
     try:
         for path in (directory.parent, directory):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_own(path)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(f"{directory} cannot be written")
     except OSError as error:
-        raise NotAvailable("no cache", f"{error}; XDG_CACHE_HOME names another place") from error
+        raise _no_cache(error) from error
     for above in directory.parents:
         mode = above.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise NotAvailable("the cache is not safe", f"everybody can replace what is in {above}")
     return directory
+
+
+def _no_cache(why: object) -> NotAvailable:
+    return NotAvailable("no cache", f"{why}; XDG_CACHE_HOME names another place")
 
 
 def check_own(path: Path) -> None:
@@ -172,33 +252,18 @@ def check_own(path: Path) -> None:
         )
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a library is there and ends with its own digest. Raises NotAvailable where it may be another user's."""
-    try:
-        check_own(path)
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
-
-
-def _keep(content: bytes, path: Path) -> None:
-    """Write a library and its digest under its name at once."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent)  # for this user alone
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content + hashlib.sha256(content).digest())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-
-
-def _load(path: Path) -> ctypes.PyDLL:
-    return ctypes.PyDLL(str(path))
-
-
 def say(text: str) -> None:
     with suppress(Exception):  # the program's own stderr may refuse it
         print(f"opreplay: {text}", file=sys.stderr, flush=True)
+
+
+_missing: set[str] = set()
+
+
+def say_missing(consequences: Mapping[str, NotAvailable]) -> None:
+    """Say what is done without a library, in one line for each reason, and once in a process."""
+    new = {consequence: problem for consequence, problem in consequences.items() if consequence not in _missing}
+    _missing.update(new)
+    for reason in dict.fromkeys(problem.reason for problem in new.values()):
+        because = {consequence: problem for consequence, problem in new.items() if problem.reason == reason}
+        say(f"{', and '.join(because)} ({next(iter(because.values()))})")

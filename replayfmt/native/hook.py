@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .building import NotAvailable, library, say
+from .building import NotAvailable, library
+
+KNOWN_PYTORCH = ((2, 11), (2, 13))  # the first and the last release whose dispatcher the hook was made for
 
 
 class OperatorForHook(NamedTuple):
@@ -49,7 +51,8 @@ class Functions(NamedTuple):
 
 
 class DispatchHook:
-    """The hook in PyTorch's dispatcher. There is one in a process, and one capture at a time has it."""
+    """The hook in PyTorch's dispatcher. There is one in a process, and one capture at a time has it. To make it raises
+    NotAvailable where another library has its key."""
 
     def __init__(self, found: ctypes.PyDLL) -> None:
         found.opreplay_recorder_begin.argtypes = [ctypes.py_object]
@@ -58,6 +61,8 @@ class DispatchHook:
         self._library = found
         self._types = found.opreplay_recorder_types()
         self._key = int(found.opreplay_recorder_key())
+        if not found.opreplay_recorder_take_key():
+            raise NotAvailable("its dispatch key is in use", "another library has the fallback for Fake")
         atexit.register(self.end)  # a thread that is still there must not wait for an interpreter that ends
 
     def session(self, began_ns: int, chunk_records: int) -> Any:
@@ -124,11 +129,28 @@ def loaded_hook() -> DispatchHook | None:
 
 @functools.cache
 def dispatch_hook() -> DispatchHook | NotAvailable:
-    """The hook, or why there is none: looked for once, and said once."""
+    """The hook, or why there is none: looked for once."""
     global _loaded
     try:
-        _loaded = DispatchHook(library("recorder.cpp", with_python=True))
+        _check_pytorch()
+        _loaded = DispatchHook(library("recorder.cpp"))
         return _loaded
     except NotAvailable as problem:
-        say(f"recording with the recorder that is written in Python ({problem})")
         return problem
+
+
+def known_pytorch() -> str:
+    """The releases that the hook was made for."""
+    first, last = KNOWN_PYTORCH
+    return f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+
+
+def _check_pytorch() -> None:
+    """Raise NotAvailable where the dispatcher may work in another way, or another library has the hook's key."""
+    first, last = KNOWN_PYTORCH
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if not first <= (major, minor) <= last:
+        raise NotAvailable("not made for this PyTorch", f"{known_pytorch()} is known, this is {torch.__version__}")
+    kernels = torch._C._dispatch_get_registrations_for_dispatch_key("Fake")
+    if kernels:
+        raise NotAvailable("its dispatch key is in use", f"Fake has a kernel of {kernels[0]}")

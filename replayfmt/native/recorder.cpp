@@ -570,13 +570,22 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   }
 }
 
-TORCH_LIBRARY_IMPL(_, Fake, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&recorded>());
-}
-
 }  // namespace
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Take the key, for as long as the process lives, where no other library has it. Whether it is taken.
+EXPORTED int opreplay_recorder_take_key() {
+  static const bool taken = [] {
+    if (c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(kKey)) {
+      return false;  // a second fallback would end the process
+    }
+    static torch::Library library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    library.fallback(torch::CppFunction::makeFromBoxedFunction<&recorded>());
+    return true;
+  }();
+  return taken;
+}
 
 // A module of the types that Python needs.
 EXPORTED PyObject* opreplay_recorder_types() {

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .building import NotAvailable, library, say
+from .building import NotAvailable, library
 
 _AT_ONCE = 64  # threads that one call hands over
 
@@ -48,10 +48,11 @@ class Unseen:
 
 class ThreadWatch:
     """The watch of one capture; `state` is what its session says: `native`, `off`, or `none` and the reason. Without
-    the library all of this does nothing."""
+    the library all of this does nothing; `problem` says why it cannot be had."""
 
-    def __init__(self, found: ctypes.PyDLL | None, state: str) -> None:
+    def __init__(self, found: ctypes.PyDLL | None, state: str, problem: NotAvailable | None = None) -> None:
         self.state = state
+        self.problem = problem
         self._library = found
         self._watching = False
 
@@ -117,17 +118,16 @@ def thread_watch(choice: str) -> ThreadWatch:
         return ThreadWatch(None, "off")
     found = _found()
     if isinstance(found, NotAvailable):
-        return ThreadWatch(None, f"none: {found.reason}")
+        return ThreadWatch(None, f"none: {found.reason}", found)
     return ThreadWatch(found, "native")
 
 
 @functools.cache
 def _found() -> ctypes.PyDLL | NotAvailable:
-    """Looked for once, and said once where it cannot be had."""
+    """Looked for once."""
     try:
         return library("thread_watch.cpp")
     except NotAvailable as problem:
-        say(f"operators that run in threads of C++ code go unnoticed in captures of this process ({problem})")
         return problem
 
 

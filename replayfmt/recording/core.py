@@ -25,7 +25,7 @@ from replayfmt.format.model import Session
 from replayfmt.format.printable import printable
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.native.building import NotAvailable
+from replayfmt.native.building import NotAvailable, say_missing
 from replayfmt.native.hook import DispatchHook, dispatch_hook
 from replayfmt.native.watching import thread_watch
 from replayfmt.pytorch.environment import session_fields
@@ -77,16 +77,14 @@ def _attempted(step: _Step) -> _Step:
     return attempted  # type: ignore[return-value]
 
 
-def _hook(options: CaptureOptions) -> tuple[DispatchHook | None, str]:
-    """The hook to record with, None for a dispatch mode, and what the session says of it."""
+def _hook(options: CaptureOptions) -> tuple[DispatchHook | NotAvailable | None, str]:
+    """The hook to record with, or None for a dispatch mode, and what the session says of it."""
     if options.recorder == "python":
         return None, "python"
     if options.native == "off":
         return None, "python: native code is off"
     found = dispatch_hook()
-    if isinstance(found, NotAvailable):
-        return None, f"python: {found.reason}"
-    return found, "native"
+    return found, f"python: {found.reason}" if isinstance(found, NotAvailable) else "native"
 
 
 class Core:
@@ -95,7 +93,13 @@ class Core:
     def __init__(self, path: str | os.PathLike[str], options: CaptureOptions) -> None:
         """Create the file. Raises CaptureFailed or OutputExists."""
         self.thread_watch = thread_watch(options.native or "auto")
-        self.hook, recorder = _hook(options)
+        hook, recorder = _hook(options)
+        self.hook = hook if isinstance(hook, DispatchHook) else None
+        without = {
+            "recording with the recorder that is written in Python": hook,
+            "operators that run in threads of C++ code go unnoticed": self.thread_watch.problem,
+        }
+        say_missing({what: problem for what, problem in without.items() if isinstance(problem, NotAvailable)})
         if self.thread_watch.state == "native" and options.digests != "none":
             use_native()
         policies = {

@@ -35,14 +35,19 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+def copy_of_the_tree(directory: Path) -> Path:
+    """What wheels are built from: setuptools packs whatever an old build/ in the tree still holds."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, directory)
+    for name in ("replayfmt", "tools", "schema", "examples"):
+        shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return directory
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: setuptools packs whatever an old build/ in the tree still holds."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("replayfmt", "tools", "schema", "examples"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    source = copy_of_the_tree(tmp_path_factory.mktemp("source"))
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", source / "dist", source, cwd=source)
     (built,) = (source / "dist").glob("*.whl")
     return built

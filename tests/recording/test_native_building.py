@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -10,14 +13,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import replayfmt
 from replayfmt.errors import UsageError
-from replayfmt.native import building, watching
+from replayfmt.native import building, hook, watching
+from replayfmt.recording import core
 from replayfmt.recording.options import CaptureOptions
 from replayfmt.recording.program.children import ChildrenSeen
 
@@ -28,32 +31,30 @@ pytestmark = pytest.mark.recorder("python")  # of no recorder at all
 STATE = watching.thread_watch("auto").state
 
 PROGRAM = "import torch\ntorch.ones(2).sin()\n"
-
-
-def run_tool(directory: Path, *flags: str, **environment: str) -> tuple[str, Any]:
-    """Capture a program in a process of its own. What it said, and what the session says watched threads."""
-    (directory / "program.py").write_text(PROGRAM)
-    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", "OPREPLAY_NATIVE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "opreplay_tools.capture", "--force", "-o", "one.opreplay", *flags, "program.py"],
-        cwd=directory,
-        env={**kept, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr, replayfmt.open(directory / "one.opreplay").session.policies["thread-watch"]
+COMPILERS = "none of c++, g++, clang++ was found"
+IN_PYTHON = "opreplay: recording with the recorder that is written in Python"
+WITHOUT = f"{IN_PYTHON}, and operators that run in threads of C++ code go unnoticed"
 
 
 @pytest.mark.slow
 def test_without_a_compiler_the_capture_goes_on_and_says_so(tmp_path: Path) -> None:
-    said, state = run_tool(tmp_path, PATH="")
-    assert state == "none: no C++ compiler"
-    (line,) = [line for line in said.splitlines() if "go unnoticed" in line]
-    assert "none of c++, g++, clang++ was found" in line
-    said, state = run_tool(tmp_path, "--native=off", PATH="")
-    assert (state, "unnoticed" in said) == ("off", False)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", "OPREPLAY_NATIVE")}
+    for flag, state in (("--native=auto", "none: no C++ compiler"), ("--native=off", "off")):
+        done = subprocess.run(
+            [sys.executable, "-m", "opreplay_tools.capture", "--force", "-o", "one.opreplay", flag, "program.py"],
+            cwd=tmp_path,
+            env={**kept, "PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache"), "OPREPLAY_RECORDER": "auto"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        *said, summary = done.stderr.splitlines()
+        assert summary.startswith("opreplay-capture: ")
+        assert said == [line for line in [f"{WITHOUT} (no C++ compiler: {COMPILERS})"] if state != "off"]
+        policies = replayfmt.open(tmp_path / "one.opreplay").session.policies
+        assert policies["thread-watch"] == state and policies["recorder"].startswith("python: ")
 
 
 @pytest.fixture
@@ -61,11 +62,23 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, with a copy of the library that was built before."""
     if STATE != "native":
         pytest.skip(f"the recorder's library cannot be built here ({STATE})")
-    path = building._built("thread_watch.cpp", building.compiler())
+    name = building._name("thread_watch.cpp")
+    path = Path(building.library("thread_watch.cpp")._name)
+    assert path.name == name
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    copy = building._directory() / path.name
+    copy = building._cache() / name
     shutil.copy(path, copy)
+    copy.chmod(0o600)
     return copy
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries are looked for as in a new process."""
+    monkeypatch.delenv("OPREPLAY_NATIVE", raising=False)
+    monkeypatch.setattr(watching, "_found", functools.cache(watching._found.__wrapped__))
+    monkeypatch.setattr(core, "dispatch_hook", functools.cache(hook.dispatch_hook.__wrapped__))
+    monkeypatch.setattr(building, "_missing", set())
 
 
 @pytest.fixture
@@ -82,16 +95,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch, built: Path) -> list[Path]:
     return made
 
 
+@pytest.mark.usefixtures("anew")
 def test_nothing_is_built_where_it_is_off(built: Path, compiled: list[Path], capture: Capture) -> None:
     built.unlink()
-    watching._found.cache_clear()
-    try:
-        capture(lambda: torch.ones(2), native="off")
-        assert not compiled and not list(built.parent.iterdir())
-        capture(lambda: torch.ones(2))
-        assert len(compiled) == 1
-    finally:
-        watching._found.cache_clear()
+    capture(lambda: torch.ones(2), native="off")
+    assert not compiled and not list(built.parent.iterdir())
+    capture(lambda: torch.ones(2))
+    assert len(compiled) == 1
 
 
 def test_the_compiler_is_none_of_the_programs_children() -> None:
@@ -109,6 +119,38 @@ def test_the_compiler_is_none_of_the_programs_children() -> None:
 
 def test_a_library_that_is_there_is_not_built_again(built: Path, compiled: list[Path]) -> None:
     assert building.library("thread_watch.cpp")._name == str(built) and not compiled
+
+
+@pytest.mark.usefixtures("anew")
+def test_a_library_that_is_there_needs_no_compiler(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert watching.thread_watch("auto").state == "native"
+    monkeypatch.setattr(torch, "__version__", f"{torch.__version__}.another")
+    watching._found.cache_clear()
+    assert watching.thread_watch("auto").state == "none: no C++ compiler", "of another PyTorch, none is there"
+
+
+def test_a_library_that_the_package_carries_comes_first(
+    built: Path, compiled: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried = tmp_path / "carried"
+    monkeypatch.setattr(building, "_CARRIED", carried)
+    paths = building.build_all(carried)
+    assert built.name in {path.name for path in paths} and len(paths) == len(compiled) > 1
+    shutil.rmtree(built.parents[2])
+    assert building.library("thread_watch.cpp")._name == str(carried / built.name)
+    assert not built.parents[2].exists(), "the cache is not asked"
+    (carried / built.name).unlink()  # the one that is loaded stays as it is
+    (carried / built.name).write_bytes(b"x" * 5000)
+    assert building.library("thread_watch.cpp")._name == str(built), "a damaged one is passed over"
+
+
+def test_a_whole_library_of_another_system_is_built_again(built: Path, compiled: list[Path]) -> None:
+    whole = built.read_bytes()
+    other = whole[:18] + (b"\xb7" if whole[18:19] != b"\xb7" else b"\x3e") + whole[19 : -building._DIGEST_BYTES]
+    built.write_bytes(other + hashlib.sha256(other).digest())  # as if for another processor
+    building.library("thread_watch.cpp")
+    assert len(compiled) == 1 and built.read_bytes() == whole
 
 
 @pytest.mark.parametrize(
@@ -170,6 +212,7 @@ def test_a_cache_that_cannot_be_made_is_told(built: Path, tmp_path: Path, monkey
 
 def test_processes_that_build_at_once_leave_one_whole_library(built: Path, compiled: list[Path]) -> None:
     """Both find none, both build, and each renames its own into place."""
+    whole = built.read_bytes()
     built.unlink()
     meeting = threading.Barrier(2, timeout=60)
     build = building.compile_library
@@ -181,10 +224,10 @@ def test_processes_that_build_at_once_leave_one_whole_library(built: Path, compi
     building.compile_library = together
     try:
         with ThreadPoolExecutor(2) as pool:
-            paths = list(pool.map(lambda _: building._built("thread_watch.cpp", building.compiler()), range(2)))
+            paths = list(pool.map(lambda _: building.library("thread_watch.cpp")._name, range(2)))
     finally:
         building.compile_library = build
-    assert paths == [built, built] and len(compiled) == 2 and building._is_whole(built)
+    assert paths == [str(built)] * 2 and len(compiled) == 2 and built.read_bytes() == whole
     assert [path.name for path in built.parent.iterdir()] == [built.name]
 
 
@@ -194,22 +237,137 @@ def test_a_source_that_does_not_compile_is_told_with_the_first_error(built: Path
         building.compile_library(tmp_path / "wrong.cpp", tmp_path / "wrong.so")
 
 
-def test_a_build_that_fails_is_told_once_and_the_capture_goes_on(
-    built: Path, capture: Capture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(source: Path, output: Path, **_: bool) -> None:
-        raise building.NotAvailable("the compiler failed", "no space left")
+class Obstacles:
+    """What keeps libraries from being built, and the reason that is told."""
 
-    built.unlink()
-    monkeypatch.setattr(building, "compile_library", fails)
-    watching._found.cache_clear()
-    try:
-        for _ in range(2):
-            captured = capture(lambda: torch.ones(2))
-            assert captured.reader.session.policies["thread-watch"] == "none: the compiler failed"
-    finally:
-        watching._found.cache_clear()
-    assert capsys.readouterr().err.count("no space left") == 1
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._directory = directory
+        self._patch = monkeypatch
+
+    def _compiler(self, text: str) -> None:
+        path = self._directory / "compiler"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o700)
+        self._patch.setenv("CXX", str(path))
+
+    def no_compiler(self) -> str:
+        self._patch.setenv("PATH", "")
+        return "no C++ compiler"
+
+    def a_compiler_that_fails(self) -> str:
+        self._compiler("echo error: no space left; exit 1")
+        return "the compiler failed"
+
+    def a_compiler_that_cannot_start(self) -> str:
+        self._compiler("")
+        (self._directory / "compiler").write_bytes(b"\x7fELF")
+        return "the compiler failed"
+
+    def a_compiler_that_makes_nothing(self) -> str:
+        self._compiler("exit 0")
+        return "the library cannot be built or loaded"
+
+    def a_compiler_whose_parts_hang(self) -> str:
+        """They hold its output open: this goes on only when they have ended, too."""
+        self._compiler("sleep 100000 & wait")
+        self._patch.setattr(building, "_PATIENCE_S", 0.1)
+        return "the compiler did not end"
+
+    def no_headers_of_pytorch(self) -> str:
+        self._patch.setattr(building, "_TORCH", self._directory)
+        return "this PyTorch has no headers"
+
+    def no_home(self) -> str:
+        self._patch.delenv("XDG_CACHE_HOME")
+        self._patch.setattr(os.path, "expanduser", lambda path: path)  # as where the user is not known
+        return "no cache"
+
+    def a_cache_that_cannot_be_made(self) -> str:
+        (self._directory / "file").write_text("")
+        self._patch.setenv("XDG_CACHE_HOME", str(self._directory / "file"))
+        return "no cache"
+
+    def a_cache_that_cannot_be_written(self) -> str:
+        def mkstemp(dir: Path) -> tuple[int, str]:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir))
+
+        self._patch.setattr(building.tempfile, "mkstemp", mkstemp)
+        return "no cache"
+
+    def a_cache_that_is_full(self) -> str:
+        class Full:
+            def __init__(self, descriptor: int, mode: str) -> None:
+                self._file = fdopen(descriptor, mode)
+
+            def __enter__(self) -> Full:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                self._file.close()
+
+            def write(self, content: bytes) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        fdopen = os.fdopen
+        self._patch.setattr(building, "_compiled", lambda _: b"")
+        self._patch.setattr(building.os, "fdopen", Full)
+        return "no cache"
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize("obstacle", [name for name in vars(Obstacles) if not name.startswith("_")])
+def test_what_keeps_libraries_from_being_built_is_one_line_and_python_records(
+    obstacle: str, capture: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program() -> torch.Tensor:
+        return torch.arange(6.0).reshape(2, 3).sum()
+
+    alone = capture(program, recorder="python", native="off")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    reason = getattr(Obstacles(tmp_path, monkeypatch), obstacle)()
+    for _ in range(2):
+        captured = capture(program, recorder="native")
+        policies = captured.reader.session.policies
+        assert policies["recorder"] == f"python: {reason}" and policies["thread-watch"] == f"none: {reason}"
+        assert captured.ops() == alone.ops() != []
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("opreplay: building ")]
+    assert len(said) == 1 and said[0].startswith(f"{WITHOUT} ({reason}: ")
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize("known", [((2, 9), (2, 10)), ((99, 0), (99, 1))])
+def test_a_pytorch_that_the_hook_was_not_made_for_is_told(
+    known: tuple[tuple[int, int], tuple[int, int]],
+    capture: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(hook, "KNOWN_PYTORCH", known)
+    captured = capture(lambda: torch.ones(2), recorder="auto", native="auto")
+    assert captured.reader.session.policies["recorder"] == "python: not made for this PyTorch"
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(IN_PYTHON)]
+    assert said == [
+        f"{IN_PYTHON} (not made for this PyTorch: {hook.known_pytorch()} is known, this is {torch.__version__})"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("namespace", "take"), [("_", "fallback(print"), ("aten", "impl('sin', print")])
+def test_a_dispatch_key_that_another_library_has_is_left_to_it(namespace: str, take: str, tmp_path: Path) -> None:
+    if STATE != "native":
+        pytest.skip(f"the recorder's library cannot be built here ({STATE})")
+    program = (
+        f"import replayfmt, torch\nlibrary = torch.library.Library('{namespace}', 'IMPL')\nlibrary.{take}, 'Fake')\n"
+        "with replayfmt.capture('one.opreplay', recorder='native'):\n"
+        "    torch.ones(2).sin()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"{IN_PYTHON} (its dispatch key is in use: ") and done.stderr.count("\n") == 1
+    captured = replayfmt.open(tmp_path / "one.opreplay")
+    assert captured.session.policies["recorder"] == "python: its dispatch key is in use" and len(captured.ops) == 2
 
 
 def test_a_native_recorder_without_libraries_is_refused() -> None:

@@ -1,0 +1,44 @@
+"""Wheels that carry the libraries in C++ (docs/recorders.md); pyproject.toml says everything else.
+
+OPREPLAY_NATIVE_LIBRARIES names a directory that `python -m replayfmt.native` filled. Without it the wheel is a plain
+one.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+LIBRARIES = os.environ.get("OPREPLAY_NATIVE_LIBRARIES", "")
+
+
+class BuildPy(build_py):
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        carried = Path(self.build_lib, "replayfmt", "native", "built")
+        shutil.rmtree(carried, ignore_errors=True)  # what an earlier wheel of this tree carried
+        if LIBRARIES:
+            found = sorted(Path(LIBRARIES).glob("*.so"))
+            if not found:
+                raise SystemExit(f"OPREPLAY_NATIVE_LIBRARIES: no libraries in {LIBRARIES}")
+            carried.mkdir()
+            for library in found:
+                shutil.copyfile(library, carried / library.name)
+
+
+class BdistWheel(bdist_wheel):
+    def finalize_options(self):
+        super().finalize_options()
+        self.root_is_pure = not LIBRARIES
+
+    def get_tag(self):
+        # Any Python can use it: one for which it carries nothing builds, as with a plain wheel.
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})
