@@ -72,6 +72,8 @@ _UNCHECKED_VIEWS = frozenset({"aten::_reshape_alias", "aten::_reshape_alias_copy
 _DO_WORK_THEMSELVES = frozenset(
     f"aten::_sobol_engine_{what}" for what in ("draw", "ff_", "scramble_", "initialize_state_")
 )
+# Those that do so on the host where no gradient is wanted, and consist of parts elsewhere.
+_IN_PARTS_FOR_GRADIENTS = frozenset({"aten::max_pool1d"})
 
 # ------------------------------------------------------------- what is read and written; names as aten has them
 
@@ -258,18 +260,19 @@ _OPAQUE_RESULTS: dict[str, dict[int, str]] = {
 class Operator:
     """What is known of one operator besides its schema.
 
-    `own`, `in_parts`: see the namespaces above. `empty`: its results are unwritten memory. `idle`: it only allocates,
-    looks at metadata, or names what is there. `copies`: index of the argument that it copies as it is, -1 for none.
-    `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation. `only_with`: (argument,
-    the flag without which it is not used), `unread_with`: (argument, the flag with which it is not read).
-    `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it computes may
-    depend on autocast. `for_gradients`: index of the result that it computes only where an input requires gradients,
-    and leaves empty otherwise; -1 for none. `makes_tensor_of`: the list argument of which PyTorch's composite around it
-    makes a tensor without an operator; "" for none.
+    `own`, `in_parts`, `in_parts_for_gradients`: see the namespaces above. `empty`: its results are unwritten memory.
+    `idle`: it only allocates, looks at metadata, or names what is there. `copies`: index of the argument that it copies
+    as it is, -1 for none. `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation.
+    `only_with`: (argument, the flag without which it is not used), `unread_with`: (argument, the flag with which it is
+    not read). `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it
+    computes may depend on autocast. `for_gradients`: index of the result that it computes only where an input requires
+    gradients, and leaves empty otherwise; -1 for none. `makes_tensor_of`: the list argument of which PyTorch's
+    composite around it makes a tensor without an operator; "" for none.
     """
 
     own: bool
     in_parts: bool
+    in_parts_for_gradients: bool
     empty: bool
     idle: bool
     reads_nothing: bool
@@ -304,7 +307,8 @@ def operator_named(name: str, overload: str = "default") -> Operator:
     packs = namespace == "quantized" and "_prepack" in base  # copies a weight into packed parameters
     return Operator(
         own=namespace in OWN,
-        in_parts=namespace in _IN_PARTS and name not in _DO_WORK_THEMSELVES,
+        in_parts=namespace in _IN_PARTS and name not in _DO_WORK_THEMSELVES | _IN_PARTS_FOR_GRADIENTS,
+        in_parts_for_gradients=name in _IN_PARTS_FOR_GRADIENTS,
         empty=named in _EMPTY,
         idle=named in _IDLE,
         reads_nothing=named in _READS_NOTHING,

@@ -189,3 +189,29 @@ def test_other_memory_that_an_unseen_write_filled_after_it_is_one(capture: Captu
         return filled.clamp_min(1).mean()
 
     assert capture(program).unsupported() == {"unseen_write": 1}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_pooling_that_a_composite_does_itself_is_recorded_whole(capture: Capture, inference: bool) -> None:
+    pool = torch.nn.MaxPool1d(2)
+    x, weight = torch.randn(1, 2, 8), torch.randn(1, 2, 8, requires_grad=True)
+
+    def program() -> list[torch.Tensor]:
+        with torch.inference_mode(inference):
+            without = [pool(x), pool(x * 2)]
+        with torch.no_grad():
+            without.append(pool(weight))
+        pool(weight).sum().backward()
+        assert weight.grad is not None
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            tangent = torch.autograd.forward_ad.unpack_dual(pool(dual)).tangent
+        return [*without, weight.grad, tangent.clone()]
+
+    expected = program()
+    weight.grad = None
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    assert captured.ops().count("aten::max_pool1d.default") == 3
+    assert all(map(torch.equal, captured.returned, expected))
+    captured.replays()

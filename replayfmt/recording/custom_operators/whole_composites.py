@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._C import DispatchKey
+from torch.autograd import forward_ad
 
 from replayfmt.format.operator_names import name_problem
 from replayfmt.pytorch.operators import is_pytorchs, operator_named
@@ -111,6 +112,7 @@ class WholeComposites:
 
     def _kernel(self, name: str) -> Callable[..., Any]:
         recorder = self._recorder
+        depends = operator_named(name.partition(".")[0]).in_parts_for_gradients
 
         @functools.cache
         def registered() -> torch._ops.OpOverload:
@@ -126,6 +128,7 @@ class WholeComposites:
                     recorder.sees_first()
                     and torch._C._functorch.peek_interpreter_stack() is None
                     and not any(dispatches_itself(type(tensor)) for tensor in tensors_in((*args, *kwargs.values())))
+                    and not (depends and _is_in_parts(tensors_in((*args, *kwargs.values()))))
                 ):
                     return operator.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
                 return operator._op_dk(_COMPOSITE, *args, **kwargs)
@@ -165,3 +168,9 @@ class WholeComposites:
             return found
 
         return find
+
+
+def _is_in_parts(tensors: list[torch.Tensor]) -> bool:
+    """Whether a composite that consists of parts where gradients are wanted does so for these."""
+    for_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return for_backward or forward_ad._current_level >= 0 or any(tensor.device.type != "cpu" for tensor in tensors)
