@@ -26,11 +26,16 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     million = 10_000 if quick else 1_000_000
+    for recorder in ("native", "python"):
+        measure(recorder, million)
+
+
+def measure(recorder: str, million: int) -> None:
     state, weight = torch.randn(4, 4), torch.randn(4, 4)
     resident = []
     with scratch() as directory:
         path = directory / "long.opreplay"
-        with torch.no_grad(), replayfmt.capture(path, payload="none"):
+        with torch.no_grad(), replayfmt.capture(path, payload="none", recorder=recorder):
             for count in range(5 * million // 10):
                 state = step(state, weight)
                 if (count + 1) * 10 % million == 0:
@@ -38,7 +43,7 @@ def main() -> None:
                     progress(f"{(count + 1) * 10} operators: {resident[-1] / 2**20:.0f} MiB")
         length = path.stat().st_size
     row(
-        "recorder memory: growth from the first to the fifth million operators",
+        f"{recorder} recorder's memory: growth from the first to the fifth million operators",
         (resident[-1] - resident[0]) / 2**20,
         "MiB",
         at_most=8,
