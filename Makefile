@@ -31,13 +31,14 @@ FLATC         ?= flatc
 FLATC_VERSION := flatc version 2.0.8
 GENERATED     := tests/format/generated
 
-.PHONY: demo test check serving fuzz exact bench wheel lint schema picture help
+.PHONY: demo test check serving fuzz exact sanitize bench wheel lint schema picture help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark and dump it'
 	@echo 'make test    the whole test suite'
 	@echo 'make check   the part of it that takes less than three minutes'
 	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
 	@echo 'make exact   compare what PyTorch and random programs compute with what they do under a capture (docs/exactness.md)'
+	@echo 'make sanitize run the native recorder under AddressSanitizer (docs/recorders.md)'
 	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
 	@echo 'make wheel   a wheel that carries the recorder in C++ built, for who has no compiler (docs/recorders.md)'
@@ -98,6 +99,10 @@ RECORDER ?= python
 EXACT    ?=
 exact: $(INSTALLED)
 	PYTHONPATH=tests $(BIN)/python -m exactness.sweep --recorder=$(RECORDER) $(EXACT)
+
+# Needs GCC with its sanitizers' libraries.
+sanitize: $(INSTALLED)
+	PYTHONPATH=tests $(BIN)/python -m safety.sanitizing
 
 serving: $(SERVED)
 	$(SERVING)/bin/python -m pytest tests/serving
