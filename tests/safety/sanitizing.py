@@ -88,7 +88,7 @@ def main() -> None:
     python = [sys.executable]
     failed = []
     with tempfile.TemporaryDirectory() as logs:
-        found = environment(given.sanitizer, given.build, Path(logs, "report"))
+        found = environment(given.build, Path(logs, "report"))
         # Apart, because a compiler with the sanitizer preloaded takes many times as long.
         preloaded = {name: found.pop(name) for name in ("LD_PRELOAD", "PYTHONMALLOC")}
         subprocess.run([sys.executable, "-c", _BUILD], env=found, cwd=_TESTS.parent, check=True)
