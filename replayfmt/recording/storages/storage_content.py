@@ -26,8 +26,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def is_readable(storage: torch.UntypedStorage) -> bool:
     """Whether all its bytes can be read. Reads them in; True if the system does not show it."""
     length = storage.nbytes()
-    if storage.device.type != "cpu" or not length:
-        return True
+    if storage.device.type != "cpu" or not length or (storage.resizable() and not storage.is_shared()):
+        return True  # what torch allocates is in no file
     begin = storage.data_ptr()
     first = begin - begin % mmap.PAGESIZE
     failed = _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + length - first), _POPULATE_READ)
