@@ -83,6 +83,7 @@ std::atomic<uint64_t> active{0};         // the number of the capture that count
 std::atomic<uint64_t> captures{0};
 std::atomic<const void*> mode{nullptr};  // its dispatch mode, a Python object that is only compared
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+bool forked = false;  // then the callback stays: PyTorch's lock around callbacks may be held for ever
 
 thread_local Thread* own = nullptr;
 
@@ -256,7 +257,7 @@ __attribute__((visibility("default"))) void opreplay_watch_begin(const void* dis
 __attribute__((visibility("default"))) void opreplay_watch_end() {
   active.store(0);
   mode.store(nullptr);
-  if (handle != at::INVALID_CALLBACK_HANDLE) {
+  if (handle != at::INVALID_CALLBACK_HANDLE && !forked) {
     at::removeCallback(handle);
     handle = at::INVALID_CALLBACK_HANDLE;
   }
@@ -265,6 +266,7 @@ __attribute__((visibility("default"))) void opreplay_watch_end() {
 // In a forked child: count no more. Takes no lock, since others' may be held for ever; the callback stays and does
 // nothing.
 __attribute__((visibility("default"))) void opreplay_watch_forked() {
+  forked = true;
   active.store(0);
   for (Thread* thread = threads.load(); thread; thread = thread->next.load()) {
     thread->lock.clear();
