@@ -65,9 +65,9 @@ class DispatchHook:
             raise NotAvailable("its dispatch key is in use", "another library has the fallback for Fake")
         atexit.register(self.end)  # a thread that is still there must not wait for an interpreter that ends
 
-    def session(self, began_ns: int, chunk_records: int) -> Any:
+    def session(self, began_ns: int, chunk_records: int, scalars: bool) -> Any:
         """A `Session` of session.h, for one capture: `began_ns` is when it began."""
-        return self._types.Session(began_ns, chunk_records)
+        return self._types.Session(began_ns, chunk_records, scalars)
 
     def begin(self, functions: Functions, session: Any) -> None:
         """Call these around the operators of the threads that take part; recorder.cpp says what with."""

@@ -122,7 +122,9 @@ class HotCall {
             return false;
           }
         }
-      } else {
+      } else if (value.isInt() && value.toInt() >> 32 > 0) {
+        return false;  // it may be an address
+      } else if (session_.scalars ? !take_number(value) : !take_nothing(value)) {
         return false;
       }
     }
@@ -385,6 +387,12 @@ class HotCall {
     key_.push_back(token);
     key_.push_back(value.toInt());
     return true;
+  }
+
+  // A number that is not recorded.
+  bool take_nothing(const c10::IValue& value) {
+    key_.push_back(kNone);
+    return value.isBool() || value.isInt() || value.isDouble();
   }
 
   bool take_number(const c10::IValue& value) {

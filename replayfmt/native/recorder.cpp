@@ -599,10 +599,11 @@ EXPORTED PyObject* opreplay_recorder_types() {
       .def("__iter__", [](py::object self) { return self; })
       .def("__next__", &Counter::next);
   py::class_<Session, std::shared_ptr<Session>>(scope, "Session", py::module_local())
-      .def(py::init([](int64_t began_ns, size_t chunk_records) {
+      .def(py::init([](int64_t began_ns, size_t chunk_records, bool scalars) {
         auto made = std::make_shared<Session>();
         made->began_ns = began_ns;
         made->chunk_records = chunk_records;
+        made->scalars = scalars;
         return made;
       }))
       .def_property_readonly("rows", [](Session& self) { return &self.rows; }, py::return_value_policy::reference_internal)

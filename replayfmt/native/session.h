@@ -214,6 +214,7 @@ class Session {
   std::atomic<uint64_t> scopes_moved{next_move()};  // another number after each change, in no other session
   int64_t began_ns = 0;
   size_t chunk_records = 0;
+  bool scalars = true;  // numbers that ops return are recorded
   size_t born = 0;                       // storages since the last look for dead ones
 
   // Whether it is time to look for dead storages. With the mutex held.

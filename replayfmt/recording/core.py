@@ -119,7 +119,8 @@ class Core:
         else:
             self.writer = RedactedWriter(path, session, redaction, force=options.force)
         self.started = time.perf_counter_ns()
-        native = None if self.hook is None else self.hook.session(self.started, options.chunk_records)
+        scalars = options.payload == "full"
+        native = None if self.hook is None else self.hook.session(self.started, options.chunk_records, scalars)
         self.native = native
         self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock, native)
         self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread
@@ -153,7 +154,7 @@ class Core:
             self.digests,
             handles,
             digest_results=options.digests == "ops",
-            scalars=options.payload == "full",
+            scalars=scalars,
             opaque=OpaqueResults(options.opaque_results),
             threads=self.threads,
         )

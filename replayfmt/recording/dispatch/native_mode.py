@@ -33,6 +33,7 @@ from .kernels import Action, CapturedKernel, tensors_in
 _ALONE, _IN_PARTS, _IN_PYTHON = None, False, True
 
 
+_HOT_RESULTS = (torch.TensorType, torch.ListType, torch.NumberType, torch.IntType, torch.FloatType, torch.BoolType)
 _FAKE_TENSORS = os.path.join("torch", "_subclasses", "fake_tensor.py")
 
 
@@ -180,7 +181,7 @@ class NativeMode(ObservingMode):
             # An op may resize its out= argument: then the complete path has to see it before.
             and not any(kernel.arguments[index].keyword_only for index in kernel.writes)
             and not any(part in kernel.name for part in ("quantize", "fbgemm", "meta"))
-            and all(isinstance(each.type, (torch.TensorType, torch.ListType)) for each in func._schema.returns)
+            and all(isinstance(each.type, _HOT_RESULTS) for each in func._schema.returns)
         )
         dropout = kernel.dropout if kernel.random and kernel.dropout >= 0 else None
         return OperatorForHook(plain, kernel.writes, watched_indices(kernel.name), dropout, not kernel.tensor_places)
