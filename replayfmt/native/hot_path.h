@@ -295,44 +295,12 @@ class HotCall {
       case Kind::real:
       case Kind::boolean:
         return take_number(value);
-      case Kind::integers: {
-        if (!value.isIntList()) {
-          return false;
-        }
-        const auto numbers = value.toIntVector();
-        key_.push_back(kList);
-        key_.push_back(static_cast<int64_t>(numbers.size()));
-        for (int64_t number : numbers) {
-          key_.push_back(kInt);
-          ints_.push_back(number);
-        }
-        return true;
-      }
-      case Kind::reals: {
-        if (!value.isDoubleList()) {
-          return false;
-        }
-        const auto numbers = value.toDoubleVector();
-        key_.push_back(kList);
-        key_.push_back(static_cast<int64_t>(numbers.size()));
-        for (double number : numbers) {
-          key_.push_back(kFloat);
-          floats_.push_back(number);
-        }
-        return true;
-      }
-      case Kind::booleans: {
-        if (!value.isBoolList()) {
-          return false;
-        }
-        const auto flags = value.toBoolList();
-        key_.push_back(kList);
-        key_.push_back(static_cast<int64_t>(flags.size()));
-        for (bool flag : flags) {
-          key_.push_back(flag ? kTrue : kFalse);
-        }
-        return true;
-      }
+      case Kind::integers:
+        return value.isIntList() && take_list(value.toIntVector());
+      case Kind::reals:
+        return value.isDoubleList() && take_list(value.toDoubleVector());
+      case Kind::booleans:
+        return value.isBoolList() && take_list(value.toBoolList());
       case Kind::dtype:
         return take_constant(kDtype, value);
       case Kind::layout:
@@ -386,6 +354,16 @@ class HotCall {
     }
     key_.push_back(token);
     key_.push_back(value.toInt());
+    return true;
+  }
+
+  template <typename List>
+  bool take_list(const List& numbers) {
+    key_.push_back(kList);
+    key_.push_back(static_cast<int64_t>(numbers.size()));
+    for (const auto& number : numbers) {
+      take_number(c10::IValue(static_cast<typename List::value_type>(number)));
+    }
     return true;
   }
 
