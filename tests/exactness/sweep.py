@@ -17,7 +17,7 @@ import fnmatch
 import json
 import os
 import queue
-import select
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -202,7 +202,9 @@ def _ask(worker: subprocess.Popen[str], name: str, mode: str, recorder: str) -> 
     with contextlib.suppress(BrokenPipeError):  # it ended, which is seen below
         worker.stdin.write(json.dumps([name, mode]) + "\n")
         worker.stdin.flush()
-    ready, _, _ = select.select([worker.stdout], [], [], _LONGEST_S)
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(worker.stdout, selectors.EVENT_READ)
+        ready = waiting.select(_LONGEST_S)
     line = worker.stdout.readline() if ready else ""
     if line:
         row: dict[str, Any] = json.loads(line)

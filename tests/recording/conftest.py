@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,12 @@ class Captured:
     def __init__(self, path: Path, returned: Any) -> None:
         self.path = path
         self.returned = returned
+        self.opened: list[CaptureReader] = []
 
     @property
     def reader(self) -> CaptureReader:
-        return open_capture(self.path)
+        self.opened.append(open_capture(self.path))
+        return self.opened[-1]
 
     def records(self, *kinds: RecordKind) -> list[Record]:
         return [record for record in self.reader.records() if not kinds or record.kind in kinds]
@@ -66,16 +68,17 @@ Capture = Callable[..., Captured]
 
 
 @pytest.fixture
-def capture(tmp_path: Path) -> Capture:
+def capture(tmp_path: Path) -> Iterator[Capture]:
     """Captures what a function does. What it returns is alive until the capture has ended."""
-    count = 0
+    made: list[Captured] = []
 
     def make(program: Callable[[], Any], **options: Any) -> Captured:
-        nonlocal count
-        count += 1
-        path = tmp_path / f"{count}.opreplay"
+        path = tmp_path / f"{len(made) + 1}.opreplay"
         with replayfmt.capture(path, **options):
             returned = program()
-        return Captured(path, returned)
+        made.append(Captured(path, returned))
+        return made[-1]
 
-    return make
+    yield make
+    for reader in (reader for captured in made for reader in captured.opened):
+        reader.close()
