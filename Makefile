@@ -41,7 +41,7 @@ help:
 	@echo 'make sanitize run the native recorder under AddressSanitizer (docs/recorders.md)'
 	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
-	@echo 'make wheel   a wheel that carries the recorder in C++ built, for who has no compiler (docs/recorders.md)'
+	@echo 'make wheel   a wheel that carries the recorder in C++ built, for machines without a compiler (docs/recorders.md)'
 	@echo 'make picture draw docs/tour.svg, which README.md shows, from what the commands print'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make schema  regenerate $(GENERATED) from schema/opreplay.fbs'

@@ -187,7 +187,7 @@ def _written_slots(reader: CaptureReader, layout: SlotLayout) -> tuple[list[int]
         arguments = parse_operator_schema(kernel.schema).arguments
         written = {argument.name for argument in arguments if argument.type.written}
     except ValueError:
-        written = {node.name for node in signature.args}  # nobody knows
+        written = {node.name for node in signature.args}  # unknown
     places = [top for top in layout.args if top.node.name in written]
     storages = [place.int_slot for top in places for place in top.of_kind(ValueKind.storage)]
     return [slot for top in places for slot in top.tensors], storages

@@ -33,7 +33,7 @@ REWRITES = ("none", "portable")
 
 @dataclass(frozen=True)
 class _Options:
-    """What the importers are told, besides where to read and write."""
+    """The options of an import, besides its input and output paths."""
 
     level: Level
     unique: bool

@@ -1,8 +1,8 @@
-"""What is written in C++, because it must run in threads that never enter Python, or at the speed of memory.
+"""The parts written in C++, because they must run in threads that never enter Python, or at memory speed.
 
-The sources lie beside this module. `building` loads the library that the package carries for the installed PyTorch, or
-compiles one at its first use, with the compiler that is there, and keeps it in the user's cache. Where that is not
-possible, one line on stderr says why, the capture goes on without, and its session says so. `watching` is the Python
-side of `thread_watch.cpp`, `hook` that of `recorder.cpp`, `block_statistics` that of `block_statistics.cpp`: without
-the last one, digests are the same and take longer.
+The sources are in this folder. `building` loads the library that the package ships for the installed PyTorch. If there
+is none, it compiles one at first use with the installed compiler and keeps it in the user's cache. If that is not
+possible, one line on stderr says why, the capture continues without the library, and its session says so. `watching` is
+the Python side of `thread_watch.cpp`, `hook` that of `recorder.cpp`, `block_statistics` that of `block_statistics.cpp`.
+Without the last one, digests are the same but take longer.
 """

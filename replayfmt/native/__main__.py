@@ -1,4 +1,4 @@
-"""Builds the libraries for the PyTorch and the Python that run it, for a wheel to carry."""
+"""Builds the libraries for the PyTorch and Python that run it, to be shipped in a wheel."""
 
 from __future__ import annotations
 

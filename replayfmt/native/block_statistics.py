@@ -1,8 +1,8 @@
-"""Adds up statistics of elements in C++, with helper threads where there are many: the Python side of
+"""Accumulates statistics of elements in C++, with helper threads if there are many elements: the Python side of
 block_statistics.cpp.
 
-A call gives up the interpreter's lock where it takes long. The helper threads live within it: none is left when it
-returns, and a child that another thread of the program forks meanwhile has none to wait for.
+A long call releases the GIL. The helper threads live only during the call: none is left when it returns, and a child
+that another thread of the program forks meanwhile has none to wait for.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 from .building import library
 
-BLOCK_ELEMENTS = 1 << 16  # with their doubles they fit a second-level cache; in smaller ones NumPy's calls cost more
-_BLOCKS_A_THREAD = 64  # a millisecond or more: on a busy machine, a thread waits for a processor for several
-_MOST_THREADS = 8  # more of them wait for the memory
-_LONG = 4 * BLOCK_ELEMENTS  # elements that take long enough to give up the interpreter's lock, which others may take
+BLOCK_ELEMENTS = 1 << 16  # as doubles they fit the L2 cache; in smaller blocks NumPy's calls cost more
+_BLOCKS_A_THREAD = 64  # a millisecond of work or more: on a busy machine, a thread waits several for a processor
+_MOST_THREADS = 8  # more threads only wait for memory
+_LONG = 4 * BLOCK_ELEMENTS  # enough elements to make releasing the GIL worthwhile
 
 
 class Totals(ctypes.Structure):
-    """What is known of the elements so far. `lowest` and `highest` mean nothing while `finite` is 0."""
+    """The statistics of the elements so far. `lowest` and `highest` are meaningless while `finite` is 0."""
 
     _fields_ = [
         ("nan", ctypes.c_int64),
@@ -46,7 +46,7 @@ class Totals(ctypes.Structure):
 
 
 class BlockStatistics:
-    """The library. Raises NotAvailable where it cannot be had."""
+    """The library. Raises NotAvailable if it cannot be loaded."""
 
     def __init__(self) -> None:
         found = library("block_statistics.cpp")
@@ -54,11 +54,11 @@ class BlockStatistics:
         self._long = _declared(ctypes.CDLL(found._name, handle=found._handle))
 
     def add(self, totals: Totals, address: int, count: int, kind: str) -> int:
-        """Add `count` contiguous elements to `totals`, in blocks of BLOCK_ELEMENTS. How many were added, whole blocks
-        or all: what NumPy finds in the others is not known here.
+        """Add `count` contiguous elements to `totals`, in blocks of BLOCK_ELEMENTS. Returns how many were added: whole
+        blocks, or all. The rest is left to NumPy.
 
-        `kind`: `d`, `f`, `e` or `g` for floating point numbers of 64, 32, 16 bits and bfloat16; `b`, `h`, `i`, `q` for
-        integers of 8, 16, 32, 64 bits, with capitals for unsigned ones.
+        `kind`: `d`, `f`, `e` or `g` for floating-point numbers of 64, 32, 16 bits and bfloat16; `b`, `h`, `i`, `q` for
+        integers of 8, 16, 32, 64 bits, in capitals for unsigned ones.
         """
         if count < _LONG:
             return int(self._short(totals, address, count, ord(kind), 1))
@@ -73,8 +73,8 @@ def _declared(found: ctypes.CDLL) -> ctypes._NamedFuncPointer:
 
 
 def _threads(count: int) -> int:
-    """How many are worth it for so many elements: of those that PyTorch may use, on processors that this process may
-    use."""
+    """How many threads are worth starting for `count` elements: at most as many as PyTorch may use, and as there are
+    processors for this process."""
     most = min(count // (BLOCK_ELEMENTS * _BLOCKS_A_THREAD), _MOST_THREADS)
     if most < 2:
         return 1

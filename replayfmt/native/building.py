@@ -1,10 +1,10 @@
-"""Loads the libraries in C++: one that the package carries, else one from the user's cache, where it is built at first
-use with the compiler that is there.
+"""Loads the C++ libraries: the one shipped with the package, else one from the user's cache, where it is built at first
+use with the installed compiler.
 
-A library's name holds a digest of all that it must fit: source, PyTorch, Python, platform. It ends with a digest of
-itself, so that a damaged one is built again, as is one that this system cannot load. It is written under another name
-and renamed, so that processes which build at the same time do not disturb each other. From the cache, only what the
-user alone can have written is loaded. `python -m replayfmt.native` builds what a wheel carries.
+A library's file name contains a digest of everything that it must match: source, PyTorch, Python, platform. The file
+ends with a digest of itself: a damaged library is rebuilt, and so is one that this system cannot load. It is written
+under a temporary name and renamed, so processes that build at the same time do not interfere. Only files that no other
+user can have written are loaded from the cache. `python -m replayfmt.native` builds the libraries for a wheel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 _COMPILERS = ("c++", "g++", "clang++")
-# Without contraction, a product is rounded before it is added to something, as NumPy does it.
+# Without contraction, a product is rounded before it is added, as in NumPy.
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
 _WITH_PYTHON = ("recorder.cpp",)  # sources that need the interpreter's headers, and all headers beside this module
 _PATIENCE_S = 600
@@ -38,8 +38,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class NotAvailable(Exception):
-    """There is no such library here. `reason` is for the session and names nothing of the machine, `detail` is for the
-    user."""
+    """The library is not available here. `reason` is for the session and reveals nothing about the machine; `detail` is
+    for the user."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -48,8 +48,8 @@ class NotAvailable(Exception):
 
 
 def library(source: str) -> ctypes.PyDLL:
-    """The library of a source file beside this module (`thread_watch.cpp`). Its functions are called without giving up
-    the interpreter's lock. Raises NotAvailable."""
+    """The library of a source file beside this module (`thread_watch.cpp`). Its functions are called without releasing
+    the GIL. Raises NotAvailable."""
     try:
         name = _name(source)
         found = _loaded(_CARRIED / name)
@@ -65,8 +65,8 @@ def library(source: str) -> ctypes.PyDLL:
 
 
 def build_all(directory: Path) -> list[Path]:
-    """Build every library for this PyTorch and this Python into a directory, for a wheel to carry. The files. Raises
-    NotAvailable."""
+    """Build every library for this PyTorch and this Python into a directory, to be shipped in a wheel. Returns the
+    files. Raises NotAvailable."""
     directory.mkdir(parents=True, exist_ok=True)
     sources = sorted(each.name for each in Path(__file__).parent.glob("*.cpp"))
     paths = [directory / _name(source) for source in sources]
@@ -76,7 +76,7 @@ def build_all(directory: Path) -> list[Path]:
 
 
 def compile_library(source: Path, output: Path, *flags: str, with_python: bool = False) -> None:
-    """Compile one C++ file against the installed PyTorch. `flags`: more of them. Raises NotAvailable."""
+    """Compile one C++ file against the installed PyTorch. `flags`: additional ones. Raises NotAvailable."""
     command = [*compiler(), *_flags(with_python), *flags, str(source), "-o", str(output), *_linked(with_python)]
     try:
         code, said = _run(command)
@@ -89,7 +89,7 @@ def compile_library(source: Path, output: Path, *flags: str, with_python: bool =
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Exit code and output of a compiler, which is ended with all that it started where this is interrupted."""
+    """Exit code and output of a compiler. If interrupted, ends it together with all processes that it started."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -112,8 +112,7 @@ def _run(command: list[str]) -> tuple[int, str]:
 
 
 def compiler() -> list[str]:
-    """The command that compiles C++: that of the environment variable CXX, or the first one found. Raises
-    NotAvailable."""
+    """The C++ compiler's command: the environment variable CXX, or the first compiler found. Raises NotAvailable."""
     for words in (shlex.split(os.environ.get("CXX", "")), *([name] for name in _COMPILERS)):
         found = shutil.which(words[0]) if words else None
         if found is not None:
@@ -143,14 +142,14 @@ def _linked(with_python: bool) -> list[str]:
 
 
 def _files(source: str) -> dict[str, bytes]:
-    """What a library is compiled from, by name."""
+    """The files that a library is compiled from, by name."""
     here = Path(__file__).parent
     headers = sorted(here.glob("*.h")) if source in _WITH_PYTHON else []
     return {path.name: path.read_bytes() for path in (here / source, *headers)}
 
 
 def _name(source: str) -> str:
-    """Of the library that fits this PyTorch, this Python, this platform, and the sources as they are."""
+    """The file name of the library for this PyTorch, Python and platform, and the current sources."""
     fits = (
         _files(source),
         _FLAGS,
@@ -164,7 +163,7 @@ def _name(source: str) -> str:
 
 
 def _compiled(source: str) -> bytes:
-    """A library and its own digest."""
+    """A library, compiled, followed by its digest."""
     with tempfile.TemporaryDirectory(prefix="opreplay-") as scratch:
         for name, content in _files(source).items():
             Path(scratch, name).write_bytes(content)
@@ -175,8 +174,8 @@ def _compiled(source: str) -> bytes:
 
 
 def _loaded(path: Path, own: bool = False) -> ctypes.PyDLL | None:
-    """A library, if it is there, whole, and for this system. With `own`, raises NotAvailable where it may be another
-    user's."""
+    """A library, if it exists, is intact, and loads on this system. With `own`, raises NotAvailable if it may be
+    another user's."""
     try:
         if own:
             check_own(path)
@@ -194,7 +193,7 @@ def _loaded(path: Path, own: bool = False) -> ctypes.PyDLL | None:
 
 
 def _build(source: str, path: Path) -> None:
-    """Build a library and give it its name in the cache at once."""
+    """Build a library and put it into the cache atomically."""
     compiler()
     _flags(source in _WITH_PYTHON)
     try:
@@ -218,7 +217,7 @@ def _build(source: str, path: Path) -> None:
 
 
 def _cache() -> Path:
-    """Where libraries are kept; made where it is not there. Raises NotAvailable where others can write to it."""
+    """The directory of the cached libraries, created if missing. Raises NotAvailable if others can write to it."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.join(os.path.expanduser("~"), ".cache")
@@ -243,7 +242,7 @@ def _no_cache(why: object) -> NotAvailable:
 
 
 def check_own(path: Path) -> None:
-    """Raise NotAvailable where somebody else than this user can have written what is there."""
+    """Raise NotAvailable if another user can have written what is there."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotAvailable(
@@ -261,7 +260,7 @@ _missing: set[str] = set()
 
 
 def say_missing(consequences: Mapping[str, NotAvailable]) -> None:
-    """Say what is done without a library, in one line for each reason, and once in a process."""
+    """Say what the lack of a library means: one line for each reason, once per process."""
     new = {consequence: problem for consequence, problem in consequences.items() if consequence not in _missing}
     _missing.update(new)
     for reason in dict.fromkeys(problem.reason for problem in new.values()):

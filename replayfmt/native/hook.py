@@ -1,4 +1,4 @@
-"""Has PyTorch hand every operator to the recorder beneath autograd: the Python side of recorder.cpp."""
+"""Makes PyTorch pass every operator call to the recorder, below autograd: the Python side of recorder.cpp."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ KNOWN_PYTORCH = ((2, 11), (2, 13))  # the first and the last release whose dispa
 
 
 class OperatorForHook(NamedTuple):
-    """What the hook has to know of an operator beside its schema."""
+    """What the hook needs to know about an operator besides its schema."""
 
     plain: bool  # its calls may take the hot path
     writes: tuple[int, ...]  # the arguments that it writes, by index
     watches: tuple[int, ...]  # the settings that it depends on, as indices into numeric_state.WATCHED
-    dropout: int | None  # index of the argument without which it draws no random numbers
-    takes_numbers: bool  # also where its schema says tensors
+    dropout: int | None  # index of its dropout argument: without dropout it draws no random numbers
+    takes_numbers: bool  # even where its schema says tensors
 
 
 @dataclass(frozen=True)
 class UnknownValue:
-    """Stands for a value of the dispatcher's that Python cannot have. `type` is its type in the schema."""
+    """A placeholder for a value of the dispatcher that has no Python equivalent. `type` is its type in the schema."""
 
     type: str
 
 
 class Functions(NamedTuple):
-    """What the hook calls, in the order of `Functions` in recorder.cpp."""
+    """The functions that the hook calls, in the order of `Functions` in recorder.cpp."""
 
     before: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
     after: Callable[[Any, Any, int, int], int | None]
@@ -51,8 +51,8 @@ class Functions(NamedTuple):
 
 
 class DispatchHook:
-    """The hook in PyTorch's dispatcher. There is one in a process, and one capture at a time has it. To make it raises
-    NotAvailable where another library has its key."""
+    """The hook in PyTorch's dispatcher. There is one per process, and one capture at a time uses it. The constructor
+    raises NotAvailable if another library has taken its dispatch key."""
 
     def __init__(self, found: ctypes.PyDLL) -> None:
         found.opreplay_recorder_begin.argtypes = [ctypes.py_object]
@@ -63,42 +63,42 @@ class DispatchHook:
         self._key = int(found.opreplay_recorder_key())
         if not found.opreplay_recorder_take_key():
             raise NotAvailable("its dispatch key is in use", "another library has the fallback for Fake")
-        atexit.register(self.end)  # a thread that is still there must not wait for an interpreter that ends
+        atexit.register(self.end)  # a running thread must not wait for an interpreter that is shutting down
 
     def session(self, began_ns: int, chunk_records: int, scalars: bool) -> Any:
-        """A `Session` of session.h, for one capture: `began_ns` is when it began."""
+        """A `Session` of session.h, for one capture. `began_ns`: the capture's start."""
         return self._types.Session(began_ns, chunk_records, scalars)
 
     def begin(self, functions: Functions, session: Any) -> None:
-        """Call these around the operators of the threads that take part; recorder.cpp says what with."""
+        """Call these around the operators of participating threads; recorder.cpp says with which arguments."""
         self._library.opreplay_recorder_begin((*functions, session))
 
     def end(self) -> None:
-        """Call them no more. Threads may go on taking part: that has no effect."""
+        """Stop calling them. Threads may still be participating; that has no effect."""
         self._library.opreplay_recorder_end()
 
     def include(self, takes_part: bool) -> bool:
-        """Whether the calling thread takes part from here on; returns whether it did."""
+        """Set whether the calling thread participates from now on. Returns whether it did before."""
         return bool(self._library.opreplay_recorder_include(int(takes_part)))
 
     def included(self) -> bool:
-        """Whether the calling thread takes part."""
+        """Whether the calling thread participates."""
         return bool(self._library.opreplay_recorder_included())
 
     def leave_finished(self) -> bool:
-        """Where no capture has the hook, the calling thread takes part no more. Whether it did."""
+        """If no capture uses the hook, the calling thread stops participating. Returns whether it participated."""
         return not self._library.opreplay_recorder_active() and self.include(False)
 
     def sees(self) -> bool:
-        """Whether an operator that the calling thread called now would come."""
+        """Whether the hook would see an operator that the calling thread called now."""
         return bool(self._library.opreplay_recorder_sees())
 
     def hidden(self) -> AbstractContextManager[None]:
-        """The operators that the calling thread calls inside do not come."""
+        """The hook does not see the operators that the calling thread calls inside."""
         return self._hiding(1)
 
     def shown(self) -> AbstractContextManager[None]:
-        """They come, also where this is inside of an operator."""
+        """The hook sees them, even if this is inside an operator."""
         return self._hiding(0)
 
     @contextmanager
@@ -107,7 +107,7 @@ class DispatchHook:
         try:
             yield
         finally:
-            # A signal handler may raise in the middle: then once more.
+            # A signal handler may raise in the middle; then try again.
             try:
                 self._library.opreplay_recorder_hide(was)
             except BaseException:
@@ -115,7 +115,7 @@ class DispatchHook:
                 raise
 
     def without_key(self, keys: torch._C.DispatchKeySet) -> torch._C.DispatchKeySet:
-        """A set of dispatch keys without the recorder's, of which Python's half of the dispatcher knows nothing."""
+        """A set of dispatch keys without the recorder's, which the Python part of the dispatcher does not know."""
         return torch._C.DispatchKeySet.from_raw_repr(keys.raw_repr() & ~self._key)
 
 
@@ -123,13 +123,13 @@ _loaded: DispatchHook | None = None
 
 
 def loaded_hook() -> DispatchHook | None:
-    """The hook, where a capture of this process had it."""
+    """The hook, if a capture of this process has used it."""
     return _loaded
 
 
 @functools.cache
 def dispatch_hook() -> DispatchHook | NotAvailable:
-    """The hook, or why there is none: looked for once."""
+    """The hook, or why there is none. Looked for only once."""
     global _loaded
     try:
         _check_pytorch()
@@ -146,7 +146,7 @@ def known_pytorch() -> str:
 
 
 def _check_pytorch() -> None:
-    """Raise NotAvailable where the dispatcher may work in another way, or another library has the hook's key."""
+    """Raise NotAvailable if this dispatcher may work differently, or another library has taken the hook's key."""
     first, last = KNOWN_PYTORCH
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if not first <= (major, minor) <= last:

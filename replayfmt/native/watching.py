@@ -1,7 +1,8 @@
-"""Watches the threads in which the recorder does not take part: the Python side of thread_watch.cpp.
+"""Watches the threads that do not participate in the recording: the Python side of thread_watch.cpp.
 
-PyTorch calls the library before each operator of every thread. In threads that take part, as they say here or by the
-dispatch mode on their stack, that is all; in others the operators are counted, for the recorder to tell.
+PyTorch calls the library before each operator of every thread. Threads that participate say so here, or have the
+dispatch mode on their stack; nothing is done for them. In other threads the operators are counted, and the recorder
+reports them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from .building import NotAvailable, library
 
-_AT_ONCE = 64  # threads that one call hands over
+_AT_ONCE = 64  # threads returned by one call
 
 
 class _Counted(ctypes.Structure):
@@ -30,7 +31,8 @@ class _Counted(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Unseen:
-    """What one thread ran. `operators`: how many, those inside of others not counted; `first`: the first one's name."""
+    """The operators that one thread ran. `operators`: how many, without those called inside others; `first`: the name
+    of the first."""
 
     thread: str
     operators: int
@@ -47,8 +49,8 @@ class Unseen:
 
 
 class ThreadWatch:
-    """The watch of one capture; `state` is what its session says: `native`, `off`, or `none` and the reason. Without
-    the library all of this does nothing; `problem` says why it cannot be had."""
+    """The watch of one capture. `state` is recorded in its session: `native`, `off`, or `none` and the reason. Without
+    the library nothing here has any effect; `problem` says why it is not available."""
 
     def __init__(self, found: ctypes.PyDLL | None, state: str, problem: NotAvailable | None = None) -> None:
         self.state = state
@@ -57,7 +59,7 @@ class ThreadWatch:
         self._watching = False
 
     def begin(self, mode: Any) -> None:
-        """Count from here on. `mode`: the capture's dispatch mode. The calling thread takes part."""
+        """Start counting. `mode`: the capture's dispatch mode. The calling thread participates."""
         if self._library is not None:
             self._library.opreplay_watch_begin(ctypes.c_void_p(id(mode)))
             self._watching = True
@@ -76,7 +78,7 @@ class ThreadWatch:
             self._library.opreplay_watch_forked()
 
     def take_part(self, takes: bool) -> None:
-        """The operators of the calling thread are recorded, or are the recorder's own; or are not any more."""
+        """Set whether the operators of the calling thread are recorded, or are the recorder's own."""
         if self._library is not None and self._watching:
             self._library.opreplay_watch_take_part(int(takes))
 
@@ -93,11 +95,11 @@ class ThreadWatch:
             self._library.opreplay_watch_leave()
 
     def has_counted(self) -> bool:
-        """Whether there is something to collect."""
+        """Whether there is anything to collect."""
         return self._library is not None and self._watching and self._library.opreplay_watch_collect(None, 0) > 0
 
     def collect(self) -> list[Unseen]:
-        """What was counted since the last time, by thread."""
+        """What was counted since the last call, by thread."""
         if self._library is None or not self._watching:
             return []
         found: list[Unseen] = []
@@ -113,7 +115,7 @@ class ThreadWatch:
 
 
 def thread_watch(choice: str) -> ThreadWatch:
-    """The watch for a capture. `choice`: `auto` builds the library where the cache has none, `off` does without."""
+    """The watch for a capture. `choice`: `auto` builds the library if the cache has none, `off` does without it."""
     if choice == "off":
         return ThreadWatch(None, "off")
     found = _found()
@@ -132,8 +134,8 @@ def _found() -> ctypes.PyDLL | NotAvailable:
 
 
 def _name(counted: _Counted) -> str:
-    """A thread's name: Python's where it knows the thread, else the system's."""
-    # `threading.enumerate` takes a lock, which a thread may hold that waits for this one.
+    """A thread's name: Python's if it knows the thread, else the system's."""
+    # `threading.enumerate` takes a lock, which may be held by a thread that waits for this one.
     known = getattr(threading, "_active", {})
     names = [thread.name for thread in known.copy().values() if thread.native_id == counted.id]
     name = names[0] if names else counted.name.decode(errors="replace")

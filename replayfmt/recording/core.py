@@ -1,8 +1,8 @@
-"""Everything one capture keeps while it records, and the one lock around it.
+"""All state of one capture in progress, and the one lock around it.
 
-A failed write, or a mistake of the recorder's own, ends the recording once and for all: it is reported once on stderr,
-kept for `close`, and the program continues without being recorded. Whatever the recorder does in the middle of the
-program goes through `Core.attempt`, which sees to that.
+A failed write, or a bug in the recorder, ends the recording for good: it is reported once on stderr, kept for `close`,
+and the program continues unrecorded. `Core.attempt` ensures this for everything that the recorder does in the middle of
+the program.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _INEXACT = (
 
 
 def _attempted(step: _Step) -> _Step:
-    """Make a method of `Core` an attempt, see there."""
+    """Run a method of `Core` as an attempt (see `Core.attempt`)."""
 
     @functools.wraps(step)
     def attempted(core: Core, *args: Any) -> Any:
@@ -78,7 +78,7 @@ def _attempted(step: _Step) -> _Step:
 
 
 def _hook(options: CaptureOptions) -> tuple[DispatchHook | NotAvailable | None, str]:
-    """The hook to record with, or None for a dispatch mode, and what the session says of it."""
+    """The hook to record with, or None to use a dispatch mode, and the session's text about it."""
     if options.recorder == "python":
         return None, "python"
     if options.native == "off":
@@ -88,7 +88,7 @@ def _hook(options: CaptureOptions) -> tuple[DispatchHook | NotAvailable | None, 
 
 
 class Core:
-    """One capture in progress. `on`: what happens now is recorded."""
+    """One capture in progress. `on`: whether recording is on now."""
 
     def __init__(self, path: str | os.PathLike[str], options: CaptureOptions) -> None:
         """Create the file. Raises CaptureFailed or OutputExists."""
@@ -158,30 +158,30 @@ class Core:
             opaque=OpaqueResults(options.opaque_results),
             threads=self.threads,
         )
-        # Whatever is put there wakes the flusher. Not an Event: a signal handler that raises inside `set`, which is
+        # Putting anything here wakes the flusher. Not an Event: a signal handler that raises inside `set`, which is
         # Python code, leaves its lock held forever.
         self.wake: SimpleQueue[None] = SimpleQueue()
         self.on = False
         self.finished = False  # recording stopped for good: closed, failed, or past its stop
-        self.closed = False  # nothing touches the file any more, nothing is reported
+        self.closed = False  # the file is no longer touched, nothing is reported
         self.failure: OpReplayError | None = None
         self.ops_seen = 0
         self.progress = options.progress()
-        self.stop_scope_left = False  # the scope after which nothing is recorded came to its end
-        self.arrivals: Counter[str] = Counter()  # calls that came, of operators of other packages
+        self.stop_scope_left = False  # the scope at whose end recording stops has ended
+        self.arrivals: Counter[str] = Counter()  # calls seen of other packages' operators
         self.insides = Insides(options.inside, options.whole)
-        self.implicit: ImplicitScope | None = None  # with one, recording begins with the first thing to record
+        self.implicit: ImplicitScope | None = None  # if set, recording begins with the first thing to record
 
     # --------------------------------------------------------------------------------------------------- start and stop
 
     def resume(self) -> None:
-        """What happens from now on is recorded."""
+        """Start or resume recording."""
         with self.lock:
             if not self.on and not self.finished:
                 if self.implicit is not None:
                     self.implicit.begin(self.scopes)
                 if self.options.starts_late:
-                    self.thread_watch.collect()  # of what came before, nothing is recorded
+                    self.thread_watch.collect()  # nothing before this point is recorded
                 self.scopes.record_open()
                 self.on = True
                 if self.native is not None:
@@ -189,25 +189,25 @@ class Core:
 
     @_attempted
     def begins(self) -> bool:
-        """Whether recording, if it has not begun, begins with what is about to happen. Ops decide for themselves."""
+        """Whether recording has begun, or begins with what is about to happen. Ops decide for themselves."""
         if self.implicit is not None and not (self.options.starts_late and self._waits()):
             self.resume()
         return self.on
 
     def _waits(self) -> bool:
-        """Whether the start is still to come, which only ops, scopes and steps bring."""
+        """Whether recording has yet to start, which only an op, a scope or a step can trigger."""
         return self.options.steps is None or self.progress.waits()
 
     @_attempted
     def step_ended(self) -> None:
-        """The step() of an optimizer returned. Where the next one is to be recorded, that begins with what it does: the
-        optimizer's own scope has ended then."""
+        """The step() of an optimizer returned. If the next step is to be recorded, it begins with the next action: the
+        optimizer's own scope has ended by then."""
         with self.lock:
             if not self.finished and self.progress.step_ended():
                 self.stop()
 
     def stop(self) -> None:
-        """Nothing that happens from now on is recorded. Idempotent."""
+        """Stop recording. Idempotent."""
         with self.lock:
             self.cool_down()
             if self.on:
@@ -218,7 +218,7 @@ class Core:
             self.finished = True
 
     def settle(self) -> None:
-        """Deaths, digests, and what ran unseen, as of now."""
+        """Record releases, digests and unseen work up to now."""
         self.storages.drain()
         self.storages.adopt_all()
         for unseen in self.thread_watch.collect():
@@ -227,11 +227,11 @@ class Core:
             self.digests.sweep()
 
     def finish(self) -> None:
-        """Write what is left and complete the file. Raises CaptureFailed."""
+        """Write the remaining records and complete the file. Raises CaptureFailed."""
         with self.lock:
             try:
                 if not self.on and not self.options.starts_late and self.thread_watch.has_counted():
-                    self.begins()  # work that was not recorded is all there is to report
+                    self.begins()  # the only thing to report is work that was not recorded
                 self.stop()
                 self.storages.drain()
                 for change in self.contents.changed_files():
@@ -247,8 +247,8 @@ class Core:
                 self.storages.forget_all()
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
-        """Do something of the recorder's own in the middle of the program: no `__torch_function__` of the program sees
-        it, and what goes wrong in it ends the recording, not the program. None if it went wrong."""
+        """Run recorder code in the middle of the program. No `__torch_function__` of the program sees it, and a failure
+        ends the recording, not the program. Returns None on failure."""
         try:
             with torch._C.DisableTorchFunction():
                 result = step(*args)
@@ -259,8 +259,8 @@ class Core:
         return result
 
     def failed(self, error: BaseException) -> bool:
-        """Whether what reached the recorder is an error of its own, which ends the recording. Where it is not, a signal
-        handler of the program raised it, and it has to pass on."""
+        """Whether an exception is the recorder's own error, which ends the recording. If not, a signal handler of the
+        program raised it, and it must propagate."""
         if is_interrupt(error):
             return False
         self.fail(error)
@@ -301,7 +301,8 @@ class Core:
         kwargs: dict[str, Any],
         autocast: Callable[[bool], dict[str, str]] = autocast_below_mode,
     ) -> OpCall | Unrepresentable | None:
-        """An op is about to run: what it needs is recorded. Unrepresentable: it cannot be; None: it is not recorded."""
+        """Before an op: record what it needs. Returns Unrepresentable if the call cannot be recorded, None if it is not
+        to be."""
         with self.lock:
             if not self.on:  # another thread may have ended the capture since this call began
                 return None
@@ -314,7 +315,7 @@ class Core:
     def ran(
         self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int
     ) -> RecordedCall | None:
-        """The complete path, from where an op has run. None where it has no record."""
+        """The complete path for an op that has already run. None if it has no record."""
         with self.lock:
             call = self.before(kernel, args, kwargs)
             if isinstance(call, Unrepresentable):
@@ -326,7 +327,7 @@ class Core:
 
     @_attempted
     def recorded(self, call: OpCall, result: Any, started: int, ended: int) -> RecordedCall | None:
-        """An op returned. None where it has no record. What a signal handler raises meanwhile is the caller's to tell
+        """After an op returned. None if it has no record. If a signal handler raises meanwhile, the caller must call
         `interrupted`."""
         with self.lock:
             if not self.on:
@@ -343,7 +344,7 @@ class Core:
     def unsupported_op(
         self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
     ) -> None:
-        """An op ran that cannot be reproduced; what it wrote enters again at its next use."""
+        """An op ran that cannot be reproduced; what it wrote is imported again at its next use."""
         with self.lock:
             if self.on:
                 self.records.unsupported(problem.reason, kernel.name, problem.detail)
@@ -353,7 +354,7 @@ class Core:
 
     @_attempted
     def unreachable_op(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operator ran that Python cannot name: nothing is known of what it did with its arguments."""
+        """An operator ran that Python cannot look up: what it did with its arguments is unknown."""
         with self.lock:
             if self.on:
                 self.records.unsupported(
@@ -363,8 +364,8 @@ class Core:
 
     @_attempted
     def interrupted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A signal handler raised while an op was being recorded: it may have no record, or half of one. The program
-        does not get its results; its arguments enter again at their next use."""
+        """A signal handler raised while an op was being recorded: its record may be missing or incomplete. The program
+        does not get its results; its arguments are imported again at their next use."""
         with self.lock:
             if not self.on:
                 return
@@ -393,7 +394,7 @@ class Core:
 
     @_attempted
     def pump(self) -> None:
-        """Called after every op: tell deaths, write a frame where one is full."""
+        """Called after every op: record releases, and write a frame if one is full."""
         if len(self.storages.dead) >= RELEASE_BATCH or (self.native is not None and self.native.drains()):
             with self.lock:
                 self.storages.drain()
@@ -431,7 +432,7 @@ class Core:
             scope = self.scopes.begin(name, user, token)
             scope.number = self.progress.scope_begun(name)
             if user and self.options.start_op is None and self.progress.is_start(name, scope.number):
-                # Begun before recording was on, so it is recorded as the innermost open scope.
+                # It began before recording was on, so it is recorded as the innermost open scope.
                 self.resume()
             return scope
 

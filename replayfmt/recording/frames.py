@@ -1,4 +1,4 @@
-"""The program's exceptions keep the traceback that they would have without the recorder.
+"""Keeps the tracebacks of the program's exceptions as they would be without the recorder.
 
 Imports no torch.
 """
@@ -14,7 +14,7 @@ _OPERATORS = os.path.join("torch", "_ops.py")
 
 def leave_no_frames(error: BaseException) -> None:
     """Take the recorder's frames out of an exception's traceback, and those of the calls that PyTorch makes on its
-    behalf. Call it in the outermost of the recorder's frames, then `raise`: that adds none again."""
+    behalf. Call it in the recorder's outermost frame, then `raise`, which adds none."""
     entry = _next_of_others(error.__traceback__)
     if entry is not error.__traceback__:
         error.__traceback__ = entry
@@ -26,7 +26,7 @@ def leave_no_frames(error: BaseException) -> None:
 
 
 def leave_no_own_frame(error: BaseException) -> None:
-    """The same where the recorder stands around a function of PyTorch's that the program called: its frames stay."""
+    """The same, if the recorder wraps a PyTorch function that the program called: PyTorch's frames stay."""
     entry = error.__traceback__
     while entry is not None and is_recorders(entry.tb_frame.f_code):
         entry = entry.tb_next

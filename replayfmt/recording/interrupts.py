@@ -1,7 +1,7 @@
-"""Exceptions raised inside the recorder that are not its own: those of the program's signal handlers.
+"""Exceptions raised inside the recorder by the program's signal handlers.
 
-Python runs handlers between any two steps of the main thread. One that raises (a timeout with SIGALRM, say) may strike
-while the recorder is at work, and what it raises belongs to the program.
+Python runs handlers between any two steps of the main thread. One that raises (a timeout with SIGALRM, say) may run
+inside the recorder, and its exception belongs to the program.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .frames import is_recorders
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether an exception that reached the recorder came from a signal handler, or is none that a mistake raises
-    (KeyboardInterrupt, SystemExit). Call it where the exception is caught."""
+    """Whether an exception came from a signal handler, or is of a kind that no bug raises (KeyboardInterrupt,
+    SystemExit). Call it where the exception is caught."""
     if error is None or not isinstance(error, Exception):
         return error is not None
-    entry = error.__traceback__ and error.__traceback__.tb_next  # the first one is of who caught it
+    entry = error.__traceback__ and error.__traceback__.tb_next  # the first entry is the catching frame
     while entry is not None:
         frame = entry.tb_frame
         if not is_recorders(frame.f_code) and any(map(_is_frame, _arguments(frame))):
@@ -28,7 +28,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 def _arguments(frame: FrameType) -> list[Any]:
-    """The values of a function's parameters, as they are now; of those like *args, all in one tuple."""
+    """The current values of a function's parameters; those of *args are one tuple."""
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
     values = frame.f_locals

@@ -1,8 +1,8 @@
 """Which part of a program is recorded: the limits `steps`, `start_scope` and `stop_scope`, and the program's position
 in them.
 
-A step ends when the `step()` of an optimizer of PyTorch returns. Scopes are counted by name as they begin, in any
-thread. All counts begin with 0, and with the start of the capture.
+A step ends when the `step()` of a PyTorch optimizer returns. Scopes are counted by name as they begin, in any thread.
+All counts start at 0 when the capture starts.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _NUMBERED = re.compile(r"(.+)#(\d{1,15})", re.ASCII | re.DOTALL)
 
 
 class StepRange(NamedTuple):
-    """StepRange `start` up to, not including, `stop`; None: to the end."""
+    """The steps from `start` up to, not including, `stop`; None: to the end."""
 
     start: int
     stop: int | None
 
 
 class ScopeAt(NamedTuple):
-    """A scope's name, and which of those that begin with that name is meant; None: the first that will do."""
+    """A scope's name, and which scope of that name is meant, counted from 0; None: the first suitable one."""
 
     name: str
     number: int | None
 
 
 def parse_steps(text: str) -> StepRange:
-    """`A:B`, of which either may be missing. Raises UsageError."""
+    """Parse `A:B`; either may be missing. Raises UsageError."""
     found = _STEPS.fullmatch(text) if isinstance(text, str) else None
     if found is None or text == ":":
         raise UsageError(
@@ -47,13 +47,13 @@ def parse_steps(text: str) -> StepRange:
 
 
 def parse_scope(text: str) -> ScopeAt:
-    """`NAME`, or `NAME#N`. A name that itself ends that way is meant with a number: `block#3#0`."""
+    """Parse `NAME` or `NAME#N`. A name that itself ends in `#N` needs a number: `block#3#0`."""
     found = _NUMBERED.fullmatch(text)
     return ScopeAt(text, None) if found is None else ScopeAt(found[1], int(found[2]))
 
 
 class ProgramProgress:
-    """How far the program has come. `steps` counts those that ended."""
+    """How far the program has come. `steps` counts completed steps."""
 
     def __init__(self, steps: StepRange | None, start: ScopeAt | None, stop: ScopeAt | None) -> None:
         self._steps, self._start, self._stop = steps, start, stop
@@ -62,7 +62,7 @@ class ProgramProgress:
         self.steps = 0
 
     def scope_begun(self, name: str) -> int:
-        """A scope begins: which one of its name it is, as far as that matters."""
+        """A scope begins. Returns which one of its name it is, if that matters."""
         if name not in self._names:
             return -1
         self._begun[name] += 1
@@ -77,16 +77,16 @@ class ProgramProgress:
         return self._stop is not None and name == self._stop.name and self._stop.number in (None, number)
 
     def waits(self) -> bool:
-        """Whether the first step to be recorded is still to come."""
+        """Whether the first step to record is still to come."""
         return self._steps is not None and self.steps < self._steps.start
 
     def step_ended(self) -> bool:
-        """A step ended: whether it was the last one to be recorded."""
+        """A step ended. Returns whether it was the last one to record."""
         self.steps += 1
         return self._steps is not None and self.steps == self._steps.stop
 
     def unmatched(self) -> str | None:
-        """A sentence where the program did not come to the end of the last step."""
+        """A message if the program did not reach the end of the last step."""
         if self._steps is None or self.steps >= (self._steps.stop or self._steps.start + 1):
             return None
         asked = f"{self._steps.start}:{'' if self._steps.stop is None else self._steps.stop}"

@@ -26,7 +26,7 @@ RECORDERS = ("auto", "native", "python")
 
 _LIMITS = ("start_op", "stop_op", "start_scope", "stop_scope")
 
-# A frame's worth: small enough to keep memory flat, large enough that encoding costs little an op.
+# Records per frame: few enough to keep memory flat, enough to keep the encoding cost per op low.
 CHUNK_RECORDS = 16384
 
 
@@ -39,27 +39,27 @@ class CaptureOptions:
     value that depends on the content is recorded: no digests, no values of host reads, no scalar results of ops.
 
     `file_policy`: storages whose bytes are in a known file refer to it (`reference`), are embedded (`capture-ranges`),
-    embed the whole file (`capture-all`), or end the capture (`fail`). Known are files that a storage is an untouched
-    mapping of, and those named by `files`: paths of files, of directories with checkpoints, or of an index of shards.
-    None: `reference`; with `payload="integers"` and no file options, files are not looked for. `file_validation`: what
-    a replay recognizes a file by, its `identity` (device, inode, length, time of modification) or a `digest` of all its
+    embed the whole file (`capture-all`), or end the capture (`fail`). A file is known if a storage is an untouched
+    mapping of it, or if `files` names it: paths of files, of directories with checkpoints, or of an index of shards.
+    None: `reference`; with `payload="integers"` and no file options, files are not looked for. `file_validation`: how a
+    replay recognizes a file, by its `identity` (device, inode, length, modification time) or by a `digest` of all its
     content; None: `identity`.
 
     `redact`: leave out host name, user, command line, and the directories of files. `digests`: what verification will
-    compare. `audit`: hash every op's inputs before it, and import again what was written from outside. `compiled`:
+    compare. `audit`: hash every op's inputs before it runs, and import again what was written from outside. `compiled`:
     torch.compile'd regions run as they would (`keep`) or as their operators (`eager`). `opaque_results` names results
     that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are never compared. `inside` and `whole`: operators
-    of other packages (`vllm::unified_attention`, or a pattern, `vllm::*`) of which is recorded what happens inside, or
-    which are recorded as one op in any case; without, those written in Python are observed (observing.py). `native`:
-    `auto` counts the operators of threads that cannot be recorded, for which a library is built once, `off` does
-    without; None: what the environment variable OPREPLAY_NATIVE says, or `auto`. `recorder`: `native` sees operators
-    beneath autograd, by a library that is built once, and leaves the program as it is; `python` is a dispatch mode;
-    `auto` is `native` where that library can be had; None: what OPREPLAY_RECORDER says, or `auto`. `start_op` and
+    of other packages (`vllm::unified_attention`, or a pattern, `vllm::*`) to record as the operators inside them, or
+    always as one op. Operators named by neither are observed if they are written in Python (observing.py). `native`:
+    `auto` counts the operators of threads that cannot be recorded, with a library that is built once; `off` does not
+    count them; None: what the environment variable OPREPLAY_NATIVE says, or `auto`. `recorder`: `native` sees operators
+    below autograd, through a library that is built once, and leaves the program as it is; `python` is a dispatch mode;
+    `auto` is `native` if that library is available; None: what OPREPLAY_RECORDER says, or `auto`. `start_op` and
     `stop_op` count ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names:
-    recording starts when the one is first entered, and stops for good when the other is first left after that; `NAME#N`
-    means the scope of that name that begins as number N, counted from 0 and from the start of the capture. `steps`:
-    `A:B` records the steps A up to, not including, B of a training loop, counted from 0; a step ends when the `step()`
-    of an optimizer of PyTorch returns. `force` overwrites an existing file. `chunk_records`: records a frame.
+    recording starts when the first is entered for the first time, and stops for good when the second is next left;
+    `NAME#N` means the scope of that name that begins as number N, counted from 0 and from the start of the capture.
+    `steps`: `A:B` records the steps A up to, not including, B of a training loop, counted from 0; a step ends when the
+    `step()` of a PyTorch optimizer returns. `force` overwrites an existing file. `chunk_records`: records per frame.
     """
 
     payload: str = "full"
@@ -129,7 +129,7 @@ class CaptureOptions:
 
     @staticmethod
     def of(caller: str, options: Mapping[str, Any]) -> CaptureOptions:
-        """Of what a caller was given. Raises UsageError for names that are no options, too."""
+        """Options from a caller's keyword arguments. Also raises UsageError for names that are not options."""
         unknown = sorted(set(options) - {each.name for each in fields(CaptureOptions)})
         if unknown:
             raise UsageError(f"{caller}: there is no option {unknown[0]!r}")
@@ -181,11 +181,11 @@ class CaptureOptions:
 
     @property
     def limited(self) -> bool:
-        """Whether only a part of the program is recorded."""
+        """Whether only part of the program is recorded."""
         return any(getattr(self, name) is not None for name in (*_LIMITS, "steps"))
 
     def progress(self) -> ProgramProgress:
-        """Where a program is that has not begun."""
+        """The progress of a program that has not begun."""
         start, stop = (None if text is None else parse_scope(text) for text in (self.start_scope, self.stop_scope))
         return ProgramProgress(None if self.steps is None else parse_steps(self.steps), start, stop)
 
@@ -196,7 +196,7 @@ class CaptureOptions:
         return late_step or self.start_op is not None or self.start_scope is not None
 
     def policies(self) -> dict[str, Any]:
-        """What the session says of these options: those that decide what the capture holds."""
+        """The options to record in the session: those that determine what the capture holds."""
         stated: dict[str, Any] = {
             "payload": self.payload,
             "file-policy": self.file_policy,

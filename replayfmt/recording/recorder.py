@@ -1,6 +1,7 @@
-"""The recorder: starts a capture, keeps the dispatch mode in place, and completes the file however the program ends.
+"""The recorder: starts a capture, keeps the recorder's presence in all threads, and completes the file however the
+program ends.
 
-`capture(path, ...)` is a context manager around it, `scope(name)` names a region of whatever is being recorded.
+`capture(path, ...)` is a context manager around it, `scope(name)` names a region in the capture that is in progress.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class Recorder:
         implicit_scope: str | None = None,
         on_replacement: Callable[[str], None] | None = None,
     ) -> None:
-        """`implicit_scope`: the name of the scope that everything is in where the program has none of its own.
-        `on_replacement` closes the capture, given the name of the function by which the program replaces itself."""
+        """`implicit_scope`: the name of the scope around everything, if the program has no scopes of its own.
+        `on_replacement(function)` closes the capture; `function` is the name of the one by which the program replaces
+        itself."""
         self.path = path_of("path", path)
         if options is not None:
             check_kind("options", options, CaptureOptions)
@@ -84,10 +86,10 @@ class Recorder:
     # -------------------------------------------------------------------------------------------------------- lifecycle
 
     def start(self) -> None:
-        """Begin recording what the threads of this process do.
+        """Start recording the threads of this process.
 
         Raises CaptureFailed if another dispatch mode or another capture is active or the file cannot be written,
-        OutputExists if the file exists, UsageError where it is one of `options.files`.
+        OutputExists if the file exists, UsageError if it is one of `options.files`.
         """
         global _active
         if self._core is not None or self._closed:
@@ -164,7 +166,7 @@ class Recorder:
             self._check_content(core)
 
     def _check_content(self, core: Core) -> None:
-        """A capture that holds no op is none, whatever the reason. Raises NothingCaptured."""
+        """Refuse a capture that holds no op, whatever the reason. Raises NothingCaptured."""
         summary = core.writer.summary
         if summary is None or summary.records.get(RecordKind.op):
             return
@@ -176,7 +178,7 @@ class Recorder:
         raise NothingCaptured(f"{what}; this process ran no PyTorch operator", "the empty file was removed")
 
     def _put_back(self, core: Core) -> Exception | None:
-        """Undo everything that recording changed in the process; the first problem where something resists."""
+        """Undo everything that recording changed in the process. Returns the first problem, if any."""
         first = None
         steps = [self._termination.remove]
         if self._step_hook is not None:
@@ -231,7 +233,7 @@ class Recorder:
         return None if self._core is None else self._core.failure
 
     def unmatched(self) -> list[str]:
-        """A sentence for every option that named something which did not occur. Ask once the capture is closed."""
+        """A message for every option that named something that did not occur. Valid once the capture is closed."""
         core, scope = self._core, self.options.stop_scope
         if core is None or core.failure is not None:
             return []
@@ -268,7 +270,7 @@ class Recorder:
             core.scope_begin(name, user=True)
 
     def scope_end(self, name: str) -> None:
-        """Leave the innermost scope of that name, and what is open inside it. Raises UsageError if none is open."""
+        """Leave the innermost scope of that name, and the scopes open inside it. Raises UsageError if none is open."""
         core = self._running()
         if core is not None:
             with self.paused():
@@ -282,7 +284,7 @@ class Recorder:
             core.scope_begin(name, user=False, token="module")
 
     def module_scope_end(self, name: str) -> None:
-        """Leave it. Nothing happens where it has ended already, with a scope around it."""
+        """Leave it. Does nothing if it has already ended together with an enclosing scope."""
         core = self._running()
         if core is not None:
             entered = core.attempt(core.scopes.find, lambda entry: entry.token == "module" and entry.name == name)
@@ -307,7 +309,7 @@ class Recorder:
         return core is not None and not core.finished and self._mode_now() is not None
 
     def launching(self) -> bool:
-        """This thread is about to do work without an operator. Whether it is recorded now."""
+        """This thread is about to do work without an operator. Returns whether it is being recorded."""
         core = self._core
         for mode in (core.attempt(mode_stack) if core is not None else None) or ():
             if isinstance(mode, RecordingMode) and mode.core is core:
@@ -320,23 +322,23 @@ class Recorder:
         return core is not None and self._mode_now() is not None and bool(core.on or core.begins())
 
     def sees_first(self) -> bool:
-        """Whether the recorder alone sees what this thread calls now: no mode of the program's lies above or below."""
+        """Whether the recorder alone sees what this thread calls now: no mode of the program lies above or below."""
         core, presence = self._core, self._presence
         return presence is not None and core is not None and not core.finished and presence.sees_first()
 
     def _mode_now(self) -> RecordingMode | None:
-        """The mode by which what this thread does now is recorded, if it is."""
+        """The mode that records this thread now, if any."""
         return None if self._presence is None else self._presence.mode_now()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """This thread records nothing inside."""
+        """Inside, this thread records nothing."""
         presence = self._presence
         with presence.paused() if presence is not None else nullcontext():
             yield
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
-        """Do something of the recorder's own in the middle of the program: see `Core.attempt`."""
+        """Run recorder code in the middle of the program: see `Core.attempt`."""
         core = self._core
         return None if core is None else core.attempt(step, *args)
 
@@ -345,15 +347,15 @@ class Recorder:
         self._tell(lambda core: core.records.unsupported(reason, op, detail))
 
     def mark_outside_write(self, tensor: torch.Tensor) -> None:
-        """Something unseen may have written to a tensor: its content enters again at its next use."""
+        """Something unseen may have written to a tensor: its content is imported again at its next use."""
         self._tell(lambda core: core.outside.written(tensor))
 
     def storage_written(self, storage: torch.UntypedStorage) -> None:
-        """Something unseen wrote to a storage: its content enters again at its next use."""
+        """Something unseen wrote to a storage: its content is imported again at its next use."""
         self._tell(lambda core: direct_writes.storage_written(core, storage))
 
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was allocated anew outside any op: only its length, and what of it is written, is known."""
+        """A storage was reallocated outside any op: only its length, and which bytes are written, is known."""
         self._tell(lambda core: direct_writes.storage_resized(core, storage))
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
@@ -361,7 +363,7 @@ class Recorder:
         self._tell(lambda core: core.outside.host_read(method, tensor))
 
     def watch(self, storage: torch.UntypedStorage) -> None:
-        """Others may write to a storage from now on: its content is looked at before each use."""
+        """Others may write to a storage from now on: its content is checked before each use."""
         self._tell(lambda core: core.outside.shared(storage))
 
     def _tell(self, what: Callable[[Core], None]) -> None:
@@ -372,10 +374,10 @@ class Recorder:
 
 @contextmanager
 def capture(path: str | os.PathLike[str], **options: Any) -> Iterator[Recorder]:
-    """Record what happens inside into `path`. Options are those of CaptureOptions.
+    """Record the work done inside the block into `path`. The options are those of CaptureOptions.
 
     Raises what `Recorder.start` raises, and on leaving what `Recorder.close` raises, unless an exception of the program
-    is on its way: that one passes (a failure was reported on stderr).
+    is propagating: that one takes precedence (a failure was reported on stderr).
     """
     recorder = Recorder(path, CaptureOptions.of("capture", options))
     recorder.start()

@@ -137,7 +137,7 @@ class Writing:
             self.copier.copy(record)
 
     def op(self, record: Record) -> None:
-        """An op; storages that it returns and nobody knew are allocated."""
+        """An op; storages that it returns and that are not known yet are allocated."""
         self.born.clear()
         for storage in _storages(record.results):
             if storage and storage not in self.copier.storages:

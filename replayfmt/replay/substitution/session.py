@@ -129,8 +129,7 @@ class Planned(Protocol):
 
 
 class SubstitutionSession:
-    """A plan's substitutions. `replace` stands in place of kernels in every run; `report` is None before the
-    checked pass."""
+    """A plan's substitutions. `replace` replaces kernels in every run; `report` is None before the checked pass."""
 
     def __init__(self, plan: Planned, loaded: LoadedRequests, tolerance: Tolerance) -> None:
         """Raises UsageError if what was requested does not fit the capture."""
