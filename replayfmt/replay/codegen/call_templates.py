@@ -1,9 +1,9 @@
-"""From an op's signature to the text of its call: everything of the generated code that all its records share.
+"""From an op's signature to the text of its call: the part of the generated code that all its records share.
 
-A template is the call's text with a hole for each operand and, for each hole, where its value comes from: a tensor
-slot, a constant that every record of the signature shares, or a constant made of the record's own numbers. Constants
-never appear in the text, they are parameters of the generated function, so that two passes through the same ops give
-the same text even where their numbers differ.
+A template is the call's text with a hole for each operand and, for each hole, the source of its value: a tensor slot, a
+constant shared by all records of the signature, or a constant built from the record's own numbers. Constants never
+appear in the text; they are parameters of the generated function. Two passes through the same ops therefore have the
+same text even if their numbers differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .operations import PutTogether
 
 
 class Operand(IntEnum):
-    """Where an operand's value comes from; what `Template.operands` holds beside it."""
+    """Where an operand's value comes from; `Template.operands` pairs it with its payload."""
 
     tensor = 1  # tensor slot
     storage = 2  # int slot with a storage id
@@ -38,7 +38,7 @@ class Operand(IntEnum):
 
 
 class Leaf(IntEnum):
-    """What one result is; what `Template.leaves` holds beside it."""
+    """What one result is; `Template.leaves` pairs it with its payload."""
 
     tensor = 1  # tensor slot
     nothing = 2  # None
@@ -46,7 +46,7 @@ class Leaf(IntEnum):
     composite = 4  # (form, parts): a tensor made of component values
 
 
-# Returns a value out of a record's columns: (ints, first int slot, floats, first float slot).
+# Builds a value from a record's columns: (ints, first int slot, floats, first float slot).
 Builder = Callable[[list[int], int, list[float], int], Any]
 
 
@@ -64,7 +64,7 @@ class Result:
 class Template:
     """How to write one signature's op. `text` has a `%s` for the function, then one for each operand.
 
-    `target` is the assignment's left side with a `%s` for each leaf, "" where the op has no result.
+    `target` is the assignment's left side with a `%s` for each leaf, "" if the op has no result.
     """
 
     signature_id: int
@@ -81,14 +81,15 @@ class Template:
 
 
 class DirectFunctions:
-    """What each template calls: found once for every way a kernel is called in."""
+    """The functions that templates call, found once for each way in which a kernel is called."""
 
     def __init__(self) -> None:
         self._by_signature: dict[int, Callable[..., Any]] = {}
         self._by_call: dict[Any, Callable[..., Any]] = {}
 
     def function(self, template: Template, values: list[Any]) -> Callable[..., Any]:
-        """What to call for a template; `values` are its operands' in one record, None for tensors and storages."""
+        """The function to call for a template; `values` are the operands of one record, None for tensors and
+        storages."""
         known = self._by_signature.get(template.signature_id)
         if known is None:
             known = self._by_signature[template.signature_id] = self._find(template, values)
@@ -98,7 +99,7 @@ class DirectFunctions:
         kinds = {operand for operand, _what in template.operands}
         plain = Operand.storage not in kinds and not any(isinstance(value, PutTogether) for value in values)
         kernel = template.kernel
-        # What returns nothing is in-place work on lists, which some functions return after all.
+        # Ops without results work in place on lists, but some functions return the lists anyway.
         if template.raises or not kernel.own or not plain or not kernel.schema.returns:
             return kernel.call
         key = (template.kernel_id, template.text, tuple(map(_type_of, values)))
@@ -131,7 +132,7 @@ class TemplateMaker:
             if device is not None and each.node.name == "device":
                 continue
             text = self._piece(each, operands)
-            # Positional as long as nothing before it was left to its default.
+            # Positional until an argument was left to its default.
             if given < len(names) and names[given] == each.node.name and each.node.name not in keyword_only:
                 pieces.append(text)
                 given += 1
@@ -163,7 +164,7 @@ class TemplateMaker:
     # -------------------------------------------------------------------------------------------------------- arguments
 
     def _piece(self, each: NodePlace, operands: list[tuple[Operand, Any]]) -> str:
-        """The text of one argument; its operands are appended in the order of their holes."""
+        """The text of one argument; appends its operands in the order of their holes."""
         kind = each.node.kind
         if kind is ValueKind.tensor:
             operands.append((Operand.tensor, each.tensor_slot))
@@ -192,7 +193,7 @@ class TemplateMaker:
         return "%s"
 
     def _bool(self, node: Node) -> bool:
-        # Host memory can only be pinned where there is an accelerator to pin it for.
+        # Host memory can be pinned only if there is an accelerator.
         return bool(node.constant) and not (node.name == "pin_memory" and not torch.accelerator.is_available())
 
     def value(self, node: Node) -> Any:
@@ -218,7 +219,7 @@ class TemplateMaker:
         raise AssertionError(f"a plan with a {node.kind.name} value is refused before its code is written")
 
     def builder(self, each: NodePlace) -> Builder:
-        """What makes an argument's value out of a record's numbers."""
+        """A builder that makes an argument's value from a record's numbers."""
         slot, real = each.int_slot, each.float_slot
         match each.node.kind:
             case ValueKind.int:
@@ -242,7 +243,7 @@ class TemplateMaker:
         return lambda ints, i, floats, f: value
 
     def _factory_device(self, layout: SlotLayout, kernel: ResolvedKernel) -> torch.device | None:
-        """Where a captured factory's result belongs, if it was left to the default device and that is mapped away."""
+        """The device for a captured factory's result, if it used the default device and that is mapped to another."""
         if layout.arg_tensors or not layout.slots[0]:
             return None
         takes_device = any(argument.name == "device" for argument in kernel.schema.arguments)
@@ -254,7 +255,7 @@ class TemplateMaker:
     # ---------------------------------------------------------------------------------------------------------- results
 
     def _target(self, each: NodePlace, leaves: list[Result], index: int) -> str:
-        """The assignment target of one result; its leaves are appended in the order of their holes."""
+        """The assignment target of one result; appends its leaves in the order of their holes."""
         if each.node.kind in (ValueKind.list, ValueKind.tuple) and not _scalars_only(each):
             return f"({''.join(self._target(child, leaves, index) + ', ' for child in each.children)})"
         leaves.append(self._leaf(each, index))
@@ -273,6 +274,6 @@ class TemplateMaker:
 
 
 def _scalars_only(each: NodePlace) -> bool:
-    """Whether nothing of a value is a tensor, a storage or a composite."""
+    """Whether a value contains no tensor, storage or composite."""
     kinds = {node.kind for node in each.node.preorder()}
     return not kinds & {ValueKind.tensor, ValueKind.storage, ValueKind.composite}

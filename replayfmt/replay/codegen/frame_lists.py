@@ -1,4 +1,4 @@
-"""A frame's columns as Python lists, with what the scan knows of every slot: what lowering goes through."""
+"""A frame's columns as Python lists, with the scan's findings on every slot: the input of lowering."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FrameLists:
         self.keys: list[int] = slot_keys.tolist()
         self.storages: list[int] = slot_storages.tolist()
         self.metas: list[int] = frame.tensor_meta[slots].tolist()
-        # Whether the slot's tensor key, and its storage, are used for the last time by this slot's record.
+        # Whether this slot's record is the last to use the slot's tensor key, and its storage.
         self.ends: list[bool] = (scan.last_use[slot_keys] == ordinals).tolist()
         self.storage_ends: list[bool] = (scan.storage_last_uses(slot_storages) == ordinals).tolist()
 

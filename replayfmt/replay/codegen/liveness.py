@@ -1,8 +1,8 @@
-"""Which variables exist while a capture is lowered, and when each may go.
+"""Which variables exist while a capture is lowered, and when each may be deleted.
 
-A variable holds one tensor, known by its key; it may go after the last use of that key. The exception keeps aliasing
-whole: a tensor that the program made without an op (through `.data`, say) can only be rebuilt from another one on the
-same storage, so the last variable of a storage stays until the storage's own last use.
+A variable holds one tensor, identified by its key, and may be deleted after the last use of that key. One exception
+keeps aliasing intact: a tensor that the program made without an op (for example through `.data`) can only be rebuilt
+from another tensor on the same storage, so the last variable of a storage stays until the last use of the storage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class Variables:
-    """The live variables by key, across windows, and the storage each is on. Keys below 0 are storages themselves."""
+    """The live variables by key, across windows, and the storage of each. Negative keys are storages themselves."""
 
     def __init__(self) -> None:
         self._storage: dict[int, int] = {}
@@ -22,7 +22,7 @@ class Variables:
         return key in self._storage
 
     def define(self, key: int, storage: int) -> list[int]:
-        """A new variable; returns idle ones of its storage, which may go now."""
+        """Add a variable; returns idle ones on its storage, which may now be deleted."""
         self._storage[key] = storage
         on = self._on.setdefault(storage, {})
         idle = [other for other in on if other in self._idle] if self._idle else []
@@ -42,11 +42,11 @@ class Variables:
         return len(self._on[self._storage[key]]) == 1
 
     def keep_idle(self, key: int) -> None:
-        """Past its last use, but the only one on a storage that is used again."""
+        """Keep a variable past its last use: it is the only one on a storage that is used again."""
         self._idle.add(key)
 
     def forget(self, keys: Iterable[int]) -> None:
-        """These variables are gone."""
+        """Remove these variables."""
         for key in keys:
             storage = self._storage.pop(key)
             on = self._on[storage]

@@ -1,8 +1,8 @@
 """From records to windows: goes through a capture once, in order, and writes the code of each window.
 
-Lowering knows which variables are live and where each is named. It decides nothing that the scan before it did not
-find out: where windows are cut, when everything is last used, what is written. Ops are lowered in op_lowering.py, this
-module does the other records and the boundaries of windows.
+Lowering knows which variables are live and what each is called. It decides nothing itself: the scan before it has
+determined where windows are cut, when everything is last used and what is written. Ops are lowered in op_lowering.py;
+this module handles the other records and the window boundaries.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .windows import CodeCache, Staged, Window, WindowText
 
 
 class Shapes(IntEnum):
-    """Of which ops the dtypes and sizes of results are checked in a replay that does not verify."""
+    """For which ops a replay that does not verify still checks the dtypes and sizes of results."""
 
     unchecked = 0
     content_decides = 1  # those whose result sizes depend on content, and custom operators
@@ -57,13 +57,13 @@ class Shapes(IntEnum):
 
 @dataclass
 class Context:
-    """What lowering takes from the plan: the capture, the mapping to this machine, and the objects of a running replay.
+    """What lowering gets from the plan: the capture, the mapping to this machine, and the objects of a running replay.
 
-    `kernels` has the operator of each kernel id, None if there is none; `refused` has the op signatures that cannot
-    be run. Both matter only to plans that keep going, others are refused. `load(storage, source, version, target)`
-    puts new content into a storage that is there. `draws_on` is where random ops of a CPU
-    capture deliver their numbers, None: on the CPU itself. `opaque` has the tensor slots of results that hold bytes no
-    replay reproduces, by signature. `stand_in` puts other functions in place of kernels.
+    `kernels` has the operator of each kernel id, None if there is none; `refused` has the op signatures that cannot be
+    run. Both matter only to plans that keep going; others are refused. `load(storage, source, version, target)` puts
+    new content into an existing storage. `draws_on` is the device that random ops of a CPU capture deliver their
+    numbers to, None for the CPU itself. `opaque` has, by signature, the tensor slots of results with bytes that no
+    replay reproduces. `stand_in` replaces kernels with other functions.
     """
 
     reader: CaptureReader
@@ -84,7 +84,7 @@ class Context:
 
 
 class Lowering:
-    """One pass over the records up to the scan's stop. `compare`: with digests, host reads and structures."""
+    """One pass over the records up to the scan's stop. `compare`: check digests, host reads and structures too."""
 
     def __init__(self, context: Context, scan: Scan, *, compare: bool) -> None:
         self.context = context
@@ -93,7 +93,7 @@ class Lowering:
         self.reader = context.reader
         self.settings: dict[str, Any] = dict(context.reader.session.settings)
         self.variables = Variables()
-        self.unbounded = False  # whether memory may have become shorter than tensors on it say
+        self.unbounded = False  # whether memory may have become shorter than its tensors
         self.names: dict[int, str] = {}  # live variables that have a name in this window
         self.text = WindowText()
         self.frame: FrameLists
@@ -103,7 +103,7 @@ class Lowering:
         self._dropped: list[int] = []
         self._consumed: set[int] = set()
         self._templates: dict[int, Template | None] = {}
-        self._opaque: set[int] = set()  # storages that hold bytes that no replay reproduces
+        self._opaque: set[int] = set()  # storages with bytes that no replay reproduces
         self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
 
     def windows(self, op: Callable[[Lowering, int, int], None]) -> Iterator[Window]:
@@ -179,7 +179,7 @@ class Lowering:
         return window
 
     def _let_go_of_storage(self, storage: int) -> None:
-        """After views were made of a staged storage, the storage itself need not be kept beside them."""
+        """Drop a staged storage once views of it exist: they keep it alive."""
         key = -storage
         if key in self.variables and key not in self.names and not self.variables.alone(key):
             self.drop([key])
@@ -198,7 +198,7 @@ class Lowering:
         return self._templates[signature]
 
     def checks_shapes(self, template: Template) -> bool:
-        """Whether an op's results are looked at."""
+        """Whether an op's results are checked."""
         if self.compare:
             return True
         shapes = self.context.shapes
@@ -211,7 +211,7 @@ class Lowering:
         return View(TORCH_DTYPE[meta.dtype], meta.sizes, meta.strides, self.frame.offset(slot), meta.flags)
 
     def acquire(self, slot: int, ordinal: int) -> str:
-        """The name of a slot's tensor in this window; taken in or made where it has none yet."""
+        """The name of a slot's tensor in this window; it becomes an input, or is made, if it has no name yet."""
         frame, variables = self.frame, self.variables
         key, storage = frame.keys[slot], frame.storages[slot]
         if key in variables:
@@ -226,7 +226,7 @@ class Lowering:
             return name
         base, view = self._base(storage, ordinal), self.view(slot)
         if base == -storage and base not in self.names and view.end() <= self.reader.storage(storage).bytes:
-            # Made ahead of the window, so that it costs the replay nothing: content entered ahead of it too.
+            # Made before the window, so that it costs no replay time: its content also entered before.
             self._hoisted.append((key, base, view))
             self._hoisted_on.add(storage)
             name = self.text.input(key)
@@ -278,7 +278,7 @@ class Lowering:
         self.variables.define(-storage, storage)
 
     def drop(self, keys: list[int]) -> list[str]:
-        """These variables are not needed any more; returns the names to delete."""
+        """Release variables that are no longer needed; returns the names to delete."""
         if not keys:
             return []
         self.variables.forget(keys)
@@ -294,7 +294,7 @@ class Lowering:
         return names
 
     def drop_after(self, keys: list[int], ordinal: int) -> None:
-        """Drop variables in a line of their own."""
+        """Release variables on a separate line."""
         names = self.drop(keys)
         if names:
             self.text.line(ordinal, f"del {', '.join(names)}")
@@ -302,7 +302,7 @@ class Lowering:
                 self.text.free(name)
 
     def expire(self, storage: int, ordinal: int) -> None:
-        """A record that is not an op used a storage: the last time, perhaps."""
+        """Note that a record other than an op used a storage, perhaps for the last time."""
         if self.scan.last_use_of(storage) == ordinal:
             self.drop_after(self.variables.all_on(storage), ordinal)
 

@@ -1,8 +1,8 @@
-"""Lowering one op: its line of code, the variables it defines, those it releases.
+"""Lowering one op: its line of code, the variables it defines and the variables it releases.
 
-Results are variables under the id they were recorded with. A result whose id is live already (an in-place op's, a
-detached alias) needs no variable of its own. Registers of arguments that die here are free for the results, so that
-`v3 = f(v3, a1)` lets go of its argument as soon as the program did.
+Results become variables under their recorded ids. A result whose id is already live (of an in-place op, or a detached
+alias) needs no new variable. Registers of arguments that die here can be reused for results: `v3 = f(v3, a1)` releases
+its argument as early as the program did.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .operations import (
 
 
 def lower_op(lowering: Lowering, row: int, ordinal: int) -> None:
-    """Write the code of one op. Ops without an operator here are left out; what they would define stays undefined."""
+    """Write the code of one op. Ops without an operator here are left out; their results stay undefined."""
     signature = lowering.frame.signatures[row]
     template = lowering.template(signature)
     if template is None:
@@ -41,16 +41,16 @@ def lower_op(lowering: Lowering, row: int, ordinal: int) -> None:
 
 
 def lower_result(lowering: Lowering, row: int, ordinal: int) -> None:
-    """Write an op whose window returns what the op returned."""
+    """Write an op as a window that returns the op's result."""
     template = lowering.template(lowering.frame.signatures[row])
     if template is not None:
         OpLine(lowering, template, row, ordinal).write_return()
 
 
 def _settle_missing(lowering: Lowering, signature: int, row: int) -> None:
-    """An op that cannot be run: memory it would return counts as live, and will be missing when it is requested.
+    """Handle an op that cannot be run: memory it would return counts as live, and is missing when it is requested.
 
-    Results on memory that is there need no such op: they are rebuilt from it like other views made without an op.
+    Results on existing memory do not need the op: they are rebuilt from it like other views made without an op.
     """
     frame, variables = lowering.frame, lowering.variables
     first, end = frame.tensor_first[row], frame.tensor_first[row + 1]
@@ -64,7 +64,7 @@ def _settle_missing(lowering: Lowering, signature: int, row: int) -> None:
 
 
 class OpLine:
-    """The line of one op while it is put together."""
+    """The line of one op while it is being built."""
 
     def __init__(self, lowering: Lowering, template: Template, row: int, ordinal: int) -> None:
         self.lowering, self.template, self.row, self.ordinal = lowering, template, row, ordinal
@@ -72,7 +72,7 @@ class OpLine:
         self.end = lowering.frame.tensor_first[row + 1]
         self.temporary: list[str] = []  # registers that are deleted at the end of the line
         self.after: list[str] = []  # statements after the call, in the same line
-        self.mutated: list[int] = []  # arguments that become other tensors, and are not needed as they are
+        self.mutated: list[int] = []  # arguments that become other tensors and are not needed unchanged
         self.defined: set[int] = set()  # results that become variables
         self.assigned: set[str] = set()  # names that the line assigns
 
@@ -99,7 +99,7 @@ class OpLine:
         lowering.text.line(self.ordinal, "; ".join(parts))
 
     def write_return(self) -> None:
-        """The call, and its result as it is returned from the window. Everything else ends here."""
+        """Write the call and return its result from the window, which ends here."""
         lowering = self.lowering
         call, _slot_names = self._call(expect_failure=False)
         lowering.text.line(self.ordinal, f"return {call}")
@@ -108,7 +108,7 @@ class OpLine:
     # --------------------------------------------------------------------------------------------------------- the call
 
     def _call(self, *, expect_failure: bool = True) -> tuple[str, list[str]]:
-        """The call's text, and the name under which each tensor argument is passed."""
+        """The text of the call, and the name under which each tensor argument is passed."""
         lowering, frame, names, text = self.lowering, self.lowering.frame, self.lowering.names, self.lowering.text
         template, first, ordinal = self.template, self.first, self.ordinal
         protected = self._protect() if template.effects.rebinds or template.effects.reshapes else {}
@@ -143,7 +143,7 @@ class OpLine:
         return template.text % (function, *holes), slot_names
 
     def _function(self, expect_failure: bool, values: list[Any]) -> str:
-        """The parameter that holds what is called, with these values where they are not tensors."""
+        """The parameter that holds the function to call; `values` are the non-tensor operands."""
         lowering, kernel = self.lowering, self.template.kernel
         call: Any = lowering.context.direct.function(self.template, values)
         key: tuple[Hashable, ...] = ("kernel", call, self.template.raises)
@@ -164,28 +164,28 @@ class OpLine:
                 return lowering.text.constant(instead[1]) if instead[0] is None else lowering.text.shared(*instead)
         if self.template.raises and expect_failure:
             call = MustRaise(call, kernel.schema)
-            lowering.unbounded = True  # it may have made an argument longer than its memory before it raised
+            lowering.unbounded = True  # it may have made an argument longer than its memory before raising
         return lowering.text.shared(key, call)
 
     def _computed(self, result: int) -> bool:
-        """Whether the capture has any elements of a result."""
+        """Whether the capture uses any elements of a result."""
         slots = self.template.layout.results[result].tensors if self.template.layout.results else ()
         metas = [self.lowering.reader.metas[self.lowering.frame.metas[self.first + slot]] for slot in slots]
         return any(meta is not None and 0 not in meta.sizes for meta in metas)
 
     def _autocast(self) -> dict[str, Any]:
-        """Autocast as it was where the op was captured."""
+        """The autocast state in which the op was captured."""
         return {name: value for name, value in self.lowering.settings.items() if name.startswith("autocast.") and value}
 
     def _custom(self, function: Callable[..., Any], autocast: dict[str, Any]) -> Callable[..., Any]:
-        """A function that is called for a custom operator."""
+        """The function to call for a custom operator."""
         call: Callable[..., Any] = CustomOperator(function, autocast)
         if self.template.addresses is not None:
             call = PassAddresses(call, self.template.kernel.schema, self.template.addresses)
         return call
 
     def _site(self, call: Callable[..., Any]) -> CallSite:
-        """This call, for what may take its place."""
+        """This call as a site at which its kernel can be replaced."""
         lowering, frame, template = self.lowering, self.lowering.frame, self.template
         arguments = self.first + template.layout.arg_tensors
         taken, given = frame.storages[self.first : arguments], frame.storages[arguments : self.end]
@@ -205,7 +205,8 @@ class OpLine:
         )
 
     def _protect(self) -> dict[int, str]:
-        """Fresh aliases for arguments whose metadata the op changes in place while they are needed as they are."""
+        """Make fresh aliases of arguments whose metadata the op changes in place but which are still needed
+        unchanged."""
         lowering, frame, first = self.lowering, self.lowering.frame, self.first
         protected: dict[int, str] = {}
         effects = self.template.effects
@@ -232,7 +233,7 @@ class OpLine:
     # ------------------------------------------------------------------------------------------------- what lives, dies
 
     def _settle(self) -> list[str]:
-        """Define the results' variables, release what ends here; returns the names that go."""
+        """Define the results' variables and release those that end here; returns the names to delete."""
         lowering, frame, variables = self.lowering, self.lowering.frame, self.lowering.variables
         names = lowering.drop(self.mutated)
         for result in self.template.leaves:
@@ -258,7 +259,7 @@ class OpLine:
         return names + self._expired_storages()
 
     def _expired_storages(self) -> list[str]:
-        """Storages that are arguments themselves and end here."""
+        """Storages that are arguments themselves and are last used here."""
         lowering, frame = self.lowering, self.lowering.frame
         names: list[str] = []
         for operand, what in self.template.operands:
@@ -274,7 +275,7 @@ class OpLine:
         return self.lowering.drop([key for key in keys if key in self.lowering.variables])
 
     def _undefine(self, keys: list[int]) -> list[str]:
-        """Results that nothing needs: they never get a name."""
+        """Drop results that are never used: they get no name."""
         self.lowering.variables.forget(keys)
         self.defined.difference_update(keys)
         return []
@@ -298,7 +299,7 @@ class OpLine:
         return leaf.leaf is Leaf.nothing
 
     def _leaf_name(self, leaf: Result, *, of_composite: bool = False) -> str:
-        """The name a leaf is assigned to; what has to happen with it then goes to `after`."""
+        """The name that a leaf is assigned to; further work on it is appended to `after`."""
         lowering = self.lowering
         if leaf.leaf is Leaf.tensor:
             key = lowering.frame.keys[self.first + leaf.what]
@@ -329,7 +330,7 @@ class OpLine:
     # --------------------------------------------------------------------------------------------------------- checking
 
     def _expectation(self) -> ExpectResults:
-        """What the results of this op have to look like."""
+        """The expected structure of this op's results."""
         lowering, frame, first = self.lowering, self.lowering.frame, self.first
         layout = self.template.layout
         passed = [what for operand, what in self.template.operands if operand is Operand.tensor]

@@ -1,6 +1,6 @@
-"""What generated code calls besides operators: views, composites, state changes, imports of content.
+"""The non-operator calls in generated code: views, composites, state changes, content imports.
 
-Each is a small object that holds everything it needs, so that the generated line stays `v3 = a7(v1)`.
+Each is a small object that holds everything it needs, which keeps the generated line as short as `v3 = a7(v1)`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..results import UnexpectedBehaviour
 
 
 class Pausable(Protocol):
-    """The clock of a running replay, stopped while something happens that is no work of the capture."""
+    """The clock of a running replay; stopped during anything that is not captured work."""
 
     def pause(self) -> None: ...
 
@@ -30,7 +30,7 @@ class Pausable(Protocol):
 
 
 class View:
-    """Makes a tensor on a storage, given as such or as any tensor on it. Sizes, strides and offset in elements."""
+    """Makes a tensor on a storage, passed as such or as any tensor on it. Sizes, strides and offset are in elements."""
 
     __slots__ = ("dtype", "flags", "offset", "sizes", "strides")
 
@@ -42,7 +42,7 @@ class View:
     def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
         storage = storage_of(base)
         if self.end() > storage.nbytes():
-            # PyTorch would make the storage longer instead of complaining.
+            # PyTorch would extend the storage instead of raising.
             raise RuntimeError(f"a tensor needs {self.end()} bytes of a storage that has {storage.nbytes()}")
         return make_view(storage, self.dtype, self.sizes, self.strides, self.offset, self.flags)
 
@@ -58,7 +58,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """The view that a strided tensor is, without its flags."""
+        """The view that a strided tensor represents, without its flags."""
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), TensorFlag(0))
 
     def end(self) -> int:
@@ -70,7 +70,7 @@ class View:
 
 
 class Zeros:
-    """Makes a tensor without bytes that reads as zeros, as forward-mode autograd uses."""
+    """Makes a tensor without bytes that reads as zeros, as used by forward-mode autograd."""
 
     __slots__ = ("device", "dtype", "sizes")
 
@@ -82,12 +82,12 @@ class Zeros:
 
 
 def storage_of(tensor: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
-    """The storage under a tensor; a storage stands for itself."""
+    """The storage of a tensor; a storage is returned as it is."""
     return tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
 
 
 class PutTogether:
-    """Makes a composite tensor of its components."""
+    """Makes a composite tensor from its components."""
 
     def __init__(self, form: str) -> None:
         self._form = form
@@ -97,7 +97,7 @@ class PutTogether:
 
 
 class TakeApart:
-    """Returns the components of a composite result, in the captured form or not at all."""
+    """Returns the components of a composite result; raises if its form is not the captured one."""
 
     def __init__(self, form: str, parts: int) -> None:
         self._form, self._parts = form, parts
@@ -114,7 +114,7 @@ class TakeApart:
 
 
 class CheckedView:
-    """An operator that makes a view without comparing it with its memory."""
+    """Wraps an operator that makes views without checking that they lie inside their memory; checks it."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -124,7 +124,8 @@ class CheckedView:
 
 
 class ForGradients:
-    """An operator that computes one of its results only where an input requires gradients, called as if one did."""
+    """Wraps an operator that computes one of its results only if an input requires gradients, by calling it with such
+    an input."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -136,14 +137,14 @@ class ForGradients:
 
     @staticmethod
     def _requiring_gradients(value: Any) -> Any:
-        """Another tensor on the same memory; what can have no gradients, as it is."""
+        """Another tensor on the same memory that requires gradients; a value that cannot is returned as it is."""
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
         return value.detach().requires_grad_()
 
 
 class MustRaise:
-    """An op that raised under capture: it has to raise again."""
+    """An op that raised under capture and must raise again."""
 
     def __init__(self, call: Callable[..., Any], schema: torch.FunctionSchema) -> None:
         self._call = call
@@ -162,7 +163,7 @@ class MustRaise:
             return
         grown = [each for each in given if each[0].untyped_storage().nbytes() > len(each[2])]
         for tensor, view, content in grown:
-            # The program's memory was not torch's own, so it could not be made longer. This one is made like it.
+            # The program's memory was not torch's own and could not be extended. This storage behaves the same way.
             storage = tensor.untyped_storage()
             storage.resize_(len(content))
             fill_storage(storage, content)
@@ -172,7 +173,7 @@ class MustRaise:
             raise UnexpectedBehaviour("it raised an exception when it was captured, and now it does not")
 
     def _host_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors it may write, on the host."""
+        """The tensors on the host that it may write."""
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in self._written]
         return [
             value
@@ -191,9 +192,9 @@ class MustRaise:
 
 
 class CustomOperator:
-    """A custom operator, whose own code may depend on what the replay around it does without.
+    """A custom operator: its own code may depend on state that the replay leaves out.
 
-    That is autocast as it was captured, and everything PyTorch does for tensor subclasses.
+    This is autocast as it was captured, and all of PyTorch's handling of tensor subclasses.
     """
 
     def __init__(self, call: Callable[..., Any], settings: Mapping[str, Any]) -> None:
@@ -210,8 +211,8 @@ class CustomOperator:
 
 
 class PassAddresses:
-    """An operator that takes or gives addresses of objects as integers: the tensors that the capture has for them are
-    turned into this process's addresses, and back."""
+    """An operator that takes or returns addresses of objects as integers: captured tensors in their place are converted
+    to this process's addresses and back."""
 
     def __init__(self, call: Callable[..., Any], schema: torch.FunctionSchema, addresses: Addresses) -> None:
         self._call, self._addresses = call, addresses
@@ -233,7 +234,8 @@ class PassAddresses:
 
 
 class DrawOnHost:
-    """A random op of a CPU capture on another device: drawn on the CPU, because random streams differ, and copied."""
+    """Replays a random op of a CPU capture on another device: draws on the CPU, because random streams differ, and
+    copies."""
 
     def __init__(self, call: Callable[..., Any], schema: torch.FunctionSchema, target: torch.device) -> None:
         self._call, self._target = call, target
@@ -275,7 +277,7 @@ class DrawOnHost:
 
 
 class ApplySettings:
-    """Global settings change here."""
+    """Changes global settings."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
@@ -285,11 +287,11 @@ class ApplySettings:
 
 
 class SetGenerator:
-    """A random generator takes a captured state."""
+    """Sets a random generator to a captured state."""
 
     def __init__(self, generator: torch.Generator, state: bytes) -> None:
         self._generator = generator
-        # frombuffer makes no tensor of no bytes. The generator itself says what is wrong with such a state.
+        # frombuffer refuses empty buffers. The generator itself reports what is wrong with such a state.
         self._state = torch.frombuffer(bytearray(state + b"\0"), dtype=torch.uint8)[: len(state)].clone()
 
     def __call__(self) -> None:
@@ -297,7 +299,7 @@ class SetGenerator:
 
 
 class SeedGenerator:
-    """A random generator whose captured state is unknown takes one of its own, the same in every replay."""
+    """Seeds a random generator whose captured state is unknown, identically in every replay."""
 
     def __init__(self, generator: torch.Generator, seed: int) -> None:
         self._generator, self._seed = generator, seed
@@ -307,7 +309,7 @@ class SeedGenerator:
 
 
 class LoadContent:
-    """The program wrote a storage from outside: its new bytes enter, untimed. `load` puts them in place."""
+    """Imports the bytes that the program wrote to a storage from outside, untimed. `load` puts them in place."""
 
     def __init__(self, load: Callable[[torch.UntypedStorage], None], clock: Pausable) -> None:
         self._load, self._clock = load, clock
@@ -319,7 +321,7 @@ class LoadContent:
 
 
 class ResizeStorage:
-    """The program changed an allocation's length without an op."""
+    """Changes the length of a storage, as the program did without an op."""
 
     def __init__(self, length_bytes: int) -> None:
         self._length_bytes = length_bytes
@@ -329,7 +331,7 @@ class ResizeStorage:
 
 
 class Synchronize:
-    """The program waited for a device."""
+    """Waits for a device, as the program did."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,8 +1,8 @@
-"""One window of a capture as straight-line Python: its text, its constants, its inputs and outputs.
+"""One window of a capture as straight-line Python: its text, constants, inputs and outputs.
 
-`WindowText` collects lines and names while a window is being lowered; `Window` is the finished function. Text that was
-compiled before is not compiled again: two windows with the same text share one code object and differ in the constants
-that are the function's default arguments.
+`WindowText` collects lines and names while a window is being lowered; `Window` is the finished function. Each text is
+compiled once: windows with the same text share one code object and differ in their constants, which are the function's
+default arguments.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .operations import View
 
 FILENAME = "<opreplay window>"
 _CACHED_CODE = 256
-# Lines of a window's text before its first statement: the def, and the line that takes in the inputs.
+# Lines of a window's text before its first statement: the def, and the line that unpacks the inputs.
 _HEADER_LINES = 2
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A storage whose first content enters in a window. `in_file`: the program's memory was a map of the file."""
+    """A storage whose first content enters in a window. `in_file`: the program's memory was a mapping of the file."""
 
     storage: int
     source: ContentSource
@@ -38,12 +38,12 @@ class Staged:
 
 @dataclass(eq=False)
 class Window:
-    """A run of records, ready to be called as `function(inputs, on_scope)`; returns the values of `outputs`.
+    """A run of records, called as `function(inputs, on_scope)`; returns the values of `outputs`.
 
-    Variables are known by key: a tensor key, or minus the id of a storage for the storage itself. `inputs` are taken
-    from what the windows before left, those in `consumed` are not needed after; `staged` enter before the call, and
-    `hoisted` are views (key, key of the base, view) made before it; `dropped` are no longer needed once those are made.
-    `line_ordinals` has the record of each line.
+    Variables are identified by key: a tensor key, or minus the id of a storage for the storage itself. `inputs` come
+    from earlier windows, and those in `consumed` are not needed afterwards; `staged` storages enter before the call,
+    and `hoisted` are views (key, key of the base, view) made before it; `dropped` are no longer needed once those are
+    made. `line_ordinals` has the record of each line.
     """
 
     first_ordinal: int
@@ -57,7 +57,7 @@ class Window:
     dropped: list[int]
     line_ordinals: list[int] = field(repr=False)
     returns_result: bool = False  # the function returns what its op returned, and defines no variables
-    kernel: int | None = None  # which of the function's constants its last op calls; None: there is no op
+    kernel: int | None = None  # index of the constant that its last op calls; None: there is no op
 
     @property
     def last_ordinal(self) -> int:
@@ -69,13 +69,13 @@ class Window:
         return range(_HEADER_LINES + 1 + len(self.line_ordinals))
 
     def ordinal_of_line(self, line: int) -> int:
-        """Which record a line of the function's text belongs to."""
+        """The ordinal of the record that a line of the function's text belongs to."""
         index = line - _HEADER_LINES - 1
         return self.line_ordinals[index] if 0 <= index < len(self.line_ordinals) else self.first_ordinal
 
 
 class CodeCache:
-    """Compiled code by text; the least recently used goes first."""
+    """Compiled code by text; the least recently used is evicted first."""
 
     def __init__(self, limit: int = _CACHED_CODE) -> None:
         self._limit = limit
@@ -83,7 +83,7 @@ class CodeCache:
         self.compiled = 0
 
     def code(self, text: str) -> types.CodeType:
-        """The code object of the one function that a text defines."""
+        """The code object of the function that a text defines."""
         known = self._codes.get(text)
         if known is not None:
             self._codes.move_to_end(text)
@@ -120,19 +120,19 @@ class WindowText:
         self.line_ordinals.append(ordinal)
 
     def constant(self, value: Any) -> str:
-        """A parameter of its own for a value."""
+        """Add a parameter for a value; returns its name."""
         self._constants.append(value)
         return f"a{len(self._constants) - 1}"
 
     def shared(self, key: Hashable, value: Any) -> str:
-        """A parameter for a value that is the same wherever `key` is."""
+        """A parameter for a value that is the same for equal `key`s."""
         name = self._shared.get(key)
         if name is None:
             name = self._shared[key] = self.constant(value)
         return name
 
     def input(self, key: int) -> str:
-        """The name of a value that comes from before the window."""
+        """The name of a value from before the window."""
         self.inputs.append(key)
         return f"i{len(self.inputs) - 1}"
 
@@ -144,7 +144,7 @@ class WindowText:
         return f"v{self._registers - 1}"
 
     def free(self, name: str) -> None:
-        """Take back a register. Inputs' names are not used again."""
+        """Free a register. Names of inputs are not reused."""
         if name[0] == "v":
             self._free.append(int(name[1:]))
 
@@ -157,5 +157,5 @@ class WindowText:
         take_in = f"[{taken}] = I; I.clear()" if self.inputs else "pass"
         body = "\n ".join([f"def window(I, s{parameters}):", take_in, *self.lines, f"return [{', '.join(outputs)}]"])
         code = cache.code(body + "\n")
-        # PyTorch imports things from under the caller's frame, which takes the builtins from its globals.
+        # PyTorch imports modules from the caller's frame, which takes the builtins from its globals.
         return types.FunctionType(code, {"__builtins__": builtins}, "window", tuple(constants))

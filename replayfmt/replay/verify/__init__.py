@@ -1,3 +1,3 @@
-"""Whether the replay did what was captured: `comparison` of digests and host reads, `structure` of results with the
-captured shapes, `run_twice` for results that no replay reproduces.
+"""Whether the replay did what was captured: `comparison` checks digests and host reads, `structure` the layout of
+results, `run_twice` finds results that no replay reproduces.
 """

@@ -1,8 +1,8 @@
-"""Comparing what a replay computed with what the capture says: bit for bit, or close by tolerances.
+"""Compares what a replay computed with the capture: bit for bit, or within tolerances.
 
-Close compares a digest's statistics and sample. Values are apart by at most the tolerance of their dtype, relative to
-the larger of the expected value and the tensor's root mean square; integers, and how many elements are NaN or infinite,
-are compared exactly. Comparisons stop the replay's clock: their time is not counted.
+"Close" compares a digest's statistics and sample. Values may differ by the tolerance of their dtype, relative to the
+larger of the expected value and the tensor's root mean square; integers, and the numbers of NaN and infinite elements,
+must match exactly. The replay's clock is stopped during comparisons, so their time does not count.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from ..codegen.operations import Pausable
 from ..planning.devices import DeviceMap
 from ..results import Divergence, Verification, VerifyMode
 
-# How far close values may be apart, relative as described above. A whole model's result carries the rounding of every
-# op before it, so these are wider than one op's: float32 leaves room for TF32 against full precision.
+# How far close values may be apart, relative as described above. These tolerances are wider than for a single op,
+# because a model's result carries the rounding of every op before it: float32 leaves room for TF32 against full
+# precision.
 TOLERANCE: dict[DType, float] = {
     DType.float64: 1e-7,
     DType.complex128: 1e-7,
@@ -44,18 +45,18 @@ TOLERANCE: dict[DType, float] = {
     DType.float8_e8m0fnu: 0.5,
 }
 _SCALAR_TOLERANCE = 1e-3
-# Numbers from here on stand for infinities (masks are filled with the least number of a dtype). They say nothing of the
-# size of the others: by a root mean square with them in it, anything would be close.
+# Numbers from here on stand for infinities (masks are filled with a dtype's lowest number). They are left out of the
+# root mean square: with them in it, anything would be close.
 LARGEST = {code: torch.finfo(dtype).max / 2 for dtype, code in DTYPE_CODE.items() if code in TOLERANCE}
 
 
 class StopReplay(Exception):
-    """Internal: the first divergence was found, nothing after it is worth running."""
+    """Internal: the first divergence was found, and nothing after it is worth running."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What is compared: the op at `ordinal`, its result number `result`, and `found_at`, the record that shows it."""
+    """What is compared: result number `result` of the op at `ordinal`; `found_at` is the record that shows it."""
 
     ordinal: int
     result: int | None
@@ -63,7 +64,8 @@ class Where:
 
 
 class Judge:
-    """Compares, counts and keeps what differs. One belongs to a plan and is reset for every replay.
+    """Compares results, counts the comparisons and keeps the differences. Belongs to one plan and is reset for every
+    replay.
 
     `describe` returns the name of what a record does and the path of its scope.
     """
@@ -72,7 +74,7 @@ class Judge:
         self._clock = clock
         self._describe = describe
         self.bitwise = True
-        self.compares_scalars = True  # not if content is not the captured one
+        self.compares_scalars = True  # not when content is synthesized
         self.stop_at_first = True
         self.found: list[Divergence] = []
         self.verification = Verification("none", "none")
@@ -83,14 +85,14 @@ class Judge:
         self.found = []
 
     def diverged(self, where: Where, expected: str, got: str, distance: str | None = None) -> None:
-        """Keep a divergence; raises StopReplay where the first one ends the replay."""
+        """Record a divergence; raises StopReplay if the replay is to stop at the first one."""
         what, scope = self._describe(where.ordinal)
         self.found.append(Divergence(where.ordinal, what, where.result, scope, expected, got, distance, where.found_at))
         if self.stop_at_first:
             raise StopReplay
 
     def scalar(self, where: Where, expected: Any, got: Any, *, read: bool) -> None:
-        """Compare a result that is not a tensor. `read`: the program got it, so it left the device."""
+        """Compare a result that is not a tensor. `read`: the program received it, so it left the device."""
         if not self.compares_scalars:
             return
         self.verification.scalars += read
@@ -119,7 +121,7 @@ class Judge:
 
 
 class CheckScalar:
-    """Called with a result that is not a tensor; compares it with the captured one."""
+    """Called with a non-tensor result; compares it with the captured one."""
 
     __slots__ = ("_expected", "_judge", "_read", "_where")
 
@@ -143,10 +145,11 @@ class CheckDigest:
 
 
 def digests_differ(expected: TensorDigest, got: TensorDigest, dtype: DType) -> tuple[str, str] | None:
-    """What is not close between two digests of one dtype, as (expected, got); None if all is."""
+    """The first difference between two digests of one dtype that is not close, as (expected, got); None if there is
+    none."""
     tolerance = TOLERANCE.get(dtype)
     if tolerance is None:
-        return _summary(expected), _summary(got)  # integers, bools and patterns: only the hash counts
+        return _summary(expected), _summary(got)  # integers, bools and bit patterns: only the hash counts
     for name in ("elements", "nan", "inf"):
         if getattr(expected, name) != getattr(got, name):
             return f"{name} {getattr(expected, name)}", f"{name} {getattr(got, name)}"
@@ -164,8 +167,8 @@ def digests_differ(expected: TensorDigest, got: TensorDigest, dtype: DType) -> t
 
 
 def _scale(digest: TensorDigest, largest: float) -> float:
-    """The root mean square of a digest's numbers, those from `largest` on aside: then of its sample, which is all that
-    is known of the others."""
+    """The root mean square of a digest's numbers, leaving out those from `largest` on; if there are any, it is that of
+    the sample, the only other numbers known."""
     if digest.min is not None and digest.max is not None and max(-digest.min, digest.max) >= largest:
         rest = [abs(each) for each in digest.sample if abs(each) < largest]
         return math.sqrt(sum(each * each for each in rest) / len(rest)) if rest else 0.0
@@ -174,7 +177,7 @@ def _scale(digest: TensorDigest, largest: float) -> float:
 
 
 def sample_distance(expected: TensorDigest, got: TensorDigest) -> str | None:
-    """How far two samples are apart, for people; None if they cannot be compared."""
+    """How far apart two samples are, as text for people; None if they cannot be compared."""
     if len(expected.sample) != len(got.sample) or not expected.sample:
         return None
     pairs = list(zip(expected.sample, got.sample, strict=True))
@@ -236,7 +239,7 @@ def _scalar_distance(expected: Any, got: Any) -> str | None:
 
 
 def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
-    """Why results of this machine need not equal the captured ones bit for bit; empty if they should."""
+    """Why results on this machine may differ from the captured ones bit for bit; empty if they should not."""
     here = session_fields()
     differences = []
 
@@ -267,7 +270,7 @@ def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
 
 
 def decide(asked: VerifyMode, differences: list[str], comparable: int, why_nothing: str) -> Verification:
-    """What a request for verification comes to. `comparable` is how much the capture holds to compare with."""
+    """Decide how to verify. `comparable` is how much the capture has to compare with."""
     if asked == "none":
         return Verification(asked, "none", ("verification was not asked for",))
     if comparable == 0:

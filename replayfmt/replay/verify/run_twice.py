@@ -1,10 +1,10 @@
 """Runs operators twice, on memory with different prior content, to find the results that no replay reproduces.
 
-Both runs have the same arguments, on copies, and the same state of the random generators. A byte of a result that shows
-what the memory held before is one that the kernel left unwritten; a word that is an address in both is an address of
-the process. Both make a result opaque: nothing is to be compared with it, or embedded of it. Any other difference is
-chance, and makes the operator one that no replay can reproduce. Done where a replay differs from its capture, and
-before content is taken out of a replay.
+Both runs get copies of the same arguments and the same state of the random generators. If a byte of a result shows what
+the memory held before, the kernel left it unwritten; if a word is an address in both runs, it is an address of this
+process. Either makes the result opaque: it is neither compared nor embedded. Any other difference is nondeterminism,
+and no replay can reproduce that operator. Used when a replay differs from its capture, and before content is taken from
+a replay.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ..substitution.clones import Clones, has_memory, strided_parts
 from .comparison import StopReplay
 
 _MOST_REPORTED = 10
-# What new memory holds in the first and in the second run. No bytes that kernels like to write.
+# The fill bytes of new memory in the first and the second run: bytes that kernels are unlikely to write.
 _FILLS = (0xA5, 0x5C)
 _LIBC = ctypes.CDLL(None)
-_M_PERTURB = -6  # of glibc: what memory is filled with when it is allocated, inverted
+_M_PERTURB = -6  # glibc's M_PERTURB: allocated memory is filled with the inverse of this byte
 _WORD = 8
 
 
 @dataclass(frozen=True)
 class OpaqueFound:
-    """Result `index` of the op at an ordinal holds bytes that no replay reproduces, and why."""
+    """Result `index` of the op at `ordinal` holds bytes that no replay reproduces, and why."""
 
     ordinal: int
     kernel_id: int
@@ -45,11 +45,11 @@ class OpaqueFound:
 
 
 class RunTwice:
-    """Replaces kernels, which then run twice on copies before their actual call.
+    """Wraps kernels: each runs twice on copies before its actual call.
 
-    `ordinals` are the ops to look at, None for all. With `patience_s` the replay is stopped after that many seconds,
-    and where enough was found. `opaque` has what was found of single results, `unsteady` the ops that differ otherwise,
-    by ordinal, and how.
+    `ordinals` are the ops to check, None for all. With `patience_s` the replay is stopped after that many seconds, or
+    once enough was found. `opaque` lists the opaque results; `unsteady` maps the ordinal of each op that differs
+    otherwise to how it differs.
     """
 
     reason = ""
@@ -77,7 +77,7 @@ class RunTwice:
         return None
 
     def look(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the op of a site twice on copies, and keep what differs."""
+        """Run the op of a site twice on copies, and record the differences."""
         if self._patience_s is not None and time.monotonic() - self._began > self._patience_s:
             self.given_up = f"the search was given up at ordinal {site.ordinal}, after {self._patience_s:.0f} s"
             raise StopReplay
@@ -88,7 +88,7 @@ class RunTwice:
                 first = self._run(site, args, kwargs, _FILLS[0], lengths)
             second = self._run(site, args, kwargs, _FILLS[1], lengths)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError):
-            return  # the call that counts raises it, too, and says where
+            return  # the actual call raises it too, and reports where
         for (label, place), value in first.values.items():
             if (label, place) in second.values:
                 self._compare(site, label, value, second.values[label, place])
@@ -136,7 +136,7 @@ class RunTwice:
 
 
 class _Twice:
-    """Called where the kernel of a site is."""
+    """Called in place of a site's kernel."""
 
     def __init__(self, search: RunTwice, site: CallSite) -> None:
         self._search, self._site = search, site
@@ -148,7 +148,7 @@ class _Twice:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a call gave: results by index, arguments that it may have written by name; the parts of composites and
+    """What a call produced: results by index, and arguments that it may have written by name. Parts of composites and
     lists under the same label are numbered in the label's text."""
 
     values: dict[tuple[int | str, str], torch.Tensor]
@@ -177,7 +177,7 @@ class _Run:
         )
 
     def lengths(self) -> dict[torch.device, list[int]]:
-        """How long the memory is that was returned, by device."""
+        """The lengths of the returned storages, by device."""
         found: dict[torch.device, list[int]] = {}
         for (label, _place), value in self.values.items():
             if isinstance(label, int):
@@ -187,8 +187,8 @@ class _Run:
 
 @contextmanager
 def _new_memory_filled(fill: int, lengths: dict[torch.device, list[int]]) -> Iterator[None]:
-    """Memory that is allocated meanwhile holds this byte: all that comes from malloc, and what an allocator that keeps
-    memory gives for storages of these lengths."""
+    """Fill memory allocated inside with this byte: everything from malloc, and storages of these lengths from caching
+    allocators."""
     _LIBC.mallopt(_M_PERTURB, fill ^ 0xFF)
     try:
         for device, all_of in lengths.items():
@@ -199,7 +199,7 @@ def _new_memory_filled(fill: int, lengths: dict[torch.device, list[int]]) -> Ite
 
 
 def _dirty(storages: list[torch.UntypedStorage], fill: int) -> None:
-    """Fill storages before they are release."""
+    """Fill storages before they are released."""
     for storage in storages:
         byte_tensor(storage).fill_(fill)
 
@@ -210,7 +210,7 @@ def _elements(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _explained(one: np.ndarray, other: np.ndarray, unequal: np.ndarray) -> str | None:
-    """Why two runs may differ in these bytes; None if that is chance."""
+    """Why two runs may differ in these bytes; None if it is nondeterminism."""
     unwritten = (one == _FILLS[0]) & (other == _FILLS[1])
     rest = unequal & ~unwritten
     if not rest.any():
@@ -228,7 +228,7 @@ def _explained(one: np.ndarray, other: np.ndarray, unequal: np.ndarray) -> str |
 
 
 def _mapped() -> tuple[np.ndarray, np.ndarray]:
-    """Where memory of this process begins and ends, ascending."""
+    """The start and end addresses of this process's memory mappings, ascending."""
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
         ranges = [line.partition(" ")[0].split("-") for line in maps]
     bounds = np.array([[int(bound, 16) for bound in each] for each in ranges], np.uint64).reshape(-1, 2)
@@ -236,7 +236,7 @@ def _mapped() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
-    """How far two results of one op are apart; None if they are equal as numbers."""
+    """How far apart two results of one op are; None if they are numerically equal."""
     unequal = (one != other) & ~(one.isnan() & other.isnan())
     count = int(unequal.sum())
     if not count:

@@ -1,7 +1,7 @@
-"""Checks that an op's results have their captured structure: number, dtypes, sizes, strides, memory.
+"""Checks that an op's results have their captured structure: number, dtypes, sizes, strides and memory.
 
-Part of a verifying replay. Memory identity is compared, too: a result shares its storage with an argument in the replay
-if and only if it does in the capture.
+Part of a verifying replay. Aliasing is compared too: a result must share its storage with an argument in the replay if
+and only if it did in the capture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from replayfmt.format.slots import NodePlace
 from ..codegen.operations import View
 from .comparison import Judge, Where
 
-# By memory, by captured storage: the index of an argument.
+# Keyed by memory, then by captured storage; the value is the index of an argument.
 Memories = dict[int, dict[int, int]]
 
 
@@ -26,7 +26,7 @@ Memories = dict[int, dict[int, int]]
 class Expected:
     """One tensor result. `shares` is the index of an argument tensor on the same storage, None if there is none.
 
-    `storage` is the captured storage's id: no argument tensor that was on another one may share memory with it.
+    `storage` is the captured storage's id: argument tensors on other storages must not share memory with it.
     """
 
     view: View
@@ -48,10 +48,12 @@ class ExpectResults:
         *,
         sizes_only: bool = False,
     ) -> None:
-        """`storages` are the captured ones of the tensor arguments, None for those that the op moves to another one.
+        """`storages` are the captured storages of the tensor arguments, None for arguments that the op moves to another
+        storage.
 
-        With `sizes_only` numbers of results, dtypes, sizes and devices are all that is compared: for content that is
-        not the captured one, and captures that do not know everything of their results."""
+        With `sizes_only` only the number of results, dtypes, sizes and devices are compared: for content that is not
+        the captured content, and for captures that do not know everything about their results.
+        """
         self._judge = judge
         self._where = where
         self._results = results
@@ -78,7 +80,7 @@ class ExpectResults:
         return returned
 
     def _memories(self, args: tuple[torch.Tensor, ...]) -> Memories:
-        """The captured storage and index of each argument with memory, by its memory."""
+        """The captured storage and index of each argument that has memory, by its memory."""
         memories: Memories = {}
         if not self._sizes_only:
             for position, (storage, tensor) in enumerate(zip(self._storages, args, strict=True)):
@@ -99,7 +101,7 @@ class ExpectResults:
             else:
                 self._check_tensor(index, self._expected[place.tensor_slot], value, args, memories)
         elif kind is ValueKind.none:
-            # Not every capture has the numbers that ops returned; they are None then.
+            # Not every capture has the numbers that ops returned; unknown ones are None.
             if value is not None and not isinstance(value, bool | int | float | complex):
                 self._differs(index, "None", _named(value))
         elif kind in (ValueKind.list, ValueKind.tuple):
@@ -137,12 +139,12 @@ class ExpectResults:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What tensors on the same memory have in common."""
+    """A key that is equal for tensors on the same memory."""
     return tensor.untyped_storage()._cdata
 
 
 def _telling(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides that matter: not those of dimensions of one element, and none if there are no elements."""
+    """The strides that matter: none for dimensions of one element, and none at all for an empty tensor."""
     if 0 in sizes:
         return ()
     return tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
