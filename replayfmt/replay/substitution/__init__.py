@@ -1,1 +1,2 @@
-"""Replacement of captured kernels with the user's: which calls they replace, whether they are correct, how they run."""
+"""Replacing captured kernels with the user's: which calls are replaced, whether the replacements are correct, how they
+run."""

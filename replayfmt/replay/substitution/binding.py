@@ -1,8 +1,8 @@
 """Whether a function can be called as PyTorch calls an operator.
 
 An operator's positional arguments may come by position or, after one that was left to its default, by name;
-keyword-only ones come by name; those with a default may be left out. A replacement has to accept all of these, and mean
-the same by what is left out: a default that differs from the schema's would make it another op.
+keyword-only arguments come by name; those with a default may be omitted. A replacement has to accept all of these, with
+the same defaults: a default that differs from the schema's would change the op.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _ABSENT = object()
 
 
 def schema_signature(schema: torch.FunctionSchema) -> inspect.Signature:
-    """The Python signature of an operator's overload. Default values that Python writes otherwise are kept as such."""
+    """The Python signature of an operator's overload. Default values that Python writes differently are kept as they
+    are."""
     parameters = []
     for argument in schema.arguments:
         kind = inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
         default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
         parameters.append((argument.name, kind, default))
-    # Schemas may have a required argument behind one with a default; Python's signatures may not.
+    # Schemas may have a required argument after one with a default; Python's signatures may not.
     needed = [
         index
         for index, (_name, kind, default) in enumerate(parameters)
@@ -41,9 +42,10 @@ def schema_signature(schema: torch.FunctionSchema) -> inspect.Signature:
 
 
 def check_binding(signature: inspect.Signature | None, schema: torch.FunctionSchema, what: str) -> None:
-    """Raises UsageError, beginning with `what`, if a function of this signature cannot stand for the schema."""
+    """Raises UsageError, beginning with `what`, if a function of this signature cannot replace the schema's
+    operator."""
     if signature is None:
-        return  # C code that does not say how it is called: the checked pass calls it
+        return  # C code without a signature: the checked pass calls it
     for args, kwargs in _calls(schema):
         try:
             signature.bind(*args, **kwargs)
@@ -63,7 +65,8 @@ def check_binding(signature: inspect.Signature | None, schema: torch.FunctionSch
 
 
 def _calls(schema: torch.FunctionSchema) -> list[tuple[list[str], dict[str, str]]]:
-    """Calls that the operator takes, with names in place of values: everything, what is required, each by name."""
+    """Calls that the operator accepts, with names in place of values: all arguments, the required ones, each by
+    name."""
     everything: tuple[list[str], dict[str, str]] = ([], {})
     required: tuple[list[str], dict[str, str]] = ([], {})
     skipped = False
@@ -87,7 +90,7 @@ def _calls(schema: torch.FunctionSchema) -> list[tuple[list[str], dict[str, str]
 
 
 def _named_parameters(signature: inspect.Signature, schema: torch.FunctionSchema) -> dict[str, inspect.Parameter]:
-    """The parameter that each of the schema's arguments arrives at, where that is one of its own."""
+    """The parameter that receives each of the schema's arguments, if it is a named parameter."""
     positional = [
         parameter
         for parameter in signature.parameters.values()
@@ -103,7 +106,7 @@ def _named_parameters(signature: inspect.Signature, schema: torch.FunctionSchema
 
 
 def _plain(value: Any) -> Any:
-    """A default that both sides write the same way; _ABSENT where they may not (dtypes and the like are numbers)."""
+    """A default that both sides write the same way; _ABSENT if they may not (dtypes and the like are numbers)."""
     if isinstance(value, list | tuple):
         plain = [_plain(each) for each in value]
         return _ABSENT if any(each is _ABSENT for each in plain) else plain

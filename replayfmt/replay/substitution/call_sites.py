@@ -1,6 +1,6 @@
 """Call sites: the places where a replay's code calls a kernel, as a replacement sees them.
 
-While there are replacements, lowering makes a site for every op and asks what to call there.
+If there are replacements, lowering makes a site for every op and asks what to call there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..planning.kernels import ResolvedKernel
 
 @dataclass(frozen=True)
 class CallSite:
-    """One op of a capture while its call is written.
+    """One op of a capture while its call is being generated.
 
-    `metas` are the metadata ids of its argument tensors, `original` is what would be called, `wrap` puts a function
-    into the surroundings that the original is called in, `fills` is False if the op leaves the memory it returns
-    unwritten, `once` is True if what it does cannot be done twice.
+    `metas` are the metadata ids of its argument tensors, `original` is the function that would be called, `wrap` gives
+    a function the same surroundings as the original, `fills` is False if the op leaves the memory it returns unwritten,
+    `once` is True if the op must not run twice.
     """
 
     ordinal: int
@@ -39,18 +39,18 @@ class CallSite:
 
 
 class KernelStandIn(Protocol):
-    """Chooses what is called in place of kernels."""
+    """Chooses what is called instead of the kernels."""
 
     @property
     def reason(self) -> str:
-        """Why results need not be the captured ones bit for bit."""
+        """Why results may differ from the captured ones bit for bit."""
         ...
 
     def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
-        """What to call at a site, with a key that equal calls share (None: it is for this site alone); None for the
+        """What to call at a site, with a key that equal calls share (None: for this site only); None for the
         original."""
         ...
 
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
-        """What an exception at an ordinal becomes, where a call of its own raised it; None for any other."""
+        """The error to raise for an exception at an ordinal if one of its own calls raised it, else None."""
         ...

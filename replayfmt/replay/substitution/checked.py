@@ -1,8 +1,8 @@
-"""The untimed pass in which both kernels run: what each replacement did, signature by signature.
+"""The untimed pass in which both kernels run: how each replacement behaved, signature by signature.
 
 At every call the original runs on the real arguments, and the replay continues with its result; the replacement runs on
-copies of them, from the same state of the random generators, and is judged. So every call is judged on the arguments it
-had under capture, even if an earlier replacement went wrong.
+copies of the arguments, from the same state of the random generators, and is judged. Every call is thus judged on its
+captured arguments, even if an earlier replacement was wrong.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MOST_FAULTS = 5
 
 @dataclass
 class SignatureCheck:
-    """What a replacement did at the calls of one signature. `first` is the ordinal of the first call.
+    """How a replacement behaved in the calls of one signature. `first` is the ordinal of the first call.
 
-    `faults` are sentences about its behaviour (the first few, `fault_count` counts them all); `beyond` names the first
-    call with a value that was too far off, None if there is none; `worst` is the element that is farthest off of
-    all calls, `worst_place` the call's ordinal, and the result or argument.
+    `faults` are sentences about its behaviour (the first few; `fault_count` counts all of them); `beyond` names the
+    first call with a value that is too far off, None if there is none; `worst` is the element farthest off in all
+    calls, `worst_place` the call's ordinal, and the result or argument.
     """
 
     signature: str
@@ -50,14 +50,14 @@ class SignatureCheck:
     fault_count: int = 0
     beyond: int | None = None
     worst: Worst | None = None
-    worst_place: tuple[int, str, str] = (0, "", "")  # with what is close
+    worst_place: tuple[int, str, str] = (0, "", "")  # with the tolerance used
 
     @property
     def ok(self) -> bool:
         return not self.fault_count and self.beyond is None
 
     def add(self, ordinal: int, judgement: Judgement) -> None:
-        """One more call."""
+        """Add one call."""
         self.calls += 1
         self.distance = self.distance.with_(judgement.distance)
         for each in judgement.compared:
@@ -87,7 +87,7 @@ class SignatureCheck:
 
 
 def distances(found: Distance) -> str:
-    """The largest distances in a row, for people."""
+    """The largest distances in one line, for people."""
     if not found.elements:
         return "not compared: there are none"
     if not found.different:
@@ -104,7 +104,7 @@ def distances(found: Distance) -> str:
 
 
 class Check:
-    """Puts a checked call in place of every substituted one. `checks` has what was found, by signature."""
+    """Replaces every substituted call with a checked call. `checks` has the findings, by signature."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Check:
         return None  # a checked call reports its replacement's failures itself
 
     def of(self, site: CallSite, replacement: Replacement) -> SignatureCheck:
-        """Where the findings on a site's signature are kept."""
+        """The findings on a site's signature."""
         text = self._table.index.text((site.signature_id, site.metas), site.ordinal)
         key = (text, replacement.label)
         if key not in self.checks:
@@ -162,7 +162,7 @@ class _CheckedCall:
         found = check.of(site, self._replacement)
         clones, again = Clones(), Clones()
         copied_args, copied_kwargs = clones.of(args), clones.of(kwargs)
-        # Once more for the first call of a signature, to see whether two calls get memory of their own.
+        # A second call for the first of a signature, to check that each call returns memory of its own.
         second = None if found.calls else (again.of(args), again.of(kwargs))
         written, unsure = _names(site, site.effects.writes), bool(site.effects.unsure)
         pristine = {address: copy_of(storage) for address, storage in clones.originals.items()} if unsure else {}
@@ -227,12 +227,12 @@ class _CheckedCall:
 
 
 def _modes() -> tuple[int, int, accelerators.Current]:
-    """What of this thread's state is not a setting: modes that are entered, and the stream that work is put on."""
+    """This thread's state that is not a setting: active modes, and the current stream."""
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(), accelerators.Current()
 
 
 def _leave(before: tuple[int, int, accelerators.Current]) -> str:
-    """Go back to what `_modes` gave; what had been left otherwise, for people, "" where nothing was."""
+    """Restore the state from `_modes`; returns what had been changed, for people, "" if nothing was."""
     found = []
     dispatch, function, current = before
     if torch._C._len_torch_dispatch_stack() > dispatch or torch._C._len_torch_function_stack() > function:
@@ -253,7 +253,7 @@ def _names(site: CallSite, slots: Sequence[int]) -> list[str]:
 
 
 def _new_memory(returned: Any, arguments: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-    """The storages that a call returned tensors on, those of its arguments aside."""
+    """The storages of the returned tensors, without those of the arguments."""
     known = MemoryLabels((storage, "") for storage in arguments)
     found = (
         value.untyped_storage()
@@ -270,7 +270,7 @@ def failure(
     replacement: Replacement,
     error: BaseException,
 ) -> SubstitutionFailed:
-    """What an exception that came out of a replacement becomes."""
+    """The error to raise for an exception from a replacement."""
     what, scope = describe(ordinal)
     inside = f", scope {scope}" if scope else ""
     first_line = str(error).strip().partition("\n")[0]

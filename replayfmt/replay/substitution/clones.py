@@ -1,5 +1,5 @@
-"""Copies of a call's arguments for a second kernel: whole storages, so that arguments which share memory also share the
-copy."""
+"""Copies of a call's arguments for a second kernel. Whole storages are copied, so arguments that share memory also
+share the copy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..run.copies import copied, moved
 
 
 class Clones:
-    """Makes copies; `originals` and `copies` are the storages they are on, by the address of the original."""
+    """Makes copies; `originals` and `copies` are their storages, by the address of the original."""
 
     def __init__(self) -> None:
         self.originals: dict[int, torch.UntypedStorage] = {}
         self.copies: dict[int, torch.UntypedStorage] = {}
 
     def of(self, value: Any) -> Any:
-        """The same value on copied memory; generators, numbers and tensors without memory stay as they are."""
+        """The same value on copied memory; generators, numbers and tensors without memory are returned as they are."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, torch.UntypedStorage):
@@ -53,29 +53,29 @@ class Clones:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor has memory: not if it is on the meta device, or reads as zeros without any."""
+    """Whether a strided tensor has memory: not if it is on the meta device, or reads as zeros without any memory."""
     return tensor.device.type != "meta" and not tensor._is_zerotensor()
 
 
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage of its own with the same bytes."""
+    """A new storage with the same bytes."""
     if storage.device.type != "cpu" or not storage.nbytes():
         return copied(storage)
     copy = new_storage(storage.nbytes(), storage.device)
-    host_view(copy)[:] = host_view(storage)  # not with torch: the captured thread count is for the captured work
+    host_view(copy)[:] = host_view(storage)  # not with torch, whose thread count is set for the captured work
     return copy
 
 
 def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    """Whether two storages of one device and length hold the same bytes."""
+    """Whether two storages of the same device and length hold the same bytes."""
     if one.device.type == "cpu":
         return np.array_equal(np.frombuffer(host_view(one), np.uint8), np.frombuffer(host_view(other), np.uint8))
     return bool(torch.equal(byte_tensor(one), byte_tensor(other)))
 
 
 def strided_parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """A value's tensors and numbers with where each is in it; composites as their parts, tensors that do their dispatch
-    themselves (they need not have memory) as their class."""
+    """The tensors and numbers in a value, each with its place; composites as their parts, tensors that implement their
+    own dispatch (they need not have memory) as their class."""
     if isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         yield place, type(value)
     elif isinstance(value, torch.Tensor) and is_composite(value):

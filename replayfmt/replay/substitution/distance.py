@@ -1,9 +1,10 @@
-"""How far two tensors are apart: absolute, relative, in units in the last place, and whether that is too far.
+"""How far two tensors are apart: absolutely, relatively and in units in the last place (ULP), and whether that is too
+far.
 
-Exact about what is not finite: NaN only agrees with NaN, an infinity with the same one, and such elements never enter
-the distances. Zero and minus zero agree. Integers, bools and bit patterns agree or do not. Units in the last place
-count the values of the dtype that lie between two of its numbers, whatever its width; of 64-bit floats they may not
-fit 64 signed bits, so they are Python ints.
+Exact about non-finite values: NaN only agrees with NaN, an infinity with the same one, and such elements never enter
+the distances. Zero and minus zero agree. Integers, bools and bit patterns either agree or do not. An ULP distance
+counts the steps between two numbers through the values of their dtype, whatever its width; for 64-bit floats it may not
+fit into 64 signed bits, so it is a Python int.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from replayfmt.pytorch.tensors.memory import host_view
 
 from ..verify.comparison import LARGEST, TOLERANCE
 
-# Elements compared at once: double-precision copies of large tensors would need several times their memory.
+# Elements compared at once: double-precision copies of whole large tensors would take several times their memory.
 _CHUNK = 1 << 20
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Exponents alone, without a sign.
 _UNSIGNED_FLOATS = frozenset({torch.float8_e8m0fnu})
-# Several numbers in a byte: PyTorch has nothing that takes them apart.
+# Dtypes that pack several numbers into a byte: PyTorch cannot unpack them.
 PACKED = frozenset({torch.float4_e2m1fn_x2})
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far apart is close. Without either it is as for digests: relative to the larger of the expected value and the
-    root mean square of the tensor's numbers below half of the dtype's largest, by dtype. `relative` replaces the
-    dtype's number; with `absolute` the root mean square plays no part: absolute + relative * |expected|. Integers are
-    always compared exactly."""
+    """How far apart is close. Without `relative` and `absolute` it is as for digests: relative, by dtype, to the larger
+    of the expected value and the root mean square of the tensor's numbers below half of the dtype's largest. `relative`
+    replaces the dtype's tolerance; with `absolute` the root mean square is not used: absolute + relative * |expected|.
+    Integers are always compared exactly."""
 
     relative: float | None = None
     absolute: float | None = None
@@ -54,12 +55,12 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Distance:
-    """What was compared, and how far apart it was at most.
+    """What was compared, and the largest distances.
 
-    `largest_*` are over pairs of finite numbers; None if there is no such pair, of `ulp` also where the dtype has no
-    such units, of `relative` where every expected number is zero. `different` counts elements that are not equal,
-    `not_finite` those of them where only one is a number or they are different infinities, `beyond` those that are too
-    far apart.
+    `largest_*` are over pairs of finite numbers and None if there are no such pairs; `ulp` also if the dtype has no
+    such unit, `relative` also if every expected number is zero. `different` counts the unequal elements, `not_finite`
+    those among them of which only one is a number or which are different infinities, `beyond` those that are too far
+    apart.
     """
 
     elements: int = 0
@@ -71,7 +72,7 @@ class Distance:
     largest_ulp: int | None = None
 
     def with_(self, other: Distance) -> Distance:
-        """Joined with that of other elements."""
+        """Combined with the distance of other elements."""
         return self._farther(
             other,
             self.elements + other.elements,
@@ -81,7 +82,7 @@ class Distance:
         )
 
     def or_(self, other: Distance) -> Distance:
-        """Joined with that of the same elements, compared once more."""
+        """Combined with another comparison of the same elements."""
         return self._farther(
             other,
             max(self.elements, other.elements),
@@ -104,7 +105,7 @@ class Distance:
 
 
 def _larger(one: float | int | None, other: float | int | None) -> float | int | None:
-    """The larger of what is known."""
+    """The larger of the known values."""
     if one is None or other is None:
         return other if one is None else one
     return max(one, other)
@@ -131,7 +132,7 @@ def _combined(parts: Iterator[Distance]) -> Distance:
 
 
 def chunks(expected: torch.Tensor, got: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The elements of both in the same order, as flat contiguous tensors, some at a time."""
+    """The elements of both in the same order, as flat contiguous tensors, a chunk at a time."""
     left, right = _flattened(expected), _flattened(got)
     for start in range(0, left.numel(), _CHUNK):
         yield left[start : start + _CHUNK], right[start : start + _CHUNK]
@@ -162,7 +163,7 @@ def _patterns(expected: torch.Tensor, got: torch.Tensor) -> Distance:
 
 def _same_bits(expected: torch.Tensor, got: torch.Tensor) -> bool:
     if expected.device.type == "cpu" and got.device.type == "cpu":
-        # Not with torch: the captured thread count is for the captured work. The names keep the bytes alive.
+        # Not with torch, whose thread count is set for the captured work. The names keep the bytes alive.
         left, right = _flattened(expected), _flattened(got)
         return np.array_equal(_host_bytes(left), _host_bytes(right))
     return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in chunks(expected, got))
@@ -177,7 +178,7 @@ def _host_bytes(flat: torch.Tensor) -> np.ndarray:
 
 
 def _equal_floats(values: torch.Tensor) -> Distance:
-    """What `_floats` finds of numbers and their equals."""
+    """The result of `_floats` for numbers compared with themselves."""
     parts = torch.view_as_real(values) if values.is_complex() else values
     numbers = double(parts) if parts.element_size() == 1 else parts
     finite = numbers.isfinite()
@@ -222,25 +223,25 @@ def _floats(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance, sca
 
 
 def length(values: torch.Tensor, parts: int) -> torch.Tensor:
-    """Absolute values; of complex numbers their magnitudes."""
+    """Absolute values; for complex numbers, their magnitudes."""
     return values.abs() if parts == 1 else torch.hypot(*values.view(-1, 2).unbind(1))
 
 
 def _relative(apart: torch.Tensor, size: torch.Tensor) -> float | None:
-    """The largest distance relative to the expected value, where that is not zero."""
+    """The largest distance relative to the expected value, over elements where that is not zero."""
     nonzero = size > 0
     return float((apart[nonzero] / size[nonzero]).max()) if bool(nonzero.any()) else None
 
 
 def double(values: torch.Tensor) -> torch.Tensor:
-    # Not every narrow format converts to float64 at once; all of them fit float32 exactly.
+    # Not every narrow format converts directly to float64; all of them fit exactly into float32.
     narrow = values.element_size() == 1
     return (values.to(torch.float32) if narrow else values).to(torch.float64)
 
 
 def scale_of(expected: torch.Tensor, tolerance: Tolerance) -> float:
-    """The value that a tensor's relative tolerance applies to at the least: its root mean square, 0 if an absolute
-    tolerance is given."""
+    """The smallest value that a tensor's relative tolerance applies to: its root mean square, 0 with an absolute
+    tolerance."""
     return _root_mean_square(expected) if tolerance.absolute is None else 0.0
 
 
@@ -258,10 +259,10 @@ def _root_mean_square(expected: torch.Tensor) -> float:
     for part, _same in chunks(expected, expected):
         flat = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
         values = double(flat)
-        values = values[values.abs() < huge]  # neither NaN nor infinite, nor in place of an infinity
+        values = values[values.abs() < huge]  # leaves out NaN, infinities and their stand-ins
         largest = float(values.abs().max()) if values.numel() else 0.0
         if largest > 1e150:
-            return largest  # squares would overflow, and the largest value is a bound as good as any
+            return largest  # squares would overflow, and the largest value serves as a bound just as well
         squares += float((values * values).sum())
         count += values.numel() // (2 if part.is_complex() else 1)
     return math.sqrt(squares / count) if count else 0.0
@@ -272,7 +273,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def largest_ulp(expected: torch.Tensor, got: torch.Tensor) -> int:
-    """The largest distance of two flat tensors of finite floats, in units in the last place."""
+    """The largest distance between two flat tensors of finite floats, in units in the last place."""
     if not expected.numel():
         return 0
     left, right = _bits(expected), _bits(got)
@@ -282,6 +283,6 @@ def largest_ulp(expected: torch.Tensor, got: torch.Tensor) -> int:
     left_size, right_size = left.bitwise_and(most).to(torch.int64), right.bitwise_and(most).to(torch.int64)
     opposite = (left < 0) != (right < 0)
     apart = torch.where(opposite, left_size + right_size, (left_size - right_size).abs())
-    # Two 63-bit numbers together may take 64 bits: compare them as unsigned ones, by turning the sign bit over.
+    # The sum of two 63-bit numbers may take 64 bits: compare as unsigned numbers, by flipping the sign bit.
     lowest = torch.iinfo(torch.int64).min
     return int(apart.bitwise_xor(lowest).max()) - lowest

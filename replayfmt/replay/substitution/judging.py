@@ -1,7 +1,7 @@
-"""Judging one call of a replacement by what the original did with the same arguments.
+"""Judges one call of a replacement by what the original did with the same arguments.
 
-It compares the results (how many, dtypes, sizes, strides, offsets, devices), which memory they share with the
-arguments and with each other, what was written of the arguments and what was not, and every value.
+Compares the results (number, dtypes, sizes, strides, offsets, devices), which memory they share with the arguments and
+with each other, which parts of the arguments were written, and every value.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .distance import Distance, Tolerance, distance
 from .memory_labels import MemoryLabels
 from .worst import Worst, worst_element
 
-# Numbers that left the device are judged like a digest's statistics (verify/comparison.py).
+# Numbers returned to the host are judged like a digest's statistics (verify/comparison.py).
 _NUMBERS = (bool, int, float, complex)
 _NUMBER_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class ComparedTensor:
-    """The values of one result or argument: `where` it is, how far apart, what is `close`, and the element that is
-    farthest off where one is too far off."""
+    """The values of one result or argument: `where` it is, how far apart the values are, which tolerance was used
+    (`close`), and the element farthest off if one is too far off."""
 
     where: str
     distance: Distance
@@ -48,7 +48,7 @@ def compare(where: str, expected: torch.Tensor, got: torch.Tensor, tolerance: To
 
 @dataclass
 class Judgement:
-    """What was found of one call: `faults` are sentences about its behaviour, `compared` has results and arguments."""
+    """The findings on one call: `faults` are sentences about its behaviour, `compared` has results and arguments."""
 
     faults: list[str] = field(default_factory=list)
     compared: list[ComparedTensor] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Sides:
-    """The same call on both sides: arguments by name as each kernel left them, and what it returned."""
+    """The same call on both sides: the arguments by name as each kernel left them, and what it returned."""
 
     original: Mapping[str, Any]
     replacement: Mapping[str, Any]
@@ -80,11 +80,11 @@ def judge(
     fills: bool,
     tolerance: Tolerance,
 ) -> Judgement:
-    """Compare both sides of a call of an operator that has so many results.
+    """Compare both sides of a call of an operator that has `count` results.
 
-    `written` names the arguments that the operator may write by its schema. `pristine` has copies of the storages of
-    operators whose schemas do not declare writes: they show what the original wrote. Without `fills` the values of
-    results mean nothing (memory that was never written).
+    `written` names the arguments that the operator may write by its schema. `pristine` has copies of the arguments'
+    storages for operators whose schemas do not declare writes: they show what the original wrote. Without `fills` the
+    values of results mean nothing (memory that was never written).
     """
     judgement = Judgement()
     labels = _Labels(clones)
@@ -97,7 +97,8 @@ def judge(
 
 
 class _Labels:
-    """Which memory a tensor is on, named alike on both sides: an argument's, or new memory in order of appearance."""
+    """Labels the memory that a tensor is on, the same way on both sides: an argument's, or new memory in order of
+    appearance."""
 
     def __init__(self, clones: Clones) -> None:
         self._labelled = {
@@ -107,7 +108,7 @@ class _Labels:
         self._new = {"original": 0, "replacement": 0}
 
     def of(self, tensor: torch.Tensor, side: str) -> str:
-        """The label of a tensor's memory. Inputs that the replacement got on the original's side count as foreign."""
+        """The label of a tensor's memory. The original's inputs count as foreign on the replacement's side."""
         if not has_memory(tensor):
             return "no memory"
         storage = tensor.untyped_storage()
@@ -137,7 +138,7 @@ def _results(
 
 
 def _as_results(returned: Any, count: int) -> list[Any]:
-    """What was returned, as the results of an operator that has so many. One result may itself be a list."""
+    """A return value as the results of an operator with `count` results. A single result may itself be a list."""
     if count == 1:
         return [returned]
     if returned is None:
@@ -188,7 +189,7 @@ def _number(where: str, expected: Any, got: Any, judgement: Judgement) -> None:
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Everything of a tensor that what comes after it relies on."""
+    """The properties of a tensor that later work relies on."""
     sizes, strides = tuple(tensor.shape), tensor.stride()
     telling = () if 0 in sizes else tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
     return (
@@ -206,7 +207,7 @@ def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def described(value: Any) -> str:
-    """A value for people."""
+    """A value as text for people."""
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
         text = f"{name}{list(value.shape)}"
@@ -271,7 +272,7 @@ def _arguments(
             continue
         judged = [each for each in here if _top(each[0]) in written]
         if not judged and address in pristine and not same_bytes(original, pristine[address]):
-            judged = here  # the original wrote it without a word
+            judged = here  # the original wrote it although its schema does not say so
         same = same_bytes(original, copy)
         if not judged:
             if not same:
@@ -298,7 +299,7 @@ def _pairs(sides: Sides) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
 
 
 def _top(where: str) -> str:
-    """The argument that a place in one belongs to: `tensors[3]` → `tensors`."""
+    """The argument that contains a place: `tensors[3]` → `tensors`."""
     return where.partition("[")[0].partition(",")[0]
 
 

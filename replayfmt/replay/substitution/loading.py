@@ -1,7 +1,7 @@
-"""Loading the files of substitutions, and finding the functions in them.
+"""Loads the files of substitutions, and finds the functions in them.
 
-A file is the user's own, named on the command line, and its code is run. Whatever goes wrong in it becomes one line
-with the place. Each file is loaded once in a process.
+A file is the user's own, named on the command line, and its code is run. Any error in it becomes one line with the
+place. Each file is loaded once per process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGEST_TRACEBACK = 40  # lines
 
 @dataclass(frozen=True)
 class Replacement:
-    """A function that stands for kernels. `label` names it for people, `file` is where its code is, "" where unknown.
+    """A function that replaces kernels. `label` names it for people, `file` is where its code is, "" if unknown.
 
     `signature` is how it can be called, None if Python does not know (functions written in C).
     """
@@ -46,7 +46,7 @@ class Replacement:
     signature: inspect.Signature | None
 
     def place_of(self, error: BaseException) -> str:
-        """`file:line` of the innermost of this file's lines that an exception came through, else of the function."""
+        """`file:line` of the innermost frame of an exception in this file, else of the function."""
         found = ""
         for frame in traceback.extract_tb(error.__traceback__):
             if self.file and os.path.abspath(frame.filename) == self.file:
@@ -54,9 +54,9 @@ class Replacement:
         return found or (f"{self.file}:{self.line}" if self.file and self.line else self.file or self.label)
 
     def traceback_of(self, error: BaseException) -> tuple[str, ...]:
-        """An exception's traceback in lines, from where it came through this file first; empty if it did not.
+        """An exception's traceback in lines, from its first frame in this file on; empty if there is none.
 
-        Of what lies below, frames of other files are left out, the one that raised aside.
+        Below that, frames of other files are left out, except the one that raised.
         """
         frames = traceback.extract_tb(error.__traceback__)
         own = [bool(self.file) and os.path.abspath(frame.filename) == self.file for frame in frames]
@@ -74,11 +74,11 @@ class Library:
         self._path, self._form, self._module, self._operators = path, form, module, tuple(operators)
 
     def find(self, name: str, told: str) -> Replacement:
-        """The function or operator of a name. Raises UsageError that lists what there is instead."""
+        """The function or operator of a name. Raises UsageError that lists the available ones."""
         return self._operator(name, told) if self._form == "torch-library" else self._function(name, told)
 
     def offer(self, kernel: Kernel) -> Replacement | None:
-        """What the file has under a kernel's own name, for `all`; None if it has nothing."""
+        """The file's replacement under a kernel's own name, for `all`; None if it has none."""
         base = kernel.name.rpartition("::")[2]
         if self._form == "torch-library":
             named = [name for name in self._operators if name.partition("::")[2].partition(".")[0] == base]
@@ -125,7 +125,7 @@ class Library:
         overload = find_operator(name)
         if isinstance(overload, str):
             raise UsageError(f"{told}: {overload}; {self._path} registers {_listed(self._operators) or 'none'}")
-        # The call that Python code would make; its kernel is chosen by the dispatcher, as the original's is.
+        # Called as Python code would call it; the dispatcher chooses its kernel, as it does for the original.
         return Replacement(
             overload._op, f"{os.path.basename(self._path)}:{name}", "", 0, schema_signature(overload._schema)
         )
@@ -162,7 +162,7 @@ class Loader:
         self._loaded: dict[tuple[str, Format], Library] = {}
 
     def load(self, request: SubstitutionRequest) -> Library:
-        """The file of a request. Raises UsageError if it cannot be read or does not load."""
+        """Load the file of a request. Raises UsageError if it cannot be read or does not load."""
         assert request.format is not None
         path = os.path.realpath(request.path)
         self._readable(path, request)
@@ -207,17 +207,18 @@ class _Loaded:
     modified_ns: int
 
 
-# Registering an operator twice is an error in PyTorch, so what a process has loaded stays loaded.
+# PyTorch refuses to register an operator twice, so files stay loaded for the life of the process.
 _LIBRARIES: dict[tuple[str, Format], _Loaded] = {}
 
 
 def _unchanged(known: _Loaded, path: str) -> bool:
-    """Whether a file may be taken as it was loaded before: Python files that registered nothing can be loaded anew."""
+    """Whether an earlier load of a file can be reused: a changed Python file that registered nothing can be loaded
+    again."""
     return os.stat(path).st_mtime_ns == known.modified_ns or not path.lower().endswith(".py")
 
 
 def _import(path: str) -> ModuleType:
-    """A Python file as a module of its own, its folder importable while it loads."""
+    """Import a Python file as a separate module; its folder is importable while it loads."""
     name = f"opreplay_substitution_{len(_LIBRARIES)}_{os.path.basename(path).partition('.')[0]}"
     loader = importlib.machinery.SourceFileLoader(name, path)
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -227,7 +228,7 @@ def _import(path: str) -> ModuleType:
     folder = os.path.dirname(path)
     sys.path.insert(0, folder)
     try:
-        # Not exec_module: it would leave, and may find, compiled code beside a file that is being worked on.
+        # Not exec_module: it would write, and might use, cached bytecode next to a file that is being edited.
         code = loader.source_to_code(loader.get_data(path), path)
         exec(code, module.__dict__)  # the user's file, named on the command line
     except BaseException:
@@ -240,7 +241,7 @@ def _import(path: str) -> ModuleType:
 
 
 def _in_one_line(error: BaseException, path: str) -> str:
-    """An exception with the line of the file that it came from."""
+    """An exception in one line, with the line of the file that it came from."""
     line = None
     if isinstance(error, SyntaxError) and error.filename == path:
         line = error.lineno

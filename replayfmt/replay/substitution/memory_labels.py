@@ -1,8 +1,7 @@
-"""Storages by the address ranges they occupy.
+"""Finds storages by the address ranges they occupy.
 
-Two storages may share bytes (as that of a tensor made from a numpy array does with another of the same array), so
-neither their identity nor their first address suffices. Storages are kept alive while they are known here: their memory
-is not reused.
+Two storages may share bytes (for example those of two tensors made from the same numpy array), so neither their
+identity nor their first address is enough. Registered storages are kept alive, so their memory is not reused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _MOST_KEPT_BYTES = 256 << 20
 
 
 class MemoryLabels:
-    """Storages with labels, found by any storage that has bytes in common with them."""
+    """Labelled storages, found by any storage that shares bytes with them."""
 
     def __init__(self, known: Iterable[tuple[torch.UntypedStorage, str]] = ()) -> None:
         self._by_identity: dict[int, tuple[torch.UntypedStorage, str]] = {}
@@ -28,7 +27,7 @@ class MemoryLabels:
             self.add(storage, label)
 
     def add(self, storage: torch.UntypedStorage, label: str) -> None:
-        """Know a storage by a label."""
+        """Register a storage under a label."""
         self._by_identity[storage._cdata] = storage, label
         if storage.nbytes():
             first = storage.data_ptr()
@@ -36,7 +35,7 @@ class MemoryLabels:
             self._longest = max(self._longest, storage.nbytes())
 
     def find(self, storage: torch.UntypedStorage) -> str | None:
-        """The label of the known storage that shares memory with this one; None if none does."""
+        """The label of the registered storage that shares memory with this one; None if there is none."""
         known = self._by_identity.get(storage._cdata)
         if known is not None:
             return known[1]
@@ -48,16 +47,16 @@ class MemoryLabels:
             start, stop, label = places[index]
             if first < stop:
                 return label
-            if start + self._longest <= first:  # nor does any before it reach that far
+            if start + self._longest <= first:  # no earlier one reaches that far either
                 break
         return None
 
 
 class Returned:
-    """What replacements returned in one pass, so that a second call which returns the same memory is noticed.
+    """What replacements returned in one pass, to detect a second call that returns the same memory.
 
-    A storage is marked, and known for as long as anybody keeps it. Other storages on its memory are known by the memory
-    of the last calls, which is kept alive for that.
+    A storage is marked, and recognized for as long as it lives. Other storages on its memory are recognized by the
+    memory of the last calls, which is kept alive for this.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class Returned:
         self._bytes = 0
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Whether any of these, which one call returned, was returned by a call before; remembers them."""
+        """Whether an earlier call returned any of these storages, all returned by one call; remembers them."""
         found = any(
             getattr(each, "_opreplay_returned", None) is self._pass
             or any(ranges.find(each) is not None for ranges, _size in self._kept)

@@ -1,4 +1,4 @@
-"""The fast path: a replay's code calls the replacements themselves, with nothing between."""
+"""The fast path: a replay's code calls the replacements directly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .table import Substitutions
 
 
 class Replace:
-    """Puts the replacements in place of the calls they are for."""
+    """Replaces calls with the replacements chosen for them."""
 
     def __init__(self, reader: CaptureReader, table: Substitutions, describe: Callable[[int], tuple[str, str]]) -> None:
         self._reader, self._table, self._describe = reader, table, describe
@@ -28,7 +28,8 @@ class Replace:
         if replacement is None:
             return None
         wrapped = site.wrap(replacement.call)
-        # What wraps custom operators is made for each site: it may depend on settings that change on the way.
+        # Wrappers of custom operators are made for each site: they may depend on settings that change during the
+        # replay.
         return (("replacement", replacement.call) if wrapped is replacement.call else None), wrapped
 
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:

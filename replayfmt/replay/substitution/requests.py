@@ -1,7 +1,7 @@
-"""What a substitution asks for, read from `SELECTOR[@FORMAT]=PATH[:NAME]`. Nothing is loaded or looked up here.
+"""What a substitution asks for, parsed from `SELECTOR[@FORMAT]=PATH[:NAME]`. Nothing is loaded or looked up here.
 
-The first equals sign ends the selector: none of the four kinds of selector holds one. PATH is the longest beginning of
-what follows that is a file, so that a path may hold colons, at signs and equals signs; NAME is what is left behind its
+The first equals sign ends the selector: none of the four kinds of selector contains one. PATH is the longest prefix of
+the rest that is a file, so that a path may contain colons, at signs and equals signs; NAME is what follows the next
 colon. Imports no torch.
 """
 
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:::[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)
 
 @dataclass(frozen=True)
 class Selector:
-    """Which calls: exactly one of these is set. `text` is how the user wrote it."""
+    """Which calls: exactly one of these fields is set. `text` is how the user wrote it."""
 
     text: str
     kernel_id: int | None = None
@@ -42,7 +42,7 @@ class Selector:
 
 @dataclass(frozen=True)
 class SubstitutionRequest:
-    """One substitution as it was requested, by a file or by a function. `told` is what errors about it begin with."""
+    """One requested substitution, by a file or by a function. `told` is the prefix of error messages about it."""
 
     selector: Selector
     told: str
@@ -60,7 +60,7 @@ class Substitution:
     function: Callable[..., Any]
 
     def request(self) -> SubstitutionRequest:
-        """Raises UsageError if the selector is none, or the function cannot be called."""
+        """The request. Raises UsageError if the selector is invalid or the function cannot be called."""
         told = f"Substitution({text_of('selector', self.selector)!r})"
         if not callable(self.function):
             raise UsageError(f"{told}: expected a function, got {type(self.function).__name__}")
@@ -69,7 +69,7 @@ class Substitution:
 
 
 def parse_request(text: str) -> SubstitutionRequest:
-    """A substitution from the command line. Raises UsageError that says what is missing or wrong."""
+    """Parse a substitution from the command line. Raises UsageError that says what is missing or wrong."""
     told = f"{FLAG}={text}"
     left, equals, right = text.partition("=")
     if not equals:
@@ -90,7 +90,7 @@ def parse_request(text: str) -> SubstitutionRequest:
 
 
 def parse_selector(text: str, told: str) -> Selector:
-    """A kernel id, an operator's name, a signature, or `all`. Raises UsageError."""
+    """Parse a kernel id, an operator's name, a signature, or `all`. Raises UsageError."""
     text = text.strip()
     if not text:
         raise UsageError(
@@ -114,7 +114,7 @@ def parse_selector(text: str, told: str) -> Selector:
 
 
 def _split_format(left: str, told: str) -> tuple[str, Format | None]:
-    """The selector and the format behind it. A signature has at signs of its own, all before its last parenthesis."""
+    """The selector and the format after it. A signature contains at signs, all before its last parenthesis."""
     end = left.rfind(")") + 1
     head, at, form = left[end:].partition("@")
     if not at:
@@ -128,7 +128,7 @@ def _split_format(left: str, told: str) -> tuple[str, Format | None]:
 
 
 def split_path(text: str) -> tuple[str, str | None]:
-    """PATH and NAME of `PATH[:NAME]`: the longest beginning that is a file, else up to the last name that can be one.
+    """PATH and NAME of `PATH[:NAME]`: the longest prefix that is a file, else up to the last possible name.
 
     NAME is None if none was given.
     """
@@ -137,7 +137,7 @@ def split_path(text: str) -> tuple[str, str | None]:
     for position in range(len(text) - 1, -1, -1):
         if text[position] == ":" and os.path.isfile(text[:position]):
             return text[:position], text[position + 1 :]
-    # No file: split where a name could begin, so that the error can say which file was meant.
+    # Not a file: split where a name could begin, so that the error can say which file was meant.
     for position, character in enumerate(text):
         if character == ":" and (_NAME.match(text[position + 1 :]) or position == len(text) - 1):
             return text[:position], text[position + 1 :]
@@ -145,7 +145,7 @@ def split_path(text: str) -> tuple[str, str | None]:
 
 
 def infer_format(path: str, name: str, told: str) -> Format:
-    """The format of a file by its ending and by the name asked for. Raises UsageError if neither says it."""
+    """The format of a file by its extension and by the name asked for. Raises UsageError if neither determines it."""
     if path.lower().endswith(_LIBRARY_ENDINGS):
         return "torch-library"
     if path.lower().endswith(".py"):

@@ -1,4 +1,4 @@
-"""The substitutions of one plan: resolved against its capture, checked in a pass of their own, reported."""
+"""The substitutions of one plan: resolved against its capture, checked in a separate pass, reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .table import LoadedRequests, Substitutions
 
 @dataclass(frozen=True)
 class SubstitutionReport:
-    """What the checked pass found, one entry for each signature and replacement, in order of first call."""
+    """The findings of the checked pass, one entry for each signature and replacement, in order of first call."""
 
     checks: tuple[SignatureCheck, ...]
 
@@ -35,11 +35,11 @@ class SubstitutionReport:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What is wrong, a full sentence each."""
+        """What is wrong, in full sentences."""
         return tuple(sentence for check in self.checks for sentence in check.sentences())
 
     def with_(self, later: SubstitutionReport) -> SubstitutionReport:
-        """This report with what a later pass over the same calls found farther apart."""
+        """This report combined with the larger distances that a later pass over the same calls found."""
         found = {(each.signature, each.replacement): each.distance for each in later.checks}
         return SubstitutionReport(
             tuple(
@@ -49,7 +49,7 @@ class SubstitutionReport:
         )
 
     def as_text(self) -> list[str]:
-        """For people: a line for each signature."""
+        """A line for each signature, for people."""
         calls = sum(check.calls for check in self.checks)
         lines = [
             f"substituted: {counted(calls, 'call')} of {counted(len(self.checks), 'signature')}, "
@@ -65,7 +65,7 @@ class SubstitutionReport:
         return lines
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """For programs: a row for each signature."""
+        """A row for each signature, for programs."""
         return [
             {
                 "kind": "substitution",
@@ -83,7 +83,7 @@ class SubstitutionReport:
                 "worst": _worst_row(check),
                 "largest_absolute": check.distance.largest_absolute,
                 "largest_relative": check.distance.largest_relative,
-                # A string: of 64-bit floats it may take more bits than a JSON number holds exactly.
+                # A string: for 64-bit floats it may take more bits than a JSON number holds exactly.
                 "largest_ulp": None if check.distance.largest_ulp is None else str(check.distance.largest_ulp),
                 "tolerances": list(check.tolerances),
                 "faults": list(check.faults),
@@ -94,7 +94,7 @@ class SubstitutionReport:
 
 
 def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
-    """The element that is farthest off; its values are texts, because not every number is one of JSON's."""
+    """The element farthest off; its values are texts, because JSON cannot express every number."""
     if check.worst is None:
         return None
     ordinal, where, _close = check.worst_place
@@ -108,7 +108,7 @@ def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
 
 
 class Planned(Protocol):
-    """What a session needs of the plan that it belongs to."""
+    """What a session needs from its plan."""
 
     reader: CaptureReader
     device_map: DeviceMap

@@ -1,9 +1,8 @@
 """The surroundings that a replacement's own code may rely on, and captured kernels do not need.
 
-A replay hides PyTorch's Python dispatch from itself: captured kernels are below it. Code of the user may need it: a
-function compiled by torch.compile does, so do tensor subclasses. It is let in once around a whole run, with the
-original kernels as well as with the replacements, so that neither pays for it at a call. Modes that the caller is in
-stay out.
+A replay disables PyTorch's Python dispatch: captured kernels are below it. User code may need it: functions compiled by
+torch.compile and tensor subclasses do. It is enabled once for a whole run, with the original kernels as well as with
+the replacements, so that it adds no cost per call to either. The caller's active modes stay disabled.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def python_dispatch() -> Iterator[None]:
-    """Inside a replay's surroundings: Python dispatch and `__torch_function__` as a program has them."""
+    """Enable Python dispatch and `__torch_function__` inside a replay, as a program has them."""
     with (
         _disable_current_modes(),
         torch._C._EnableTorchFunction(),

@@ -1,7 +1,7 @@
-"""Which calls of a capture are substituted by what: requests resolved against its kernels, all conflicts refused.
+"""Which replacement is used for which calls of a capture: requests resolved against its kernels; conflicts are refused.
 
-Decided once, when a plan is made. By kernel where a selector takes whole kernels, by key (constant part and metadata of
-the arguments) where it is a signature, by ordinal where numbers or a callback decide call by call.
+Decided once, when a plan is made: by kernel if a selector covers whole kernels, by key (constant part and metadata of
+the arguments) if it is a signature, by ordinal if numbers or a callback decide per call.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class KernelCall:
     signature: str
 
 
-# Returns the function to run in place of a call, None for the original.
+# Returns the function to run instead of a call, None for the original.
 Decide = Callable[[KernelCall], Callable[..., Any] | None]
 Asked = Sequence[str | Substitution] | Decide
 
 
 @dataclass(frozen=True)
 class LoadedRequests:
-    """What was requested, with its files loaded; `decide` is the callback where one decides."""
+    """The requests, with their files loaded; `decide` is the callback, if one decides."""
 
     requests: tuple[tuple[SubstitutionRequest, Library | None], ...] = ()
     decide: Decide | None = None
@@ -55,7 +55,7 @@ class LoadedRequests:
 
 
 def load(asked: Asked) -> LoadedRequests:
-    """Read and load what was requested. Raises UsageError."""
+    """Parse and load the requests. Raises UsageError."""
     if callable(asked):
         return LoadedRequests(decide=asked)
     if isinstance(asked, str):
@@ -92,7 +92,7 @@ def _refuse_repeated(requests: Sequence[SubstitutionRequest]) -> None:
 
 
 class Substitutions:
-    """The substituted calls of one capture. `index` knows its signatures; `replaced` has what stands for which kernel,
+    """The substituted calls of one capture. `index` knows its signatures; `replaced` says what replaces which kernel,
     for people."""
 
     def __init__(
@@ -103,8 +103,8 @@ class Substitutions:
         calls: Sequence[int],
         device_of: Callable[[int], torch.device],
     ) -> None:
-        """`schemas` has the operator of each kernel id that is here, `calls` how often each signature id is called,
-        `device_of` the device that stands for a captured one. Raises UsageError."""
+        """`schemas` has the operator of each kernel id that is available here, `calls` the number of calls of each
+        signature id, `device_of` the device that a captured one is mapped to. Raises UsageError."""
         self.index = SignatureIndex(reader)
         self.replaced: dict[str, list[str]] = {}
         self._reader, self._schemas, self._device_of = reader, schemas, device_of
@@ -131,7 +131,7 @@ class Substitutions:
             self._ask(loaded.decide)
 
     def find(self, signature_id: int, metas: tuple[int, ...], ordinal: int) -> Replacement | None:
-        """What stands for a call, None if nothing does."""
+        """The replacement for a call, None if there is none."""
         found = self._by_kernel.get(self._kernel_of[signature_id])
         if found is None and self._by_key:
             found = self._by_key.get((signature_id, metas))
@@ -140,7 +140,7 @@ class Substitutions:
         return found
 
     def at(self, ordinal: int) -> Replacement | None:
-        """What stands for the record at an ordinal, None if it is not a substituted call."""
+        """The replacement for the record at an ordinal, None if it is not a substituted call."""
         frame = self._reader.frame(self._reader.frame_of(ordinal))
         row = ordinal - frame.first_ordinal
         number = int(frame.signature[row])
@@ -153,7 +153,7 @@ class Substitutions:
 
     @property
     def reason(self) -> str:
-        """Why results need not be those of the capture bit for bit."""
+        """Why results may differ from the captured ones bit for bit."""
         what = [f"{kernel} by {', '.join(labels)}" for kernel, labels in self.replaced.items()]
         more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
         return f"kernels are substituted: {', '.join(what[:_SHOWN])}{more}" if what else "nothing is substituted"
@@ -222,7 +222,7 @@ class Substitutions:
         raise UsageError(f"{request.told}: {selector.text!r} matches no call of {self._reader.path}; {hint}")
 
     def _offered(self, request: SubstitutionRequest, library: Library | None) -> list[tuple[int, Replacement]]:
-        """What `all` comes to: every called kernel that the file has a function for."""
+        """The meaning of `all`: every called kernel for which the file has a function."""
         if library is None:
             raise UsageError(f"{request.told}: all takes a file that has functions by operator name, not one function")
         if request.name:
@@ -245,7 +245,7 @@ class Substitutions:
     def _check(self, told: str, number: int, replacement: Replacement) -> None:
         kernel = self._kernel(number)
         schema = self._schemas.get(number)
-        if schema is not None:  # without it the plan is refused: the original must be here to judge by
+        if schema is not None:  # without it the plan is refused: the original is needed to judge by
             check_binding(
                 replacement.signature, schema, f"{told}: {replacement.label} cannot stand for {kernel.qualified_name}"
             )
@@ -277,7 +277,8 @@ class Substitutions:
             self._nothing(request)
 
     def _take(self, request: SubstitutionRequest, ops: KeyedOps, replacement: Replacement, *, each: bool) -> None:
-        """Calls of a key: all of them, or with `each` those given. Raises UsageError if one is taken already."""
+        """Take calls of a key: all of them or, with `each`, the given ones. Raises UsageError if one is already
+        taken."""
         others = [self._key_owner.get(ops.key)]
         if each:
             others += [self._ordinal_owner.get(ordinal) for ordinal in ops.ordinals.tolist()]
@@ -296,7 +297,7 @@ class Substitutions:
     # ------------------------------------------------------------------------------------------------------ a callback
 
     def _ask(self, decide: Decide) -> None:
-        """Ask about every call once, in capture order."""
+        """Ask the callback about every call once, in capture order."""
         groups = [
             ops
             for ops in self.index.ops_by_key(self._called)

@@ -1,6 +1,6 @@
 """The element of a replacement's result that is farthest off, with the original's value.
 
-Looked for only where elements are known to be too far off, so that checking a right kernel costs nothing more.
+Searched for only if some elements are known to be too far off, so it costs nothing for a correct kernel.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from .distance import PACKED, Tolerance, allowed, chunks, double, length, scale_
 
 @dataclass(frozen=True)
 class Worst:
-    """One element: `index` in the tensor, None of a plain number; `expected` is the original's value.
+    """One element: `index` in the tensor, None for a plain number; `expected` is the original's value.
 
-    `times` is how many times as far off it is as is allowed: infinite where nothing is allowed, or only one side is
-    finite.
+    `times` is its distance as a multiple of the tolerance: infinite if none is allowed, or only one side is finite.
     """
 
     index: tuple[int, ...] | None
@@ -36,7 +35,7 @@ class Worst:
 
 
 def worst_element(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> Worst:
-    """The element that is farthest off, as a share of what is allowed; the first of several.
+    """The element farthest off relative to the tolerance; the first of several.
 
     Both tensors are strided, not empty, of the same dtype and sizes, and have an element that is too far off.
     """
@@ -61,19 +60,19 @@ def worst_element(expected: torch.Tensor, got: torch.Tensor, tolerance: Toleranc
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype may be off by something."""
+    """Whether a dtype's numbers are compared with a tolerance."""
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in PACKED
 
 
 def _times(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance, scale: float) -> torch.Tensor:
-    """Of two flat tensors: how many times as far off each element is as is allowed. Where nothing is allowed it is how
-    far off it is, or 1 where that has no meaning."""
+    """For two flat tensors, the distance of each element as a multiple of the tolerance. If none is allowed, it is the
+    distance itself, or 1 if that has no meaning."""
     dtype = expected.dtype
     if not _is_float(dtype):
         if dtype not in INTEGERS:
             return _differ(expected, got).to(torch.float64)
         apart = (expected.to(torch.float64) - got.to(torch.float64)).abs()
-        # Large numbers may be the same as 64-bit floats without being so.
+        # Large numbers that differ may be equal as 64-bit floats.
         return torch.where(_differ(expected, got), apart.clamp(min=1), torch.zeros_like(apart))
     parts = 1
     if dtype.is_complex:
@@ -104,7 +103,7 @@ def _unravelled(place: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _value(flat: torch.Tensor, place: int) -> Any:
-    """An element as a Python number; its bytes in hexadecimal where the dtype has no numbers of its own."""
+    """An element as a Python number; its bytes in hexadecimal if the dtype has no numbers."""
     if flat.dtype in INTEGERS or _is_float(flat.dtype):
         return flat[place].item()
     width = flat.element_size()

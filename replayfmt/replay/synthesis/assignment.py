@@ -1,7 +1,8 @@
-"""Content that is neither in the capture nor in a file it refers to: which initializer fills which storage.
+"""Assigns an initializer to each storage whose content is neither in the capture nor in a file it refers to.
 
-Decided when the plan is made, for everything at once. Integers are made then too, because a wrong one is found before
-the first op; floating point content is made when its storage is needed, from a seed, so that it is the same every time.
+The assignment is made for all storages when the plan is made. Integers are also made then, so that invalid ones are
+found before the first op; floating-point content is made from a seed when its storage is needed, and is the same every
+time.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from .value_ranges import IndexRanges, Range
 _NOBODY = Call(-1, "", "", {}, (), "", {})
 _SHOWN_STORAGES = 6
 _HOST = torch.device("cpu")
-# The captured content of a tensor, on the host; None where it is not in the capture, or was written before its use.
+# The captured content of a tensor, on the host; None if the capture does not have it, or it was written before its use.
 CapturedContent = Callable[[TensorInfo], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class Initialized:
-    """What one initializer fills: a storage, or `tensor` of it, as `argument` of the op at `ordinal` (-1: of none)."""
+    """What one initializer fills: a storage, or `tensor` of it, as `argument` of the op at `ordinal` (-1: of no op)."""
 
     storage: int
     version: int
@@ -57,7 +58,7 @@ class Initialized:
 
 @dataclass
 class _Choice:
-    """An initializer for one entrance, and the content if it has already been made."""
+    """The initializer chosen for one import of content, and the content if it has already been made."""
 
     initializer: Initializer
     request: Request
@@ -67,8 +68,8 @@ class _Choice:
 
 @dataclass
 class _Sought:
-    """Content that is wanted, and what is known about it. `dtype` is None if its uses do not agree on one; `whole` is
-    the request for all of the storage, once it was needed."""
+    """Content that is needed, and what is known about it. `dtype` is None if its uses do not agree on one; `whole` is
+    the request for the whole storage, once one was made."""
 
     entrance: Entrance
     found: list[FoundUse]
@@ -79,12 +80,13 @@ class _Sought:
 
     @property
     def role(self) -> Role | None:
-        """None if its uses do not determine it."""
+        """The role of the content, None if its uses do not determine it."""
         return self.demand.role if isinstance(self.demand, Demand) else None
 
 
 class Synthesis:
-    """Fills storages whose content was not captured. `findings` say which cannot be, and what to do about it."""
+    """Fills storages whose content was not captured. `findings` lists those that cannot be filled, and what to do about
+    it."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Synthesis:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user has to know: what initializers said, and which of the user's were not needed."""
+        """Notes for the user: those of initializers, and which of the user's initializers were not needed."""
         used = {id(choice.initializer) for choice in self._choices.values()}
         unused = tuple(
             f"initializer {each.name}, for {each.wanted}, filled nothing: the capture has no such "
@@ -138,7 +140,7 @@ class Synthesis:
 
     @cached_property
     def reason(self) -> str:
-        """Why results cannot be those of the capture; "" if they can."""
+        """Why results cannot equal the captured ones; "" if they can."""
         storages = {choice.filled.storage for choice in self._choices.values()}
         parts = []
         if storages:
@@ -154,8 +156,7 @@ class Synthesis:
         return self._refused.get((storage, version))
 
     def fill(self, storage: int, version: int, target: torch.UntypedStorage) -> None:
-        """Put content into a storage. Does nothing if none is needed. Raises ReplayRefused if its initializer
-        fails."""
+        """Fill a storage. Does nothing if it needs no content. Raises ReplayRefused if its initializer fails."""
         choice = self._choices.get((storage, version))
         if choice is None:
             return
@@ -174,8 +175,9 @@ class Synthesis:
     # --------------------------------------------------------------------------------------------------------- choosing
 
     def _choose(self, entrances: list[Entrance]) -> None:
-        """Try each initializer on everything that is still without one, so that an earlier one never finds its content
-        filled by a later one that fills several arguments together; what is known by then, later ones fit to."""
+        """Offer everything that is still unassigned to one initializer after another, in order: otherwise a later
+        initializer that fills several arguments together could take content from an earlier one. Later initializers fit
+        what is known by then."""
         self._find_constants(entrances)
         wrong: dict[tuple[int, int], str] = {}
         sought: dict[tuple[int, int], _Sought] = {}
@@ -197,7 +199,7 @@ class Synthesis:
         self._refuse({key: wrong[key] for key in self._wanted if key in wrong})
 
     def _refuse(self, wrong: Mapping[tuple[int, int], str]) -> None:
-        """What cannot be filled, with the reason: one finding for all of a kind."""
+        """Report what cannot be filled, with one finding per reason."""
         refusals: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         for (storage, version), reason in wrong.items():
             entrance, found = self._wanted[storage, version], self._content_uses.of(storage)
@@ -212,12 +214,12 @@ class Synthesis:
             )
 
     def _demand(self, storage: int) -> Demand | Conflict | None:
-        """What all uses of a storage ask together, None if one of them is not understood."""
+        """The combined demand of all uses of a storage, None if one of them is not understood."""
         return self._constants.get(storage) or _demanded(self._content_uses.of(storage))
 
     def _find_constants(self, entrances: list[Entrance]) -> None:
-        """A number for integers from which indices are computed in ways that are not followed back: 1, else 0, where
-        going forward with it through all ops shows that it is good for every use."""
+        """Find a constant for integers from which indices are computed in ways that cannot be traced back: 1, else 0,
+        if propagating it forward through all ops shows that it is valid for every use."""
         unsure: set[int] = set()
         decided: dict[int, Range] = {}
         for entrance in entrances:
@@ -242,13 +244,13 @@ class Synthesis:
         return f"{dtype}{list(tensor.sizes)}, {first.label} of {first.op}"
 
     def _seek(self, entrance: Entrance) -> _Sought:
-        """What is known about content that is wanted. Raises Wrong if its recipe is impossible."""
+        """Collect what is known about content that is needed. Raises Wrong if its recipe is impossible."""
         found, demand = self._content_uses.of(entrance.storage), self._demand(entrance.storage)
         recipe = self._recipe(entrance)
         return _Sought(entrance, found, demand, recipe, self._dtype(entrance, found, recipe))
 
     def _offer(self, initializer: Initializer, sought: _Sought) -> None:
-        """Take an initializer if it matches. Raises Wrong if what it makes is not valid."""
+        """Assign an initializer if it matches. Raises Wrong if the content it makes is not valid."""
         if initializer.whole:
             if sought.dtype is None or not initializer.matches_content(sought.dtype, sought.role):
                 return
@@ -265,7 +267,7 @@ class Synthesis:
             raise Wrong(f"initializer {initializer.name}: {error}") from error
 
     def _match(self, initializer: Initializer, found: list[FoundUse], role: Role | None) -> Use | None:
-        """The first use that an initializer for an operator is for."""
+        """The first use that matches an initializer for an operator."""
         for each in found:
             if each.view is None or each.steps or not each.followed:
                 continue
@@ -327,7 +329,8 @@ class Synthesis:
         )
 
     def _companions(self, initializer: Initializer, use: Use, version: int) -> Mapping[str, TensorInfo]:
-        """The other arguments of a call that a joint initializer fills: they have no content, and no other one yet."""
+        """The other arguments of a call that a joint initializer fills: those without content and without an
+        initializer so far."""
         companions: dict[str, TensorInfo] = {}
         for storage, each in self._content_uses.direct_at(use.call.ordinal):
             free = (storage, version) in self._wanted and (storage, version) not in self._choices
@@ -343,7 +346,7 @@ class Synthesis:
     # ----------------------------------------------------------------------------------------------------------- making
 
     def _take(self, initializer: Initializer, request: Request, sought: _Sought) -> None:
-        """Keep an initializer for what it is wanted for, with the content where that is made now. Raises Wrong."""
+        """Assign an initializer to a request; makes the content if it has to exist now. Raises Wrong."""
         entrance, made, choices = sought.entrance, dict[str, torch.Tensor](), dict[tuple[int, int], _Choice]()
         eager = initializer.joint or is_integral(request.tensor.dtype)
         if eager and not (initializer.whole and not request.uses):
@@ -377,8 +380,8 @@ class Synthesis:
         return content[label]
 
     def content(self, info: TensorInfo) -> torch.Tensor | None:
-        """What a tensor of the capture holds, on the host, as far as that is known before anything runs; for
-        initializers what another tensor of their op holds."""
+        """A captured tensor's content on the host, as far as it is known before anything runs; initializers use it to
+        read the other tensors of their op."""
         choice = self._choices.get((info.storage, 0))
         if choice is None:
             return self._captured_content(info)
@@ -413,7 +416,7 @@ class Synthesis:
 
 
 def _unsaved_states(reader: CaptureReader, scan: Scan) -> int:
-    """How many states of random generators the capture refers to but does not hold."""
+    """How many states of random generators the capture refers to but does not contain."""
     return sum(
         int(scan.signature_calls[number])
         for number, signature in enumerate(reader.signatures)
@@ -424,14 +427,15 @@ def _unsaved_states(reader: CaptureReader, scan: Scan) -> int:
 
 
 def _own_demand(found: FoundUse) -> Demand | None:
-    """What a use asks of the content itself, None if that is unknown."""
+    """What a use demands of the content itself, None if unknown."""
     if found.demand is None or (not found.followed and found.demand.role is not Role.number):
         return None
     return pull_back(found.demand, found.steps) if found.followed else found.demand
 
 
 def _only_computed(found: list[FoundUse]) -> bool:
-    """Whether all uses are understood for what an op reads, if not for the content that it was computed from."""
+    """Whether the demand on what the op reads is known for all uses, even if the demand on the original content is
+    not."""
     return all(
         is_integral(each.tensor.dtype)
         and each.demand is not None
@@ -441,7 +445,7 @@ def _only_computed(found: list[FoundUse]) -> bool:
 
 
 def _demanded(found: list[FoundUse]) -> Demand | Conflict | None:
-    """What all uses ask together, None if one of them is not understood."""
+    """The combined demand of all uses, None if one of them is not understood."""
     demands = [_own_demand(each) for each in found]
     known = [each for each in demands if each is not None]
     if len(known) < len(demands):

@@ -15,14 +15,14 @@ from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_ME
 
 from ..planning.kernels import ResolvedKernel
 
-# An op that takes a list of tensors is requested once for each of them.
+# For an op that takes a list of tensors, each of them is requested separately.
 _RECENT = 32
 
 
 class CapturedCalls:
-    """Makes calls of records. `kernels` has what stands for each kernel id, or why there is none.
+    """Makes calls from records. `kernels` has, by kernel id, the resolved kernel or the reason why there is none.
 
-    A record is decoded once as long as anybody has its call, and is remembered for a while.
+    A record is not decoded again while its call is referenced, and for a while after.
     """
 
     def __init__(self, reader: CaptureReader, kernels: tuple[ResolvedKernel | str | None, ...]) -> None:

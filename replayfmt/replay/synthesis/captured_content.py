@@ -1,5 +1,4 @@
-"""What the capture says about a tensor's content before anything runs, for initializers that must be consistent with
-it."""
+"""What the capture says about a tensor's content before anything runs, for initializers that must agree with it."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ _HOST = torch.device("cpu")
 
 
 class CapturedContent:
-    """Called with a captured tensor; gives it with its content, on the host."""
+    """Called with a captured tensor; returns it with its content, on the host."""
 
     def __init__(self, reader: CaptureReader, scan: Scan, files: ExternalFiles) -> None:
         self._reader, self._scan, self._files = reader, scan, files
 
     def __call__(self, info: TensorInfo) -> torch.Tensor | None:
-        """None if an op produced the tensor or may have written it, or where its content was not captured."""
+        """None if an op produced the tensor or may have written to it, or if its content was not captured."""
         if not info.storage:
             return None
         born = self._reader.storage(info.storage)

@@ -1,7 +1,7 @@
-"""Finding every way in which ops use content that was not captured.
+"""Finds every way in which ops use content that was not captured.
 
-One walk over the ops, which follows the content from the storage it enters through copies and simple computations to
-wherever an op reads it. Ops that are alike (same signature, shapes and numbers) are understood once.
+One pass over the ops follows the content from the storage it enters, through copies and simple computations, to every
+op that reads it. Ops that are alike (same signature, shapes and numbers) are analyzed once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..planning.kernels import ResolvedKernel
 from ..planning.scan import Scan
 from .calls import CapturedCalls
 
-# Content that went through more steps, or in more ways, is not followed further.
+# Content is not followed through more steps, or in more ways, than this.
 _MOST_STEPS = 12
 _MOST_WAYS = 16
-# Ops that leave nothing of what a tensor held, given as its argument.
+# Ops that overwrite everything in a tensor passed as this argument.
 _OVERWRITTEN = {
     "copy",
     "fill",
@@ -51,15 +51,16 @@ _OVERWRITTEN = {
 
 # An op's signature, metadata ids and integers.
 Shapes = tuple[int, tuple[int, ...], tuple[int, ...]]
-# Which tensor slots of ops of these shapes ask what.
+# Which tensor slots of ops of these shapes make demands, and which.
 Asking = Mapping[Shapes, Sequence[tuple[int, Demand]]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a storage came by content: that of storage `origin`, after `steps`, or not `followed`.
+    """How a storage got its content: from storage `origin`, through `steps`, or not `followed`.
 
-    `here` is the tensor whose elements are those of the tensor `there` on the origin, in order; None if no one is.
+    `here` is the tensor whose elements are those of the tensor `there` on the origin, in order; None if there is no
+    such tensor.
     """
 
     origin: int
@@ -71,7 +72,7 @@ class Way:
 
 @dataclass(frozen=True)
 class FoundUse:
-    """One use of a storage's content, with what it asks of what the op reads (None if that is unknown)."""
+    """One use of a storage's content, with its demand on what the op reads (None if unknown)."""
 
     ordinal: int
     op: str
@@ -86,7 +87,7 @@ class FoundUse:
 
     @property
     def label(self) -> str:
-        """As Use has it."""
+        """The label, as in Use."""
         return self.argument if self.position is None else f"{self.argument}[{self.position}]"
 
 
@@ -105,7 +106,7 @@ class _Argument:
 
 @dataclass
 class _Alike:
-    """What is the same for all ops of a signature, shapes and numbers. `shapes` is the number of these."""
+    """What all ops of one signature, shapes and numbers have in common. `shapes` is the number of the shapes."""
 
     op: str
     overload: str
@@ -140,7 +141,7 @@ class ContentUses:
         return list(self._found.get(storage, {}).values())
 
     def asking(self, storages: Iterable[int]) -> Asking:
-        """What ops ask of anything that was computed from the content of these storages."""
+        """The demands of ops on anything computed from the content of these storages."""
         asking: dict[int, dict[int, Demand]] = defaultdict(dict)
         for storage in storages:
             for (shapes, slot, _steps, _followed), each in self._found.get(storage, {}).items():
@@ -149,7 +150,7 @@ class ContentUses:
         return {shapes: list(asking[number].items()) for shapes, number in self._shapes.items() if number in asking}
 
     def direct_at(self, ordinal: int) -> list[tuple[int, FoundUse]]:
-        """The storages whose own content an op reads in a way that was not seen before, with that use."""
+        """The storages whose own content an op reads in a new way, with that use."""
         return self._direct.get(ordinal, [])
 
     @cached_property
@@ -162,7 +163,7 @@ class ContentUses:
         return found
 
     def use(self, found: FoundUse) -> Use:
-        """A use with everything about its op."""
+        """A use with the details of its op."""
         return Use(
             self.calls.call(found.ordinal),
             found.argument,
@@ -191,7 +192,7 @@ class ContentUses:
                     self._import(frame, row, signature)
 
     def _import(self, frame: RecordFrame, row: int, signature: int) -> None:
-        """New content from outside takes the place of all that was followed to here."""
+        """Content imported here replaces everything that was followed into the storage."""
         place = self._scan.layout(signature).arg("storage")
         assert place is not None
         storage = int(frame.ints[frame.int_first[row] + place.int_slot])
@@ -261,7 +262,7 @@ class ContentUses:
         )
 
     def _write(self, storage: int, tensor: TensorInfo, ways: set[Way]) -> None:
-        """A storage has other content in place of a tensor."""
+        """Record that a tensor's part of a storage has new content."""
         before = self._ways.get(storage, set())
         length = self._reader.storage(storage).bytes if storage else 0
         if dense(tensor) and tensor.elements * tensor.dtype.itemsize == length and not tensor.offset:
@@ -344,7 +345,7 @@ def _slots(place: NodePlace) -> Iterator[tuple[int | None, int, bool]]:
 
 
 def _after(way: Way, passed: Passed, tensor: TensorInfo, target: TensorInfo) -> Way:
-    """The way content came to `target`, of which `tensor` came by `way`."""
+    """How content came to `target`, if it is made from `tensor`, whose content came by `way`."""
     steps = way.steps + passed.steps
     followed = way.followed and passed.followed and len(steps) <= _MOST_STEPS
     if not followed:
@@ -368,7 +369,7 @@ def _same_place(one: TensorInfo, other: TensorInfo) -> bool:
 
 
 def dense(tensor: TensorInfo) -> bool:
-    """Whether a tensor's elements fill their memory without gaps, in whatever order of its dimensions."""
+    """Whether a tensor's elements fill their memory without gaps, in any order of its dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.sizes, tensor.strides, strict=True), key=lambda each: each[1]):
         if size == 1:

@@ -14,12 +14,12 @@ from replayfmt.initializers.roles import is_integral
 
 
 class Wrong(Exception):
-    """An initializer gave something that cannot be used; the message is a phrase."""
+    """An initializer returned something that cannot be used; the message is a phrase."""
 
 
 def called(initializer: Initializer, request: Request) -> Any:
-    """What an initializer gives. Raises Wrong if it raises."""
-    # Whatever it draws from PyTorch's generator is the same every time, and no draw of the replay's.
+    """The result of an initializer. Raises Wrong if it raises."""
+    # Draws from PyTorch's generator are the same every time, and do not advance the replay's generators.
     generator = torch.default_generator
     state = generator.get_state()
     generator.manual_seed(request.seed & (1 << 63) - 1)
@@ -35,7 +35,7 @@ def called(initializer: Initializer, request: Request) -> Any:
 
 
 def by_label(initializer: Initializer, request: Request, content: Any) -> dict[str, torch.Tensor]:
-    """What an initializer gave, by label. Raises Wrong if that is not what was wanted."""
+    """The result of an initializer, by label. Raises Wrong if it is not what was requested."""
     if not initializer.joint:
         content = {request.label: content}
     if not isinstance(content, Mapping) or set(content) != set(request.wanted):
@@ -55,7 +55,7 @@ def check(
     content: Any,
     demand: Demand | Conflict | None,
 ) -> None:
-    """Whether content is what was wanted. Raises Wrong."""
+    """Check that content is what was requested. Raises Wrong."""
     name = f"initializer {initializer.name} for {label} of {request.call.name}"
     if not isinstance(content, torch.Tensor) or content.layout is not torch.strided:
         raise Wrong(f"{name} gave {type(content).__name__}, expected a tensor")

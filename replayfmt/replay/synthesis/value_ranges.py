@@ -1,8 +1,8 @@
-"""Whether a constant is safe content where the program computes indices from it in ways that cannot be followed back.
+"""Whether a constant is safe content if the program computes indices from it in ways that cannot be traced back.
 
-Goes through the ops forward with the range of every integer tensor: what the constant makes of masks that are counted,
-of tokens that are kept or replaced. Ranges are of whole storages, in one dtype. What is unknown has no range, and
-satisfies nothing.
+Goes forward through the ops with the value range of every integer tensor: the results of the constant in masks that are
+counted, or in tokens that are kept or replaced. Ranges are of whole storages, in one dtype. An unknown value has no
+range, and fails every check.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RangeOf = Callable[[Any], Range | None]
 
 
 class IndexRanges:
-    """One walk: `contents` are the ranges of storages whose content is decided; `asking` says which arguments of which
+    """One pass: `contents` are the ranges of storages whose content is decided; `asking` says which arguments of which
     ops must be within bounds. `holds` is whether all of them are."""
 
     def __init__(
@@ -47,7 +47,7 @@ class IndexRanges:
     ) -> None:
         self._reader, self._calls, self._asking = reader, calls, asking
         self._ranges: dict[int, Range] = dict(contents)
-        self._dtypes: dict[int, torch.dtype] = {}  # of what an op wrote
+        self._dtypes: dict[int, torch.dtype] = {}  # the dtype that an op wrote
         self._contents = contents
         self._integral = [
             meta is not None and is_integral(TORCH_DTYPE.get(meta.dtype, torch.float32)) for meta in reader.metas
@@ -74,7 +74,7 @@ class IndexRanges:
         return True
 
     def _import(self, frame: RecordFrame, row: int, signature: int) -> None:
-        """Content from outside: what was decided for it, else anything."""
+        """Imported content: the range decided for it, else unknown."""
         for storage in (int(value) for value in frame.ints[frame.int_first[row] : frame.int_first[row] + 1]):
             if storage not in self._contents:
                 self._ranges.pop(storage, None)
@@ -95,7 +95,7 @@ class IndexRanges:
                 self._write(result, _TRUTH if result.dtype is torch.bool else result_range(call, self._range_of, index))
 
     def _range_of(self, value: Any) -> Range | None:
-        """The range of an argument: a number, or what is known of a tensor."""
+        """The range of an argument: that of a number, or what is known about a tensor."""
         if isinstance(value, TensorInfo):
             if value.dtype is torch.bool:
                 return _TRUTH
@@ -104,7 +104,7 @@ class IndexRanges:
         return Range(value, value) if isinstance(value, int | float) else None
 
     def _write(self, tensor: TensorInfo, known: Range | None) -> None:
-        """Where only a part of the storage is written, the rest stays as it was."""
+        """If only a part of the storage is written, the rest keeps its values."""
         if not tensor.storage:
             return
         if known is not None and tensor.dtype is not torch.bool:
@@ -122,7 +122,7 @@ class IndexRanges:
             self._dtypes[tensor.storage] = tensor.dtype
 
 
-# Results hold some of the elements of these arguments, and nothing else.
+# Ops whose results consist of elements of these arguments and nothing else.
 # fmt: off
 _CHOSEN = {
     **dict.fromkeys(("clone", "_to_copy", "contiguous", "index_select", "gather", "index", "take", "repeat", "roll",
@@ -147,7 +147,8 @@ _PLACES = {
 
 
 def result_range(call: Call, range_of: RangeOf, index: int) -> Range | None:
-    """The range of an integer result, None if it is unknown. In place it is that of what is written."""
+    """The range of an integer result, None if it is unknown. For an in-place op it is the range of the written
+    values."""
     base = base_name(call.name)
     place = _PLACES.get(base)
     if place is not None and (index == place[0]):
@@ -199,7 +200,7 @@ def result_range(call: Call, range_of: RangeOf, index: int) -> Range | None:
 
 
 def _summed(call: Call, one: Range) -> Range | None:
-    """Of sums over all elements, or along dimensions."""
+    """The range of sums over all elements, or along dimensions."""
     info, dims = call.tensor("self"), call.arguments.get("dim")
     if info is None:
         return None
@@ -211,7 +212,8 @@ def _summed(call: Call, one: Range) -> Range | None:
 
 
 def _written(call: Call) -> list[TensorInfo]:
-    """The arguments that an op may write: those its schema says, all of one that is not PyTorch's own."""
+    """The arguments that an op may write: those its schema declares; for an op that is not PyTorch's own, all of
+    them."""
     operator = operators.operator_named(call.name)
     names = set(call.arguments)
     if operator.own and call.schema is not None:
