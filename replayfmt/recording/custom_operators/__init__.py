@@ -1,6 +1,6 @@
-"""Operators of other packages than PyTorch: recorded whole, or as the operators that they call.
+"""Operators of packages other than PyTorch: recorded whole, or as the operators that they call.
 
-`composite_operators` says which, `whole_composites` has composites come whole, `observing` records those written in
-Python by what happens inside, `insides` keeps what the user says and what was seen of it. `declared_work` reports
-operators whose work bypassed the recorder.
+`composite_operators` identifies composites, `whole_composites` makes them reach the recorder whole, `observing` records
+operators written in Python according to what happens inside, `insides` keeps the user's choices and what was observed.
+`declared_work` reports operators whose work bypassed the recorder.
 """

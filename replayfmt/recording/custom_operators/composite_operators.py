@@ -1,14 +1,14 @@
-"""Which operators are composites, and for which backends such a one is a kernel.
+"""Which operators are composites, and for which backends they have a kernel of their own.
 
-A composite of PyTorch's own is what its parts are (replayfmt.pytorch.operators says whose). One of another package is a
-kernel: what its function does to memory itself does not show in its parts.
+A PyTorch composite is equivalent to its parts (replayfmt.pytorch.operators says whose an operator is). A composite of
+another package is treated as a kernel: what its function itself does to memory does not show in its parts.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Composites for which these backends may have a kernel of their own, which the dispatcher then prefers to the parts.
+# Backends that may have their own kernel for a composite; the dispatcher then prefers it to the parts.
 _BACKENDS = (
     "CPU",
     "CUDA",

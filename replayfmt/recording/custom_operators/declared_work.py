@@ -1,9 +1,9 @@
 """Reports operators of other packages whose work bypassed the recorder.
 
-What such an operator returns, or declares that it writes, must be some recorded op's work: its own, or that of the
-operators that it calls. Where neither is so (a kernel for an autograd key that does the work itself, a mode of the
-program's around a composite), the work was done and no replay does it, which is an unsupported record. Seen are calls
-from Python; a caller in C++ does not pass here.
+What such an operator returns, or declares that it writes, must be the work of a recorded op: the operator itself, or
+one that it calls. Otherwise (a kernel for an autograd key that does the work itself, a mode of the program around a
+composite) work was done that no replay does, and an unsupported record says so. Only calls from Python are seen, not
+calls from C++.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNSEEN = "the operator's kernel did its work where no recorded op did it: "
 
 
 class RecorderForWork(Protocol):
-    """What this needs of a recorder."""
+    """What this module needs from a recorder."""
 
     def recording(self) -> bool: ...
 
@@ -77,8 +77,8 @@ class DeclaredWork(Patched):
         return result
 
     def _forget_writes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Written]:
-        """What a call is declared to write, with what is known of recorded writes to it: that is taken off for as long
-        as the operator runs."""
+        """The tensors that a call is declared to write, with the recorded writes known so far, which are removed while
+        the operator runs."""
         written = []
         for tensor in _written(operator, args, kwargs):
             tracker = self._core.storages.tracker_of(storage_of(tensor))
@@ -116,7 +116,7 @@ def _name(operator: Any) -> str:
 
 
 def _remember(tracker: Tracker | None, known: set[int] | None) -> bool:
-    """Put together what was known of writes before and what was written since. Whether anything was."""
+    """Merge the writes known before with those made since. Returns whether there were any since."""
     if tracker is None:
         return False
     since = tracker.written
@@ -135,7 +135,7 @@ def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 @functools.lru_cache(maxsize=4096)
 def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of each argument that an overload, or any of a packet's, is declared to write."""
+    """Position and name of each argument that an overload, or any overload of a packet, is declared to write."""
     schemas = [operator._schema] if isinstance(operator, torch._ops.OpOverload) else operator._schemas.values()
     written = {
         (place, argument.name): None
@@ -147,6 +147,6 @@ def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _memories(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What of some tensors, or of their parts, has memory of its own to look at."""
+    """Those of some tensors, or of their parts, that have memory of their own."""
     own = [tensor for tensor in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(tensor)]
     return [part for tensor in own for part in plain_parts(tensor)]

@@ -1,4 +1,4 @@
-"""Which operators of other packages are recorded as the operators inside them: by the user's choice, and by
+"""Which operators of other packages are recorded as the operators inside them, by the user's choice or by
 observation."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ class Manner(Enum):
 
     whole = 1  # as one op
     inside = 2  # as the operators that are called inside
-    observed = 3  # as one op, unless its inside is seen to hide state
+    observed = 3  # as one op, unless it is observed to hide state
 
 
 class Insides:
-    """What is decided for each operator, by name (`vllm::unified_attention`)."""
+    """The decision for each operator, by name (`vllm::unified_attention`)."""
 
     def __init__(self, inside: Iterable[str], whole: Iterable[str]) -> None:
-        """Patterns of operators' names."""
+        """Both are patterns of operator names."""
         asked = [(pattern, Manner.whole) for pattern in whole] + [(pattern, Manner.inside) for pattern in inside]
         self._asked = dict(asked)
         self._unmatched = dict(asked)
@@ -38,10 +38,10 @@ class Insides:
         return decided
 
     def unmatched(self) -> list[str]:
-        """A sentence for every pattern that no operator had so far."""
+        """A message for every pattern that has matched no operator so far."""
         problem = "no operator of that name was called while recording"
         return [f"--{manner.name}={pattern}: {problem}" for pattern, manner in self._unmatched.items()]
 
     def hides_state(self, name: str) -> None:
-        """An operator that was observed hides state: from now on what happens inside is recorded."""
+        """An observed operator hides state: from now on the operators inside it are recorded."""
         self._decided[name] = Manner.inside

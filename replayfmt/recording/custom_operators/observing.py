@@ -1,18 +1,19 @@
-"""Operators of other packages that are written in Python: recorded whole, or as the operators inside if they hide
+"""Operators of other packages that are written in Python: recorded whole, or as the operators inside them if they hide
 state.
 
-A replay calls an operator with its recorded arguments. That reproduces it only where it depends on nothing else: an
-attention operator that is given a layer's name finds that layer's caches by it, in this process. So the inside of each
-call is observed. As long as it uses only the call's arguments, and memory that it makes itself, nothing is recorded,
-and in the end the op is one record: its kernel can be substituted by name. Once the inside
+A replay calls an operator with its recorded arguments. That reproduces it only if it depends on nothing else. An
+attention operator that takes a layer's name, for instance, uses it to find that layer's caches in this process. So each
+call is observed from inside. As long as it uses only its arguments and memory that it allocates itself, nothing inside
+is recorded, and the call becomes one record, whose kernel can be substituted by name. Once the inside
 
 - uses memory from elsewhere, or a generator from elsewhere,
 - writes an argument that the schema does not declare as written,
-- changes numeric settings, or what memory a tensor stands for,
+- changes numeric settings, or which memory a tensor refers to,
 - or returns memory that the capture knows from elsewhere,
 
-what has happened inside so far is recorded as the operators that it was, the rest follows one by one, and so do all
-later calls of that operator. Memory that the inside makes from host values (`torch.tensor`, `from_numpy`) is its own.
+the operators called inside so far are recorded, the rest follow one by one, and all later calls of that operator are
+recorded in the same way. Memory that the inside creates from host values (`torch.tensor`, `from_numpy`) counts as its
+own.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _KEPT = (
 
 
 class Told(NamedTuple):
-    """An op that has run and is not recorded."""
+    """An op that has run and is not recorded yet."""
 
     kernel: CapturedKernel
     args: tuple[Any, ...]
@@ -57,11 +58,11 @@ class Told(NamedTuple):
     result: Any
     started: int
     ended: int
-    drawn: list[tuple[torch.Generator, bytes, bytes]]  # generators with their states before and after it
+    drawn: list[tuple[torch.Generator, bytes, bytes]]  # generators, with their states before and after the op
 
 
 def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that is written in Python and record it."""
+    """Run an operator written in Python and record it."""
     core = mode.core
     assert kernel.body is not None
     body = kernel.body if mode.masks else kernel.body.unmasked
@@ -100,14 +101,15 @@ def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], 
 
 
 class ObservingMode(RecordingMode):
-    """The mode of a capture: looks inside operators that are written in Python."""
+    """The mode of a capture that looks inside operators written in Python."""
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return observe(self, kernel, args, kwargs)
 
 
 class Observer(ObservingMode):
-    """Sees what happens inside one call. `told`: that is recorded; all that follows is, too."""
+    """Observes the inside of one call. `told`: what happened so far has been recorded, and everything after it is
+    recorded directly."""
 
     def __init__(
         self, core: Core, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], around: Observer | None
@@ -156,7 +158,7 @@ class Observer(ObservingMode):
         return self.told and super()._ends()
 
     def hides(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an op that is about to run makes the call one that must be recorded as what happens inside."""
+        """Whether an op that is about to run means that the call must be recorded as the operators inside it."""
         autocast = None if kernel.own else autocast_of_program()
         if self.core.numeric.moved(kernel.name, autocast) or kernel.operator.moves_memory:
             return True
@@ -220,7 +222,7 @@ class Observer(ObservingMode):
         self._pending.append(Told(kernel, args, kwargs, result, started, ended, drawn))
 
     def tell(self) -> None:
-        """Record what has happened inside, and from now on whatever happens."""
+        """Record the ops that ran inside so far, and from now on every op directly."""
         if self.told:
             return
         if self._around is not None:
@@ -242,8 +244,8 @@ class Observer(ObservingMode):
             self.tell()
 
     def leave(self, result: Any) -> None:
-        """The call was recorded whole. Memory that it made and that lives on is state that no replay has, unless it is
-        there for gradients."""
+        """The call was recorded whole. Memory that it allocated and that outlives it is state that a replay does not
+        have, unless it is kept for gradients."""
         for storage in _storages(result):
             self._made.pop(storage._cdata, None)
         self._pending.clear()
@@ -274,7 +276,8 @@ def _tell_late(core: Core, op: Told) -> None:
 
 
 def _is_watched(tensor: torch.Tensor) -> bool:
-    """Whether the recorder compares its content at each use, so that a write must be recorded when it happens."""
+    """Whether the recorder compares the tensor's content at each use, which means that writes must be recorded
+    immediately."""
     tracker = getattr(storage_of(tensor), ATTRIBUTE, None)
     return tracker is not None and tracker.state is not None and tracker.state.watched
 
@@ -282,7 +285,8 @@ def _is_watched(tensor: torch.Tensor) -> bool:
 def _given(
     kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """For each tensor that has memory: the argument's index, a number for its storage while it lives, and itself."""
+    """For each tensor that has memory: the argument's index, a number that identifies its storage while it lives, and
+    the tensor."""
     values = (*enumerate(args), *((kernel.indices[name], value) for name, value in kwargs.items()))
     for index, value in values:
         for tensor in tensors_in(value):

@@ -1,13 +1,13 @@
 """Makes the composite operators of other packages reach the recorder whole, as kernels.
 
-An operator that is registered without a dispatch key (`m.def(schema, function)`) is a composite to PyTorch: where
-gradients may be needed, its function runs above dispatch modes, which see the operators that it calls, and nothing of
-what it does to memory itself. While a capture runs, such operators have kernels for the autograd keys that hand them
-on to the recorder where it is the one to see them, and run the function as ever where it is not: in other threads,
-under modes and transforms of the program's, for tensors that dispatch themselves. Callers in C++ make no difference.
+PyTorch treats an operator registered without a dispatch key (`m.def(schema, function)`) as a composite: where gradients
+may be needed, its function runs above dispatch modes. They see the operators that it calls, but not what it does to
+memory itself. During a capture, such operators have kernels for the autograd keys. These pass the call to the recorder
+if the recorder is the first to see it. Otherwise (in other threads, under modes and transforms of the program, for
+tensors with their own dispatch) they run the function as usual. Calls from C++ behave the same.
 
-Libraries may be loaded while the capture runs. They are looked at when an extension has been loaded, when a kernel was
-registered from Python, and when an operator is looked up in `torch.ops` for the first time.
+Libraries may be loaded during the capture. New operators are looked for after an extension is loaded, after a kernel is
+registered from Python, and when an operator is first looked up in `torch.ops`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 class RecorderForComposites(Protocol):
-    """What the kernels need of a recorder."""
+    """What the kernels need from a recorder."""
 
     def sees_first(self) -> bool:
-        """Whether the recorder alone sees what this thread calls now."""
+        """Whether only the recorder sees what this thread calls now."""
         ...
 
     def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
@@ -51,7 +51,7 @@ class WholeComposites:
 
     def __init__(self, recorder: RecorderForComposites) -> None:
         self._recorder = recorder
-        self._libraries: dict[str, Any] = {}  # by namespace; what they registered goes with them
+        self._libraries: dict[str, Any] = {}  # by namespace; their registrations end with them
         self._seen: set[str] = set()
         self._active = False
         self._patches = PatchSet(
@@ -73,7 +73,7 @@ class WholeComposites:
         self._patches.install()
 
     def remove(self) -> None:
-        """Put everything back as it was. Idempotent."""
+        """Restore everything. Idempotent."""
         self._active = False
         self._patches.remove()
         while self._libraries:
@@ -81,7 +81,7 @@ class WholeComposites:
         handed_on.clear()
 
     def look(self) -> None:
-        """Register for the composites that were not here when this was called last."""
+        """Register kernels for the composites added since the last call."""
         if self._active:
             self._recorder.attempt(self._look)
 
@@ -99,11 +99,11 @@ class WholeComposites:
             return  # PyTorch itself cannot be asked about it
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if any(has(name, key) for key in AUTOGRAD_KEYS):
-            return  # it takes care of gradients itself, and calls what comes below dispatch modes
+            return  # it handles gradients itself, and what it calls reaches dispatch modes
         if namespace not in self._libraries:
             self._libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "")
         handed_on.add(name)
-        # For a backend with a kernel of its own the operator comes whole anyway.
+        # For a backend with its own kernel, the operator arrives whole anyway.
         own = own_backends(name)
         kernel = self._kernel(name)
         for backend in (*BACKENDS, *(() if own else ("Other",))):
@@ -141,7 +141,7 @@ class WholeComposites:
     # ------------------------------------------------------------------------------------------------------- libraries
 
     def _after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, and a look at what it may have registered."""
+        """The function, followed by a look for what it may have registered."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -171,6 +171,6 @@ class WholeComposites:
 
 
 def _is_in_parts(tensors: list[torch.Tensor]) -> bool:
-    """Whether a composite that consists of parts where gradients are wanted does so for these."""
+    """Whether a composite that is split into parts where gradients are needed is split for these tensors."""
     for_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return for_backward or forward_ad._current_level >= 0 or any(tensor.device.type != "cpu" for tensor in tensors)

@@ -1,8 +1,8 @@
-"""Every operator call of the program, seen by a dispatch mode.
+"""Every operator call of the program, as a dispatch mode or the native hook sees it.
 
-`mode` gets the call, on the `mode_stack` of its thread; `kernels` knows the operator, and `calls` takes the complete
-path: what must be recorded before the call, the call itself, its record after. `arguments` turns values into a
-signature and slots, `unpacked` gives packed parameters their tensors, `handles` knows addresses that operators return,
-`wrapped_numbers` numbers in place of tensors. `higher_order` and `collectives` are operators with rules of their
-own.
+`mode` receives the call, on the `mode_stack` of its thread (`native_mode`: from the hook). `kernels` describes the
+operator, and `calls` is the complete path: what must be recorded before the call, the call itself, its record
+afterwards. `arguments` turns values into a signature and slots, `unpacked` represents packed parameters by tensors,
+`handles` keeps addresses that operators return, `wrapped_numbers` handles numbers in place of tensors. `higher_order`
+and `collectives` handle operators with rules of their own.
 """

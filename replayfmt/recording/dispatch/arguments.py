@@ -1,7 +1,7 @@
 """Turns the values of one call into a signature key and slots.
 
-The key is everything about the values that is constant in a signature: kinds, nesting, constants. It is a flat tuple of
-tokens, so that interning a signature is one dictionary lookup; only an unknown key is turned into signature nodes.
+The key holds everything that is constant in a signature: kinds, nesting, constants. It is a flat tuple of tokens, which
+makes interning a signature one dictionary lookup; only an unknown key is turned into signature nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _TENSOR, _STORAGE, _GENERATOR = Token(ValueKind.tensor), Token(ValueKind.storage
 
 
 class Encoder:
-    """Encodes values of calls. `tensor` resolves a plain tensor to its use, `storage` and `generator` give ids."""
+    """Encodes the values of calls. `tensor` resolves a plain tensor to its use; `storage` and `generator` return
+    ids."""
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class Encoder:
         large_integer: Callable[[OpCall, int], int | torch.Tensor | None],
         unpacked: Unpacked,
     ) -> None:
-        """`large_integer`: what is recorded in place of an integer of more than 32 bits: itself, the tensor that
-        stands for an address, or None."""
+        """`large_integer` returns what is recorded for an integer of more than 32 bits: the integer itself, the tensor
+        that represents an address, or None."""
         self._tensor = tensor
         self._storage = storage
         self._generator = generator
@@ -55,7 +56,7 @@ class Encoder:
         self._unpacked = unpacked
 
     def add(self, value: Any, values: CallValues, call: OpCall) -> None:
-        """Append one value that `call` was given or returned. Raises Unrepresentable."""
+        """Append one argument or result of `call`. Raises Unrepresentable."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
             self._add_tensor(value, values, call)
@@ -149,8 +150,8 @@ class Encoder:
 
 
 class StructureEncoder(Encoder):
-    """Encodes tensors and how they are nested. Scalars and strings, which may tell what is in them, become None; those
-    inside a composite are its shape, and stay."""
+    """Encodes tensors and their nesting. Scalars and strings, which may reveal content, become None; those inside a
+    composite describe its shape and are kept."""
 
     def __init__(self, *resolve: Any) -> None:
         """As Encoder."""
@@ -178,7 +179,7 @@ def _concrete(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | flo
 
 
 def build_nodes(tokens: Sequence[Token], names: Sequence[str]) -> tuple[Node, ...]:
-    """The nodes of a flat key: as many top-level ones as there are names."""
+    """The nodes of a flat key: one top-level node per name."""
     remaining = iter(tokens)
     return tuple(_build_node(remaining, name) for name in names)
 

@@ -1,4 +1,4 @@
-"""One operator call while it is being recorded, and the data gathered on its values."""
+"""One operator call while it is being recorded, and the data collected about its values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .kernels import CapturedKernel
 
 
 class Token(NamedTuple):
-    """One node of a key: its kind, its constant, the number of children that follow."""
+    """One node of a key: its kind, its constant, and the number of children that follow."""
 
     kind: ValueKind
     constant: int | str | None = None
@@ -21,7 +21,8 @@ class Token(NamedTuple):
 
 
 class TensorUse(NamedTuple):
-    """A plain tensor that a call was given or gave: `argument` is the schema's (or result's) index."""
+    """A plain tensor that is an argument or a result of a call. `argument` is its index in the schema (or among the
+    results)."""
 
     argument: int
     tensor: torch.Tensor
@@ -32,7 +33,7 @@ class TensorUse(NamedTuple):
 
 
 class CallValues:
-    """The values of one call, being gathered."""
+    """The values of one call, while they are collected."""
 
     __slots__ = ("addresses", "argument", "floats", "ints", "key", "tensors", "uses")
 

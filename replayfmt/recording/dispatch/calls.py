@@ -36,11 +36,11 @@ from .wrappers import is_wrapper
 
 
 class PassedThrough(Exception):
-    """The op returned a wrapper subclass: what it holds was or will be recorded on its own."""
+    """The op returned a wrapper subclass: the tensors inside it are recorded separately."""
 
 
 class RecordedCall(NamedTuple):
-    """What is in the record of a call that returned."""
+    """The content of the record of a call that returned."""
 
     signature: int
     results: CallValues
@@ -65,7 +65,7 @@ class CallRecorder:
         opaque: OpaqueResults,
         threads: list[int],
     ) -> None:
-        """`scalars`: record the scalars that ops return. `opaque` are results that are never compared."""
+        """`scalars`: record the scalars that ops return. `opaque`: the results that are never compared."""
         self._buffer = buffer
         self._records = records
         self._metas = metas
@@ -78,7 +78,7 @@ class CallRecorder:
         self._opaque = opaque
         self._threads = threads
         self._kernels: dict[int, CapturedKernel] = {}
-        self._listed: list[int] = []  # of which a composite makes a tensor now
+        self._listed: list[int] = []  # the list that a composite is turning into a tensor
         unpacked = Unpacked()
         self._arguments = Encoder(
             self._use_argument, self._use_storage, generators.number, records.device, self._given_integer, unpacked
@@ -89,7 +89,7 @@ class CallRecorder:
         )
 
     def kernel_of(self, func: torch._ops.OpOverload) -> CapturedKernel:
-        """What is known of an overload; computed at its first call."""
+        """The description of an overload, computed at its first call."""
         kernel = self._kernels.get(id(func))
         if kernel is None:
             kernel = self._kernels[id(func)] = CapturedKernel(func, self._opaque)
@@ -97,7 +97,7 @@ class CallRecorder:
 
     @property
     def operators(self) -> list[tuple[str, str, int]]:
-        """Name, overload and number of results of what was called so far."""
+        """Name, overload and number of results of each operator called so far."""
         return [(kernel.name, kernel.overload, kernel.results) for kernel in self._kernels.values()]
 
     # ---------------------------------------------------------------------------------------------------------- before
@@ -110,9 +110,9 @@ class CallRecorder:
         drawn: list[tuple[torch.Generator, bytes, bytes]] | None = None,
         autocast: Callable[[bool], dict[str, str]] = autocast_below_mode,
     ) -> OpCall:
-        """Record what the op needs: state, content. `autocast` reads what it runs under. `drawn`: it has run, under
-        the settings that the stream is in, and these generators were in these states around it. Raises
-        Unrepresentable."""
+        """Record what the op needs: state, content. `autocast` reads the autocast state that it runs under. `drawn`:
+        the op has already run, under the settings that the stream states, and these generators had these states before
+        and after. Raises Unrepresentable."""
         if kernel.unnameable:
             raise Unrepresentable("opaque_argument", kernel.unnameable)
         call = OpCall(kernel, args, kwargs)
@@ -183,19 +183,19 @@ class CallRecorder:
         return TensorUse(index, tensor, storage, tracker, number, meta)
 
     def _holds_list(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether memory of the host holds the list that a composite just made a tensor of."""
+        """Whether host memory holds the list that a composite has just turned into a tensor."""
         code = {torch.float32: "f", torch.float64: "d"}.get(dtype_of(tensor))
         if code is None or storage.device.type != "cpu" or shape_of(tensor).numel() != len(self._listed):
             return False
         return bytes(host_view(storage)) == struct.pack(f"{len(self._listed)}{code}", *self._listed)
 
     def _given_integer(self, call: OpCall, value: int) -> int | torch.Tensor:
-        """What is recorded in place of a large integer that the op was given."""
+        """What is recorded for a large integer that was passed to the op."""
         tensor = None if call.kernel.own else self._handles.passed(value)
         return value if tensor is None else tensor
 
     def _returned_integer(self, call: OpCall, value: int) -> int | torch.Tensor | None:
-        """What is recorded in place of a large integer that the op returned."""
+        """What is recorded for a large integer that the op returned."""
         if call.kernel.own:  # read out of a tensor: no number to compare, and no new object
             return value if self._handles.tensor_of(value) is None else None
         tensor = self._handles.returned(value)
@@ -216,7 +216,7 @@ class CallRecorder:
     # ----------------------------------------------------------------------------------------------------------- after
 
     def after(self, call: OpCall, result: Any, started: int, ended: int) -> RecordedCall:
-        """The op returned. Raises Unrepresentable or PassedThrough; then nothing was recorded of it."""
+        """The op returned. Raises Unrepresentable or PassedThrough; then it was not recorded."""
         kernel = call.kernel
         if kernel.operator.makes_tensor_of:
             listed = kernel.argument(kernel.indices[kernel.operator.makes_tensor_of], call.args, call.kwargs)
@@ -230,7 +230,7 @@ class CallRecorder:
             values.argument = index
             self._results.add(value, values, call)
         if self._threads:
-            self._numeric.check(kernel.name)  # another thread's op may have stated its own settings since
+            self._numeric.check(kernel.name)  # another thread's op may have recorded its own settings meanwhile
         signature = self._commit(call, OpStatus.ok, values, len(results), started, ended)
         self._note_writes(call, values)
         if call.generators:
@@ -240,9 +240,10 @@ class CallRecorder:
         return RecordedCall(signature, values)
 
     def raised(self, call: OpCall, started: int, ended: int, interrupted: bool) -> None:
-        """The op raised: it has no results. `interrupted`: it was a signal handler that raised."""
+        """The op raised: it has no results. `interrupted`: a signal handler raised."""
         if interrupted:
-            # Ctrl-C, exit, a timeout: not the op's own doing, and no replay would raise. What it wrote enters again.
+            # Ctrl-C, exit, a timeout: not the op's own doing, and no replay would raise. What it wrote is imported
+            # again.
             for use in call.values.uses:
                 self._storages.mark_written_outside(use.tracker)
             return
@@ -328,7 +329,7 @@ class CallRecorder:
         )
 
     def _unknown_in(self, call: OpCall) -> list[bool]:
-        """For each storage with unwritten bytes that a call copies: whether anything of it was written."""
+        """For each storage with unwritten bytes that a call copies: whether any of its bytes were written."""
         unknown = []
         for use in call.values.uses:
             if use.argument == call.kernel.operator.copies and use.tracker.size == -1:
@@ -349,7 +350,7 @@ class CallRecorder:
     # --------------------------------------------------------------------------------------------------------- digests
 
     def _digest(self, call: OpCall, values: CallValues, ordinal: int) -> None:
-        """Digest every result of the op just recorded, and what it wrote that is not among them."""
+        """Digest every result of the op just recorded, and the tensors that it wrote besides."""
         kernel = call.kernel
         uses = (
             [use for use in values.uses if use.argument not in kernel.opaque_results]
@@ -375,10 +376,10 @@ class CallRecorder:
 
 
 def _dtype_beside(call: OpCall) -> torch.dtype | None:
-    """What a storage that is an argument itself is to be seen as: `set_` gives it to a tensor."""
+    """The dtype for a storage that is itself an argument: `set_` attaches it to a tensor."""
     return next((dtype_of(value) for value in call.args if isinstance(value, torch.Tensor)), None)
 
 
 def _fills_empty() -> bool:
-    """Whether torch fills memory that `empty` returns with a known value."""
+    """Whether torch fills the memory that `empty` returns with a known value."""
     return torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()

@@ -1,6 +1,6 @@
-"""A capture's description of a collective: its process group, by name, ranks and this rank.
+"""Describes a collective in a capture: its process group, by name, ranks and this rank.
 
-Collectives are not replayed: they need all their ranks at once. Their records say which these were.
+Collectives are not replayed, because they need all their ranks at once. Their records name the ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _MOST_RANKS = 16
 
 
 def describe_collective(args: Iterable[Any]) -> str:
-    """The detail of a collective's record: its group as far as the arguments tell, and what a replay would need."""
+    """The detail of a collective's record: its group, as far as it is known from the arguments, and what a replay would
+    need."""
     group = next((found for value in args if (found := _group(value)) is not None), None)
     if group is None:
         return "collectives are not replayed yet; its process group is not known"
@@ -42,12 +43,12 @@ def _group(value: Any) -> Any:
         try:
             return c10d._resolve_process_group(c10d.GroupName(value))
         except (RuntimeError, ValueError):
-            return None  # no name of a group: that of the reduction, for instance
+            return None  # not the name of a group: that of the reduction, for instance
     return None
 
 
 def _ranks(group: Any) -> list[int]:
-    """The global ranks of a group's members; their numbers in the group where those are unknown."""
+    """The global ranks of a group's members; their ranks within the group if those are unknown."""
     from torch.distributed import distributed_c10d as c10d
 
     known = c10d._world.pg_group_ranks.get(group)

@@ -1,10 +1,10 @@
-"""Addresses that operators return to the program: handles of objects inside an operator library.
+"""Addresses that operators return to the program: handles to objects inside an operator library.
 
-Such an operator returns the address of an object as an integer, and later calls take it back: as an integer, or in a
-tensor of one element that the program made of it. A replay has other addresses, so the number itself must not enter the
-capture. It is recorded as what it is, a result of the operator that made the object: an int64 tensor without dimensions
-on a storage of its own, which stands wherever the program passed the address on. An address of this process that no
-captured operator gave is an opaque argument.
+Such an operator returns the address of an object as an integer, and later operators take it as an argument: as an
+integer, or in a one-element tensor that the program made from it. Addresses differ in a replay, so the number itself
+must not enter the capture. It is recorded as a result of the operator that created the object: a zero-dimensional int64
+tensor on a storage of its own, used wherever the program passes the address. An address in this process that no
+captured operator returned is an opaque argument.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, fill_storage, ho
 
 from ..stream.records import Unrepresentable
 
-_LEAST_ADDRESS = 1 << 32  # what is below is a count or a size, wherever a process may have memory there
-_LARGEST_TABLE_BYTES = 512  # of integers: longer ones are data
+_LEAST_ADDRESS = 1 << 32  # lower values count as counts or sizes, even if the process has memory there
+_LARGEST_TABLE_BYTES = 512  # of integers: longer tables are data
 _MAPPED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ", re.MULTILINE)
 
 
 class Handles:
-    """The addresses that captured operators gave, and the tensors that stand for them. Callers hold the recorder's
+    """The addresses that captured operators returned, and the tensors that represent them. Callers hold the recorder's
     lock."""
 
     def __init__(self) -> None:
@@ -35,19 +35,19 @@ class Handles:
         """The tensor for an integer that an operator library's operator returned; None if it is not an address."""
         if not is_address(value):
             return None
-        # The same address again is another object: the memory of one that was freed was given out again.
+        # The same address again is another object, allocated in the memory of one that was freed.
         tensor = self._tensors[value] = call_undispatched(_as_tensor, value)
         self._storages.add(tensor.untyped_storage()._cdata)
         return tensor
 
     def tensor_of(self, value: int) -> torch.Tensor | None:
-        """The tensor for an address that a captured operator gave."""
+        """The tensor for an address that a captured operator returned."""
         return self._tensors.get(value)
 
     def passed(self, value: int) -> torch.Tensor | None:
         """The tensor for an integer given to an operator library's operator; None if it is a number.
 
-        Raises Unrepresentable for an address that no captured operator gave.
+        Raises Unrepresentable for an address that no captured operator returned.
         """
         tensor = self._tensors.get(value)
         if tensor is None and is_address(value):
@@ -62,7 +62,7 @@ class Handles:
         return storage._cdata in self._storages
 
     def held_by(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """The storage of the address that is all that a storage of the program holds on the CPU, if it is known."""
+        """The storage for an address, if that address is known and is all that a CPU storage of the program holds."""
         if not self._tensors or storage.nbytes() != 8:
             return None
         tensor = self._tensors.get(_integers(storage)[0])
@@ -89,7 +89,7 @@ def is_address(value: int) -> bool:
         with open("/proc/self/maps", "rb") as file:
             mapped = _MAPPED.findall(file.read())
     except OSError:
-        return False  # nothing tells; on Linux with /proc this does not happen
+        return False  # unknown; does not happen on Linux with /proc
     begins = [int(begin, 16) for begin, _end in mapped]
     place = bisect.bisect_right(begins, value) - 1
     return place >= 0 and value < int(mapped[place][1], 16)

@@ -1,8 +1,8 @@
 """Higher-order operators under the recorder: their bodies are recorded as ordinary operators.
 
-Some eager implementations assert that no mode is active. Of these, `cond` and `scan` are spelled out here, because they
-issue operators of their own besides their bodies; the others only call their body, so the body alone gets the recorder
-back. All the rest run their eager implementation with the recorder active inside.
+Some eager implementations assert that no mode is active. Of these, `cond` and `scan` are reimplemented here, because
+they issue operators of their own besides their bodies. The others only call their body, so the recorder is reactivated
+for the body alone. All the rest run their eager implementation with the recorder active inside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ONLY_CALL_THEIR_BODY = ("invoke_subgraph", "strict_mode")
 
 
 class Mode(Protocol):
-    """What runs functions with their operators recorded."""
+    """Runs functions with their operators recorded."""
 
     def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 

@@ -1,5 +1,5 @@
-"""What the recorder knows of an operator overload before it sees a call: computed once, from its schema and from what
-replayfmt.pytorch.operators knows of it.
+"""What the recorder knows about an operator overload before it sees a call. Computed once, from its schema and from
+replayfmt.pytorch.operators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Action(Enum):
 
     record = 1
     ignore = 2  # run it, record nothing
-    decompose = 3  # a composite of PyTorch's own that reached the mode: its parts are recorded
+    decompose = 3  # a PyTorch composite that reached the mode: its parts are recorded
     collective = 4  # run it, record that it cannot be reproduced
     scope_enter = 5  # torch.profiler.record_function
     scope_exit = 6
@@ -97,9 +97,9 @@ class CapturedKernel:
         self.indices = {a.name: index for index, a in enumerate(self.arguments)}
         only = operator.only_with
         self.only_with = None if only is None else (self.indices[only[0]], self.indices[only[1]])
-        # Lists whose items may be of any type of number: [1], [1.0] and [True] compare equal, and compute other things.
+        # Lists of numbers of any type: [1], [1.0] and [True] compare equal but compute different results.
         self.mixed_lists = any("List[number]" in str(a.type) for a in schema.arguments)
-        # Where a number comes in a tensor's place, though a call from Python takes none there.
+        # Places where a number comes instead of a tensor, though a call from Python does not accept one.
         self.tensor_places = (
             ()
             if takes_numbers(func)
@@ -109,9 +109,9 @@ class CapturedKernel:
         self.view = func.is_view
         self.in_place_view = torch.Tag.inplace_view in func.tags
         self.reads_nothing = self.view or operator.reads_nothing or self.in_place_view
-        # Views written to nothing: an in-place view changes metadata, not memory.
+        # An in-place view writes nothing: it changes metadata, not memory.
         self.writes = () if self.in_place_view else tuple(i for i, a in enumerate(self.arguments) if a.written)
-        # It gives new tensors, whose elements depend on the arguments' elements and on nothing else.
+        # It returns new tensors, whose elements depend only on the arguments' elements.
         self.elementwise = operator.own and torch.Tag.pointwise in func.tags and not self.writes and not self.view
         self.accumulates_at = tuple(i for i, a in enumerate(self.arguments) if a.name in ACCUMULATES)
         self.random = (
@@ -119,7 +119,7 @@ class CapturedKernel:
             or not operator.own
             or any("Generator" in str(a.type) for a in schema.arguments)
         )
-        # Attention draws only with dropout.
+        # Attention draws random numbers only with dropout.
         self.dropout = self.indices.get("dropout_p", -1) if self.namespace == "aten" else -1
         self.opaque_results = tuple(opaque.of(schema.name, self.overload, self.results))
         self.action = self._choose_action(base)
@@ -140,13 +140,13 @@ class CapturedKernel:
         if self.operator.collective:
             return Action.collective
         if self.operator.maps_files:
-            return Action.ignore  # what it returns enters at its first use, as memory mapped before the capture does
+            return Action.ignore  # what it returns is imported at its first use, like memory mapped before the capture
         if self.operator.in_parts and is_composite_operator(self.func.name()):
             return Action.decompose
         return Action.record
 
     def has_own_kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the dispatcher runs this composite as one kernel for these arguments, not in parts."""
+        """Whether the dispatcher runs this composite as one kernel for these arguments, rather than in parts."""
         if not self.own_kernels:
             return False
         keys = [torch._C._dispatch_keys(tensor) for tensor in tensors_in((*args, *kwargs.values()))]
@@ -161,7 +161,7 @@ class CapturedKernel:
         return printed_schema(self.func._schema)
 
     def argument(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value a call returns for an argument; None if it leaves it to the schema's default."""
+        """The value that a call passes for an argument; None if it uses the schema's default."""
         if index < len(args):
             return args[index]
         return kwargs.get(self.arguments[index].name)
@@ -196,7 +196,7 @@ class CapturedKernel:
 
     @staticmethod
     def _computes_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is for the meta device, which knows no content."""
+        """Whether a call is for the meta device, which has no content."""
         device = kwargs.get("device")
         given = tensors_in((*args, *kwargs.values()))
         return (device is not None and torch.device(device).type == "meta") or any(tensor.is_meta for tensor in given)
@@ -219,8 +219,8 @@ class CapturedKernel:
 
 
 def caller_of(func: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What calls an overload from inside the mode's handler as the program would have called it."""
-    # No `__torch_function__` sees a call that comes to the dispatch mode, so none may see it leave.
+    """A function that calls an overload from inside the mode's handler as the program would have called it."""
+    # No `__torch_function__` sees a call that arrives at the dispatch mode, so none may see it leave.
     name, overload = func._schema.name, func._schema.overload_name or "default"
     if operators.operator_named(name).own or name_problem(name, overload):
         return unheard(func)
@@ -228,8 +228,8 @@ def caller_of(func: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def unheard(func: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What calls an overload past every `__torch_function__`, of modes and of its arguments' classes. (Those that are
-    called inside the operator are left alone.)"""
+    """A function that calls an overload past every `__torch_function__`, of modes and of its arguments' classes. (Those
+    called inside the operator still apply.)"""
     if not takes_numbers(func):
         return functools.partial(torch._C._dispatch_call_boxed, func._handle)
     call = func._op

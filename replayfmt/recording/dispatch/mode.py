@@ -1,8 +1,8 @@
-"""The dispatch mode: sees every operator call of the threads that carry it, and hands it on to be recorded.
+"""The dispatch mode: sees every operator call of the threads that carry it, and passes it on for recording.
 
-What a call's kind demands is decided here: composites are run in parts, wrapper subclasses unwrapped, fake and
-functional tensors left alone, collectives and opaque arguments noted as unsupported. The operator itself always runs,
-with the arguments it was given, and what it returns or raises is what the program gets.
+It decides what to do by the kind of call: composites are run in parts, wrapper subclasses unwrapped, fake and
+functional tensors left alone, collectives and opaque arguments recorded as unsupported. The operator itself always
+runs, with the given arguments, and the program gets whatever it returns or raises.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class RecordingMode(TorchDispatchMode):
     """Records into one core. Inert once the core is finished: a thread may carry it longer than the capture lasts."""
 
     supports_higher_order_operators = True
-    masks = True  # PyTorch hides autocast, autograd and more from what its handler calls
+    masks = True  # PyTorch disables autocast, autograd and more for what its handler calls
     autocast = staticmethod(autocast_below_mode)
     told = True  # what it sees is recorded at once
-    launched = False  # work without an operator was done under it
+    launched = False  # whether work without an operator was done under it
 
     def __init__(self, core: Core) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class RecordingMode(TorchDispatchMode):
         return self.record(kernel, args, kwargs)
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that is written in Python, and record it as what its inside turns out to be."""
+        """Run an operator written in Python, and record it according to what happens inside."""
         raise NotImplementedError("custom_operators/observing.py does")
 
     # --------------------------------------------------------------------------------------------------------- ordinary
@@ -117,7 +117,8 @@ class RecordingMode(TorchDispatchMode):
         except BaseException:
             core.interrupted(args, kwargs, None)
             raise
-        # The op runs outside of every handler: what it raises has the context that it has without a capture.
+        # The op runs outside of every exception handler, so that what it raises has the same context as without a
+        # capture.
         if call is None:
             return kernel.call(*args, **kwargs)
         if isinstance(call, Unrepresentable):
@@ -137,7 +138,7 @@ class RecordingMode(TorchDispatchMode):
         return result
 
     def _begins(self) -> bool:
-        """Before recording has begun: whether this op is where it begins."""
+        """Before recording has begun: whether it begins with this op."""
         core, options = self.core, self.core.options
         with core.lock:
             if core.finished:
@@ -155,7 +156,7 @@ class RecordingMode(TorchDispatchMode):
         return self.core.scopes.find(lambda scope: progress.is_start(scope.name, scope.number)) is not None
 
     def _ends(self) -> bool:
-        """While ops are counted: whether this op is past the last one to record."""
+        """If ops are counted: whether this op is past the last one to record."""
         core = self.core
         with core.lock:
             core.ops_seen += 1
@@ -167,7 +168,8 @@ class RecordingMode(TorchDispatchMode):
     # ---------------------------------------------------------------------------------------------------- special cases
 
     def _beneath(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Another mode lies beneath: a tracer that runs nothing for real, or a mode that replaces what is called."""
+        """Handles another mode below this one: a tracer that does not really run anything, or a mode that replaces what
+        is called."""
         keys = torch._C._TorchDispatchModeKey
         if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
             return func(*args, **kwargs)
@@ -200,13 +202,13 @@ class RecordingMode(TorchDispatchMode):
             self.core.scope_end(scope)
 
     def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call something whose operators are to be recorded, from within a call that is not."""
+        """From within a call that is not recorded, call something whose operators are."""
         depth = _len_torch_dispatch_stack()
         try:
             _push_on_torch_dispatch_stack(self)
             return function(*args, **kwargs)
         finally:
-            # A signal handler may raise after any call, the one that puts the mode there or takes it off among them.
+            # A signal handler may raise after any call, including those that push and pop the mode.
             try:
                 if _len_torch_dispatch_stack() > depth:
                     _pop_torch_dispatch_stack(None)
@@ -216,7 +218,7 @@ class RecordingMode(TorchDispatchMode):
                 raise
 
     def _unrecorded(self, func: Any) -> Callable[..., Any]:
-        """What runs an operator that is not recorded."""
+        """A function that runs an operator without recording it."""
         if not isinstance(func, torch._ops.OpOverload):
             return func
         return self.core.attempt(caller_of, func) or func
@@ -230,13 +232,13 @@ class RecordingMode(TorchDispatchMode):
 
 
 def _is_tracing(types: Any) -> bool:
-    """Whether an op is about tensors that stand for others: nothing is computed."""
+    """Whether an op's tensors are placeholders, as in tracing: nothing is computed."""
     names = (
         ("torch._subclasses.fake_tensor", "FakeTensor"),
         ("torch._subclasses.functional_tensor", "FunctionalTensor"),
     )
     for module, name in names:
-        kept = getattr(sys.modules.get(module), name, None)  # None: torch is just importing it
+        kept = getattr(sys.modules.get(module), name, None)  # None: torch is still importing it
         if kept is not None and any(issubclass(kind, kept) for kind in types):
             return True
     return False

@@ -1,4 +1,4 @@
-"""The calling thread's stack of dispatch modes: every thread has its own."""
+"""The calling thread's stack of dispatch modes. Every thread has its own."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def remove_mode_at(place: int) -> None:
 
 
 def remove_mode(mode: Any) -> None:
-    """Take a mode off, where the thread has it."""
+    """Remove a mode, if the thread has it."""
     stack = mode_stack()
     if mode in stack:
         remove_mode_at(stack.index(mode))
 
 
 def remove_finished_modes() -> bool:
-    """Take modes of captures that are over off. Whether there were any."""
+    """Remove the modes of captures that are over. Returns whether there were any."""
     finished = [
         place for place, mode in enumerate(mode_stack()) if isinstance(mode, RecordingMode) and mode.core.finished
     ]

@@ -1,8 +1,8 @@
-"""The recorder beneath autograd: what the hook in PyTorch's dispatcher (native/recorder.cpp) calls around operators.
+"""The recorder below autograd: what the hook in PyTorch's dispatcher (native/recorder.cpp) calls around operators.
 
-It decides what a call is as the dispatch mode does (mode.py), but it does not run the operator: the hook does, with the
-arguments as they are. Nothing of the program's thread is masked here, so operators of other packages run as ever, and
-composites come in parts. Operators that are written in Python are observed by a dispatch mode, as in mode.py.
+It classifies calls like the dispatch mode (mode.py), but does not run the operator: the hook does, with the arguments
+as they are. No thread state of the program is masked here, so operators of other packages run as usual, and composites
+arrive in parts. Operators written in Python are observed by a dispatch mode, as in mode.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from .call import OpCall
 from .collectives import describe_collective
 from .kernels import Action, CapturedKernel, tensors_in
 
-# What `before` answers where the call is not recorded: the operator runs alone, in parts that come here, or in Python.
+# What `before` returns if the call is not recorded: the operator runs by itself, in parts that arrive here, or in
+# Python.
 _ALONE, _IN_PARTS, _IN_PYTHON = None, False, True
 
 
@@ -38,8 +39,8 @@ _FAKE_TENSORS = os.path.join("torch", "_subclasses", "fake_tensor.py")
 
 
 class _Begun:
-    """A call that runs. `kernel`: the name alone, where Python has no operator for it. `call`: None if there is nothing
-    to record but `problem`; `drawing`: with the lock held."""
+    """A call in progress. `kernel`: only the name, if Python has no such operator. `call`: None if there is nothing to
+    record but `problem`. `drawing`: the lock is held."""
 
     __slots__ = ("args", "call", "drawing", "kernel", "kwargs", "problem")
 
@@ -51,7 +52,7 @@ class _Begun:
 
 
 class NativeMode(ObservingMode):
-    """Records into one core. Never on a thread's stack of modes."""
+    """Records into one core. It is never on a thread's stack of modes."""
 
     masks = False
     autocast = staticmethod(lambda own: read_autocast())
@@ -63,8 +64,8 @@ class NativeMode(ObservingMode):
 
     # ----------------------------------------------------------------------------------------------- called by the hook
 
-    # Each is an outermost frame of the recorder's: what goes wrong inside ends the capture, and a signal handler's
-    # exception passes on without frames of the recorder's.
+    # Each is an outermost frame of the recorder: a failure inside ends the capture, and a signal handler's exception
+    # propagates without recorder frames.
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | bool | None:
         """An operator is about to run."""
@@ -75,7 +76,7 @@ class NativeMode(ObservingMode):
             return _IN_PARTS
 
     def after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
-        """It returned. Gives its record's signature, where it has one."""
+        """It returned. Returns its record's signature, if it has one."""
         try:
             return self._after(begun, result, started, ended)
         except BaseException as error:
@@ -83,7 +84,7 @@ class NativeMode(ObservingMode):
             return None
 
     def raised(self, begun: _Begun, error: BaseException | None, started: int, ended: int) -> None:
-        """It raised. `error`: where Python did."""
+        """It raised. `error`: the exception, if Python raised it."""
         try:
             if begun.call is not None:
                 self.core.raised(begun.call, started, ended, is_interrupt(error))
@@ -94,8 +95,8 @@ class NativeMode(ObservingMode):
             self._end_or_pass(struck)
 
     def interrupted(self, begun: _Begun | None, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A signal handler raised in one of the others, around an operator that ran. `args` and `kwargs`: those of an
-        operator on the hot path."""
+        """A signal handler raised in one of the other callbacks, around an operator that ran. `args` and `kwargs`:
+        those of an operator on the hot path."""
         try:
             if begun is not None:
                 self._release(begun)
@@ -118,7 +119,7 @@ class NativeMode(ObservingMode):
             raise error
 
     def _release(self, begun: _Begun) -> None:
-        """Let others draw random numbers."""
+        """Let other threads draw random numbers again."""
         if begun.drawing:
             begun.drawing = False
             self.core.lock.release()
@@ -143,7 +144,7 @@ class NativeMode(ObservingMode):
     # ---------------------------------------------------------------------------------------------- for the hot path
 
     def functions(self) -> Functions:
-        """All that the hook calls."""
+        """All functions that the hook calls."""
         return Functions(
             self.before,
             self.after,
@@ -158,7 +159,7 @@ class NativeMode(ObservingMode):
         )
 
     def describe(self, func: Any) -> OperatorForHook | None:
-        """An operator, at its first call."""
+        """Describe an operator, at its first call."""
         try:
             return self.core.attempt(self._describe, func)
         except BaseException as error:
@@ -178,7 +179,7 @@ class NativeMode(ObservingMode):
             and not (operator.casts_inside or operator.resizes or operator.changes_view or operator.lifts)
             and not operator.makes_tensor_of
             and not (kernel.view and self.core.options.payload == "integers")
-            # An op may resize its out= argument: then the complete path has to see it before.
+            # An op may resize its out= argument, so the complete path has to see it before the call.
             and not any(kernel.arguments[index].keyword_only for index in kernel.writes)
             and not any(part in kernel.name for part in ("quantize", "fbgemm", "meta"))
             and all(isinstance(each.type, _HOT_RESULTS) for each in func._schema.returns)
@@ -187,7 +188,7 @@ class NativeMode(ObservingMode):
         return OperatorForHook(plain, kernel.writes, watched_indices(kernel.name), dropout, not kernel.tensor_places)
 
     def context(self) -> int:
-        """The context of the calling thread."""
+        """The calling thread's context id."""
         try:
             return self.core.attempt(self.core.scopes.current) or 0
         except BaseException as error:
@@ -197,7 +198,7 @@ class NativeMode(ObservingMode):
     def late(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, started: int, ended: int
     ) -> int | None:
-        """An operator ran on the hot path, and its results are not all known."""
+        """An operator ran on the hot path, and some of its results are unknown."""
         try:
             core = self.core
             recorded = core.ran(core.calls.kernel_of(func), args, kwargs, result, started, ended)

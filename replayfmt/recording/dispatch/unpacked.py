@@ -1,8 +1,8 @@
 """The contents of packed parameters, as tensors that stay the same from use to use.
 
-An object is unpacked at each use, and has no identity that outlives it: what it returns is compared with what an object
-at the same place gave before, so that its content enters the capture once. The copies are kept for that; what the
-object returns of its own (a bias that is the program's) is not.
+An object is unpacked at each use and has no lasting identity. So its parts are compared with what an object at the same
+place returned before, and the content enters the capture only once. Copies are kept for that; tensors that the object
+returns as they are (a bias that belongs to the program) are not kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UnpackedParts = tuple[str, dict[int, torch.Tensor], list[Any]]
 
 
 class Unpacked:
-    """The objects of one capture. Callers hold the recorder's lock."""
+    """The packed objects of one capture. Callers hold the recorder's lock."""
 
     def __init__(self) -> None:
         self._objects: OrderedDict[int, UnpackedParts] = OrderedDict()
@@ -55,7 +55,7 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _content(part: Any) -> Any:
-    """What tells a part from another one."""
+    """What distinguishes one part from another."""
     if not isinstance(part, torch.Tensor):
         return part
     content = xxhash.xxh3_128_intdigest(storage_bytes(part.untyped_storage()))

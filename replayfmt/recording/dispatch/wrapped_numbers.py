@@ -1,7 +1,7 @@
 """Numbers passed where an operator takes tensors.
 
 C++ code wraps a number as a tensor to call an operator with it (`expand` of what is added to a ZeroTensor, traces of
-TorchScript). To a dispatch mode it comes as a number, which operators refuse when they are called from Python.
+TorchScript). A dispatch mode receives it as a number, which operators reject when called from Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBERS: dict[type, torch.dtype] = {
 
 
 def with_tensors(kernel: CapturedKernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of an operator with tensors for the numbers in their places."""
+    """The arguments of an operator, with numbers in tensors' places turned into tensors."""
     places = [index for index in kernel.tensor_places if index < len(args) and type(args[index]) in _NUMBERS]
     if not places:
         return args

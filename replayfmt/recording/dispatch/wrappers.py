@@ -1,4 +1,4 @@
-"""Tensors that stand for others, and the plain ones that a tensor is made of."""
+"""Tensors that wrap others, and the plain tensors that a tensor consists of."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def dispatches_itself(kind: type) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for others, whose operators come one by one."""
+    """Whether a tensor wraps others, whose operators arrive one by one."""
     return dispatches_itself(type(tensor))
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A strided tensor itself, or the tensors a composite is made of; nothing for what has no memory of its own."""
+    """A strided tensor itself, or the tensors that a composite consists of; none for a tensor without memory of its
+    own."""
     if is_wrapper(tensor) or layout_of(tensor) is TORCH_LAYOUT[Layout.mkldnn]:
         return []
     if not is_composite(tensor):
