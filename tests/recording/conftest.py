@@ -71,9 +71,12 @@ Capture = Callable[..., Captured]
 def capture(tmp_path: Path) -> Iterator[Capture]:
     """Captures what a function does. What it returns is alive until the capture has ended."""
     made: list[Captured] = []
+    count = 0
 
     def make(program: Callable[[], Any], **options: Any) -> Captured:
-        path = tmp_path / f"{len(made) + 1}.opreplay"
+        nonlocal count
+        count += 1
+        path = tmp_path / f"{count}.opreplay"
         with replayfmt.capture(path, **options):
             returned = program()
         made.append(Captured(path, returned))
