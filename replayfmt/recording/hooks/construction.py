@@ -1,10 +1,10 @@
 """Lets a program construct tensors of its own classes: `class T(torch.Tensor): ...; T([1.0])`.
 
-PyTorch's constructor takes what its operators return and makes it a `T`. Under a dispatch mode, whichever it is, they
-return tensors that already are objects of another class, and the constructor raises. So the mode is taken off for that
-moment. What it makes is content that no op produced: it enters the capture at its first use.
+PyTorch's constructor converts the result of its operators to a `T`. Under any dispatch mode, that result is already a
+Python object of another class, and the constructor raises. So the mode is removed for the duration of the call. The new
+tensor is content that no op produced: it is imported at its first use.
 
-(A program that goes past `torch.Tensor.__new__` to that of `torch._C.TensorBase` still gets the error.)
+(A program that bypasses `torch.Tensor.__new__` and calls that of `torch._C.TensorBase` still gets the error.)
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _recorder: RecorderForConstruction | None = None
 
 
 class RecorderForConstruction(Protocol):
-    """What the construction needs of a recorder."""
+    """What the construction needs from a recorder."""
 
     def paused(self) -> AbstractContextManager[Any]: ...
 
 
 def construct(*args: Any, **kwargs: Any) -> Any:
-    """`torch.Tensor.__new__` of a program under capture. (One function for all captures: Dynamo goes by identity.)"""
+    """`torch.Tensor.__new__` for a program under capture. (One function for all captures, because Dynamo compares by
+    identity.)"""
     recorder = _recorder
     try:
         if recorder is None or not args or args[0] is torch.Tensor:
@@ -57,7 +58,7 @@ class Construction:
         self._dynamo = Watch("torch._dynamo.polyfills.tensor", _tell_dynamo)
 
     def remove(self) -> None:
-        """Put everything back as it was. Idempotent."""
+        """Restore everything. Idempotent."""
         global _recorder
         if _recorder is self._recorder:
             _recorder = None
@@ -68,9 +69,9 @@ class Construction:
 
 
 def _tell_dynamo(polyfills: Any) -> None:
-    """What Dynamo traces in place of PyTorch's constructor, it traces in place of the recorder's, too, whichever of the
-    two it found when it was imported."""
+    """Dynamo traces a polyfill in place of PyTorch's constructor; make it do the same for the recorder's, whichever of
+    the two was installed when Dynamo was imported."""
     traced = polyfills.tensor_pynew.__torch_dynamo_polyfill__
     for function in (_original, construct):
-        with suppress(ValueError):  # it knows this one
+        with suppress(ValueError):  # already registered
             torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)

@@ -1,8 +1,8 @@
 """Functions of PyTorch that write memory without an operator: the new content is imported at its next use.
 
 `apply_` and the `map_` family call Python code for each element; a storage reads a file into itself, swaps its bytes or
-its memory, or is allocated anew; NCCL is called directly. NumPy views and the like are in host_reads.py. Writes through
-an address (`data_ptr`, ctypes, a C extension) are seen by an audit alone.
+its memory, or is reallocated; NCCL is called directly. NumPy views and the like are in host_reads.py. Writes through an
+address (`data_ptr`, ctypes, a C extension) are seen only by an audit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NCCL = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 class RecorderForWrites(Protocol):
-    """What the direct writes need of a recorder."""
+    """What the direct writes need from a recorder."""
 
     def recording(self) -> bool: ...
 
@@ -41,7 +41,7 @@ class RecorderForWrites(Protocol):
         ...
 
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was allocated anew, outside any op."""
+        """A storage was reallocated, outside any op."""
         ...
 
 
@@ -53,7 +53,7 @@ def storage_written(core: Core, storage: torch.UntypedStorage) -> None:
 
 
 def storage_resized(core: Core, storage: torch.UntypedStorage) -> None:
-    """A storage was allocated anew outside any op."""
+    """A storage was reallocated outside any op."""
     tracker = core.storages.tracker_of(storage)
     if tracker is not None and tracker.size != storage.nbytes():
         core.storages.use(tracker, storage, False, "resize_")
@@ -76,8 +76,8 @@ class DirectWrites(Patched):
 
 
 class _Write(StandIn):
-    """Takes the place of one function that writes to tensors or storages among its first `count` arguments (None: all
-    of them)."""
+    """Replaces one function that writes to tensors or storages among its first `count` arguments (None: all of
+    them)."""
 
     def __init__(self, recorder: RecorderForWrites, count: int | None, original: Callable[..., Any]) -> None:
         super().__init__(original)
@@ -91,7 +91,7 @@ class _Write(StandIn):
         except BaseException as error:
             leave_no_frames(error)
             raise
-        finally:  # what raised may have written a part
+        finally:  # it may have written a part before it raised
             if observed:
                 written = (*args[: self._count], *(kwargs.values() if self._count is None else ()))
                 self._recorder.attempt(self._tell, written)

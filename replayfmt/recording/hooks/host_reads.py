@@ -1,10 +1,10 @@
 """Records values that leave the device for the host without an operator: `tolist`, `numpy`, `__array__`, DLPack.
 
-`item()`, `bool()` and the like are operators and need nothing. What else reads memory behind the dispatcher's back and
-is not seen: `repr` and printing, pickling and `torch.save`, a storage's own `tolist` and indexing, `data_ptr` and the
-DLPack C exchange interface; none of them is a value that programs branch on.
+`item()`, `bool()` and the like are operators and need no hook. Other reads that bypass the dispatcher are not seen:
+`repr` and printing, pickling and `torch.save`, a storage's own `tolist` and indexing, `data_ptr` and the DLPack C
+exchange interface. Programs do not branch on values read in these ways.
 
-The program gets exactly what it would get: the original runs first, and what it returned or raised is passed on.
+The program's results do not change: the original runs first, and what it returned or raised is passed on.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .patches import Patch, Patched, PatchSet, StandIn
 # Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
 _METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
 _FUNCTIONS = (("torch", "to_dlpack"), ("torch.utils.dlpack", "to_dlpack"))
-# How a storage is moved to memory that other processes can have, `share_memory_` and multiprocessing alike.
+# How a storage is moved to shared memory, by `share_memory_` and by multiprocessing.
 _SHARES = ("UntypedStorage._share_fd_cpu_", "UntypedStorage._share_filename_cpu_")
 
 
 class RecorderForReads(Protocol):
-    """What the host reads need of a recorder."""
+    """What the host reads need from a recorder."""
 
     def recording(self) -> bool: ...
 
     def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Do something of the recorder's own: what goes wrong in it ends the recording, not the program."""
+        """Run recorder code: a failure in it ends the recording, not the program."""
         ...
 
     def paused(self) -> AbstractContextManager[Any]: ...
@@ -57,11 +57,11 @@ class HostReads(Patched):
         )
 
 
-_inside = threading.local()  # .depth: how many patched reads this thread is in; only the outermost is the program's
+_inside = threading.local()  # .depth: how many patched reads this thread is inside; only the outermost is the program's
 
 
 class _Read(StandIn):
-    """Takes the place of one function that reads."""
+    """Replaces one function that reads."""
 
     def __init__(self, recorder: RecorderForReads, method: str, original: Callable[..., Any]) -> None:
         super().__init__(original)
@@ -76,7 +76,7 @@ class _Read(StandIn):
             raise
 
     def _read(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        # A __torch_function__ override or mode comes first, and may come back here with what it wants read.
+        # A __torch_function__ override or mode comes first, and may call back here with another tensor to read.
         if (
             getattr(_inside, "depth", 0)
             or not self._recorder.recording()
@@ -109,7 +109,8 @@ def _sharing(recorder: RecorderForReads, original: Callable[..., Any]) -> Callab
 
 
 def _has_values(tensor: Any) -> bool:
-    """Whether this tensor itself holds the bytes that are read: not a wrapper, nor what compilers trace with."""
+    """Whether this tensor itself holds the bytes that are read: it is neither a wrapper nor a compiler's tracing
+    tensor."""
     return (
         isinstance(tensor, torch.Tensor)
         and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl

@@ -1,10 +1,10 @@
-"""Notifies its callers when a module has been imported, by whatever importer and however late.
+"""Notifies callers when a module has been imported, by any importer and at any time.
 
 Hooks on libraries that the program may import later (Triton, Inductor), marks on the program's own functions and the
-start of a capture itself wait for an import this way: nothing is imported for their sake. One finder at the front of
-`sys.meta_path` serves every watch; it is there only while something is watched. It finds nothing itself: it asks the
-other finders and gives the module's loader back untouched before the module's code runs, so that `__loader__`,
-`inspect` and `importlib.resources` see what they would see without it. Imports no torch.
+start of a capture itself wait for an import this way: nothing is imported on their behalf. One finder at the front of
+`sys.meta_path` serves all watches; it is installed only while there are any. It finds nothing itself: it asks the other
+finders, and restores the module's own loader before the module's code runs, so `__loader__`, `inspect` and
+`importlib.resources` behave as without it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Callback = Callable[[ModuleType], None]
 
 
 class _NotifyingLoader(Loader):
-    """Stands in for a module's loader until the module's code is about to run."""
+    """Replaces a module's loader until the module's code is about to run."""
 
     def __init__(self, inner: Any, notify: Callback) -> None:
         self._inner = inner
@@ -34,7 +34,7 @@ class _NotifyingLoader(Loader):
             module.__spec__.loader = self._inner
         module.__loader__ = self._inner
         self._inner.exec_module(module)
-        # The program may have put another object in its place while it ran.
+        # The module may have replaced itself in sys.modules while it ran.
         self._notify(sys.modules.get(module.__name__, module))
 
     def __getattr__(self, name: str) -> Any:
@@ -42,7 +42,7 @@ class _NotifyingLoader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Answers for watched modules only, with what the other finders answer."""
+    """Finds watched modules only, by asking the other finders."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}
@@ -74,8 +74,8 @@ _finder = _Finder()
 class Watch:
     """One callback for one module. It is called after each import of the module, until `stop()`.
 
-    Where the module is imported already, it is called at once as well. What the callback raises reaches whoever imports
-    the module, so callbacks deal with their own failures.
+    If the module is already imported, it is also called at once. Its exceptions would reach the importer of the module,
+    so callbacks must handle their own failures.
     """
 
     def __init__(self, module: str, callback: Callback) -> None:
@@ -90,7 +90,7 @@ class Watch:
             callback(present)
 
     def stop(self) -> None:
-        """Call no more. Idempotent."""
+        """Stop calling. Idempotent."""
         if not self._active:
             return
         self._active = False

@@ -1,11 +1,11 @@
-"""Patches functions of other libraries while a capture runs, and restores every one of them.
+"""Patches functions of other libraries while a capture runs, and restores them all.
 
-A table of `Patch` rows says what is replaced where; `PatchSet` applies the rows whose module is imported, waits for the
-import of the others (nothing is imported for a patch's sake), and restores exactly what was there. A row whose target
-this build does not have is kept in `missing`, so that coverage is never lost without a word.
+A table of `Patch` rows says what is replaced where. `PatchSet` applies the rows whose module is imported, waits for the
+import of the others (nothing is imported just to be patched), and restores exactly what was there. Rows whose target
+does not exist in this build are listed in `missing`, so coverage is never lost silently.
 
-A replacement may outlive `remove()` where another library has wrapped it in the meantime: replacements must go straight
-to the original once their capture has ended. Imports no torch.
+A replacement may outlive `remove()` if another library has wrapped it in the meantime, so replacements must call
+straight through to the original once their capture has ended. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .import_watch import Watch
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement: `wrap(original)` takes the place of `attribute` of `module`.
+    """One replacement: `wrap(original)` replaces `attribute` of `module`.
 
-    `attribute` is `name` or `Class.name`; the class may be a shell pattern where a family of classes share the method.
-    `reason`: the reason of the `unsupported` records that it is there for, if it is. `vital`: without this target, work
+    `attribute` is `name` or `Class.name`; the class may be a shell pattern if a family of classes shares the method.
+    `reason`: the reason of the `unsupported` records that it makes, if it makes any. `vital`: without this target, work
     of that kind would go unseen.
     """
 
@@ -42,10 +42,10 @@ class Patch:
 
 
 class StandIn:
-    """Takes the place of one method or function. Subclasses say what a call does.
+    """Replaces one method or function. Subclasses define what a call does.
 
-    It equals the original and hashes like it, because `__torch_function__` gets this object where libraries have tables
-    keyed by the original.
+    It equals the original and hashes like it, because `__torch_function__` receives this object, and libraries have
+    tables keyed by the original.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -70,7 +70,7 @@ class _Applied:
     holder: Any  # the class or module that was changed
     name: str
     own: bool  # the holder had an attribute of its own, not an inherited one
-    original: Any  # it, as it lay in the holder's namespace
+    original: Any  # the attribute, as it was in the holder's namespace
     replacement: Any
 
 
@@ -78,7 +78,8 @@ class PatchSet:
     """The patches of one capture. `missing` lists rows without a target among the modules imported so far."""
 
     def __init__(self, patches: Iterable[Patch], on_missing: Callable[[Patch], None] | None = None) -> None:
-        """`on_missing` is told of every row whose module is imported and lacks the target, when that is found."""
+        """`on_missing` is called for each row whose module is imported but lacks the target, as soon as that is
+        known."""
         self._patches = tuple(patches)
         self._on_missing = on_missing
         self._applied: list[_Applied] = []
@@ -86,12 +87,13 @@ class PatchSet:
         self.missing: list[Patch] = []
 
     def install(self) -> None:
-        """Apply what can be applied now and the rest as soon as its module has been imported."""
+        """Apply what can be applied now, and the rest as soon as its module is imported."""
         for patch in self._patches:
             self._watches.append(Watch(patch.module, functools.partial(self._apply, patch)))
 
     def remove(self) -> None:
-        """Restore everything, last first. Idempotent. What someone else has replaced since then is left to them."""
+        """Restore everything, last first. Idempotent. Attributes that others have replaced since then are left
+        alone."""
         for watch in self._watches:
             watch.stop()
         self._watches.clear()
@@ -121,9 +123,9 @@ class PatchSet:
 
 
 def targets(module: ModuleType, attribute: str) -> tuple[list[Any], str]:
-    """The objects that `attribute` is to be set on (none where this build has no such target), and its last name.
+    """The objects on which to set `attribute` (none if this build has no such target), and its last name.
 
-    The members of a family need not all have the method themselves: those that inherit it are served by their base.
+    Not every member of a family needs to define the method: those that inherit it are covered by their base class.
     """
     owner, _, name = attribute.rpartition(".")
     if not owner:
@@ -139,18 +141,18 @@ def targets(module: ModuleType, attribute: str) -> tuple[list[Any], str]:
 
 
 class Patched:
-    """What has a set of patches, `_patches`, for as long as it is installed."""
+    """Base of classes with a set of patches, `_patches`, applied while installed."""
 
     _patches: PatchSet
 
     @property
     def missing(self) -> list[str]:
-        """The targets that this build does not have."""
+        """The targets that do not exist in this build."""
         return [patch.target for patch in self._patches.missing]
 
     def install(self) -> None:
         self._patches.install()
 
     def remove(self) -> None:
-        """Put everything back as it was. Idempotent."""
+        """Restore everything. Idempotent."""
         self._patches.remove()

@@ -1,12 +1,12 @@
-"""Sees the work that reaches devices without passing the dispatcher, and records it as unsupported.
+"""Sees work that reaches devices without passing through the dispatcher, and records it as unsupported.
 
 Compiled regions (Inductor graphs, ahead-of-time compiled models, TorchScript fusion groups), Triton launches and CUDA
 graph replays run kernels that a dispatch mode never sees; a replay without them would be silently wrong. Each is
 replaced by a function that writes an `unsupported` record, runs the original with recording paused on this thread, and
-has whatever the work may have written imported again at its next use. Inside an op (a custom operator that launches
-Triton, say) and inside another hooked region nothing is recorded: the replay calls the outer op as a whole.
+marks whatever the work may have written to be imported again at its next use. Inside an op (a custom operator that
+launches Triton, say) and inside another hooked region nothing is recorded: the replay calls the outer op as a whole.
 
-The table at the end is the list of what is hooked. Nothing is imported for a hook's sake (see patches.py).
+The table at the end is the list of what is hooked. Nothing is imported just to be hooked (see patches.py).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _HIDING_NODES = (
 
 
 class RecorderForHooks(Protocol):
-    """What the hooks need of a recorder."""
+    """What the hooks need from a recorder."""
 
     def launching(self) -> bool:
-        """This thread is about to do work without an operator. Whether it is recorded now: not paused, not
+        """This thread is about to do work without an operator. Returns whether it is being recorded: not paused, not
         inside an op, not closed."""
         ...
 
@@ -63,12 +63,12 @@ class RecorderForHooks(Protocol):
     def mark_outside_write(self, tensor: torch.Tensor) -> None: ...
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
-        """Do something of the recorder's own: what goes wrong in it ends the recording, not the program."""
+        """Run recorder code: a failure in it ends the recording, not the program."""
         ...
 
 
 class _NoRecorder:
-    """Stands in where the table is only read."""
+    """A dummy for when the table is only read."""
 
     def launching(self) -> bool:
         return False
@@ -107,13 +107,13 @@ class Hooks:
         self._patches.install()
 
     def remove(self) -> None:
-        """Put everything back as it was. Idempotent."""
+        """Restore everything. Idempotent."""
         self._patches.remove()
         if self._dynamo is not None:
             self._dynamo.stop()
             self._dynamo = None
         if self._stance is not None:
-            self._stance.__exit__(None, None, None)  # back to the stance that it replaced
+            self._stance.__exit__(None, None, None)  # restores the previous stance
             self._stance = None
 
     def _force_eager(self, dynamo: Any) -> None:
@@ -121,7 +121,8 @@ class Hooks:
             self._stance = dynamo.set_stance("force_eager")
 
     def _report_missing(self, patch: Patch) -> None:
-        """A target that this build lacks: its work would go unseen, so no strict replay may trust the capture."""
+        """Report a target that this build lacks: its work would go unseen, so no strict replay may trust the
+        capture."""
         detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
         if patch.vital:
             self._recorder.unsupported(patch.reason, patch.target, detail)
@@ -129,7 +130,7 @@ class Hooks:
 
 
 def hook_policies() -> dict[str, str]:
-    """What the session says of the hooks: the targets that this build lacks, among the modules imported now."""
+    """What the session records about the hooks: the targets that this build lacks, among the modules imported now."""
     rows = [row for row in table(_NoRecorder()) if row.module in sys.modules]
     absent = [row.target for row in rows if not targets(sys.modules[row.module], row.attribute)[0]]
     return {"hooks_missing": ", ".join(absent)} if absent else {}
@@ -151,8 +152,8 @@ def _region(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.launching():
             return original(self, *args, **kwargs)
-        # Before the call, and without keeping an argument: a region frees them while it runs. What is marked is read at
-        # its next recorded use, which comes after the region.
+        # Before the call, and without keeping a reference to an argument: a region frees its arguments while it runs.
+        # What is marked is read at its next recorded use, which comes after the region.
         given = recorder.attempt(enter, self, args, kwargs)
         with recorder.paused():
             results = original(self, *args, **kwargs)
@@ -165,8 +166,8 @@ def _region(
         return [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
 
     def leave(given: _Given | None, results: Any) -> None:
-        # A region may reuse a former result's memory for a result, or that of an argument that no one else has. What
-        # it passes through (a forward region returns what its backward needs) is as it was.
+        # A result may reuse the memory of an earlier result, or of an argument that has no other reference. What the
+        # region passes through (a forward region returns what its backward needs) is unchanged.
         kept = {storage for storage, tensor in given or () if tensor() is not None}
         _mark(recorder, (tensor for tensor in _tensors(results) if _storage(tensor) not in kept))
 
@@ -174,7 +175,7 @@ def _region(
 
 
 def _leaving_no_frames(call: Function) -> Function:
-    """`call`, so that what it raises has no frames of the recorder in its traceback."""
+    """`call`, with the recorder's frames removed from the tracebacks of what it raises."""
 
     @functools.wraps(call)
     def outermost(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +189,7 @@ def _leaving_no_frames(call: Function) -> Function:
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """What tensors on the same memory have in common, while one of them lives. None: no memory of its own."""
+    """A key shared by tensors on the same memory, while one of them lives. None: no memory of its own."""
     return storage_of(tensor)._cdata if layout_of(tensor) is torch.strided else None
 
 
@@ -198,7 +199,7 @@ def _mark(recorder: RecorderForHooks, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The arguments that a region may write: those that Inductor says, else all."""
+    """The arguments that a region may write: those that Inductor names, else all."""
     indices = getattr(region, "mutated_input_idxs", None)
     if indices is None or len(args) != 1 or not isinstance(args[0], (list, tuple)):
         yield from _tensors((args, kwargs))
@@ -219,7 +220,7 @@ def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
     )
 
 
-# How to capture the operators of a region. What called the forward of a backward pass is unknown when that runs.
+# How to capture the operators of a region. When a backward pass runs, it is unknown what called its forward.
 _EAGER = "capture with --compiled=eager to record its operators"
 _AHEAD_OF_TIME = (
     "it was compiled ahead of time (aot_compile), which --compiled=eager does not undo: let the program "
@@ -232,7 +233,7 @@ _OF_BACKWARD = (
 
 
 def _is_ahead_of_time() -> bool:
-    """Whether the region that is running, a forward pass, is one that the program calls itself, past Dynamo."""
+    """Whether the running region, a forward pass, was called by the program itself, bypassing Dynamo."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and dynamo._stance.stance == "force_eager":
         return True  # or it would not run
@@ -249,7 +250,7 @@ def _class_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
 
 
 def _script(recorder: RecorderForHooks, original: Function) -> Function:
-    """A TorchScript call: its operators are recorded as they are issued; groups that were fused hide theirs."""
+    """A TorchScript call: its operators are recorded as they are issued; fused groups hide theirs."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +293,7 @@ def _launch(recorder: RecorderForHooks, original: Function) -> Function:
 
 
 def _bound_launch(recorder: RecorderForHooks, original: Function) -> Function:
-    """`compiled_kernel[grid]` gives a launcher that goes past JITFunction.run."""
+    """`compiled_kernel[grid]` returns a launcher that bypasses JITFunction.run."""
 
     @functools.wraps(original)
     def bind(self: Any, grid: Any) -> Function:

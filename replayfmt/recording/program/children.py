@@ -1,9 +1,9 @@
-"""Children of the program under capture: they never record, and a capture without ops names those it saw.
+"""Child processes of the program under capture: they never record, and a capture without ops lists those it saw.
 
 A forked child inherits the recorder, its mode, its patches and its file descriptor. Right after the fork, before any of
-the program's code runs in the child, `AfterFork` calls what takes them out of action; so DataLoader workers run
-at full speed, the parent's file is never written, and a child that leaves the parent's `with` block leaves quietly.
-A spawned child starts afresh and knows nothing of the capture. `ChildrenSeen` notes process ids and commands.
+the program's code runs in the child, `AfterFork` disables all of them. So DataLoader workers run at full speed, the
+parent's file is never written, and a child that leaves the parent's `with` block does so quietly. A spawned child
+starts fresh and knows nothing of the capture. `ChildrenSeen` notes process ids and commands.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _registered = False
 
 
 class AfterFork:
-    """Calls `disable` in every child that this process forks, until `stop()`. It runs first thing in the child, where
-    other threads' locks may be held forever: it must take none."""
+    """Calls `disable` in every child that this process forks, until `stop()`. It runs first in the child, where other
+    threads' locks may be held forever: it must take none."""
 
     def __init__(self, disable: Callable[[], None]) -> None:
         global _registered
@@ -51,10 +51,10 @@ def _disable_in_child() -> None:
 
 
 class ChildrenSeen:
-    """The children that this process started while installed: `seen` maps their process ids to what is known of them.
+    """The children that this process started while installed: `seen` maps their process ids to descriptions.
 
-    Sees os.fork, posix_spawn, subprocess and multiprocessing (fork, spawn and the fork server itself), not what C
-    libraries start.
+    It sees os.fork, posix_spawn, subprocess and multiprocessing (fork, spawn and the fork server itself), not processes
+    that C libraries start.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class ChildrenSeen:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """What the calling thread starts inside is the recorder's, and not noted."""
+        """Processes that the calling thread starts inside belong to the recorder and are not noted."""
         self._own.add(get_ident())
         try:
             yield
@@ -94,12 +94,12 @@ class ChildrenSeen:
             self._own.discard(get_ident())
 
     def sentence(self) -> str:
-        """The children as part of a message: `1 child: 4711 (python worker.py)`, or that there was none."""
+        """The children as part of a message: `1 child: 4711 (python worker.py)`, or that there were none."""
         return _listed(self.seen) if self.seen else "no child process was seen"
 
     def workers(self) -> str:
-        """Those among them that run the program's own functions, or a Python program, listed in the same way; "" where
-        there are none."""
+        """The children that run the program's own functions, or a Python program, listed in the same way; "" if there
+        are none."""
         workers = {pid: what for pid, what in self.seen.items() if pid in self._workers}
         return _listed(workers) if workers else ""
 
@@ -154,7 +154,7 @@ def _listed(children: dict[int, str]) -> str:
 
 
 def _target(process: Any) -> str:
-    """What a multiprocessing child calls: ` running package.module:function`, as far as it says."""
+    """What a multiprocessing child calls: ` running package.module:function`, as far as known."""
     target = getattr(process, "_target", None) or type(process).run
     name = getattr(target, "__qualname__", None)
     known = name is not None and name != "BaseProcess.run"

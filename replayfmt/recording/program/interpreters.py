@@ -1,7 +1,7 @@
-"""Commands that run Python programs, among those a program starts: they may do work of its own on the devices.
+"""Recognizes commands that run Python programs: they may do part of the program's work on the devices.
 
 Most commands do not (git, nvcc, uname), nor do the Python programs that compilers, multiprocessing and packaging start
-for themselves: naming those would only teach people to overlook the note.
+for themselves. Listing those would only teach users to ignore the note.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HELPER_MODULES = re.compile(
     r"\A(pip|ensurepip|venv|virtualenv|site|sysconfig|platform|compileall|py_compile|setuptools|build|ninja|triton"
     r"|torch\._inductor|torch\.utils\.collect_env|multiprocessing)(\.|\Z)"
 )
-# The last of these is how Inductor finds out whether a library that it built can be loaded.
+# The last of these is how Inductor checks whether a library that it built can be loaded.
 _HELPER_CODE = re.compile(
     r"\bmultiprocessing\.(resource_tracker|forkserver|spawn)\b"
     r"|\bcdll\.LoadLibrary\([^)]*\)\s*\Z"
@@ -28,8 +28,8 @@ _HELPER_SCRIPTS = re.compile(r"(\A|[/\\])(torch[/\\]_inductor|triton|setup\.py)(
 
 
 def runs_python_program(arguments: Any, *, executable: Any = None) -> bool:
-    """Whether a command, as `subprocess.Popen` or `os.posix_spawn` take it, is a Python interpreter that is given a
-    program to run. A command in one string is read as a shell reads its first words."""
+    """Whether a command, as `subprocess.Popen` or `os.posix_spawn` take it, is a Python interpreter with a program to
+    run. A command in one string is split as a shell splits its first words."""
     words = _words(arguments)
     while words and (_ASSIGNMENT.match(words[0]) or words[0] in ("exec", "env", "nohup")):
         words = words[1:]

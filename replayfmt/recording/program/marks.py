@@ -1,9 +1,9 @@
 """`--mark MODULE:CALLABLE=SCOPE`: makes every call of one of the program's callables a scope.
 
-A mark waits until the program imports the module and then puts a wrapper in the callable's place: in the module for a
-function, in the class for a method. In the program's main module (`__main__`), which runs to its end as it is imported,
-the wrapper is put there right after the definition: its source is compiled with one statement more after each.
-A mark that never found its callable is reported at the end. Imports no torch.
+A mark waits until the program imports the module and then replaces the callable by a wrapper: in the module for a
+function, in the class for a method. The program's main module (`__main__`) does its work while it is imported, so there
+the wrapper is put in place right after the definition: the source is compiled with an extra statement after each. A
+mark that never found its callable is reported at the end. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SPEC = re.compile(rf"(?P<module>{_NAME}(?:\.{_NAME})*):(?P<callable>{_NAME}(?:\
 
 @dataclass
 class Mark:
-    """One `--mark`. `problem` says why it has not found its callable; "" once it has. `calls` counts calls."""
+    """One `--mark`. `problem` says why its callable was not found; "" once it is. `calls` counts calls."""
 
     module: str
     callable: str
@@ -64,15 +64,15 @@ class Marks:
 
     def __init__(self, marks: Iterable[Mark], open_scope: OpenScope, main_module: str | None = None) -> None:
         """`open_scope(name)` returns the context manager that each marked call runs in. `main_module` is the name of
-        the module that runs as `__main__`, where it has one: marks may use either."""
+        the module that runs as `__main__`, if it has one: marks may use either name."""
         self.marks = tuple(marks)
         self._open_scope = open_scope
         self._main_names = ("__main__", main_module)
         self._watches: list[Watch] = []
 
     def install(self) -> None:
-        """Wait for the modules. Wrappers stay in place for the rest of the process: they cost a call where nothing is
-        recorded."""
+        """Wait for the modules. Wrappers stay in place for the rest of the process; while nothing is recorded they cost
+        one call."""
         global _of_main
         _of_main = self
         for mark in self.marks:
@@ -83,13 +83,13 @@ class Marks:
                 self._watches.append(Watch(mark.module, functools.partial(self._apply, mark)))
 
     def remove(self) -> None:
-        """Wait no more. Idempotent."""
+        """Stop waiting. Idempotent."""
         for watch in self._watches:
             watch.stop()
         self._watches.clear()
 
     def compiler(self, otherwise: Callable[[bytes, str], CodeType]) -> Callable[[bytes, str], CodeType]:
-        """What compiles the program's script: `otherwise`, unless a mark is for `__main__`."""
+        """The function that compiles the program's script: `otherwise`, unless a mark is for `__main__`."""
         names = {mark.callable.partition(".")[0] for mark in self.marks if mark.module in self._main_names}
         return functools.partial(_compile_marked, names) if names else otherwise
 
@@ -115,8 +115,8 @@ class Marks:
                 mark.problem = f"{holder.__name__} has no {part}"
                 return
             holder = getattr(holder, part)
-        # In a class it is the descriptor that must be wrapped. A module may make its attributes on demand, and an
-        # object's method is the bound one.
+        # In a class, the descriptor must be wrapped. A module may create its attributes on demand, and an object's
+        # method is the bound one.
         raw = inspect.getattr_static(holder, name, None) if isinstance(holder, type) else getattr(holder, name, None)
         if raw is None:
             mark.problem = f"{getattr(holder, '__name__', holder)} has no {name}"
@@ -127,7 +127,7 @@ class Marks:
             mark.problem = ""
 
     def _wrap(self, mark: Mark, raw: Any) -> Any:
-        """`raw` with each call in the mark's scope, as the same kind of descriptor. None, with a problem, where it
+        """`raw` with each call in the mark's scope, as the same kind of descriptor. None, with `problem` set, if it
         cannot be wrapped."""
         if isinstance(raw, (staticmethod, classmethod)):
             inner = self._wrap(mark, raw.__func__)
@@ -195,7 +195,7 @@ def _compile_marked(names: set[str], source: bytes, path: str) -> CodeType:
         for index in range(len(statements) - 1, -1, -1):
             node = statements[index]
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name in names:
-                # An expression of its own: the script's namespace stays as it wrote it.
+                # A self-contained expression: it adds nothing to the script's namespace.
                 call = ast.parse(f"__import__({__name__!r}, fromlist=['defined']).defined({node.name!r})").body[0]
                 for part in ast.walk(call):
                     if "lineno" in part._attributes:

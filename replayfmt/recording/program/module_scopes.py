@@ -1,8 +1,10 @@
-"""`--module-scopes`: every call of an nn.Module is a scope named by the module's path, such as `transformer.h.0.attn`.
+"""`--module-scopes`: every call of an nn.Module is a scope named after the module's path, such as
+`transformer.h.0.attn`.
 
-Paths count from the outermost module that was called, its root; the root itself goes by its class. A module keeps its
-path when it is called on its own later (checkpointing does that in the backward pass). The scopes come from PyTorch's
-global forward hooks, so a module whose `forward` is called directly has none, nor has one inside a compiled region.
+Paths start at the outermost module that was called, the root; the root itself is named after its class. A module keeps
+its path when it is later called on its own (checkpointing does that in the backward pass). The scopes come from
+PyTorch's global forward hooks, so a module whose `forward` is called directly gets none, nor does one inside a compiled
+region.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.nn.modules import module as hooks
 
 
 class RecorderForModules(Protocol):
-    """What module scopes need of a recorder."""
+    """What module scopes need from a recorder."""
 
     def present(self) -> bool:
         """Whether this thread is observed now: not paused, not inside an op. Recording may still have to begin."""
@@ -89,14 +91,14 @@ class ModuleScopes:
         while frame is not None:
             running.add(id(frame))
             frame = frame.f_back
-        # Frames in `calls` are alive, so their ids are theirs alone.
+        # Frames in `calls` are alive, so their ids are unique.
         while calls and id(calls[-1][2]) not in running:
             self._leave()
 
     def _path(self, module: torch.nn.Module, root: torch.nn.Module | None) -> str:
         if module not in self._paths:
-            # A new root, or a module that was added to its root after the root's first call. What had a name as a root
-            # of its own gets its path under this one.
+            # A new root, or a module that was added to its root after the root's first call. A module that was a root
+            # itself gets its path under this one.
             top = module if root is None else root
             for name, part in top.named_modules():
                 self._paths[part] = name or type(part).__name__

@@ -1,4 +1,4 @@
-"""Where the recorder is with a thread: as a dispatch mode on its stack of modes, or as a key of its dispatcher's."""
+"""How the recorder is present in a thread: as a dispatch mode on its mode stack, or as a key of the dispatcher."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ from ..hooks.patches import Patch, PatchSet
 
 
 class Presence(Protocol):
-    """The recorder's presence in the threads of one capture. What says nothing of a thread is about the calling one."""
+    """The recorder's presence in the threads of one capture. Methods are about the calling thread, unless they say
+    otherwise."""
 
     mode: RecordingMode
 
     def begin(self) -> None:
-        """It participates, as the first."""
+        """The thread participates, as the first one."""
 
     def end(self) -> None:
-        """It takes no part any more, and what `begin` did to the process is undone."""
+        """The thread stops participating, and what `begin` did to the process is undone."""
 
     def joined(self) -> bool:
-        """Whether it participates."""
+        """Whether the thread participates."""
 
     def join(self) -> None:
-        """It participates from here on. Takes no lock: the thread may be anywhere."""
+        """The thread participates from now on. Takes no lock: the thread may be anywhere."""
 
     def leave(self) -> None:
-        """It takes no part any more."""
+        """The thread stops participating."""
 
     def forked(self) -> None:
-        """In a forked child: end, without a lock."""
+        """In a forked child: end, without taking a lock."""
 
     def mode_now(self) -> RecordingMode | None:
-        """The mode by which what it does now is recorded, if it is: not inside an op, and not paused."""
+        """The mode that records the thread now, if any: None inside an op or while paused."""
 
     def sees_first(self) -> bool:
-        """Whether the recorder alone sees what it calls now: no mode of the program's does, before or after."""
+        """Whether only the recorder sees what the thread calls now: no mode of the program does, before or after it."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """What it calls inside does not come to the recorder."""
+        """The recorder does not see what the thread calls inside."""
 
 
 class ModePresence:
@@ -58,19 +59,19 @@ class ModePresence:
 
     def begin(self) -> None:
         self.mode.__enter__()
-        mode_stack()  # the first time, this takes a lock of the C library, which a forked child may find taken for ever
+        mode_stack()  # the first call takes a lock of the C library, which may stay locked forever in a forked child
 
     def end(self) -> None:
         stack = [mode for mode in mode_stack() if mode is not self.mode]
         set_modes([self.mode])
-        self.mode.__exit__(None, None, None)  # also restores what entering it told the whole process
+        self.mode.__exit__(None, None, None)  # also undoes the process-wide effects of entering it
         set_modes(stack)
 
     def joined(self) -> bool:
         return any(isinstance(mode, RecordingMode) and mode.core is self._core for mode in mode_stack())
 
     def join(self) -> None:
-        set_modes([self.mode, *mode_stack()])  # as the outermost of those that it has
+        set_modes([self.mode, *mode_stack()])  # as the outermost of the thread's modes
 
     def leave(self) -> None:
         remove_finished_modes()
@@ -99,7 +100,7 @@ class ModePresence:
             with core.thread_watch.covered():
                 yield
         finally:
-            # A signal handler may raise in the middle: then once more.
+            # A signal handler may raise in the middle; then try again.
             try:
                 core.attempt(set_modes, stack)
             except BaseException:
@@ -108,7 +109,7 @@ class ModePresence:
 
 
 class HookPresence:
-    """By the hook beneath autograd. (Inside an observed operator, by the mode that observes it.)"""
+    """By the hook below autograd. (Inside an observed operator, by the mode that observes it.)"""
 
     def __init__(self, core: Core, hook: DispatchHook) -> None:
         self._core = core
@@ -161,7 +162,7 @@ class HookPresence:
             yield
 
     def _without_key(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Higher-order operators, which are dispatched in Python, find their kernel as without the recorder."""
+        """Higher-order operators, which are dispatched in Python, find the same kernel as without the recorder."""
 
         @functools.wraps(original)
         def compute(args: Any, kwargs: Any, keys: Any) -> Any:
@@ -170,7 +171,7 @@ class HookPresence:
         return compute
 
     def _away(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Guards of compiled code are made without the key, as they are looked at without it (thread_watch.cpp)."""
+        """Guards of compiled code are created without the key, as they are evaluated without it (thread_watch.cpp)."""
 
         @functools.wraps(original)
         def without(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +185,7 @@ class HookPresence:
 
 
 def leave_finished() -> bool:
-    """The calling thread leaves captures that are over. Whether there were any."""
+    """The calling thread leaves captures that are over. Returns whether there were any."""
     hook = loaded_hook()
     left = hook is not None and hook.leave_finished()
     return remove_finished_modes() or left

@@ -1,6 +1,6 @@
-"""`os.execv` and its family: they replace the program, and nothing of it runs afterwards, atexit handlers included.
+"""`os.execv` and its family: they replace the program; nothing of it runs afterwards, not even atexit handlers.
 
-So the capture is completed before. Imports no torch.
+So the capture is completed first. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from ..hooks.patches import Patch, PatchSet
 
-_NAMES = ("execv", "execve")  # what os.execl, os.execvp and the others call
+_NAMES = ("execv", "execve")  # os.execl, os.execvp and the others call these
 
 
 class ProgramReplacement:
-    """Calls `finish`, with the name of the function, before this process is given another program."""
+    """Calls `finish`, with the name of the function, before this process is replaced by another program."""
 
     def __init__(self, finish: Callable[[str], None]) -> None:
         self._finish = finish

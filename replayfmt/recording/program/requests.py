@@ -1,8 +1,8 @@
 """Captures of a running process, on request: `replayfmt.request_capture`.
 
-A thread of its own waits for the signal, or looks for the file, and starts and ends captures: not the signal handler,
-which may come in the middle of anything. Each event prints a line on stderr, and no failure of a capture reaches the
-program.
+A dedicated thread waits for the signal, or looks for the file, and starts and ends captures. The signal handler does
+not do that itself, because it may run in the middle of anything. Each event prints a line on stderr, and no failure of
+a capture reaches the program.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LOOK_PERIOD_S = 0.2
 class CaptureRequests:
     """Starts and ends captures of this process. Made by `request_capture`.
 
-    `path` may have `{number}`, which counts the captures from 0, `{rank}` and `{pid}`. Close it to put everything back;
-    a capture that is running then is ended, as it is when the process exits.
+    `path` may contain `{number}`, which counts the captures from 0, `{rank}` and `{pid}`. Close it to restore
+    everything; a capture that is running then is ended, as it is when the process exits.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class CaptureRequests:
         self._count = 0
         self._pid = os.getpid()
         self._closed = False
-        # What is put there wakes the thread. Not an Event: see Core.wake.
+        # Putting anything here wakes the thread. Not an Event: see Core.wake.
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._previous: Any = None
         self._termination = Termination(self.close)
         self._thread = threading.Thread(target=self._serve, name="opreplay requests", daemon=True)
 
     def install(self) -> None:
-        """Begin to listen. Raises UsageError if the signal cannot be handled."""
+        """Start listening. Raises UsageError if the signal cannot be handled."""
         if self._signal is not None:
             try:
                 self._previous = signals.signal(self._signal, self._handle)
@@ -76,7 +76,7 @@ class CaptureRequests:
             return None if self._recorder is None else self._path
 
     def start(self) -> str:
-        """Start a capture; its path. Raises CaptureFailed if one is running or cannot be started, OutputExists,
+        """Start a capture. Returns its path. Raises CaptureFailed if one is running or cannot be started, OutputExists,
         UsageError."""
         with self._lock:
             if self._recorder is not None:
@@ -90,8 +90,8 @@ class CaptureRequests:
             return path
 
     def stop(self) -> str:
-        """End the capture that is running; its path. Raises NothingCaptured if no op was recorded, CaptureFailed if
-        none is running or the file could not be completed."""
+        """End the capture that is running. Returns its path. Raises NothingCaptured if no op was recorded,
+        CaptureFailed if none is running or the file could not be completed."""
         with self._lock:
             recorder, self._recorder = self._recorder, None
             if recorder is None:
@@ -100,7 +100,7 @@ class CaptureRequests:
             return self._path
 
     def close(self) -> None:
-        """Listen no more, and end a capture that is running. Idempotent, and nothing in a forked child."""
+        """Stop listening, and end a running capture. Idempotent; does nothing in a forked child."""
         if self._closed or os.getpid() != self._pid:
             return
         with self._lock:
@@ -137,7 +137,7 @@ class CaptureRequests:
                     self._attempt(self._start_and_say if wanted else self._stop_and_say)
 
     def _attempt(self, step: Callable[[], None]) -> None:
-        """Do it, and say what is wrong where it fails."""
+        """Do it, and report the error if it fails."""
         try:
             step()
         except NothingCaptured as error:
@@ -164,11 +164,12 @@ def request_capture(
 ) -> CaptureRequests:
     """Allow captures of this process to be started and ended while it runs: a server, for instance.
 
-    With `signal` (`signal.SIGUSR1`) each such signal starts a capture, or ends the one that is running; call it in the
-    main thread then. With `file` a capture runs while a file of that name exists: it is looked for five times a second.
-    Without either, `start()` and `stop()` of what is returned do it. `path` may have `{number}`, which counts the
-    captures from 0, `{rank}` and `{pid}`; `options` are those of CaptureOptions. `on_event` is called, from another
-    thread, with a line for each capture that begins, is complete, or fails; it is printed on stderr otherwise.
+    With `signal` (`signal.SIGUSR1`), each such signal starts a capture, or ends the one that is running; this must be
+    called in the main thread then. With `file`, a capture runs while a file of that name exists, which is checked five
+    times a second. Without either, use `start()` and `stop()` of the returned object. `path` may contain `{number}`,
+    which counts the captures from 0, `{rank}` and `{pid}`; `options` are those of CaptureOptions. `on_event` is called,
+    from another thread, with a line for each capture that begins, is complete, or fails; without it, the line is
+    printed on stderr.
 
     Raises UsageError for options that do not exist or a signal that cannot be handled.
     """
@@ -184,7 +185,7 @@ def request_capture(
         None if watched is None else os.path.abspath(watched),
         on_event or _print,
     )
-    output_path(template, dict(os.environ), os.getpid())  # what is wrong with it is said now
+    output_path(template, dict(os.environ), os.getpid())  # raises now if it is invalid
     requests.install()
     return requests
 

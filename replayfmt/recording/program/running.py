@@ -1,8 +1,8 @@
 """Runs a program inside this process as `python script.py args…` or `python -m package.module args…` would run it.
 
-It owns what makes a program the main one: `__main__`, `sys.argv`, `sys.orig_argv`, `sys.path[0]`, how an uncaught
-exception is shown, and the exit code. Threads and `atexit` are the interpreter's business and stay so: the caller
-leaves through `sys.exit(code)`. Does not depend on captures and imports no torch.
+It sets up what makes a program the main one: `__main__`, `sys.argv`, `sys.orig_argv`, `sys.path[0]`, how an uncaught
+exception is shown, and the exit code. Threads and `atexit` are left to the interpreter: the caller exits through
+`sys.exit(code)`. Does not depend on captures and imports no torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from types import CodeType, ModuleType, TracebackType
 
 from replayfmt.errors import UsageError
 
-INTERRUPTED = 130  # what a shell reports for a program that an interrupt ended
+INTERRUPTED = 130  # what a shell reports for a program ended by an interrupt
 
 Compile = Callable[[bytes, str], CodeType]
 
 
 def compile_source(source: bytes, path: str) -> CodeType:
-    """Compile a script as the interpreter does: none of our own future statements apply to it."""
+    """Compile a script as the interpreter does: without our own future statements."""
     return compile(source, path, "exec", dont_inherit=True)
 
 
@@ -42,19 +42,19 @@ class Program:
 
     @property
     def command(self) -> list[str]:
-        """The command line that starts it without us."""
+        """The command line that starts it without the recorder."""
         return ["python", *(["-m"] if self.is_module else []), self.target, *self.arguments]
 
     def check(self) -> None:
-        """Raise UsageError where the script is not there. (A module is looked for when it runs, as python does.)"""
+        """Raise UsageError if the script does not exist. (A module is looked for when it runs, as python does.)"""
         if not self.is_module and not os.path.exists(self.target):
             raise UsageError(f"{self.target}: no such script; give a Python file, or -m and a module's name")
 
     def run(self, compiler: Compile = compile_source) -> int:
-        """Run it to its end and return its exit code.
+        """Run it to the end and return its exit code.
 
-        `compiler` turns a script's source into code. What the program raises is shown as the interpreter shows it and
-        does not leave this function.
+        `compiler` turns a script's source into code. Exceptions of the program are shown as the interpreter shows them
+        and do not leave this function.
         """
         main = self._become_main()
         try:
@@ -119,7 +119,7 @@ def _load(main: ModuleType, compiler: Compile) -> CodeType:
 
 @contextlib.contextmanager
 def _compiling(module: str, compiler: Compile) -> Iterator[None]:
-    """Have runpy compile a module's source with `compiler` where that is not the usual one."""
+    """Have runpy compile a module's source with `compiler`, if that is not the default one."""
     if compiler is compile_source:
         yield
         return
@@ -133,7 +133,7 @@ def _compiling(module: str, compiler: Compile) -> Iterator[None]:
 
 
 class _MainLoader(SourceFileLoader):
-    """Loads the module that runs as `__main__`, from its source even where there is compiled code."""
+    """Loads the module that runs as `__main__`, from its source even if there is compiled code."""
 
     compiler: Compile = staticmethod(compile_source)
 
@@ -142,7 +142,7 @@ class _MainLoader(SourceFileLoader):
 
 
 class _MainFinder(MetaPathFinder):
-    """Finds the module that runs as `__main__`, or its package's `__main__`, where the other finders find it."""
+    """Finds the module that runs as `__main__`, or its package's `__main__`, through the other finders."""
 
     def __init__(self, module: str, compiler: Compile) -> None:
         self._names = (module, f"{module}.__main__")
@@ -178,8 +178,8 @@ def _show(error: BaseException) -> None:
     error.__traceback__ = trace = _without_ours(error.__traceback__)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
-        # Where the interpreter has no such name it does not clear it either before it takes the program's globals away,
-        # which the finalizers of what the traceback holds need.
+        # Older interpreters do not know this name, so they do not clear it before they delete the program's globals,
+        # which finalizers of objects in the traceback need.
         sys.last_exc = error
     try:
         sys.excepthook(type(error), error, trace)

@@ -1,8 +1,8 @@
 """One program under capture, from before its first line to after its last: what `opreplay-capture` does.
 
-The recorder starts when the program has imported torch, so that what the program sets before (environment variables,
-mostly) has its effect. The capture closes when the interpreter leaves: after the program's other threads and its atexit
-handlers, with the program's exit code, or 1 where only the capture failed. Imports no torch.
+The recorder starts when the program has imported torch, so that what the program sets before that (mostly environment
+variables) takes effect. The capture closes when the interpreter exits: after the program's other threads and its atexit
+handlers, with the program's exit code, or 1 if only the capture failed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..recorder import Recorder
     from .module_scopes import ModuleScopes
 
-IMPLICIT_SCOPE = "execute"  # the scope of a program that has none of its own
+IMPLICIT_SCOPE = "execute"  # the scope of a program without scopes of its own
 
 
 def output_path(template: str, environment: dict[str, str], pid: int) -> str:
@@ -55,8 +55,8 @@ def output_path(template: str, environment: dict[str, str], pid: int) -> str:
 
 
 def check_output(path: str, force: bool, read: Iterable[str]) -> None:
-    """Raise now what would keep the capture from being written later: OutputExists, CaptureFailed; UsageError where it
-    would take the place of a file that is `read` for it."""
+    """Raise now what would prevent writing the capture later: OutputExists, CaptureFailed; UsageError if it would
+    overwrite a file that is `read` for it."""
     for each in read:
         if same_file(each, path):
             raise UsageError(f"{path}: the capture would take the place of what it is made from; name another file")
@@ -99,7 +99,8 @@ class CapturedProgram:
         self._code = 0
 
     def run(self) -> int:
-        """Run the program; its exit code. The caller leaves with `sys.exit` of it: the capture closes on the way."""
+        """Run the program and return its exit code. The caller passes it to `sys.exit`; the capture closes during
+        exit."""
         atexit.register(self._at_exit)  # before any of the program's, so that it runs after them
         self._termination.install()
         self._replacement.install()
@@ -113,7 +114,7 @@ class CapturedProgram:
     # ------------------------------------------------------------------------------------------------------- start
 
     def _start(self, _torch: ModuleType) -> None:
-        """Start recording. Whatever fails here is the capture's failure; the program continues without it."""
+        """Start recording. A failure here is the capture's failure; the program continues without it."""
         if self._recorder is not None or self._failure is not None:
             return
         self._torch_first.remove()
@@ -128,7 +129,7 @@ class CapturedProgram:
             # Marks are scopes of the program's own.
             implicit = None if self._marks.marks or self._options.start_scope is not None else IMPLICIT_SCOPE
             recorder = Recorder(self._path, self._options, implicit, self._replaced)
-            with self._children.own():  # a compiler that builds a part of the recorder
+            with self._children.own():  # the compiler that builds part of the recorder
                 recorder.start()
             self._recorder = recorder
             if self._with_module_scopes:
@@ -145,7 +146,7 @@ class CapturedProgram:
             _say(f"opreplay-capture: {self._failure.status}: {self._failure}; the program continues uncaptured")
 
     def _scope(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """A scope of the program where something records, else nothing."""
+        """A scope of the program if a capture is recording, else nothing."""
         if self._recorder is None:
             return contextlib.nullcontext()
         from ..recorder import scope
@@ -155,7 +156,7 @@ class CapturedProgram:
     # --------------------------------------------------------------------------------------------------------- end
 
     def _forget(self) -> None:
-        """In a forked child: nothing of the capture is left."""
+        """In a forked child: forget the capture."""
         self._forked = True
         self._replacement.remove()
         self._children.remove()
@@ -167,7 +168,8 @@ class CapturedProgram:
         self._termination.remove()
 
     def _replaced(self, function: str) -> None:
-        """The process is about to run another program: the capture would not be closed, nor its exit code seen."""
+        """The process is about to run another program: otherwise the capture would not be closed, and its exit code
+        would be lost."""
         if self._finished or self._forked:
             return
         _say(
@@ -185,7 +187,7 @@ class CapturedProgram:
         self._finish()
         code = self._code or (1 if self._failure is not None else 0)
         if code != self._code:
-            # An atexit handler cannot change the exit code. What is left of the interpreter's way out is done here.
+            # An atexit handler cannot change the exit code. The rest of the interpreter's shutdown is done here.
             if "logging" in sys.modules:
                 sys.modules["logging"].shutdown()
             for stream in (sys.stdout, sys.stderr):
@@ -195,7 +197,7 @@ class CapturedProgram:
             os._exit(code)
 
     def _finish(self) -> None:
-        """Close the capture and say how it went. Only the first call does anything, and none in a child."""
+        """Close the capture and report the result. Only the first call does anything; in a child, none does."""
         if self._finished or self._forked:
             return
         self._finished = True
@@ -213,7 +215,7 @@ class CapturedProgram:
             self._failure = self._failure or error
             _say(f"opreplay-capture: {error.status}: {error}")
         except Exception as error:
-            # A mistake of our own. On the way out it would only be printed, and the exit code be that of a good
+            # A bug in the recorder. During exit it would only be printed, and the exit code would be that of a good
             # capture.
             traceback.print_exc()
             self._failure = self._failure or CaptureFailed(f"{self._shown_path}: could not be closed: {error!r}")
@@ -232,8 +234,8 @@ class CapturedProgram:
             _say(f"opreplay-capture: {CaptureFailed.status}: {sentence}")
 
     def _close(self) -> str:
-        """Close the file and describe it in one line; "" where it never started and that was said. Raises OpReplayError
-        if it failed or holds no op."""
+        """Close the file and describe it in one line; "" if it never started and that was already reported. Raises
+        OpReplayError if it failed or holds no op."""
         if self._recorder is None:
             if self._failure is not None:
                 return ""
@@ -279,7 +281,7 @@ class CapturedProgram:
 
 
 def _flush_files() -> None:
-    """Files that the program left open: the interpreter would write them when it takes the program apart."""
+    """Flush files that the program left open: the interpreter would do so during its shutdown."""
     for item in gc.get_objects():
         if issubclass(type(item), io.IOBase):
             with contextlib.suppress(Exception):  # closed, or its disk is full: that could not be reported either
@@ -287,7 +289,7 @@ def _flush_files() -> None:
 
 
 def _say(text: str) -> None:
-    """One line on stderr, past the program's own sys.stderr, which may be closed or buffered."""
+    """Print one line on stderr, bypassing the program's own sys.stderr, which may be closed or buffered."""
     if sys.stderr is not None and not sys.stderr.closed:
         sys.stderr.flush()
     # If stderr itself is gone, there is no way left to report it.

@@ -1,9 +1,9 @@
-"""SIGTERM during a capture: the file is closed properly, then the process leaves with 143.
+"""SIGTERM during a capture: the file is closed properly, then the process exits with 143.
 
-By default SIGTERM ends a process where it stands. `Termination` puts a handler in its place that first calls `finish`,
-outside of any recorder code: where the signal finds the main thread inside the recorder (it usually does, because ops
-are issued there), it waits for the program's own next step. A handler that the program sets replaces ours, and the one
-that was there before is called after the capture is closed. Imports no torch.
+By default SIGTERM ends a process immediately. `Termination` installs a handler that first calls `finish`, outside of
+any recorder code: if the signal finds the main thread inside the recorder (it usually does, because ops are issued
+there), the handler waits for the program's own next step. A handler that the program sets replaces ours, and the
+previous handler is called after the capture is closed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 TERMINATED = 128 + signal.SIGTERM
 
 _OURS = __package__.partition(".")[0] + "."
-# Frames of this package that are around the program's own code, or around nothing that could be left half done.
+# Frames of this package that surround the program's own code, or in which nothing can be left half done.
 _HARMLESS = {
     f"{_OURS}recording.{name}"
     for name in (
@@ -47,8 +47,8 @@ class Termination:
         self._installed = False
 
     def install(self, only_default: bool = False) -> None:
-        """Set the handler, in the main thread; not where SIGTERM is ignored, as it is for some background jobs, or with
-        `only_default` where the program has a handler of its own."""
+        """Set the handler. Call it in the main thread. It is not set if SIGTERM is ignored, as for some background
+        jobs, or, with `only_default`, if the program has a handler of its own."""
         if threading.current_thread() is not threading.main_thread():
             return
         previous = signal.getsignal(signal.SIGTERM)
@@ -58,8 +58,8 @@ class Termination:
             self._installed = True
 
     def remove(self) -> None:
-        """Put the former handler back, unless the program has set its own. Idempotent. In another thread than the main
-        one nothing can be restored: SIGTERM then still leaves with 143, with nothing left to close."""
+        """Restore the previous handler, unless the program has set its own. Idempotent. Outside the main thread nothing
+        can be restored: SIGTERM then still exits with 143, with nothing left to close."""
         if self._installed and threading.current_thread() is threading.main_thread():
             self._installed = False
             if signal.getsignal(signal.SIGTERM) == self._handle:
@@ -70,7 +70,7 @@ class Termination:
         if inside is None or inside.f_back is None:
             self._leave(number, frame)
             return
-        # Trace the frame that called into the recorder: its next step is outside.
+        # Trace the frame that called into the recorder: its next step is outside the recorder.
         caller = inside.f_back
         caller.f_trace_opcodes = True
         caller.f_trace = lambda frame, _event, _argument: self._leave(number, frame)
@@ -81,12 +81,12 @@ class Termination:
         self._finish()
         if callable(self._previous):
             self._previous(number, frame)
-        # As the signal's default action: no `finally`, no atexit, nothing flushed.
+        # Like the signal's default action: no `finally`, no atexit, nothing flushed.
         os._exit(TERMINATED)
 
 
 def _outermost_of_ours(frame: FrameType | None) -> FrameType | None:
-    """The frame of recorder code that lies deepest in the stack, or None if the recorder is not at work."""
+    """The outermost frame of recorder code on the stack, or None if no recorder code is running."""
     found = None
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -1,11 +1,10 @@
-"""Other threads, as CPython knows them: makes each of them run one of our functions at its next step in Python.
+"""Other threads' states in CPython: makes each thread call one of our functions at its next step in Python.
 
-A thread that waits in a queue can be given nothing to do. But CPython keeps a profile and a trace function with the
-state of each thread, and calls them before the next call, return or line, whatever the thread was in the middle of.
-Debuggers set them on all threads in the same way. Python 3.13 lets nobody set the trace function of another thread:
-there a thread is asked at its next call or return, not at its next line. A function that somebody else has set there is
-left alone.
-Imports no torch.
+A thread that waits in a queue cannot be given work. But CPython keeps a profile and a trace function in the state of
+each thread, and calls them before the next call, return or line, whatever the thread was doing. Debuggers set them on
+all threads in the same way. Python 3.13 does not allow setting another thread's trace function: there, a thread
+responds at its next call or return, not at its next line. Functions that others have set are left alone. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 _python = ctypes.pythonapi
 _WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
-_WORDS = 32  # of a thread's state: the profile and trace functions are among the first
+_WORDS = 32  # words of a thread's state to read: the profile and trace functions are among them
 _TracerType = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 _start_new_thread = _thread.start_new_thread
 
@@ -49,13 +48,13 @@ _has_lists = None not in (_current, _interpreter, _newest, _next, _id_of)
 
 
 def own_id() -> int:
-    """The id of the calling thread's state: not given again, unlike its address or the thread's ident."""
+    """The id of the calling thread's state. It is never reused, unlike its address or the thread's ident."""
     return int(_id_of(_current())) if _has_lists else 0
 
 
 @dataclass(frozen=True)
 class ThreadState:
-    """One thread's state as it was. `words`: its first ones, as integers."""
+    """A snapshot of one thread's state. `words`: its first words, as integers."""
 
     address: int
     id: int
@@ -63,28 +62,28 @@ class ThreadState:
 
 
 def thread_states() -> list[ThreadState]:
-    """All threads that Python knows now. Empty where this interpreter does not show it."""
+    """All threads that Python knows now. Empty if this interpreter does not expose them."""
     if not _has_lists:
         return []
     with _undisturbed():
         addresses, same, again = tee(_addresses(), 3)
         found = list(zip(addresses, map(_id_of, same), map(_copy, again, repeat(_WORDS * _WORD_BYTES)), strict=True))
-    # Threads of C code make their states without the interpreter's lock, under one that this call takes: what was
-    # found is whole from here on.
+    # C threads create their states without the GIL, under a lock that this call takes: from here on, the states found
+    # are complete.
     sys._current_frames()
     return [ThreadState(address, number, memoryview(words).cast("P")) for address, number, words in found]
 
 
 def _addresses() -> Iterator[int]:
-    """The addresses of all threads' states. A state may be freed whenever another thread gets a turn, which it can
-    between any two steps in Python: this iterator and all that is made of it takes none, it is C code throughout."""
+    """The addresses of all threads' states. A state may be freed whenever another thread runs, which can happen between
+    any two Python steps. This iterator, and everything built on it, takes no Python step: it is C code throughout."""
     steps = chain(map(_newest, (_interpreter(),)), repeat(None))
     return takewhile(truth, accumulate(steps, _next))
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection, which runs code of the program, in between."""
+    """No garbage collection inside, because it runs code of the program."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -96,21 +95,21 @@ def _undisturbed() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a thread's state keeps a function: what sets it, and the words that hold it and its argument."""
+    """Where a thread's state keeps a function: its setter, and the words that hold it and its argument."""
 
     setter: Any
     function: int
     argument: int
 
     def held(self, words: Any) -> int | None:
-        """The address of the function that is there."""
+        """The address of the function that is set."""
         return words[self.function] or words[self.argument] or None
 
 
 class NextStep:
-    """Calls `function` in other threads, each at its next step. One for the process: threads may keep it for long.
+    """Calls `function` in other threads, each at its next step. One per process: threads may keep it for a long time.
 
-    `function` returns whether it is done; otherwise it is called at the following step again. What it raises is raised
+    `function` returns whether it is done; if not, it is called again at the following step. Its exceptions are raised
     in the thread at its next step.
     """
 
@@ -127,11 +126,11 @@ class NextStep:
 
     @property
     def available(self) -> bool:
-        """Whether this interpreter lets functions be set on other threads."""
+        """Whether this interpreter allows setting functions on other threads."""
         return bool(self._slots)
 
     def set(self, state: ThreadState) -> bool:
-        """Ask a thread. False: it is gone, or others' functions are in its way."""
+        """Set the function on a thread. False: the thread is gone, or functions set by others are in the way."""
         done = False
         for slot in self._slots:
             held = slot.held(state.words)
@@ -140,17 +139,17 @@ class NextStep:
         return done
 
     def is_blocked(self, state: ThreadState) -> bool:
-        """Whether others' functions are everywhere in its way."""
+        """Whether functions set by others are in the way in all places."""
         return all(slot.held(state.words) not in (None, self._address) for slot in self._slots)
 
     def clear(self, state: ThreadState) -> None:
-        """Take the question back."""
+        """Remove the function from a thread."""
         for slot in self._slots:
             if slot.held(state.words) == self._address:
                 _give(slot, state, None, None)
 
     def _step(self, _argument: Any, _frame: Any, _event: int, _value: Any) -> int:
-        # Nothing may be raised out of here: the interpreter's behaviour would be undefined, and ends the process.
+        # No exception may leave this function: the interpreter's behaviour would be undefined, and ends the process.
         later: BaseException | None = None
         try:
             done = not self._calibrating and self._function()
@@ -175,7 +174,7 @@ class NextStep:
                 slot.setter(state, None, None)
 
     def _calibrate(self) -> None:
-        """Find the words, in a thread of its own: the program may have set functions for this one."""
+        """Find the words, in a separate thread: the program may have set functions for this one."""
         done = _thread.allocate_lock()
         done.acquire()
         _start_new_thread(self._find_slots, (done,))
@@ -195,7 +194,7 @@ class NextStep:
 
 
 def _raise_at_next_step(error: BaseException) -> None:
-    """Have the calling thread raise an exception: what a tracer in Python raises is raised in what it traces."""
+    """Make the calling thread raise an exception: what a Python tracer raises is raised in the traced code."""
 
     def tracer(_frame: Any, _event: str, _value: Any) -> None:
         raise error
@@ -207,7 +206,7 @@ def _raise_at_next_step(error: BaseException) -> None:
 
 
 def _give(slot: _Slot, state: ThreadState, function: int | None, argument: int | None) -> bool:
-    """Set a function on a thread that may have ended. Whether it was still there."""
+    """Set a function on a thread that may have ended. Returns whether it was still there."""
     matches = filter(state.address.__eq__, _addresses())
     given: deque[int] = deque(maxlen=1)
     with _undisturbed():

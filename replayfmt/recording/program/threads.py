@@ -1,10 +1,10 @@
-"""The threads of the program under capture: each participates, whenever and however it began.
+"""The threads of the program under capture: every thread participates, whenever and however it was started.
 
-A dispatch mode sees the operators of one thread. Threads that Python code starts carry it from their first step on.
-Those that ran before the capture take it at their next step (thread_states.py), and so do those that C code creates,
-once they are seen in Python: if one of these turns out to run operators, an unsupported record says that it may have
+A dispatch mode sees the operators of one thread. Threads that Python code starts carry it from their first step.
+Threads that existed before the capture get it at their next step (thread_states.py), and so do threads that C code
+creates, once they enter Python: if one of these turns out to run operators, an unsupported record says that it may have
 run others before. The work of a thread that never enters Python is not seen here. When the capture ends, every thread
-is rid of the mode at its next step.
+drops the mode at its next step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FLUSHING = "opreplay-flush"  # the name of the recorder's own thread
 
-# Every function of Python that starts a thread, under each name that modules call it by.
+# Every Python function that starts a thread, under each name by which modules call it.
 _STARTERS = (
     ("_thread", "start_new_thread"),
     ("_thread", "start_new"),
@@ -40,7 +40,7 @@ _STARTERS = (
     ("threading", "_start_new_thread"),
     ("threading", "_start_joinable_thread"),
 )
-_PATIENCE = 10_000  # steps of a thread that is to leave, and is inside an operator of the former capture
+_PATIENCE = 10_000  # steps allowed to a thread that is to leave but is inside an operator of the former capture
 
 
 class Threads:
@@ -49,9 +49,9 @@ class Threads:
     def __init__(self, presence: Presence, core: Core) -> None:
         self._presence = presence
         self.core = core
-        self._handled: set[int] = set()  # by id of the state: threads that carry the mode, were asked to, or must not
+        self._handled: set[int] = set()  # by state id: threads that carry the mode, were asked to, or must not
         self._carrying: set[int] = set()
-        self._late: set[int] = set()  # of those that began unseen
+        self._late: set[int] = set()  # state ids of threads that began unseen
         self._late_idents: set[int] = set()
         self._installed = False
         self._patches = PatchSet(
@@ -62,7 +62,7 @@ class Threads:
     # --------------------------------------------------------------------------------------------------- start and stop
 
     def install(self) -> None:
-        """Begin, with the calling thread and all others."""
+        """Start with the calling thread and all others."""
         global _current
         self._patches.install()
         self._handled.add(own_id())
@@ -80,11 +80,11 @@ class Threads:
         self.core.attempt(self._meet, False)
 
     def look(self) -> None:
-        """Meet the threads that began unseen. Costs some microseconds a thread."""
+        """Find the threads that began unseen. Costs a few microseconds per thread."""
         self._meet(late=True)
 
     def remove(self) -> None:
-        """The calling thread does not carry the mode any more, the others do until their next step. Idempotent."""
+        """The calling thread no longer carries the mode; the others do until their next step. Idempotent."""
         global _current
         if not self._installed:
             return
@@ -114,7 +114,7 @@ class Threads:
     # ------------------------------------------------------------------------------------------------------ new threads
 
     def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the place of a function that starts threads: the thread's function comes first."""
+        """The replacement of a function that starts threads, whose first argument is the thread's function."""
 
         @functools.wraps(original)
         def start(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,24 +133,25 @@ class Threads:
         owner = getattr(function, "__self__", None)
         name = vars(owner).get("_name", "") if issubclass(type(owner), threading.Thread) else ""
         if name == FLUSHING or name.startswith(DIGESTING):
-            self._presence.leave()  # it may have been met before it got here
+            self._presence.leave()  # it may have been found before it got here
             self._carrying.discard(number)
             self.core.thread_watch.take_part(True)
             return
-        self.join()  # without the lock: who starts this thread waits for it, and may hold it
+        self.join()  # without the lock: the starter of this thread waits for it, and may hold the lock
 
     def ended(self) -> None:
         """The calling thread ends."""
         self._presence.leave()
         self.core.thread_watch.take_part(False)
-        if own_id() in self._carrying:  # not the recorder's own: the lock may be with who waits for them
+        if own_id() in self._carrying:  # not the recorder's own: whoever waits for them may hold the lock
             self._carrying.discard(own_id())
             self.core.thread_ended()
 
     # ---------------------------------------------------------------------------------------------------- other threads
 
     def _meet(self, late: bool) -> None:
-        """Have the threads that are unknown join at their next step. `late`: they began while all was watched."""
+        """Make unknown threads join at their next step. `late`: they began while all thread starts were being
+        watched."""
         for state in thread_states():
             if state.id in self._handled:
                 continue
@@ -166,12 +167,12 @@ class Threads:
                 )
 
     def join(self) -> bool:
-        """The calling thread participates from here on, with the mode as outermost of those that it has. Whether it
-        could. Takes no lock: the thread may be anywhere."""
+        """The calling thread participates from now on, with the mode as its outermost one. Returns whether it could.
+        Takes no lock: the thread may be anywhere."""
         if self.core.finished or self._presence.joined():
             return True
         if torch._C._current_graph_task_id() != -1:
-            return False  # inside a backward pass, which puts the thread's modes back as it found them
+            return False  # inside a backward pass, which restores the thread's modes when it ends
         number, ident = own_id(), get_ident()
         if number in self._late:
             self._late_idents.add(ident)
@@ -185,13 +186,13 @@ class Threads:
     # ----------------------------------------------------------------------------------------------------- what to tell
 
     def _tell(self, sentence: str) -> None:
-        """Threads did, or may have done, what is not recorded."""
+        """Report that threads did, or may have done, work that is not recorded."""
         with self.core.lock:
             if self.core.on:
                 self.core.records.unsupported("unseen_thread", "", sentence)
 
     def _tell_of_backward_passes(self) -> None:
-        """Of those that have begun in other threads: what is left of them runs without a step in Python."""
+        """Report backward passes that have begun in other threads: the rest of them runs without a Python step."""
         for ident, frame in sys._current_frames().items():
             codes = {inner.f_code for inner, _line in traceback.walk_stack(frame)}
             if ident != get_ident() and _run_backward.__code__ in codes:
@@ -200,7 +201,7 @@ class Threads:
                 )
 
     def _first_record(self, ident: int) -> None:
-        """A thread has something recorded for the first time."""
+        """A thread is about to make its first record."""
         if ident in self._late_idents:
             self._late_idents.discard(ident)
             self._tell(
@@ -210,7 +211,7 @@ class Threads:
 
 
 class _Carrying:
-    """A thread's function, called with the mode in place. Looks like the function where the interpreter shows it."""
+    """A thread's function, called with the mode in place. Has the function's repr, which the interpreter shows."""
 
     def __init__(self, threads: Threads, function: Callable[..., Any]) -> None:
         self._threads = threads
@@ -228,7 +229,7 @@ class _Carrying:
             leave_no_frames(error)
             raise
         finally:
-            for capture in {threads, _current or threads}:  # it may have lived from one capture into the next
+            for capture in {threads, _current or threads}:  # it may have continued from one capture into the next
                 capture.core.attempt(capture.ended)
 
 
@@ -237,8 +238,8 @@ _leaving: dict[int, int] = {}  # by state id: steps left of threads that carry t
 
 
 def _step() -> bool:
-    """A step of a thread that was asked. Whether that was enough. Raises what a signal handler of the program raises
-    meanwhile, and nothing else."""
+    """A step of a thread that was asked. Returns whether it is done. Raises only what a signal handler of the program
+    raises meanwhile."""
     capture = _current
     if capture is not None:
         return capture.core.attempt(_take_part, capture) is not False
@@ -247,23 +248,23 @@ def _step() -> bool:
     except BaseException as error:
         if is_interrupt(error):
             raise
-        return True  # the capture is over, and a mode of it that stays does nothing
+        return True  # the capture is over, and a leftover mode of it does nothing
 
 
 def _take_part(capture: Threads) -> bool:
-    """The calling thread joins a capture. Whether it could."""
+    """The calling thread joins a capture. Returns whether it could."""
     leave_finished()
     _leaving.pop(own_id(), 0)
     return capture.join()
 
 
 def _leave() -> bool:
-    """The calling thread gets rid of modes of captures that are over. Whether that is done."""
+    """The calling thread drops the modes of captures that are over. Returns whether that is done."""
     gone = leave_finished()
     number = own_id()
     patience = _leaving.pop(number, 0)
     if patience > 1 and not gone:
-        _leaving[number] = patience - 1  # inside an operator, which has put the mode aside
+        _leaving[number] = patience - 1  # inside an operator, which has set the mode aside
         return False
     return True
 

@@ -1,7 +1,7 @@
-"""Has torch imported before the modules of this package that need it.
+"""Makes sure that torch is imported before the modules of this package that need it.
 
 A program may ask for `replayfmt.scope` before it imports torch. Importing torch starts the recorder, which needs those
-modules complete, so they must not be half imported at that moment. Imports no torch itself until then.
+modules to be complete, so they must not be half imported at that moment. Does not import torch itself until then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEED_TORCH = frozenset(f"{_PACKAGE}.{name}" for name in ("pytorch", "recording.
 
 
 class TorchFirst(MetaPathFinder):
-    """Finds nothing itself, and is there until torch has been imported."""
+    """Finds nothing itself. Installed until torch has been imported."""
 
     def install(self) -> None:
         sys.meta_path.insert(0, self)
@@ -44,7 +44,7 @@ class TorchFirst(MetaPathFinder):
 
 
 class _Existing(Loader):
-    """Loads a module that was imported in the meantime: it is left as it is."""
+    """ "Loads" a module that was imported in the meantime, by leaving it as it is."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
