@@ -1,10 +1,10 @@
 """Timing a replay: measure (the loop), scopes, statistics; meters, single ops, comparisons and reports in packages.
 
-`measure.measure(plan, options)` gives a `Run`, `reports.rows.make_report(run, plan)` its rows. Imports format,
-pytorch and replay; nothing imports it but the tools and the library's face.
+`measure.measure(plan, options)` returns a `Run`, `reports.rows.make_report(run, plan)` its rows. Imports format,
+pytorch and replay; only the tools and the library's public API import it.
 
-The package can be called: `replayfmt.benchmark(path)` is `one_call.benchmark(path)`. A function of that name in
-`replayfmt` would be replaced by the package as soon as a module of it is imported.
+The package is callable: `replayfmt.benchmark(path)` is `one_call.benchmark(path)`. A function of that name in
+`replayfmt` would be overwritten by the package as soon as one of its modules is imported.
 """
 
 from __future__ import annotations

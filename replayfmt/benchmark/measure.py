@@ -1,14 +1,14 @@
-"""Runs a plan again and again and keeps what every single replay took.
+"""Runs a plan repeatedly and keeps the time of every single replay.
 
-One repetition after the other: each replay restores its state untimed, then runs the whole capture between the start
-and the stop of a stopwatch, or of one stopwatch a scope where scopes are measured. Nothing is verified while anything
-is timed: a verified replay before the first and after the last timed one frames them, and where one does not match
-there are no results at all.
+Repetitions run one after the other: each replay restores its state untimed, then runs the whole capture between the
+start and the stop of a stopwatch, or of one stopwatch per measured scope. Nothing is verified while anything is timed:
+verified replays run before the first and after the last timed one, and if either does not match there are no results at
+all.
 
-What could disturb a measurement: Python's cyclic garbage collector is run before each repetition and is off while
-replays are timed (as `timeit` does), except that it runs between two replays, untimed, where they left much behind;
-thread counts and every other numeric setting are the capture's own (the plan sets them). It freezes no objects, because
-they could not be distinguished afterwards from those that another part of the process froze.
+Possible disturbances: Python's cyclic garbage collector runs before each repetition and is off while replays are timed
+(as in `timeit`), except that it runs untimed between two replays that left much garbage; thread counts and all other
+numeric settings are the capture's own (the plan sets them). Objects are not frozen, because they could not be told
+apart afterwards from those that other code in the process froze.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .scopes import MeasuredRegion, find_regions, whole_capture
 from .statistics import TimeStatistics, summarize
 
 # Restoring state is untimed and may take many times as long as the replay: --benchmark-min-time counts timed seconds,
-# and measuring stops after this many times as much real time. The rule and the number are Google Benchmark's.
+# and measuring stops after this many times as much real time. Rule and number are Google Benchmark's.
 PATIENCE = 5
-# Objects born since the last collection that are worth an untimed collection between two replays.
+# Objects created since the last collection that justify an untimed collection between two replays.
 _MUCH_GARBAGE = 20_000
 
 
@@ -57,10 +57,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Sample:
-    """One repetition of one region: what each of its iterations took, in nanoseconds, in order.
+    """One repetition of one region: the time of each of its iterations, in nanoseconds, in order.
 
-    `host` is there where `real` is the devices' time: how long the host took to issue the work. `further` is what the
-    meters beside the clocks said of each iteration, in their own units.
+    `host` is set if `real` is the devices' time: how long the host took to issue the work. `further` has the readings
+    of the other meters for each iteration, in their own units.
     """
 
     real: np.ndarray
@@ -79,12 +79,12 @@ class Sample:
         )
 
     def statistics(self) -> TimeStatistics:
-        """Over the iterations' real times."""
+        """Statistics of the iterations' real times."""
         return summarize(self.real)
 
 
 def further_readings(iterations: Sequence[Readings]) -> dict[Quantity, np.ndarray | NotMeasured]:
-    """What the meters beside the clocks said, in order; of one that missed an iteration, why."""
+    """The readings of the meters other than clocks, in order; for a meter that missed an iteration, the reason."""
     found: dict[Quantity, np.ndarray | NotMeasured] = {}
     for quantity in iterations[0].further:
         readings = [each.further[quantity] for each in iterations]
@@ -95,7 +95,7 @@ def further_readings(iterations: Sequence[Readings]) -> dict[Quantity, np.ndarra
 
 @dataclass(frozen=True)
 class Measurement:
-    """One region with its repetitions; each has the same number of iterations."""
+    """One region with its repetitions, all with the same number of iterations."""
 
     region: MeasuredRegion
     samples: list[Sample]
@@ -103,11 +103,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished benchmark whose verifications held.
+    """A finished benchmark whose verifications passed.
 
-    `measurements` has one entry a row asked for. `whole` is the entire replay's, also where only scopes were requested.
-    `before` and `after` are the verified replays' results, None if nothing was to be verified. `cut_short` is
-    how many seconds had gone by when measuring gave up on collecting the timed seconds asked for, else None.
+    `measurements` has one entry per requested row. `whole` is that of the entire replay, even if only scopes were
+    requested. `before` and `after` are the results of the verified replays, None if verification is off. `cut_short` is
+    the number of elapsed seconds if measuring gave up before it had the requested timed seconds, else None.
     """
 
     options: Options
@@ -118,7 +118,7 @@ class Run:
     cut_short: float | None
 
 
-# What is going on, how many are done, of how many (None: not yet known).
+# The current activity, how many are done, of how many (None: not yet known).
 Progress = Callable[[str, int, int | None], None]
 
 
@@ -132,9 +132,9 @@ def measure(
 ) -> Run:
     """Benchmark a plan.
 
-    `clock` replaces the host's clocks, `meters` what is measured. Raises UsageError and ReplayRefused for scopes that
-    cannot be measured, before anything runs; ReplayFailed where a replay fails; ReplayMismatch where a verified one
-    does not match.
+    `clock` replaces the host's clocks, `meters` the list of meters. Raises UsageError and ReplayRefused for scopes that
+    cannot be measured, before anything runs; ReplayFailed if a replay fails; ReplayMismatch if a verified replay does
+    not match.
     """
     regions = find_regions(plan.reader, options.scopes)
     runner = _Runner(
@@ -155,7 +155,7 @@ def _no_progress(_what: str, _done: int, _of: int | None) -> None:
 
 
 class _Runner:
-    """The replays of one benchmark, in order, and what they took so far."""
+    """The replays of one benchmark, in order, and their times so far."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _Runner:
         return result
 
     def first_repetition(self) -> tuple[int, float | None]:
-        """The repetition that finds out how many iterations it takes; the number, and `Run.cut_short`."""
+        """Run the repetition that determines the number of iterations; returns that number, and `Run.cut_short`."""
         goal = self._options.min_time
         if goal.iterations is not None:
             self.repetition(goal.iterations)
@@ -197,7 +197,7 @@ class _Runner:
             nonlocal timed, waited, before
             timed += last.real_ns
             now = self._clock.real()
-            waited += now - before if done > 1 else last.real_ns  # before the first one there were warm-ups
+            waited += now - before if done > 1 else last.real_ns  # the first one was preceded by warm-ups
             before = now
             return timed >= goal_ns or done >= MOST_ITERATIONS or waited >= PATIENCE * goal_ns
 
@@ -238,7 +238,7 @@ class _Runner:
         return self._timer.stopwatch.read()
 
     def _on_scope(self) -> OnScope | None:
-        """The cheapest callback that serves every watch: none at all where there is no watch."""
+        """The cheapest callback that serves all watches: None if there are none."""
         if len(self.watches) < 2:
             return self.watches[0] if self.watches else None
         watches = tuple(self.watches)
@@ -258,7 +258,7 @@ class _Runner:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Collect, then keep Python's cyclic garbage collector from running by itself."""
+    """Collect, then keep Python's cyclic garbage collector from running on its own."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from replayfmt.errors import UsageError
 
 MOST_ITERATIONS = 1_000_000_000  # Google Benchmark's own limit
-MOST_SECONDS = 86_400  # a day; it has no limit for them
+MOST_SECONDS = 86_400  # a day; Google Benchmark has no limit for seconds
 _ITERATIONS = re.compile(r"\s*\+?0*(\d{1,10})x", re.ASCII)
 _SECONDS = re.compile(r"\s*\+?((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)s?", re.ASCII)
 

@@ -24,8 +24,8 @@ from .reports.rows import Report, make_report
 
 @dataclass(frozen=True)
 class Benchmarked:
-    """A finished benchmark whose verifications held. `rows` are those of Google Benchmark's schema, times in
-    nanoseconds; `context` says on what and how. Prints as opreplay-benchmark's table."""
+    """A finished benchmark whose verifications passed. `rows` follow Google Benchmark's schema, times in nanoseconds;
+    `context` describes machine, capture and settings. Prints as opreplay-benchmark's table."""
 
     report: Report
 
@@ -40,7 +40,7 @@ class Benchmarked:
 
     @property
     def warnings(self) -> list[str]:
-        """What to doubt of the figures."""
+        """Reasons to doubt the figures."""
         return self.report.warnings()
 
     @property
@@ -81,7 +81,7 @@ def benchmark(
 
     `scopes` (names, or full paths) measures the time inside them instead of the whole replay's; `min_time` is a number
     of replays (`20x`) or of timed seconds (`0.5s`); `warmup` counts untimed replays before each repetition. `options`
-    are those of Plan. Raises ReplayMismatch if a replay differs from the capture, and what a Plan raises.
+    are those of Plan. Raises ReplayMismatch if a replay differs from the capture, and the errors of Plan.
     """
     asked = Options(
         parse_min_time(text_of("min_time", min_time)), repetitions, warmup, verify, texts_of("scopes", scopes)

@@ -1,7 +1,7 @@
-"""Result files: refused early, written whole or not at all.
+"""Result files: refused early, written completely or not at all.
 
-The work before a result is written may take minutes, so whether it can be written is found out first: the file is
-opened under a temporary name beside its final one, and renamed to it once it is complete. Never imports torch.
+The work before a result is written may take minutes, so first it is checked that the result can be written: the file is
+opened under a temporary name beside its final one, and renamed once it is complete. Never imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from replayfmt.format.container.output import check_place, same_file
 
 
 class OutputFile:
-    """A result file that is being made. `partial` is where to write it; `commit` gives it its name."""
+    """A result file that is being written. `partial` is the path to write to; `commit` renames it to its final name."""
 
     def __init__(self, flag: str, path: Path, partial: Path, force: bool) -> None:
         self._flag, self._path, self._force = flag, path, force
@@ -24,7 +24,7 @@ class OutputFile:
         self.committed = False
 
     def commit(self) -> None:
-        """Give the finished file its final name. Raises OutputExists if one has appeared since, without force."""
+        """Rename the finished file to its final name. Raises OutputExists if that has appeared since, without force."""
         refuse_existing(self._flag, self._path, self._force)
         try:
             os.replace(self.partial, self._path)
@@ -33,7 +33,7 @@ class OutputFile:
         self.committed = True
 
     def write(self, text: str) -> None:
-        """Write all of it and commit. Raises OpReplayError if the disk refuses it."""
+        """Write the whole text and commit. Raises OpReplayError if writing fails."""
         try:
             with open(self.partial, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -46,13 +46,13 @@ class OutputFile:
 
 @contextmanager
 def output_file(flag: str, path: str | os.PathLike[str], force: bool) -> Iterator[OutputFile]:
-    """Open a result file given by a command-line flag; whatever was not committed is removed on leaving.
+    """Open a result file given by a command-line flag; an uncommitted file is removed on leaving.
 
-    Raises OutputExists for an existing file without `force`, and CaptureFailed if there cannot be one at all.
+    Raises OutputExists for an existing file without `force`, and CaptureFailed if the file cannot be created.
     """
     final = Path(path)
     refuse_existing(flag, path, force)
-    # The ending stays what it was: torch compresses a trace whose name ends in .gz.
+    # The extension is kept: torch compresses a trace whose name ends in .gz.
     partial = final.with_name(f".{os.getpid()}.{final.name}")
     try:
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
@@ -73,8 +73,8 @@ def refuse_input(flag: str, path: str | os.PathLike[str], capture: str | os.Path
 
 
 def refuse_existing(flag: str, path: str | os.PathLike[str], force: bool) -> None:
-    """Raise what would keep a result from getting this name, as for every other file that a tool writes: OutputExists
-    without `force`, CaptureFailed where there cannot be one at all."""
+    """Raise if a result cannot get this name, as for every other file that a tool writes: OutputExists without `force`,
+    CaptureFailed if the file cannot be created."""
     try:
         check_place(path, force)
     except (OutputExists, CaptureFailed) as error:

@@ -15,15 +15,15 @@ from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 
-_CLOSEST = 12  # how many scopes the capture has are listed in an error, at most
+_CLOSEST = 12  # at most this many of the capture's scopes are listed in an error
 
 
 @dataclass(frozen=True)
 class MeasuredRegion:
     """A part of a capture that is measured. `name` is None for the whole capture.
 
-    `captured_ns` is how long it took while it was being captured, the recorder's own work included; None if unknown,
-    and `captured_reason` says why.
+    `captured_ns` is its duration during capture, including the recorder's own work; None if unknown, and
+    `captured_reason` says why.
     """
 
     name: str | None
@@ -40,7 +40,7 @@ class MeasuredRegion:
 
 
 def whole_capture(reader: CaptureReader) -> MeasuredRegion:
-    """The region that is everything. Reads the first and the last frame of records."""
+    """The region that covers the whole capture. Reads the first and the last frame of records."""
     ops = reader.summary.records.get(RecordKind.op, 0)
     if not reader.record_count:
         return MeasuredRegion(None, frozenset(), 1, ops, None, "the capture has no records")
@@ -48,7 +48,7 @@ def whole_capture(reader: CaptureReader) -> MeasuredRegion:
     last = reader.frame(len(reader.record_frames) - 1)
     end = int(last.start_ns[-1])
     if last.duration_ns is not None:
-        end += max(0, int(last.duration_ns[-1]))  # an unknown one ends no earlier than it began
+        end += max(0, int(last.duration_ns[-1]))  # one of unknown duration ends no earlier than it began
     captured, reason = _measured(first, end)
     return MeasuredRegion(None, frozenset(), 1, ops, captured, reason)
 
@@ -82,7 +82,8 @@ def find_regions(reader: CaptureReader, names: tuple[str, ...]) -> list[Measured
 
 
 def matching_scopes(reader: CaptureReader, name: str) -> dict[int, str]:
-    """The scopes that --replay-scope=NAME means, by id, with their full paths. Raises UsageError for none."""
+    """The scopes that --replay-scope=NAME selects, by id, with their full paths. Raises UsageError if there are
+    none."""
     paths = {scope: reader.scope_path(scope) for scope in range(1, len(reader.scopes))}
     matching = {scope: path for scope, path in paths.items() if name in (path, reader.scopes[scope].name)}
     if not matching:
@@ -98,8 +99,8 @@ def matching_scopes(reader: CaptureReader, name: str) -> dict[int, str]:
 
 
 def scopes_inside(reader: CaptureReader, names: tuple[str, ...]) -> set[int]:
-    """The ids of the scopes that any of `names` means, and of all scopes inside them. Raises UsageError for a name
-    that means none."""
+    """The ids of the scopes that any of `names` selects, and of all scopes inside them. Raises UsageError for a name
+    that selects none."""
     inside = {scope for name in names for scope in matching_scopes(reader, name)}
     for scope in range(1, len(reader.scopes)):  # a scope's parent is defined before it
         if reader.scopes[scope].parent in inside:
@@ -108,14 +109,14 @@ def scopes_inside(reader: CaptureReader, names: tuple[str, ...]) -> set[int]:
 
 
 def _measured(begin_ns: int, end_ns: int) -> tuple[int | None, str]:
-    """The time between two moments of a capture, None and the reason where the capture's clock stood still."""
+    """The time between two moments of a capture; None and the reason if the capture's clock stood still."""
     if end_ns > begin_ns:
         return end_ns - begin_ns, ""
     return None, "the capture holds no times for it"
 
 
 class _ScopeWalk:
-    """Follows the scopes that one name matches through the records, in order."""
+    """Follows the scopes that match one name through the records, in order."""
 
     def __init__(self, reader: CaptureReader, name: str) -> None:
         self._reader = reader
@@ -124,7 +125,7 @@ class _ScopeWalk:
         self.open = dict.fromkeys(matching, 0)  # scope id → how many of it are open
         self._paths = frozenset(matching.values())
         self._depth = 0
-        self._outermost = 0  # ordinal where the outermost open one began
+        self._outermost = 0  # ordinal at which the outermost open one began
         self._begin_ns = self._captured_ns = 0
         self._begin_op = self._ops = self._passes = 0
         self.ops_before_frame = 0

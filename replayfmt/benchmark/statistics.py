@@ -1,7 +1,7 @@
 """Statistics of measured times: median with its confidence interval, mean, spread, extremes.
 
-Plain arithmetic over numpy arrays; does not depend on clocks, plans or reports. Times keep the unit they came in
-(nanoseconds everywhere in this package). What a sample is too small for is None, and `reasons` says why: a standard
+Plain arithmetic over numpy arrays; does not depend on clocks, plans or reports. Times keep their unit (nanoseconds
+everywhere in this package). A figure that the sample is too small for is None, and `reasons` says why: the standard
 deviation of one time is unknown, not zero.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 CONFIDENCE = 0.95
-# Below this many times no pair of them encloses the median with 95% confidence: 1 - 2 / 2**6 is the first above it.
+# With fewer times, no pair of them encloses the median with 95% confidence: 1 - 2 / 2**6 is the first value above it.
 SMALLEST_FOR_INTERVAL = 6
 # Up to here the binomial tail is summed exactly; beyond, its normal approximation picks the same ranks or safer ones.
 LARGEST_EXACT = 1000
@@ -51,7 +51,7 @@ class TimeStatistics:
 
 
 def summarize(times: Sequence[float] | np.ndarray) -> TimeStatistics:
-    """Statistics over `times`. Raises ValueError for an empty sample: there is nothing to say about it."""
+    """Statistics over `times`. Raises ValueError for an empty sample."""
     values = np.asarray(times, dtype=np.float64)
     if values.size == 0:
         raise ValueError("statistics need at least one time")
@@ -97,7 +97,7 @@ def median_interval(times: np.ndarray) -> Interval | None:
 
 
 def _interval_rank(count: int) -> tuple[int, float]:
-    """The largest k whose interval still holds the confidence asked for, and the confidence it holds."""
+    """The largest k whose interval still has the required confidence, and the confidence it has."""
     if count > LARGEST_EXACT:
         rank = math.floor(count / 2 - 0.98 * math.sqrt(count))
         spread = (count / 2 - rank + 0.5) / (math.sqrt(count) / 2)  # continuity correction of the rank's tail

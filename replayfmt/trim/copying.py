@@ -1,6 +1,6 @@
-"""Definitions and records of one capture on their way into another, where they get new ids.
+"""Copies definitions and records of one capture into another, where they get new ids.
 
-Every id is given anew, in order of first use: data that the result does not need leaves no trace in it. Storages are
+New ids are assigned in order of first use, so data that the result does not need leaves no trace in it. Storages are
 defined at their first use. Needs no torch; the caller decides on the content of storages.
 """
 
@@ -40,7 +40,7 @@ _CONTENT = frozenset({ValueKind.payload, ValueKind.range, ValueKind.recipe})
 class Copier:
     """Writes records of `reader` to `writer`. With `redaction`, texts are rewritten on the way.
 
-    `rewrite` may give a record's signature, arguments and results another form; it depends on the signature alone.
+    `rewrite` may change the form of a record's signature, arguments and results; it depends on the signature alone.
     """
 
     def __init__(self, reader: CaptureReader, writer: CaptureWriter, redaction: Redaction | None = None) -> None:
@@ -63,7 +63,7 @@ class Copier:
         self._embedded: dict[int, int] = {}  # payload of the writer → its length
         self._views: dict[int, dict[tuple[int, int], int]] = {}  # by storage of the writer (RecordBuilder.tensor)
         for number in range(1, len(reader.devices)):
-            self.device(number)  # all of them: --device goes by their number
+            self.device(number)  # all of them: --device refers to them by number
 
     # ------------------------------------------------------------------------------------------------------ definitions
 
@@ -99,7 +99,7 @@ class Copier:
         return self._generators[number]
 
     def range(self, number: int) -> int:
-        """A range of an external file. Of embedded content, only the bytes of the range are copied."""
+        """Copy a range of an external file. Of embedded content, only the bytes of the range are copied."""
         if number not in self._ranges:
             given = self.reader.file_ranges[number]
             assert given is not None
@@ -123,7 +123,8 @@ class Copier:
         return self._files[number]
 
     def _redacted(self, file: ExternalFile) -> ExternalFile:
-        """A file without its directory. Another one of that name is `2/NAME`, so that a remap can distinguish them."""
+        """A file without its directory. A second file of that name becomes `2/NAME`, so that a remap can distinguish
+        them."""
         assert self._redaction is not None
         redacted = self._redaction.file(file)
         self._names[redacted.path] += 1
@@ -131,23 +132,23 @@ class Copier:
         return redacted if count == 1 else replace(redacted, path=f"{count}/{redacted.path}")
 
     def payload(self, number: int) -> int:
-        """A payload's content, copied."""
+        """Copy a payload."""
         return self.content(self.reader.payload(number))
 
     def content(self, data: bytes | memoryview) -> int:
-        """Bytes of a storage, embedded. The same content counts once."""
+        """Embed bytes of a storage. Equal content is embedded once."""
         number = self.writer.payload(data)
         self._embedded[number] = memoryview(data).nbytes
         return number
 
     @property
     def count(self) -> int:
-        """How many records were written so far: the next one's ordinal."""
+        """How many records have been written: the next one's ordinal."""
         return self._builder.count
 
     @property
     def embedded_bytes(self) -> int:
-        """Bytes of storages that are embedded in the result."""
+        """Bytes of storages embedded in the result."""
         return sum(self._embedded.values())
 
     def recipe(self, number: int) -> int:
@@ -156,7 +157,7 @@ class Copier:
         return self.writer.recipe(recipe)
 
     def signature(self, signature: Signature) -> int:
-        """The id of a signature of the reader's, or of one made of its nodes."""
+        """The id of one of the reader's signatures, or of one made from its nodes."""
         if signature.kernel:
             signature = replace(signature, kernel=self.kernel(signature.kernel))
         signature = replace(signature, args=self._nodes(signature.args), results=self._nodes(signature.results))
@@ -172,7 +173,7 @@ class Copier:
         return replace(node, children=self._nodes(node.children)) if node.children else node
 
     def _meta(self, value: TensorValue) -> int:
-        known = self._meta_ids.get(id(value.meta))  # the reader keeps its metas: an id() stands for one for good
+        known = self._meta_ids.get(id(value.meta))  # the reader keeps its metas, so an id() stays valid
         if known is None:
             meta = replace(value.meta, device=self.device(value.meta.device))
             known = self._meta_ids[id(value.meta)] = self.writer.meta(meta)
@@ -189,8 +190,8 @@ class Copier:
     # --------------------------------------------------------------------------------------------------------- storages
 
     def bear(self, storage: int, length: int, origin: StorageOrigin, content: int = 0) -> int:
-        """Adds a storage of the reader to the result; returns its id there. `length` in bytes; `content` is the
-        writer's id of its first content, of the family that `origin` says."""
+        """Add a storage of the reader to the result; returns its id there. `length` is in bytes; `content` is the
+        writer's id of its first content, of the kind given by `origin`."""
         device = self.device(self.reader.storage(storage).device)
         number = self.storages[storage] = self._builder.bear(length, device, origin, content)
         return number
@@ -198,7 +199,7 @@ class Copier:
     # ---------------------------------------------------------------------------------------------------------- records
 
     def copy(self, record: Record, annotation: Mapping[str, Any] | None = None) -> int:
-        """Write a record of the reader, all of whose storages were added before. Returns its ordinal."""
+        """Write a record of the reader whose storages have all been added. Returns its ordinal."""
         signature, args, results = record.signature, record.args, record.results
         if self.rewrite is not None:
             signature, args, results = self.rewrite(signature, args, results)
@@ -239,7 +240,7 @@ class Copier:
         values: Sequence[Value] = (),
         scope: int | None = None,
     ) -> int:
-        """Write a record that the reader does not have, at the time, thread and scope of one that it has."""
+        """Write a new record with the time, thread and scope of one of the reader's."""
         placed = near if scope is None else replace(near, scope=scope)
         placed = replace(placed, duration_ns=None, device_duration_ns=None)
         return self._add(self.signature(Signature(kind, tuple(nodes))), kind, placed, values, 0)
@@ -252,7 +253,7 @@ class Copier:
         return self._builder.add(signature, kind, Moment(*times), slots, annotation)
 
     def _take(self, value: Value, slots: RecordSlots) -> None:
-        """The slots of one value. Enumerations are ints too, but constants: hence the exact types."""
+        """Collect the slots of one value. Enumerations are ints too, but constants: hence the exact types."""
         ints, floats = slots.ints, slots.floats
         kind = type(value)
         if kind is TensorValue:
@@ -274,10 +275,10 @@ class Copier:
         elif isinstance(value, GeneratorValue):
             ints.append(self.generator(value.id))
         elif isinstance(value, PayloadValue | RangeValue | RecipeValue):
-            ints.append(value.id)  # the writer's already
+            ints.append(value.id)  # already the writer's
 
     def flush(self) -> None:
-        """Write what waits as a frame of records."""
+        """Write the buffered records as a frame."""
         if self._builder.bears_nothing_but_storages:
             raise InvalidCapture(f"{self.reader.path}: storages without a record that uses them")
         self._builder.flush()

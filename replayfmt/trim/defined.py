@@ -1,7 +1,8 @@
 """Which bytes of the result's storages are known to be the same in every replay.
 
-Imported content is known, and so are an op's results, unless it leaves memory unwritten (the empty family): then only
-the parts that ops wrote since. Digests must cover nothing else. The recorder tracks the same for the program.
+Imported content is known, and so are an op's results, unless the op leaves memory unwritten (the empty family): then
+only the parts that ops have written since. Digests must not cover anything else. The recorder tracks the same for the
+program.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Defined:
         self._length[storage] = length
 
     def born(self, storage: int, length: int, *, written: bool, opaque: bool) -> None:
-        """An op returned a new storage. `opaque`: it holds what no replay reproduces."""
+        """An op returned a new storage. `opaque`: it holds bytes that no replay reproduces."""
         self._length[storage] = length
         if opaque:
             self._opaque.add(storage)
@@ -45,7 +46,7 @@ class Defined:
             self._unwritten[storage] = Coverage(length)
 
     def wrote(self, storage: int, tensor: torch.Tensor, *, everything: bool) -> None:
-        """An op wrote a view, every element of it or some."""
+        """An op wrote to a view: to every element (`everything`) or to some."""
         coverage = self._unwritten.get(storage)
         if coverage is None:
             return
@@ -68,7 +69,7 @@ class Defined:
         self._unwritten[storage] = coverage
 
     def covers(self, storage: int, tensor: torch.Tensor) -> bool:
-        """Whether every element of a view on it is known."""
+        """Whether every element of a view on a storage is known."""
         if storage in self._opaque:
             return False
         coverage = self._unwritten.get(storage)

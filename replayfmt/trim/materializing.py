@@ -1,8 +1,8 @@
-"""A trimmed capture's content, taken from a replay of the original as it passes the kept ops.
+"""Takes a trimmed capture's content from a replay of the original as it reaches the kept ops.
 
 Right before such an op the records up to it are written, with the imported content: in the capture's own form if it has
 exactly these bytes (a payload, a range of a file, a recipe), otherwise as computed by the replay. Right after it,
-digests of its results are written, so that a replay of the trimmed capture has something to compare with.
+digests of its results are written, to verify replays of the trimmed capture with.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .writing import EnteringContent, Writing
 class Materializer:
     """Watches a replay and writes the kept records. Call `finish` once the replay has ended.
 
-    With `digests`, the results of every op that is kept get one, up to the first unsupported record. Without
-    `references`, all content is computed: no ranges of files, no recipes. Without `values` none of the captured result
-    values are kept: a replay with synthesized content does not reproduce them.
+    With `digests`, digests are written for the results of every kept op, up to the first unsupported record. Without
+    `references`, all content is embedded as computed: no ranges of files, no recipes. Without `values` the captured
+    result values are dropped: a replay with synthesized content does not reproduce them.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Materializer:
         self._writing = Writing(copier, schedule, kept, self, annotate=annotate, values=values)
         self._defined = Defined()
         self._kernel: dict[int, CapturedKernel] = {}
-        self._storages: dict[int, torch.UntypedStorage] = {}  # of the op that runs next, only while it does
+        self._storages: dict[int, torch.UntypedStorage] = {}  # of the op that runs next, only while it runs
         self._record: Record | None = None
         self._states: dict[int, bytes] = {}  # generators, as the result expects them
         self.digest_count = 0
@@ -140,7 +140,7 @@ class Materializer:
             self._defined.born(values[slot].storage, 0, written=True, opaque=True)
 
     def _written(self, record: Record, kernel: CapturedKernel) -> dict[int, bool]:
-        """Tensor slots of arguments that the op writes; whether every element of them."""
+        """Tensor slots of arguments that the op writes, and whether it writes every element of them."""
         written: dict[int, bool] = {}
         for place in self._plan.reader.layouts[record.signature_id].args:
             index = kernel.indices.get(place.node.name, -1)
@@ -180,7 +180,7 @@ class Materializer:
     # ------------------------------------------------------------------------------------------------------- generators
 
     def _drawn(self, record: Record) -> list[int]:
-        """The generators a kept op may draw from, by id: those it is given, else every default one."""
+        """The ids of the generators that a kept op may draw from: those passed to it, else every default generator."""
         kernel, reader = self._kernel_of(record), self._plan.reader
         values = {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
         if not kernel.random or not kernel.draws((), values):
@@ -237,7 +237,7 @@ class Materializer:
         if not self._defined.covers(value.storage, tensor):
             return
         if (record.ordinal, result, value.id) in self._schedule.digested:
-            return  # the capture has it itself
+            return  # the capture has this digest itself
         try:
             digest = digest_tensor(tensor)
         except TypeError:
@@ -258,7 +258,7 @@ class Materializer:
 
 
 def overwrites(plan: Plan, signature_id: int) -> tuple[int, ...]:
-    """The tensor slots that ops of a signature write, every element, without reading them."""
+    """The tensor slots that ops of a signature overwrite completely without reading them."""
     layout = plan.scan(checks=False).layout(signature_id)
     resolved = plan.kernels[layout.signature.kernel]
     if layout.signature.status is not OpStatus.ok or not isinstance(resolved, ResolvedKernel):

@@ -1,7 +1,7 @@
-"""Which scopes are open, in the capture that is trimmed and in the result.
+"""Which scopes are open, in the original capture and in the result.
 
-A kept record may lie inside scopes whose beginning is left out: they are restated before it. A scope that was left and
-entered again in between is another pass, and is ended and begun again. Needs no torch.
+A kept record may lie inside scopes whose beginning is left out: they are begun again before it. A scope that was left
+and entered again in between is another pass, and is ended and begun again. Needs no torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from replayfmt.format.model import Scope
 
-Pass = tuple[int, int]  # scope id, ordinal of the record that began it (-1: none did)
+Pass = tuple[int, int]  # scope id, ordinal of the record that began it (-1: no such record)
 
 
 class OpenScopes:
-    """Follows one walk over the records of a capture."""
+    """Follows one pass over the records of a capture."""
 
     def __init__(self, scopes: Sequence[Scope | None]) -> None:
         self._scopes = scopes
@@ -22,13 +22,13 @@ class OpenScopes:
         self._result: list[Pass] = []
 
     def begin(self, scope: int, ordinal: int, *, kept: bool) -> None:
-        """The capture enters a scope here; `kept`: so does the result."""
+        """The capture enters a scope here; with `kept`, so does the result."""
         self._captured.append((scope, ordinal))
         if kept:
             self._result.append((scope, ordinal))
 
     def end(self, scope: int, *, kept: bool) -> None:
-        """The capture leaves a scope here; `kept`: so does the result."""
+        """The capture leaves a scope here; with `kept`, so does the result."""
         for place in range(len(self._captured) - 1, -1, -1):
             if self._captured[place][0] == scope:
                 passed = self._captured.pop(place)
@@ -48,7 +48,7 @@ class OpenScopes:
             assert definition is not None
             scope = definition.parent
         wanted = [self._present(each) for each in reversed(chain)]
-        # A scope without a beginning, such as one in a thread that outlives it, ends with its last record.
+        # A scope whose beginning is not recorded, such as one in a thread that outlives it, ends with its last record.
         over = [passed for passed in over if passed not in wanted]
         self._result = [passed for passed in self._result if passed not in over]
         entered = [passed for passed in wanted if passed not in self._result]

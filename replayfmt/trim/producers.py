@@ -1,9 +1,9 @@
-"""The producers of the bytes that kept ops need from earlier ops.
+"""Finds the ops that produce the irreproducible bytes which kept ops need.
 
-Content that a replay computes may hold bytes that no replay reproduces (addresses, memory left unwritten). Embedded,
-such bytes would be another process's: an op that uses them as addresses kills the process. The ops that produce them
-are therefore kept too, and produce them again. Needs no torch; the caller says what ops write, and which results are
-such.
+Content that a replay computes may hold bytes that no replay reproduces (addresses, unwritten memory). If such bytes
+were embedded, they would come from another process, and an op that uses them as addresses would crash. The ops that
+produce them are therefore kept too, and produce them again. Needs no torch; the caller says what ops write, and which
+results hold such bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def with_producers(reader: CaptureReader, kept: Kept, opaque: Mapping[int, tuple
 
 
 class _ProducerSearch:
-    """Walks the records before an ordinal, any number of times."""
+    """Goes through the records before an ordinal, any number of times."""
 
     def __init__(self, reader: CaptureReader, stop: int, opaque: Mapping[int, tuple[int, ...]], writes: Writes) -> None:
         self._reader, self._stop, self._opaque, self._writes = reader, stop, opaque, writes
@@ -49,7 +49,7 @@ class _ProducerSearch:
 
     def missing(self, chosen: np.ndarray) -> set[int]:
         """The ops that are not chosen and produce such bytes for chosen ones."""
-        givers: dict[int, list[int]] = {}  # storages that hold them: the ops that wrote it since
+        givers: dict[int, list[int]] = {}  # storages with such bytes → the ops that have written them since
         found: set[int] = set()
         for index, info in enumerate(self._reader.record_frames):
             if info.first_ordinal >= self._stop:
@@ -96,8 +96,8 @@ class _ProducerSearch:
 
 
 def givers(reader: CaptureReader, schedule: Schedule, stop: int, writes: Writes) -> set[int]:
-    """The ops whose bytes a schedule embeds: of each storage, the op that returned it first, and the one that wrote it
-    last before it enters."""
+    """The ops whose bytes a schedule embeds: for each storage, the op that first returned it, and the last one that
+    wrote to it before it is imported."""
     enters = {
         ordinal: [
             each

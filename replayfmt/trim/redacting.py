@@ -1,7 +1,7 @@
 """Rewrites a whole capture with less in it: redacted, or without its floating-point content. Nothing is replayed.
 
-Content is the capture's own, so it is either copied exactly or replaced by a recipe. Redaction needs no torch; the
-statistics of a recipe do.
+Content is the capture's own, so it is either copied exactly or replaced by a recipe. Redaction needs no torch;
+computing the statistics of a recipe does.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def copy_capture(
     allow_incomplete: bool = False,
     words: tuple[str, ...] = (),
 ) -> TrimResult:
-    """Write the capture again: with `redact` without host name, user, command line and directories, `words` being
-    further names to leave out of texts; with `integers_only` without floating-point content, of which only statistics
-    remain, and without anything to compare a replay with.
+    """Rewrite the capture: with `redact` without host name, user, command line and directories, and with `words`,
+    further names, removed from texts; with `integers_only` without floating-point content, of which only statistics
+    remain, and without anything to verify a replay with.
 
-    Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and what reading and
-    writing raise.
+    Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and the errors of
+    reading and writing.
     """
     refuse_incomplete(reader, allow_incomplete)
     with output(reader, out, force) as partial:
@@ -68,7 +68,7 @@ def copy_capture(
 
 
 def _lost_strings(reader: CaptureReader, redaction: Redaction) -> list[str]:
-    """What a replay of the redacted capture will refuse."""
+    """Reasons why a replay of the redacted capture will be refused."""
     lost = sum(
         signature is not None and signature.kind is RecordKind.op and redaction.signature(signature) != signature
         for signature in reader.signatures
@@ -100,7 +100,7 @@ class _UsedDtypes:
                         self.other.add(storages[slot])
 
     def synthesized(self, storage: int) -> DType | None:
-        """The dtype of a storage whose content is left out; None if it stays."""
+        """The dtype of a storage whose content is left out; None if its content is kept."""
         return None if storage in self.other else self.first.get(storage)
 
 
@@ -151,7 +151,7 @@ class _Contents:
         return EnteringContent(StorageOrigin.initializer, self._copier.writer.recipe(recipe), length)
 
     def _embedded(self, number: int) -> Callable[[], memoryview] | None:
-        """How to read a range that the capture itself has; None if it is in the file alone."""
+        """How to read a range that the capture itself contains; None if only the file has it."""
         given = self._reader.file_ranges[number]
         if given.payload:
             return lambda: memoryview(self._reader.payload(given.payload))

@@ -1,4 +1,4 @@
-"""Writing a safetensors file: a header of JSON, then the tensors' bytes, one after the other without holes."""
+"""Writes safetensors files: a JSON header, then the tensors' bytes without gaps."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Array:
-    """Bytes under a name. Where the dtype has no name in the format or the sizes do not fill the bytes, they are plain
-    bytes there."""
+    """Named bytes. If the format has no name for the dtype, or the sizes do not match the number of bytes, they are
+    written as plain bytes."""
 
     name: str
     data: bytes
@@ -40,7 +40,7 @@ class Array:
     sizes: tuple[int, ...] = ()
 
     def header(self, offset: int) -> dict[str, object]:
-        """Its entry in the file's header."""
+        """The array's entry in the file's header."""
         count = 1
         for size in self.sizes:
             count *= size

@@ -1,7 +1,7 @@
 """What a trimmed capture needs besides the records that it keeps.
 
-One walk over the capture up to the last record that is kept, without running anything. For each of them it determines
-the prerequisites: scopes that are open there, settings that changed in between, content to import because an omitted op
+One pass over the capture up to the last kept record, without running anything, determines the prerequisites of each
+kept record: scopes that are open there, settings that changed in between, content to import because an omitted op
 produced or changed it, and released storages. Needs no torch; the caller says what ops write.
 """
 
@@ -25,15 +25,15 @@ from .open_scopes import OpenScopes
 from .selection import Kept
 
 Source = PayloadValue | RangeValue | RecipeValue | None
-# The reason of a first import whose storage was a map of the file that its content is in.
+# The reason given for a first import if the storage was a mapping of the file that has its content.
 MAPPED_FILE = "mapped_file"
 
 
 @dataclass(frozen=True)
 class Enter:
     """An import of content. `first`: it adds the storage to the result. `source` is where the capture itself has
-    exactly these bytes, None if they are to be computed, or if they are `absent`: in no capture. `length` is their
-    number, as far as known. `unread`: the next op writes every byte of it and reads none."""
+    exactly these bytes, None if they are computed, or if they are `absent`: in no capture. `length` is their number, as
+    far as known. `unread`: the next op overwrites every byte without reading any."""
 
     storage: int
     first: bool
@@ -71,8 +71,8 @@ Action = Enter | Begin | End | Release | SettingChanges
 class Schedule:
     """The prerequisites of each kept record, by its ordinal, and the kept records that have become meaningless.
 
-    `settings` are those at the first one, `ends` the scopes to leave after the last. `unsupported` are ordinals of
-    unsupported records that are left out although later work is kept; `kept_unsupported` the first that is kept.
+    `settings` are those at the first kept record, `ends` the scopes to leave after the last. `unsupported` are ordinals
+    of unsupported records that are left out although later work is kept; `kept_unsupported` is the first kept one.
     `digested` are the results that have a digest among the kept records: (op's ordinal, result, tensor).
     """
 
@@ -82,7 +82,7 @@ class Schedule:
     ends: list[int] = field(default_factory=list)
     unsupported: list[int] = field(default_factory=list)
     kept_unsupported: int | None = None
-    left_comparisons: int = 0  # host reads and digests of what no kept op uses
+    left_comparisons: int = 0  # host reads and digests of tensors that no kept op uses
     digested: set[tuple[int, int, int]] = field(default_factory=set)
 
     def enters(self) -> Iterator[Enter]:
@@ -92,8 +92,7 @@ class Schedule:
 
 class RecordShape:
     """Where the records of one signature have the data needed here. `written` are slots of tensors they may write; with
-    `writes_storages` so may be storages that are arguments themselves. `overwritten` are those written without being
-    read."""
+    `writes_storages` they may also write storage arguments. `overwritten` are those written without being read."""
 
     def __init__(
         self, layout: SlotLayout, written: tuple[int, ...], overwritten: tuple[int, ...], writes_storages: bool
@@ -123,11 +122,11 @@ class Rows:
         self.int_first: list[int] = frame.int_first.tolist()
         self.tensor_first: list[int] = frame.tensor_first.tolist()
         storages = frame.tensor_storage[slots].astype(np.int64)
-        storages[zero_metas[frame.tensor_meta[slots]]] = 0  # a ZeroTensor has no bytes that could enter
+        storages[zero_metas[frame.tensor_meta[slots]]] = 0  # a ZeroTensor has no bytes to import
         self.storages: list[int] = storages.tolist()
 
     def arguments(self, row: int, shape: RecordShape) -> list[int]:
-        """The storages an op takes, each once, in order."""
+        """The storages an op uses as arguments, each once, in order."""
         first = self.tensor_first[row]
         taken = self.storages[first : first + shape.arg_tensors]
         taken += [int(self.ints[self.int_first[row] + slot]) for slot in shape.storages]
@@ -141,14 +140,14 @@ class Rows:
 
 
 def zero_metas(reader: CaptureReader) -> np.ndarray:
-    """Which metadata is that of a ZeroTensor, by id."""
+    """A mask of the metadata ids that belong to ZeroTensors."""
     return np.array([meta is not None and bool(meta.flags & TensorFlag.zero) for meta in reader.metas])
 
 
 class Planner:
-    """Makes a schedule. `writes` returns the tensor slots an op of a signature may write; None: nothing is computed, so
-    that it does not matter (metadata alone). `overwrites` gives those that it writes, every element, and does not
-    read."""
+    """Makes a schedule. `writes` returns the tensor slots that an op of a signature may write; None if nothing is
+    computed (metadata only), so it does not matter. `overwrites` returns the slots that it overwrites completely
+    without reading them."""
 
     def __init__(
         self,
@@ -165,11 +164,11 @@ class Planner:
         self._open = OpenScopes(reader.scopes)
         self._there: set[int] = set()  # storages of the result
         self._stale: dict[int, str] = {}  # of these, those whose bytes have changed, and why
-        self._mapped: set[int] = set()  # storages that were maps of the file that their content is in
-        self._source: dict[int, Source] = {}  # storages whose present bytes the capture itself has
+        self._mapped: set[int] = set()  # storages that were mappings of the file with their content
+        self._source: dict[int, Source] = {}  # storages whose present bytes are in the capture
         self._absent: set[int] = set()  # storages whose content is not in the capture
         self._length: dict[int, int] = {}  # as the capture last said
-        self._reach: dict[int, int] = {}  # how far tensors reach into storages, beyond what they were allocated as
+        self._reach: dict[int, int] = {}  # how far tensors extend storages beyond their allocated length
         self._died: list[int] = []
         self._settings: dict[str, Any] = dict(reader.session.settings)
         self._stated: dict[str, Any] = {}
@@ -177,7 +176,7 @@ class Planner:
         self._schedule = Schedule({})
 
     def plan(self) -> Schedule:
-        """Walk the capture."""
+        """Go through the capture."""
         reader, kept = self._reader, self._kept
         zeros = zero_metas(reader)
         ordinals = kept.ordinals
@@ -194,7 +193,7 @@ class Planner:
         return self._schedule
 
     def _note_reach(self, frame: RecordFrame) -> None:
-        """Ops make storages longer without a record that says so; the tensors on them show it."""
+        """Ops can extend storages without a record of it; the tensors on them show it."""
         ends = (frame.tensor_offset + self._extents[frame.tensor_meta, 0]) * self._extents[frame.tensor_meta, 1]
         for storage, end in zip(frame.tensor_storage.tolist(), ends.tolist(), strict=True):
             if end > self._reach.get(storage, 0):
@@ -216,7 +215,7 @@ class Planner:
         op = signature.kind is RecordKind.op
         written = self._writes(number) if self._writes is not None and op else ()
         kernel = self._reader.kernels[signature.kernel] if signature.kernel else None
-        # PyTorch's own operators (set_) share a storage they are given; what others do with it is unknown.
+        # PyTorch's own operators (set_) share a storage they are given; whether others do is unknown.
         own = kernel is None or kernel.name.startswith("aten::")
         shape = self._shapes[number] = RecordShape(layout, written, self._overwrites(number) if op else (), not own)
         return shape
@@ -247,7 +246,7 @@ class Planner:
             self._stale[storage] = reason
 
     def _note(self, record: Record, *, left_out: bool) -> None:
-        """Records about state rather than work."""
+        """Track a record about state rather than work."""
         values: dict[str, Any] = {
             node.name: value for node, value in zip(record.signature.args, record.args, strict=True)
         }
@@ -304,7 +303,7 @@ class Planner:
             record = self._record(frame, row)
             storage = record.args[0].id  # type: ignore[union-attr]
             if kind is RecordKind.storage_import or storage not in self._there or storage in self._stale:
-                self._schedule.dropped.add(ordinal)  # content enters where it is used, and is as long as it is then
+                self._schedule.dropped.add(ordinal)  # content is imported where it is used, with the length it has then
             self._note(record, left_out=False)
         if actions:
             self._schedule.actions[ordinal] = actions
@@ -317,7 +316,7 @@ class Planner:
         actions += [Begin(each) for each in entered]
 
     def _state(self, actions: list[Action]) -> None:
-        """Settings that differ from those stated in the result so far."""
+        """Add the settings that differ from those in the result so far."""
         changes = {
             name: value
             for name, value in self._settings.items()
@@ -347,7 +346,7 @@ class Planner:
         self._there.discard(0)
 
     def _is_overwritten(self, frame: Rows, row: int, shape: RecordShape, storage: int, length: int) -> bool:
-        """Whether an op writes every byte of a storage, through one tensor, and reads none."""
+        """Whether an op overwrites every byte of a storage, through one tensor, and reads none."""
         first = frame.tensor_first[row]
         slots = [slot for slot in range(shape.arg_tensors) if frame.storages[first + slot] == storage]
         if len(slots) != 1 or slots[0] not in shape.overwritten:
@@ -359,7 +358,7 @@ class Planner:
         return math.prod(meta.sizes) * ITEM_BYTES[meta.dtype] == length
 
     def _comparison(self, record: Record) -> None:
-        """A digest or host read is kept if the result computes the compared tensor."""
+        """Keep a digest or host read if the result computes the compared tensor."""
         tensor = next((value for value in record.args if isinstance(value, TensorValue)), None)
         of = record.argument("of") if record.kind is RecordKind.digest else -1
         known = tensor is not None and tensor.storage in self._there and tensor.storage not in self._stale
@@ -373,7 +372,7 @@ class Planner:
 
 
 def _extent(meta: TensorMeta | None) -> tuple[int, int]:
-    """How many elements a tensor spans, and the bytes of one."""
+    """The number of elements that a tensor spans, and the bytes per element."""
     if meta is None or 0 in meta.sizes:
         return 0, 0
     span = sum((size - 1) * stride for size, stride in zip(meta.sizes, meta.strides, strict=True))
@@ -381,7 +380,7 @@ def _extent(meta: TensorMeta | None) -> tuple[int, int]:
 
 
 def _is_dense(meta: TensorMeta) -> bool:
-    """Whether a tensor's elements are next to each other, each once, in any order of its dimensions."""
+    """Whether a tensor's elements are adjacent, each once, in any order of its dimensions."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(meta.strides, meta.sizes, strict=True) if size != 1

@@ -1,4 +1,4 @@
-"""Which records a trimmed capture keeps: the flags that a dump has too, resolved to ordinals. Needs no torch."""
+"""Which records a trimmed capture keeps: the same flags as for a dump, resolved to ordinals. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from replayfmt.format.signatures.text import parse_signature
 
 @dataclass(frozen=True)
 class Wanted:
-    """The request, as given on the command line. Options of different kinds intersect, options of one kind unite."""
+    """The request, as given on the command line. Options of different kinds intersect; options of one kind unite."""
 
     ops: str | None = None
     scope: Names | None = None
@@ -36,7 +36,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Kept:
-    """The ordinals that are kept, ascending, int64; `ops` of them are ops."""
+    """The ordinals of the kept records, ascending, int64; `ops` of them are ops."""
 
     ordinals: np.ndarray
     ops: int
@@ -47,7 +47,7 @@ class Kept:
 
     @property
     def stop(self) -> int:
-        """One more than the last ordinal that is kept."""
+        """One more than the last kept ordinal."""
         return int(self.ordinals[-1]) + 1
 
     def holds(self, ordinal: int) -> bool:
@@ -57,8 +57,8 @@ class Kept:
 
 
 def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
-    """The ordinals that a selection keeps. Raises UsageError for a range that is not in the capture, a scope that it
-    does not have, a pattern or a signature that no op has, and if no op is selected."""
+    """The ordinals that a selection keeps. Raises UsageError for a range or scope that is not in the capture, for a
+    pattern or signature that matches no op, and if no op is selected."""
     start, stop = (0, None) if wanted.ops is None else parse_range(wanted.ops)
     count = reader.record_count
     if wanted.ops is not None and max(start, stop or 0) > count:
@@ -84,7 +84,7 @@ def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
 
 
 def _with_signatures(reader: CaptureReader, texts: tuple[str, ...], start: int, stop: int | None) -> np.ndarray:
-    """The ordinals of the ops of any of these signatures, ascending. Raises UsageError for one that none has."""
+    """The ordinals of the ops with any of these signatures, ascending. Raises UsageError for one that no op has."""
     index, found = SignatureIndex(reader), []
     for text in texts:
         alike = [ops.ordinals for ops in index.matching(parse_signature(text), start, stop)]

@@ -1,8 +1,8 @@
 """A capture without any content: only metadata, safe to share.
 
 Left out: payloads, external files, recipes, digests, host reads' values, scalars that ops returned to the program,
-generators' states, host name, user, paths and command line. Nothing is replayed, so it works on captures that cannot
-be, and where torch is not installed.
+generators' states, host name, user, paths and command line. Nothing is replayed, so it works without torch, and on
+captures that cannot be replayed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Stripped(Writing):
 
 
 def plan_stripped(reader: CaptureReader, kept: Kept) -> Schedule:
-    """What a stripped capture of these records needs besides them."""
+    """The prerequisites of a stripped capture of these records."""
     return Planner(reader, kept, None).plan()
 
 

@@ -1,4 +1,4 @@
-"""Cuts a smaller capture out of another, and verifies it before it gets its name.
+"""Cuts a smaller capture out of another, and verifies it before renaming it to its final name.
 
 `trim_capture` replays the original up to the end of the kept part and takes the content from there; `strip_capture`
 copies only metadata and replays nothing.
@@ -44,7 +44,7 @@ Verify = Literal["auto", "bitwise", "close", "none"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a trimmed capture will hold, known before anything runs. Bytes of content: at most that many."""
+    """What a trimmed capture will contain, known before anything runs. Numbers of bytes of content are upper bounds."""
 
     ops: int
     of_ops: int
@@ -69,7 +69,8 @@ class Prediction:
 
 @dataclass
 class TrimResult:
-    """What was written. `verified` says how the original's replay was, `checked` how the result's own replay was."""
+    """What was written. `verified` says how the original's replay was verified, `checked` how the result's own replay
+    was."""
 
     path: str
     bytes: int
@@ -83,7 +84,7 @@ class TrimResult:
 
 
 def predict(reader: CaptureReader, kept: Kept, schedule: Schedule, *, content: bool = True) -> Prediction:
-    """What the capture of a schedule will hold."""
+    """What the capture of a schedule will contain."""
     embedded: dict[Any, int] = {}
     referenced = synthesized = storages = 0
     for place, action in enumerate(schedule.enters()):
@@ -126,10 +127,10 @@ def strip_capture(
     words: tuple[str, ...] = (),
     on_prediction: Callable[[Prediction], None] = lambda prediction: None,
 ) -> TrimResult:
-    """Write the metadata of a capture, or of a part of it, and nothing else. `words` are names to leave out of texts.
+    """Write only the metadata of a capture, or of a part of it. `words` are names to remove from texts.
 
-    Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and what reading and
-    writing raise.
+    Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and the errors of
+    reading and writing.
     """
     refuse_incomplete(reader, allow_incomplete)
     with output(reader, out, force) as partial:
@@ -153,8 +154,9 @@ def strip_capture(
 
 @dataclass(frozen=True)
 class Checked:
-    """The outcome of the new capture's replay: how it was verified; where it `differs` (None: nowhere), with `details`;
-    `opaque` are results that it found to hold bytes no replay reproduces: (operator, overload, index, why)."""
+    """The outcome of replaying the new capture: how it was verified; where it `differs` (None if it does not), with
+    `details`; `opaque` are results in which it found bytes that no replay reproduces: (operator, overload, index,
+    why)."""
 
     verified: str
     differs: str | None = None
@@ -166,7 +168,7 @@ Check = Callable[[str, Verify], Checked]
 
 
 def checked_here(make: Callable[[str], Plan]) -> Check:
-    """Replay the new capture in this process. An op that kills the process kills it."""
+    """Replay the new capture in this process. An op that crashes takes the process with it."""
 
     def check(path: str, verify: Verify) -> Checked:
         with make(path) as plan:
@@ -189,18 +191,19 @@ def trim_capture(
     on_prediction: Callable[[Prediction], None] = lambda prediction: None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TrimResult:
-    """Write the part of a capture that `wanted` selects so that it replays by itself.
+    """Write the part of a capture that `wanted` selects as a capture that replays by itself.
 
-    `plan` is one of the whole capture, made with keep_going; `check` replays and verifies the result before it gets its
-    name. `on_progress(records done, of all)`. Bytes that no replay reproduces are not embedded: the ops that produce
-    them are also kept. Ops whose results would be embedded are run twice to find such bytes.
+    `plan` is for the whole capture, made with keep_going; `check` replays and verifies the result before it is renamed
+    to its final name. Progress is reported as `on_progress(records done, of all)`. Bytes that no replay reproduces are
+    not embedded: the ops that produce them are also kept. Ops whose results would be embedded are run twice to find
+    such bytes.
 
-    Raises UsageError, OutputExists, ReplayRefused if the part before cannot be replayed here, ReplayMismatch if a
-    replay differs from the capture, ReplayFailed, and what reading and writing raise.
+    Raises UsageError, OutputExists, ReplayRefused if the earlier part cannot be replayed here, ReplayMismatch if a
+    replay differs from the capture, ReplayFailed, and the errors of reading and writing.
     """
     with output(plan.reader, out, force) as partial:
         asked = resolve(plan.reader, wanted)
-        while True:  # each time more results are known that hold bytes no replay reproduces
+        while True:  # each time more results with bytes that no replay reproduces are known
             result = _trim(plan, partial, out, wanted, asked, check, verify, on_prediction, on_progress)
             if result is not None:
                 return result
@@ -217,7 +220,7 @@ def _trim(
     on_prediction: Callable[[Prediction], None],
     on_progress: Callable[[int, int], None] | None,
 ) -> TrimResult | None:
-    """One attempt; None if the plan knows more now than when it began."""
+    """One attempt; None if it taught the plan something new."""
     from replayfmt.replay.verify.run_twice import RunTwice
 
     from .materializing import Materializer, overwrites
@@ -342,7 +345,7 @@ def _notes(schedule: Schedule) -> list[str]:
 
 
 def _origin(session: Session, wanted: Wanted, policies: dict[str, Any]) -> dict[str, Any]:
-    """Policies that name the origin of a trimmed capture: the original one, if it was trimmed repeatedly."""
+    """Policies that name the capture from which a trimmed one originates, even after repeated trimming."""
     before = session.policies.get(TRIMMED_SELECTION)
     selection = wanted.text if before is None else f"{before}; {wanted.text}"
     return {
@@ -391,7 +394,7 @@ def output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
 
 
 def rename(partial: str, out: str) -> None:
-    """Give a complete file its name. Raises CaptureFailed."""
+    """Rename a complete file to its final name. Raises CaptureFailed."""
     try:
         os.replace(partial, out)
     except OSError as error:
@@ -400,12 +403,12 @@ def rename(partial: str, out: str) -> None:
 
 @contextmanager
 def writer_of(partial: str, session: Session) -> Iterator[CaptureWriter]:
-    """A writer whose file is removed again if something goes wrong."""
+    """A writer whose file is removed if something goes wrong."""
     writer = CaptureWriter(partial, session, force=True, doing="trimming")
     try:
         yield writer
     except BaseException as error:
         writer.discard()
-        if type(error) is ValueError:  # a rule of the format that what was read breaks
+        if type(error) is ValueError:  # what was read violates a rule of the format
             raise InvalidCapture(f"what the capture says cannot be written again: {error}") from error
         raise

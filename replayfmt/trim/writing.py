@@ -1,7 +1,7 @@
-"""Writes the records of a trimmed capture, one after the other, each with its prerequisites.
+"""Writes the records of a trimmed capture one after the other, each with its prerequisites.
 
-An `EnteringContents` decides where content comes from: computed by a replay that has arrived at the record, or none at
-all. Needs no torch.
+An `EnteringContents` decides where content comes from: computed by a replay that has reached the record, or no content
+at all. Needs no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .selection import Kept
 
 @dataclass(frozen=True)
 class EnteringContent:
-    """Content that enters: its id in the result, of the family that `origin` says (0: none); its length in bytes."""
+    """Imported content: its id in the result, of the kind given by `origin` (0: none); its length in bytes."""
 
     origin: StorageOrigin
     number: int
@@ -43,7 +43,7 @@ class EnteringContent:
 
 
 class EnteringContents(Protocol):
-    """Returns the content to import, when the earlier records have been written."""
+    """Returns the content to import once the earlier records have been written."""
 
     def enter(self, action: Enter) -> EnteringContent: ...
 
@@ -61,8 +61,8 @@ _DIGEST_FREE = 2  # arguments of a host_read record before its digest
 
 class Writing:
     """Goes through the kept records of a schedule in order. With `annotate`, ops are annotated with their original
-    ordinals. Without `values` there is nothing to compare a replay with: no digests, no scalars that ops returned to
-    the program."""
+    ordinals. Without `values` everything that a replay is compared with is left out: digests, and scalars that ops
+    returned to the program."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Writing:
         self._values = values
         if not values:
             copier.rewrite = without_values
-        self._next = 0  # place in the kept ordinals
+        self._next = 0  # index into the kept ordinals
         self._lengths: dict[int, int] = {}  # bytes of each storage as the result knows them
         self._versions: dict[int, int] = {}
         self.ops: dict[int, int] = {}  # ordinal of a kept op → its ordinal in the result
-        self.born: list[int] = []  # storages that the op written last brought along
+        self.born: list[int] = []  # new storages of the op written last
 
     def up_to(self, ordinal: int) -> None:
         """Write every kept record before an ordinal."""
@@ -94,8 +94,8 @@ class Writing:
             self.write()
 
     def write(self, ready: Callable[[Record], None] | None = None) -> Record:
-        """Write the next kept record, with what comes before it; `ready` is called between the two. Returns the record
-        as the capture has it."""
+        """Write the next kept record, with its prerequisites before it; `ready` is called between the two. Returns the
+        record as the capture has it."""
         reader = self.copier.reader
         ordinal = int(self._ordinals[self._next])
         self._next += 1
@@ -110,7 +110,7 @@ class Writing:
         return record
 
     def finish(self, last: Record | None = None) -> None:
-        """Write the rest, and leave the scopes that are still open."""
+        """Write the rest, and end the scopes that are still open."""
         while self._next < len(self._ordinals):
             last = self.write()
         for scope in self._schedule.ends:
@@ -129,7 +129,7 @@ class Writing:
                 self._digest(record)
         elif record.kind is RecordKind.host_read and not self._values:
             self.copier.add(record, record.kind, record.signature.args[:_DIGEST_FREE], record.args[:_DIGEST_FREE])
-        elif record.kind is not RecordKind.generator_state:  # stated anew before the ops that draw
+        elif record.kind is not RecordKind.generator_state:  # set again before the ops that draw
             if record.kind is RecordKind.storage_resize:
                 storage, length = record.args
                 assert isinstance(storage, StorageValue) and isinstance(length, int)
@@ -145,12 +145,12 @@ class Writing:
                 born = self.copier.reader.storage(storage)
                 known = born.origin in (StorageOrigin.op, StorageOrigin.uninitialized)
                 self.bear(storage, born.bytes, born.origin if known else StorageOrigin.op, 0)
-        for storage in _storages(record.args):  # what has no bytes that could enter
+        for storage in _storages(record.args):  # storages without bytes to import
             if storage and storage not in self.copier.storages:
                 self.bear(storage, self.copier.reader.storage(storage).bytes, StorageOrigin.uninitialized, 0)
         note = {"captured_ordinal": record.ordinal} if self._annotate else None
         if note and record.annotation and "captured_ordinal" in record.annotation:
-            note = None  # trimmed before: the ordinal is that of the original capture
+            note = None  # already trimmed: the ordinal is that of the original capture
         self.ops[record.ordinal] = self.copier.copy(record, note)
 
     def bear(self, storage: int, length: int, origin: StorageOrigin, content: int) -> None:
@@ -225,7 +225,7 @@ class Writing:
         )
 
     def generator_state(self, near: Record, generator: int, state: bytes | None) -> None:
-        """State a generator's state at this point; None if that is left out."""
+        """Record a generator's state at this point; None if that is left out."""
         content: list[Value] = [] if state is None else [PayloadValue(self.copier.writer.payload(state))]
         self.copier.add(
             near,

@@ -1,9 +1,9 @@
 """Original against substituted kernels: the whole replay, its scopes, and each substituted signature.
 
-A round replays four times: with the original kernels and with the substituted ones, timed as a whole; then with each of
-them once more, where every substituted call has a stopwatch of its signature around it (on both sides, so that its cost
-is on both). Which side goes first changes from round to round. A verified replay with the substituted kernels comes
-before the first round and after the last; the check of the replacements against the originals comes before it.
+A round replays four times: with the original and with the substituted kernels, timed as a whole; then once more with
+each, with a stopwatch per signature around every substituted call (on both sides, so both bear its cost). The side that
+goes first alternates from round to round. The replacements are checked against the originals first; then a verified
+replay with the substituted kernels comes before the first round and another after the last.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .paired import Comparison, compare
 class Compared:
     """One row: the whole replay, a scope, or a signature.
 
-    `cpu` has the CPU time of each round, original and substituted, in nanoseconds. `calls` is how many substituted
-    calls a replay makes of a signature, None for the others; `replacement` names what was called.
+    `cpu` has the CPU time of each round, original and substituted, in nanoseconds. `calls` is the number of substituted
+    calls of a signature per replay, None for other rows; `replacement` names what was called.
     """
 
     name: str
@@ -59,7 +59,7 @@ class CompareRun:
 
 
 class _Timed:
-    """Puts a stopwatch around every substituted call, of the original or of its replacement."""
+    """Puts a stopwatch around every substituted call, to the original or to its replacement."""
 
     def __init__(self, plan: Plan, table: Substitutions, *, replaced: bool, watch: Callable[[], Stopwatch]) -> None:
         self.watches: dict[tuple[str, str], Stopwatch] = {}
@@ -108,7 +108,7 @@ def _timed(function: Callable[..., Any], watch: Stopwatch) -> Callable[..., Any]
 
 @dataclass
 class _Side:
-    """One side's stand-ins and what its replays took so far."""
+    """One side's replacements and the times of its replays so far."""
 
     plain: KernelStandIn | None
     timed: _Timed
@@ -120,10 +120,10 @@ class _Side:
 def measure_both(
     plan: Plan, options: Options, *, clock: Clock | None = None, progress: Progress | None = None
 ) -> CompareRun:
-    """Compare a plan's substitutions with the kernels they stand for.
+    """Compare a plan's substitutions with the kernels they replace.
 
-    Raises UsageError if the plan has none, or for scopes that cannot be measured; SubstitutionRejected,
-    ReplayMismatch and ReplayFailed as a replay does.
+    Raises UsageError if the plan has none, or for scopes that cannot be measured; SubstitutionRejected, ReplayMismatch
+    and ReplayFailed as a replay does.
     """
     if plan.substitution is None:
         raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
@@ -169,7 +169,7 @@ class _Comparing:
         return CompareRun(self._options, self._whole, self._rows(), len(self._sides[0].whole), before, after, cut_short)
 
     def _rounds(self) -> float | None:
-        """Rounds until there are enough; how many seconds had gone by where they had to be cut short, else None."""
+        """Run rounds until there are enough; returns the elapsed seconds if they had to be cut short, else None."""
         goal = self._options.min_time
         goal_ns = (goal.seconds or 0.0) * 1e9
         began = self._clock.real()
@@ -187,7 +187,7 @@ class _Comparing:
                 if done + 1 >= goal.iterations:
                     return None
             elif done + 1 < SMALLEST_FOR_INTERVAL:
-                continue  # a few rounds more make the difference between a verdict and none
+                continue  # a few more rounds make the difference between a verdict and none
             elif timed >= goal_ns:
                 return None
             elif waited >= 2 * PATIENCE * goal_ns:

@@ -1,10 +1,10 @@
-"""Decides which of two things is faster, from pairs of measured times. Measures nothing itself.
+"""Decides which of two things is faster from pairs of measured times. Measures nothing itself.
 
-Each round measures both sides one after the other, so what slows the machine for a while slows both; the side that goes
-first takes turns. What is compared is the ratio within each pair. The interval of the ratio's median is distribution
-free (statistics.median_interval over the logarithms, whose order is that of the ratios): it does not ask that times be
-normal, which they are not, and a few disturbed rounds do not move it. There is a difference where the interval with 95%
-confidence leaves out 1.
+Each round measures both sides one after the other, so a temporary slowdown of the machine affects both; the side that
+goes first alternates. The ratios within the pairs are compared. The confidence interval of the median ratio is
+distribution-free (statistics.median_interval over the logarithms, which have the same order as the ratios): it does not
+assume normally distributed times, and a few disturbed rounds do not move it. The sides differ if the interval with 95%
+confidence excludes 1.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 from ..statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, Interval, median_interval
 
 Verdict = Literal["faster", "slower", "no measurable difference", "too noisy to tell", "not known"]
-_NOISY = 1.5  # an interval that encloses 1 and is wider than this factor says nothing
+_NOISY = 1.5  # an interval that contains 1 and is wider than this factor says nothing
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides of one thing. Times are nanoseconds, one for each round, in order.
+    """Two sides of one comparison. Times are in nanoseconds, one per round, in order.
 
-    `ratio` is the median of substituted over original in each pair: below 1 the substituted one is faster; None if
-    the clock did not advance. `interval` encloses it; None with the reason where the rounds are too few.
+    `ratio` is the median of substituted over original in each pair: below 1 the substituted side is faster; None if the
+    clock did not advance. `interval` is its confidence interval, None with a reason if there are too few rounds.
     """
 
     original: np.ndarray
@@ -41,7 +41,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """What the interval says of the substituted side."""
+        """What the interval says about the substituted side."""
         if self.interval is None:
             return "not known"
         if self.interval.high < 1:
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def compare(original: Sequence[float] | np.ndarray, substituted: Sequence[float] | np.ndarray) -> Comparison:
-    """Compare pairs of times. Raises ValueError if their numbers differ, or there are none."""
+    """Compare pairs of times. Raises ValueError if the numbers of times differ or are zero."""
     mine = np.asarray(original, dtype=np.float64)
     theirs = np.asarray(substituted, dtype=np.float64)
     if mine.shape != theirs.shape or mine.ndim != 1 or not mine.size:

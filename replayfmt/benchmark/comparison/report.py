@@ -26,7 +26,7 @@ from ..statistics import CONFIDENCE
 from .compare import Compared, CompareRun
 
 _SIDES = ("original", "substituted")
-# An interval whose ends are this far apart hides differences that matter.
+# An interval whose ends are this far apart can hide differences that matter.
 _WIDE = 1.2
 _DECIDED = ("faster", "slower")
 _CSV_FIELDS = (
@@ -46,14 +46,14 @@ _CSV_FIELDS = (
 
 @dataclass(frozen=True)
 class CompareReport:
-    """A comparison ready to be written. `comparisons` has a dict for each row, times in nanoseconds a replay."""
+    """A comparison ready to be written. `comparisons` has a dict for each row, times in nanoseconds per replay."""
 
     context: dict[str, Any]
     comparisons: list[dict[str, Any]]
     compared: list[Compared]
 
     def json(self) -> str:
-        """Google Benchmark's JSON document, with `comparisons` besides its rows."""
+        """Google Benchmark's JSON document, with `comparisons` beside its rows."""
         rows = [
             row
             for index, comparison in enumerate(self.comparisons)
@@ -63,7 +63,7 @@ class CompareReport:
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     def csv(self) -> str:
-        """A line for each thing compared. Unknown values are empty."""
+        """A line for each row compared. Unknown values are empty."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(_CSV_FIELDS)
@@ -72,7 +72,7 @@ class CompareReport:
         return text.getvalue()
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """The report as text for people."""
         context = self.context
         yield f"capture   {context['capture']} (session {context['capture_session']})"
         yield ran_on(context)
@@ -112,7 +112,7 @@ def make_compare_report(run: CompareRun, plan: Plan) -> CompareReport:
 
 
 def _too_wide(rows: list[Compared]) -> list[str]:
-    """Where rounds differ so much among each other that only large differences could be seen."""
+    """Warnings about rounds that vary so much that only large differences could be detected."""
     found = []
     for row in rows:
         interval = row.comparison.interval

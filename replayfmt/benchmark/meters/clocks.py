@@ -1,7 +1,7 @@
 """Clocks: the host's real time, the CPU time of the process (all threads together), and the time of accelerators.
 
-All in nanoseconds. A device's time comes from events on its current stream; nothing here waits for a device while a
-replay runs.
+All in nanoseconds. A device's time comes from events on its current stream; nothing here waits for a device during a
+replay.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """The accelerators' time. With several devices it is the longest of them: they work side by side."""
+    """The accelerators' time. With several devices it is the longest: they work in parallel."""
 
     quantities = (DEVICE_TIME,)
 
@@ -105,6 +105,6 @@ def device_timer(devices: Sequence[torch.device], _clock: Clock) -> DeviceTimer 
     return DeviceTimer(used) if used else AbsentMeter((DEVICE_TIME,), "the replay uses no accelerator")
 
 
-# In the order in which they start; they stop in the opposite one: what it takes the host to record the events is in its
-# time, as is all that issues work.
+# In starting order; they stop in reverse order. The host's time includes the cost of recording the events, as it does
+# all other issuing of work.
 CLOCKS = (host_timer, device_timer)

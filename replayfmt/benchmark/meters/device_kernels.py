@@ -1,8 +1,8 @@
 """Whether the ops of a replay launch the device kernels that the capture says they launched.
 
 Imported captures know the kernels of each op, with their grids. `compare_kernels` runs each such op once more under the
-profiler, after a call that lets libraries choose, and compares. A different kernel of the same operator is not an
-error: other library versions and devices use others, which explains differing times.
+profiler, after a call that lets libraries choose their kernels, and compares. A different kernel of the same operator
+is not an error: other library versions and devices use other kernels, which explains differing times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from replayfmt.replay.run.isolated import IsolatedOp
 FLAG = "--compare-kernels"
 _MARK = "opreplay op "
 KernelVerdictName = Literal["MATCH", "DIFFERENT", "UNKNOWN"]
-# Runs what is inside under a profiler and leaves a trace at a path.
+# Runs its body under a profiler and writes a trace to a path.
 Tracing = Callable[[str], AbstractContextManager[None]]
 
 
@@ -94,12 +94,12 @@ def captured_kernels(annotation: Mapping[str, Any] | None) -> tuple[Launched, ..
 
 
 def judge(captured: Iterable[Launched], replayed: Iterable[Launched]) -> KernelVerdictName:
-    """MATCH where the same kernels ran, each as often and with the same grid, in whatever order."""
+    """MATCH if the same kernels ran, each as often and with the same grid, in any order."""
     return "MATCH" if Counter(captured) == Counter(replayed) else "DIFFERENT"
 
 
 def check_device(plan: Plan) -> None:
-    """Raises UsageError if a plan uses no device whose kernels could be compared."""
+    """Raises UsageError if a plan uses no device whose kernels can be compared."""
     if not any(device.type == "cuda" for device in plan.devices):
         raise UsageError(
             f"{FLAG}: the replay uses {', '.join(map(str, plan.devices)) or 'no device'} and no CUDA "
@@ -121,7 +121,7 @@ def kernels_of(plan: Plan) -> dict[int, tuple[Launched, ...]]:
 def compare_kernels(
     plan: Plan, captured: Mapping[int, tuple[Launched, ...]], tracing: Tracing | None = None
 ) -> list[KernelVerdict]:
-    """A verdict for each op that `kernels_of` gives, in capture order. The plan must be made with keep_going."""
+    """A verdict for each op that `kernels_of` returns, in capture order. The plan must be made with keep_going."""
     tracing = tracing or traced
     failed: dict[int, str] = {}
 
@@ -173,7 +173,7 @@ def _verdict(
 
 
 def replayed_kernels(path: str | os.PathLike[str]) -> dict[int, list[Launched]]:
-    """The device work in a trace by the ordinal of the op that it was marked with."""
+    """The device work in a trace by the ordinal that its op was marked with."""
     with JsonStream.open(path) as stream:
         events = TraceEvents().read(stream)
     marks = np.asarray([events.kinds[kind].name.startswith(_MARK) for kind in events.ops.kind], bool)
@@ -200,7 +200,7 @@ def traced(path: str) -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Wait for what was launched, so that the profiler sees it end."""
+    """Wait for launched work, so that the profiler sees it end."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

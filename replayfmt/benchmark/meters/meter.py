@@ -12,20 +12,20 @@ import torch
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a meter measures. `name` is its field in reports, such as `cpu_time`; `unit` is that of its readings."""
+    """What a meter measures. `name` is its field in reports, such as `cpu_time`; `unit` is the unit of its readings."""
 
     name: str
     unit: str
 
     @property
     def title(self) -> str:
-        """As the head of a column."""
+        """The column header."""
         return f"{self.name.replace('_', ' ').capitalize()} ({self.unit})"
 
 
 @dataclass(frozen=True)
 class NotMeasured:
-    """In the place of a reading: why there is none. Not zero."""
+    """Replaces a reading: why there is none. Not zero."""
 
     reason: str
 
@@ -35,10 +35,10 @@ Reading: TypeAlias = "float | NotMeasured"
 
 
 class Meter(Protocol):
-    """Adds up what it measures between `start` and `stop`, which may come any number of times between two resets.
+    """Adds up what it measures between `start` and `stop`, which may be called any number of times between two resets.
 
-    `start` and `stop` run inside a replay, around work that is timed: they neither wait for a device nor allocate more
-    than they must. `read` comes after the replay, once devices have done what they were given.
+    `start` and `stop` run inside a replay, around timed work: they neither wait for a device nor allocate more than
+    they must. `read` is called after the replay, once devices have finished their work.
     """
 
     @property
@@ -57,7 +57,7 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class AbsentMeter:
-    """In the place of a meter that cannot measure here."""
+    """Replaces a meter that cannot measure here."""
 
     quantities: tuple[Quantity, ...]
     reason: str
@@ -65,7 +65,7 @@ class AbsentMeter:
 
 @dataclass(frozen=True)
 class Clock:
-    """Where meters get the host's time: two functions that return nanoseconds."""
+    """The host clock that meters use: two functions that return nanoseconds."""
 
     real: Callable[[], int] = time.perf_counter_ns
     cpu: Callable[[], int] = time.process_time_ns

@@ -1,6 +1,6 @@
 """A torch.profiler trace of one replay, with the capture's scopes as annotations.
 
-What the trace holds is chosen by families. The profiler runs for exactly one replay: it starts once state has been
+Families select what the trace contains. The profiler runs for exactly one replay: it starts once state has been
 restored and stops with the last op, outside anything that is timed. A replay that fails is traced up to its failure.
 """
 
@@ -48,7 +48,7 @@ def parse_families(text: str) -> tuple[str, ...]:
 
 
 def check_families(families: Sequence[str], devices: Sequence[torch.device]) -> None:
-    """Raises UsageError for families that cannot be recorded here, on the devices a plan uses."""
+    """Raises UsageError for families that cannot be recorded here, on the devices that a plan uses."""
     if "device-kernels" not in families:
         return
     if ProfilerActivity.CUDA not in supported_activities():
@@ -61,10 +61,10 @@ def check_families(families: Sequence[str], devices: Sequence[torch.device]) -> 
 
 
 def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[str], *, force: bool = False) -> None:
-    """Replay once under the profiler and write its Chrome trace (gzip where the name ends in .gz) to `output`.
+    """Replay once under the profiler and write its Chrome trace (gzip if the name ends in .gz) to `output`.
 
-    Raises UsageError for unavailable families, OutputExists, and what the replay raises; after a failed replay the
-    trace of what did run is written before the error propagates.
+    Raises UsageError for unavailable families, OutputExists, and the replay's errors; after a failed replay the trace
+    up to the failure is written before the error propagates.
     """
     check_families(families, plan.devices)
     with output_file(OUTPUT_FLAG, output, force) as file:
@@ -82,7 +82,7 @@ def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[s
 
 def _export(profiler: profile, partial: Path, output: str, families: Sequence[str]) -> None:
     """Write the trace to `partial`. Raises OpReplayError if it is not written completely."""
-    left_by_torch = partial.with_name(f"{partial.name}.tmp")  # where it fails to write
+    left_by_torch = partial.with_name(f"{partial.name}.tmp")  # torch leaves this file if it fails to write
     try:
         profiler.export_chrome_trace(fspath(partial))
         if not _is_whole(partial):
@@ -96,7 +96,7 @@ def _export(profiler: profile, partial: Path, output: str, families: Sequence[st
 
 
 def _is_whole(trace: Path) -> bool:
-    """Whether a trace ends as JSON does. torch says on stderr alone that it could not write one."""
+    """Whether a trace ends as JSON does. torch reports a failure to write it only on stderr."""
     end = b""
     with _opened(fspath(trace), "rb") as file:
         while part := file.read(1 << 20):
@@ -109,7 +109,7 @@ def _opened(path: str, mode: str) -> Any:
 
 
 class _Session:
-    """A replay's `timer` that runs the profiler. Content that enters on the way is in the trace."""
+    """A replay's `timer` that runs the profiler. Content imported during the replay is in the trace."""
 
     def __init__(self, families: Sequence[str]) -> None:
         self._families = frozenset(families)
@@ -136,7 +136,7 @@ class _Session:
         """See `pause`."""
 
     def stop(self) -> None:
-        """Stop once the devices have done what they were given: their work would be missing from the trace."""
+        """Stop once the devices have finished: their work would otherwise be missing from the trace."""
         if self._running and self.profiler is not None:
             self._running = False
             if ProfilerActivity.CUDA in self.profiler.activities:
@@ -163,7 +163,7 @@ class _Annotations:
         raise ReplayFailed(f"ordinal {ordinal}: scope {path!r} ended before it began while being replayed")
 
     def close(self) -> None:
-        """End what a failed replay left open."""
+        """End the annotations that a failed replay left open."""
         while self._open:
             self._open.pop()[1].__exit__(None, None, None)
 

@@ -5,6 +5,6 @@ from __future__ import annotations
 from .clocks import CLOCKS
 from .meter import MakeMeter
 
-# In the order in which they start; they stop in the opposite one. The clocks come last, so that what another meter does
-# to start and stop is in no time.
+# In starting order; they stop in reverse order. The clocks come last, so their times exclude the cost of starting and
+# stopping other meters.
 METERS: tuple[MakeMeter, ...] = (*CLOCKS,)

@@ -1,7 +1,7 @@
 """Meters that run together: during a whole replay, or during its passes through some scopes.
 
-A stopwatch is started and stopped inside a replay, any number of times, and read after it. Where CUDA devices
-participate the real time is theirs, and the host's is given beside it: how long issuing the work took.
+A stopwatch is started and stopped inside a replay, any number of times, and read after it. If CUDA devices participate,
+the real time is theirs, and the host's time (for issuing the work) is reported beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .meter import AbsentMeter, Clock, MakeMeter, Meter, NotMeasured, Quantity, 
 
 @dataclass(frozen=True)
 class Readings:
-    """One reading of a stopwatch: times in nanoseconds, and what meters beside the clocks say.
+    """One reading of a stopwatch: times in nanoseconds, and the readings of the other meters.
 
     `host_ns` is None if `real_ns` is itself the host's.
     """
@@ -31,7 +31,7 @@ class Readings:
     further: Mapping[Quantity, Reading] = field(default_factory=dict)
 
     def per(self, calls: int) -> Readings:
-        """Of one call, where these are of `calls`."""
+        """The readings of one call, if these are of `calls` calls."""
         return Readings(
             self.real_ns / calls,
             self.cpu_ns / calls,
@@ -53,7 +53,7 @@ class Stopwatch:
     stop: Callable[[], None]
 
     def __init__(self, meters: Iterable[Meter | AbsentMeter]) -> None:
-        """`meters` in the order in which they start; they stop in the opposite one."""
+        """`meters` in starting order; they stop in reverse order."""
         self._listed = tuple(meters)
         self._meters = tuple(meter for meter in self._listed if not isinstance(meter, AbsentMeter))
         self.start, self.stop = _together(self._meters)
@@ -64,7 +64,7 @@ class Stopwatch:
             meter.reset()
 
     def read(self) -> Readings:
-        """What has been measured since `reset`. Devices must have been waited for."""
+        """What has been measured since `reset`. Devices must have finished their work."""
         readings: dict[Quantity, Reading] = {}
         for meter in self._listed:
             if isinstance(meter, AbsentMeter):
@@ -79,8 +79,8 @@ class Stopwatch:
 
 
 def _together(meters: Sequence[Meter]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What starts all meters and what stops them. Nothing comes between the innermost meter and the work: a single one
-    is called as it is."""
+    """The functions that start and stop all meters. Nothing comes between the innermost meter and the work: the
+    functions of a single meter are returned directly."""
     *outer, innermost = meters
     start_innermost, stop_innermost = innermost.start, innermost.stop
     if not outer:
@@ -108,7 +108,7 @@ def stopwatch_for(
 
 
 class ScopeWatch:
-    """Runs a stopwatch during a region's scopes, the outermost of nested ones only: a replay's `on_scope`."""
+    """Runs a stopwatch during a region's scopes (of nested ones, only the outermost): a replay's `on_scope`."""
 
     def __init__(self, region: MeasuredRegion, stopwatch: Stopwatch) -> None:
         self.region = region
@@ -117,7 +117,7 @@ class ScopeWatch:
         self.begin_replay()
 
     def begin_replay(self) -> None:
-        """Forget the replay before."""
+        """Reset the previous replay's time."""
         self._depth = self._passes = 0
         self.stopwatch.reset()
 
@@ -146,7 +146,7 @@ class ScopeWatch:
             self.stopwatch.start()
 
     def end_replay(self) -> Readings:
-        """What the scopes took in the replay just ended. Raises ReplayFailed if they did not run as captured."""
+        """The time in the scopes in the replay just ended. Raises ReplayFailed if they did not run as captured."""
         if self._depth:
             raise ReplayFailed(f"--replay-scope={self.region.name}: the scope did not end while being replayed")
         if self._passes != self.region.passes:
@@ -158,9 +158,9 @@ class ScopeWatch:
 
 
 class ReplayTimer:
-    """A replay's `timer`: runs a stopwatch for the whole of it, and lets those of its scopes pause with it.
+    """A replay's `timer`: runs a stopwatch for the whole replay; the scopes' stopwatches pause together with it.
 
-    The replay pauses it around what is no work of the capture (content that enters on the way), and may end paused.
+    The replay pauses it around anything that is not captured work (content imported on the way), and may end paused.
     """
 
     def __init__(self, stopwatch: Stopwatch, watches: Sequence[ScopeWatch] = ()) -> None:
@@ -169,7 +169,7 @@ class ReplayTimer:
         self._running = False
 
     def begin_replay(self) -> None:
-        """Forget the replay before."""
+        """Reset the previous replay's time."""
         self.stopwatch.reset()
         for watch in self._watches:
             watch.begin_replay()

@@ -24,11 +24,11 @@ Clock = Literal["device", "host"]
 
 @dataclass
 class OpGroup:
-    """Ops with one signature. `count` is how often the workload did them: an imported record may stand for many.
+    """Ops with one signature. `count` is how often the workload ran them: an imported record may stand for many calls.
 
-    `by_scope` has the same count by the id of the innermost scope, 0 for none.
-    `device_ns` and `host_ns` are totals over the captured calls whose time is known, which `device_calls` and
-    `host_calls` count; a record that stands for many has their mean.
+    `by_scope` has the same count by the id of the innermost scope, 0 for none. `device_ns` and `host_ns` are totals
+    over the captured calls with known times, which `device_calls` and `host_calls` count; a record that stands for many
+    calls has their mean.
     """
 
     signature: str
@@ -55,20 +55,20 @@ class OpGroup:
 
     @property
     def captured_ns(self) -> float | None:
-        """What a call took when it was captured, on average; None if the capture does not say."""
+        """The mean time of a call when captured; None if the capture does not say."""
         if self.device_calls:
             return self.device_ns / self.device_calls
         return self.host_ns / self.host_calls if self.host_calls else None
 
     @property
     def captured_clock(self) -> Clock | None:
-        """Whose time `captured_ns` is: the device's where it is known, the recording host's otherwise."""
+        """Which clock `captured_ns` is from: the device's if known, otherwise the recording host's."""
         return "device" if self.device_calls else "host" if self.host_calls else None
 
 
 @dataclass
 class Unsupported:
-    """What a capture holds of work that no replay does: calls by reason, and the device's time for them."""
+    """Captured work that no replay does: number of calls by reason, and their device time."""
 
     calls: Counter[str] = field(default_factory=Counter)
     device_ns: int = 0
@@ -80,10 +80,10 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The ops to measure. `by_ordinal` has the group of every op that may be measured, `total` and `matched` count
-    groups: in the file, and those that scopes and filter let pass; `everything` where no op of the file stays out.
-    `unsupported` is what they let pass of work that no replay does. `device_ns` is the device time that the capture has
-    of all ops and of all unsupported work in the scopes together."""
+    """The ops to measure. `by_ordinal` has the group of every op that may be measured; `total` and `matched` count the
+    groups in the file, and those that match scopes and filter; `everything` is True if no op of the file is left out.
+    `unsupported` is the matching work that no replay does. `device_ns` is the captured device time of all ops and all
+    unsupported work in the scopes together."""
 
     groups: list[OpGroup]
     by_ordinal: dict[int, OpGroup]
@@ -105,9 +105,9 @@ def choose(
 ) -> Chosen:
     """Group a capture's ops, in order of first appearance.
 
-    `pattern` is a shell pattern for operator names, with or without overload; `scopes` are names or full paths, and
-    leave out what is in none of them; `limit` takes the first groups only; with `every`, each op is a group of its own.
-    Raises UsageError if nothing is left.
+    `pattern` is a shell pattern for operator names, with or without overload; `scopes` are names or full paths, and ops
+    outside them are left out; `limit` takes only the first groups; with `every`, each op is a separate group. Raises
+    UsageError if nothing is left.
     """
     inside = scopes_inside(reader, scopes) if scopes else None
     seen: set[str | int] = set()

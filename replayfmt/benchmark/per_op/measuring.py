@@ -1,10 +1,10 @@
-"""Every op of a capture measured on its own, on the inputs it has in the replay.
+"""Every op of a capture measured on its own, on its inputs in the replay.
 
-The capture is walked through once, op by op; where only some ops are chosen, they and what they need are run alone, as
-is one op of each signature where ops do not depend on each other (most imports) and nothing can be compared. The
-first time that an op of each signature can run, it is run apart from the replay until its times are enough: warmed up,
-devices waited for, what it writes restored between calls. A loop of calls finds inputs and code in the caches as a
-whole replay may not: the sum of isolated times is an estimate.
+The capture is walked through once, op by op; if only some ops are chosen, only they and the ops they depend on are run.
+If ops do not depend on each other (most imports) and nothing can be compared, one op of each signature is run. The
+first time that an op of each signature can run, it is run apart from the replay until there are enough times: warmed
+up, waiting for devices, with the tensors it writes restored between calls. A loop of calls finds inputs and code in the
+caches, which a whole replay may not: the sum of isolated times is an estimate.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ from ..min_time import MOST_ITERATIONS, MinTime
 from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize
 from .groups import Chosen, OpGroup, choose
 
-# A sample of calls that leave their inputs alone is at least that long, so that reading the clock does not count.
+# A sample of calls that leave their inputs unchanged takes at least this long, so that reading the clock does not
+# matter.
 _SAMPLE_NS = 20_000
 _LEAST_SAMPLES = 11
-# However little is requested: short ops take turns in rank where they are timed for less, and six samples are what an
-# interval needs. Ops for which that many samples take long have fewer, and no interval.
+# However little is requested: with less time, short ops swap ranks from run to run, and an interval needs six samples.
+# Ops for which that many samples take long have fewer, and no interval.
 _FLOOR_NS = 5e6
 _FLOOR_SAMPLES = SMALLEST_FOR_INTERVAL
 _LONG_NS = 1e9
 _WARMUP_CALLS = 3
 _OVERHEAD_CALLS = 1000
-# Imports of these kinds hold single calls, of which none takes what another returned.
+# Imports of these kinds contain single calls, none of which uses another's results.
 _SINGLE_CALLS = ("kineto", "tracelens")
 _FAILURES = ("failed", "mismatched")
 SEVERITY: tuple[Verdict, ...] = ("ok", "skipped", "refused", "mismatched", "failed")
 _STOPPED = "an op before it failed, and that ended the measurement"
 _ONCE = "it acts on an object whose address is its argument, which cannot be repeated"
-_PATIENCE = 5  # restoring is untimed: give up after that many times the time asked for, as the whole replay does
+_PATIENCE = 5  # restoring is untimed: give up after this many times the requested time, as for a whole replay
 
 
 @dataclass(frozen=True)
 class OpOptions:
-    """What to measure and how: `min_time` is for each op, in calls or seconds, and more is done where that would be too
-    little to rank ops by; see `choose` for the selection."""
+    """What to measure and how: `min_time` is per op, in calls or seconds, and is extended if it is too short to rank
+    ops by; see `choose` for the selection."""
 
     min_time: MinTime = field(default_factory=lambda: MinTime(seconds=0.05))
     verify: VerifyMode = "auto"
@@ -66,9 +67,9 @@ class OpOptions:
 
 @dataclass
 class MeasuredOp:
-    """One group of ops with its verdict. `times` are nanoseconds a call, None if no call was measured.
+    """One group of ops with its verdict. `times` are nanoseconds per call, None if no call was measured.
 
-    `verdict` is the worst that any of the group's ops got; `reason` is that op's, and `ordinal` where it was measured.
+    `verdict` is the worst of the group's ops; `reason` is that op's, and `ordinal` where it was measured.
     """
 
     group: OpGroup
@@ -77,22 +78,22 @@ class MeasuredOp:
     ordinal: int | None = None
     calls: int = 0
     times: TimeStatistics | None = None
-    cpu_ns: float | None = None  # a call's on average, of the whole process
-    host_ns: float | None = None  # a call's, where `times` are the device's
-    further: dict[Quantity, float | NotMeasured] = field(default_factory=dict)  # of meters beside the clocks: a call's
-    returned: tuple[str, ...] | None = None  # what a call gave here, a text for each result
+    cpu_ns: float | None = None  # mean per call, of the whole process
+    host_ns: float | None = None  # per call, if `times` are the devices'
+    further: dict[Quantity, float | NotMeasured] = field(default_factory=dict)  # of other meters, per call
+    returned: tuple[str, ...] | None = None  # what a call returned here, a text per result
 
     @property
     def estimated_ns(self) -> float | None:
-        """Count times the median: its part of the workload."""
+        """Count times the median: its share of the workload, in nanoseconds."""
         return None if self.times is None else self.group.count * self.times.median
 
 
 @dataclass
 class PerOpRun:
-    """All groups that were chosen, in order of appearance; `stopped` where an error ended it before the last.
+    """All chosen groups, in order of appearance; `stopped` if an error ended the run before the last.
 
-    `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones need;
+    `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones depend on;
     `overhead_ns` is the measured time of a call that does nothing.
     """
 
@@ -115,7 +116,7 @@ class PerOpRun:
 
     @property
     def failed(self) -> int:
-        """Attempted, and raised or returned other results than captured."""
+        """Ops that were attempted and raised, or returned other results than captured."""
         return sum(op.verdict in _FAILURES for op in self.ops)
 
     @property
@@ -134,16 +135,16 @@ class PerOpRun:
 
     @property
     def measured_device_ns(self) -> int:
-        """The device time that the capture has of the measured ops' calls."""
+        """The captured device time of the measured ops' calls."""
         return sum(op.group.device_ns for op in self.ops if op.times is not None)
 
     @property
     def estimated_ns(self) -> float:
-        """The sum over all measured ops."""
+        """The sum over all measured ops, in nanoseconds."""
         return sum(op.estimated_ns or 0.0 for op in self.ops)
 
 
-# The group just measured, its place from 1, and how many there are.
+# The group just measured, its position from 1, and the number of groups.
 OnMeasured = Callable[[MeasuredOp, int, int], None]
 
 
@@ -158,7 +159,7 @@ def measure_ops(
 ) -> PerOpRun:
     """Measure a plan's ops one by one, with `meters`; the plan must be made with keep_going.
 
-    Where there is something to compare with, a verified replay gives the verdicts first. Raises UsageError if no op
+    If there is something to compare with, a verified replay determines the verdicts first. Raises UsageError if no op
     is chosen.
     """
     chosen = choose(
@@ -179,7 +180,7 @@ def _shown(result: Any) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    """A replayed result, as captured ones are shown."""
+    """A replayed result, formatted as captured ones are."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}] on {value.device}"
     if isinstance(value, list | tuple):
@@ -192,7 +193,7 @@ def _nothing(_inputs: list[Any], _on_scope: None) -> list[Any]:
 
 
 class _Stop(Exception):
-    """An op failed and nothing after it is to be measured."""
+    """An op failed, and measuring stops there."""
 
 
 class _OpMeasurement:
@@ -247,8 +248,8 @@ class _OpMeasurement:
                 self._verdicts[each.ordinal] = each.verdict, each.reason
 
     def _each_alone(self) -> None:
-        """Of calls that nothing connects, one of each group, with its content alone; where that cannot be run, the
-        others of the group."""
+        """Measure independent calls: one of each group, with only its content; if that cannot be run, the others of the
+        group."""
         self._examine(self._plan.slice(self._ops))
         others = {
             ordinal
@@ -259,7 +260,7 @@ class _OpMeasurement:
             self._examine(self._plan.slice(others))
 
     def _op(self, op: IsolatedOp) -> None:
-        """Measure an op that has come up, if its group needs it."""
+        """Measure an op that was reached, if its group needs it."""
         group = self._chosen.by_ordinal.get(op.ordinal)
         if group is None:
             return
@@ -273,7 +274,7 @@ class _OpMeasurement:
             try:
                 self._time(op, measured)
             except (Exception, SystemExit, GeneratorExit) as error:
-                # Whatever an op raises is its verdict, and the replay continues.
+                # Any exception of an op is its verdict, and the replay continues.
                 verdict = measured.verdict = "failed"
                 reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
                 self._verdicts[op.ordinal] = verdict, reason
@@ -320,7 +321,7 @@ class _OpMeasurement:
         return timed_ns >= wanted or waited_ns >= _PATIENCE * wanted or calls >= MOST_ITERATIONS
 
     def _sample(self, op: IsolatedOp, block: int) -> Readings:
-        """What a call takes, over `block` calls."""
+        """The readings of one call, averaged over `block` calls."""
         self._synchronize()
         self._stopwatch.reset()
         start, stop = self._stopwatch.start, self._stopwatch.stop
@@ -336,7 +337,7 @@ class _OpMeasurement:
                 torch.accelerator.synchronize(device)
 
     def _overhead(self) -> float:
-        """What a call that does nothing takes, measured like the others."""
+        """The time of a call that does nothing, measured like the others."""
         watch = stopwatch_for((), self._clock)
         for _ in range(2):  # the first one warms up
             watch.reset()

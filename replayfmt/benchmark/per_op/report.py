@@ -1,8 +1,8 @@
 """Measured ops as rows of Google Benchmark's JSON and CSV.
 
-Each distinct op is a row, or each kernel, signature or scope, the most expensive first; `verdict`, `count`,
-`captured_us`, `estimated_us` (count times the median), `share` and `rank` are counters of our own. A row without times
-has none of those of times, but `error_occurred` and its reason.
+There is a row for each distinct op, or each kernel, signature or scope, the most expensive first; `verdict`, `count`,
+`captured_us`, `estimated_us` (count times the median), `share` and `rank` are our own counters. A row without times has
+`error_occurred` and the reason instead of the time fields.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..reports.units import call_count, duration
 from .measuring import MeasuredOp, PerOpRun
 from .rows import WIDE, GroupBy, OpRow, make_rows
 
-# Times during capture include recording, so a replay is rarely slower at all.
+# Captured times include recording, so a replay is rarely slower at all.
 _MUCH_SLOWER = 5
-# Rows below that share of the whole are not worth a warning.
+# Rows below this share of the total are not worth a warning.
 _SMALL = 0.01
 
 
 def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None, top: int | None = None) -> Report:
-    """The report of the measured ops of `plan`, together by `group_by`; of the rows with times the `top` first ones.
+    """The report of the measured ops of `plan`, grouped by `group_by`, with only the `top` first rows that have times.
 
-    Rows that have no times are always in it: they may be the most expensive of all.
+    Rows without times are always included: they may be the most expensive of all.
     """
     total = run.estimated_ns
     rows = make_rows(run, group_by, plan.reader)
@@ -64,7 +64,7 @@ def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None
 
 
 def _unsupported(run: PerOpRun) -> dict[str, Any]:
-    """What the capture holds that no replay does; its device time is None if the capture has no such times."""
+    """Captured work that no replay does; its device time is None if the capture has no such times."""
     unsupported, device_ns = run.chosen.unsupported, run.chosen.device_ns
     return {
         "calls": unsupported.calls.total(),
@@ -118,8 +118,8 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
 
 
 def _times_slower(run: PerOpRun) -> float | None:
-    """How many times longer the measured calls took than when they were captured, on the host's clock; None if the
-    capture does not say."""
+    """The ratio of the measured times to the captured times of the calls, on the host's clock; None if the capture has
+    none."""
     pairs = [
         (op.times.median * op.group.host_calls, op.group.host_ns)
         for op in run.ops
@@ -187,7 +187,7 @@ def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> d
 
 
 def _further(row: OpRow, quantity: Quantity) -> float | NotMeasured:
-    """The mean over a row's calls of what a meter beside the clocks said; the reason where it missed some of them."""
+    """The mean reading of a meter other than a clock over a row's calls; the reason if it missed some of them."""
     total = 0.0
     for op, calls in row.members:
         reading = op.further[quantity]
@@ -198,7 +198,7 @@ def _further(row: OpRow, quantity: Quantity) -> float | NotMeasured:
 
 
 def _mean(row: OpRow, of: Callable[[MeasuredOp], float | None]) -> float | None:
-    """The mean over a row's calls, None if it is unknown for all of them."""
+    """The mean over a row's calls, None if unknown for all of them."""
     total = 0.0
     for op, calls in row.members:
         value = of(op)
@@ -209,7 +209,7 @@ def _mean(row: OpRow, of: Callable[[MeasuredOp], float | None]) -> float | None:
 
 
 def _of_one(row: OpRow, group_by: GroupBy | None) -> dict[str, Any]:
-    """What only a row of a single op has."""
+    """Fields of rows for a single op."""
     if group_by is not None:
         return {}
     ((op, _calls),) = row.members or row.unmeasured
@@ -237,6 +237,6 @@ def _of_one(row: OpRow, group_by: GroupBy | None) -> dict[str, Any]:
 
 
 def _reason(row: OpRow) -> str:
-    """Why the ops without times have none: the first one's reason, and how many others there are."""
+    """Why the ops without times have none: the first one's reason, and the number of others."""
     reasons = list(dict.fromkeys(op.reason for op, _calls in row.unmeasured))
     return reasons[0] + (f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else "")

@@ -1,9 +1,8 @@
 """Measured ops grouped by kernel, signature or scope, the most expensive first, with the certainty of that order.
 
 A row's time is the sum over its ops of calls times the median of a call; its bounds are the same sum over the ends of
-the medians' intervals, which is never too narrow. Its rank is certain as far as no other row's bounds overlap with
-its own. Ops that have no times are in no sum: a row counts their calls apart, and where it has nothing else its time
-is unknown.
+the medians' intervals, which is never too narrow. Its rank is certain if no other row's bounds overlap with its own.
+Ops without times are in no sum: a row counts their calls separately, and if it has no others its time is unknown.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from .measuring import SEVERITY, MeasuredOp, PerOpRun
 
 GroupBy = Literal["kernel", "signature", "scope"]
 NO_SCOPE = "(in no scope)"
-# Bounds of a row that are farther apart than this share of its time are wide.
+# Bounds of a row are wide if they are farther apart than this share of its time.
 WIDE = 0.10
 
 
 @dataclass
 class OpRow:
-    """One row: `members` are its measured ops with how many of their calls belong to it, `unmeasured` likewise.
+    """One row: `members` are its measured ops with the number of their calls that belong to it, `unmeasured` likewise.
 
-    `inner_ns`, of scopes, is the time of the row with all scopes inside it. `ranks` are the first and the last place,
-    from 1, that it may have among the measured rows; None if it has no time.
+    `inner_ns` is, for scopes, the time of the row including all scopes inside it. `ranks` are the first and the last
+    place, from 1, that it may have among the measured rows; None if it has no time.
     """
 
     label: str
@@ -41,7 +40,7 @@ class OpRow:
 
     @property
     def calls(self) -> int:
-        """Of the measured ops."""
+        """Calls of the measured ops."""
         return sum(calls for _op, calls in self.members)
 
     @property
@@ -61,7 +60,7 @@ class OpRow:
 
     @property
     def bounds_ns(self) -> tuple[float, float] | None:
-        """What encloses `estimated_ns`; None if an op has too few samples to tell."""
+        """Bounds of `estimated_ns`; None if an op has too few samples."""
         low = high = 0.0
         for op, calls in self.members:
             if op.times is None or op.times.interval is None:
@@ -72,13 +71,13 @@ class OpRow:
 
     @property
     def width(self) -> float | None:
-        """How far its bounds are apart, as a share of its time; None if that is unknown."""
+        """The distance between its bounds, as a share of its time; None if unknown."""
         estimated, bounds = self.estimated_ns, self.bounds_ns
         return (bounds[1] - bounds[0]) / estimated if estimated and bounds is not None else None
 
     @property
     def captured_ns(self) -> float | None:
-        """What a call took when captured, on average; None if it is unknown for exactly these calls."""
+        """The mean time of a call when captured; None if unknown for exactly these calls."""
         total, clocks = 0.0, set()
         for op, calls in self.members:
             group = op.group
@@ -95,7 +94,7 @@ class OpRow:
 
 
 def make_rows(run: PerOpRun, by: GroupBy | None, reader: CaptureReader) -> list[OpRow]:
-    """The rows of a run, those without times last; one for each op that was measured where `by` is None."""
+    """The rows of a run, those without times last; one per measured op if `by` is None."""
     rows: dict[str | int, OpRow] = {}
     for place, op in enumerate(run.ops):
         for key, label, calls in _keys(op, place, by, reader):
@@ -113,7 +112,7 @@ def make_rows(run: PerOpRun, by: GroupBy | None, reader: CaptureReader) -> list[
 def _keys(
     op: MeasuredOp, place: int, by: GroupBy | None, reader: CaptureReader
 ) -> Iterator[tuple[str | int, str, int]]:
-    """The rows that an op belongs to, each by key and label, and how many of its calls do."""
+    """The rows that an op belongs to, each with its key, its label, and the number of the op's calls in it."""
     group = op.group
     if by == "scope":
         for scope, calls in group.by_scope.items():

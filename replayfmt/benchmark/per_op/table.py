@@ -24,14 +24,14 @@ _HEADS = ("rank", "estimated", "share", "interval", "with inner", "calls", "time
 
 
 def progress_line(op: MeasuredOp, place: int, of: int) -> str:
-    """`[i/N]`, verdict, time a call, count, and the op: printed as soon as it is known."""
+    """`[i/N]`, verdict, time per call, count, and the op: printed as soon as it is known."""
     time = _NOT_MEASURED if op.times is None else duration(op.times.median)
     reason = f"  {op.reason}" if op.reason else ""
     return printable(f"[{place}/{of}] {op.verdict:<10} {time:>12} x {op.group.count:<6} {op.group.signature}{reason}")
 
 
 def table_lines(report: Report) -> Iterator[str]:
-    """The rows by their part of the workload, the largest first, those without times, the sum, and the totals."""
+    """The rows by their share of the workload, the largest first, then those without times, the sum, and the totals."""
     context = report.context
     group_by = context["group_by"]
     measured = [row for row in report.rows if "estimated_us" in row]
@@ -112,7 +112,7 @@ def _unmeasured(row: dict[str, Any], group_by: GroupBy | None, further: Sequence
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """The lines of the table, without the columns that no row has anything in; the last one is ragged."""
+    """The lines of the table, without the columns that are empty in all rows; the last column is not padded."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns[:-1]]
     for cells in zip(*columns, strict=True):
@@ -125,7 +125,7 @@ def _label(row: dict[str, Any], group_by: GroupBy | None) -> str:
 
 
 def _sum(context: dict[str, Any], rows: int) -> str:
-    """The total, what of it is not shown, and what is not in it."""
+    """The total, the part of it that is not shown, and what it does not include."""
     total = duration(context["estimated_us"] * 1e3)
     text = f"sum: {total} in {call_count(context['calls'])}; each row is its calls times the median time of a call"
     if context["rows_not_shown"]:
@@ -144,8 +144,8 @@ def _counted(counts: dict[str, int]) -> str:
 
 
 def describe(op: MeasuredOp, reader: CaptureReader) -> Iterator[str]:
-    """Each argument's name, schema type and value, and each result's shape, dtype and device, as captured and as the op
-    gave it here."""
+    """Each argument's name, schema type and value, and each result's shape, dtype and device, as captured and as
+    returned here."""
     record = reader.record(op.group.first_ordinal if op.ordinal is None else op.ordinal)
     types = _schema_types(op.group.kernel.schema)
     shown = signature_of(record, reader, values=True).arguments

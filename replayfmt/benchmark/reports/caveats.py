@@ -1,7 +1,7 @@
 """Caveats: reasons to doubt the figures, printed beside them as torch.utils.benchmark does.
 
 Each caveat is one sentence. Those of a measurement come from its own times; those of a run from the machine and from
-what the capture says of where it was made.
+what the capture says about where it was made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERY_NOISY = 0.25
 
 
 def measurement_caveats(measurement: Measurement) -> list[str]:
-    """What one region's own times say against them."""
+    """Reasons in one region's own times to doubt them."""
     found = []
     iterations = len(measurement.samples[0].real)
     if iterations < SMALLEST_FOR_INTERVAL:
@@ -54,7 +54,7 @@ def measurement_caveats(measurement: Measurement) -> list[str]:
 
 
 def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], root: Path = Path("/")) -> list[str]:
-    """What the machine and the capture say against all of a run's figures. `root` is where proc and sys are."""
+    """Reasons in the machine and the capture to doubt all figures of a run. `root` is where proc and sys are."""
     found = []
     if run.before is None or run.before.verification.mode == "none":
         why = "--verify=none" if run.before is None else "; ".join(run.before.verification.reasons)
@@ -80,7 +80,7 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
 
 
 def _differences(reader: CaptureReader, devices: list[torch.device]) -> list[str]:
-    """Where this is not what the capture was made on: its own times cannot be compared with these."""
+    """How this machine and setup differ from the capture's: its own times cannot be compared with these."""
     session = reader.session
     here = describe_device(torch.device("cpu"))
     pairs: list[tuple[str, Any, Any]] = [

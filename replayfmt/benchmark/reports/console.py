@@ -15,7 +15,7 @@ from ..meters.meter import Quantity
 from .rows import Report
 from .units import duration, figure, ran_on, rate, verified
 
-# Where there is no terminal to fit, nothing is wrapped: the lines are for other programs and for files.
+# If the output is not a terminal, lines are not wrapped: they are for other programs and for files.
 _UNLIMITED = 10_000
 
 
@@ -24,7 +24,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _UNLIMITED
-    with console.capture() as printed:  # rich would make the exit code of a pipe that is closed
+    with console.capture() as printed:  # rich would otherwise set the exit code for a closed pipe
         _print(report, console)
     console.file.write(printed.get())
     console.file.flush()
@@ -92,7 +92,7 @@ def _table(report: Report) -> Table:
 
 
 def _cells(row: dict[str, Any], host: bool, further: Sequence[Quantity]) -> list[str]:
-    """One row. An aggregate has no figures over iterations, and `_cv` is a share of everything it stands for."""
+    """One row. An aggregate has no figures over iterations, and `_cv` is a ratio for every figure in its row."""
     share = row.get("aggregate_unit") == "percentage"
 
     def shown(name: str) -> str:

@@ -20,7 +20,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def machine_context(root: Path = Path("/")) -> dict[str, Any]:
-    """The context fields that are about the machine, now. `root` is where proc and sys are."""
+    """The context fields about the machine, as of now. `root` is where proc and sys are."""
     context: dict[str, Any] = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "host_name": socket.gethostname(),
@@ -38,14 +38,14 @@ def machine_context(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def frequency_scaling(root: Path = Path("/")) -> bool | None:
-    """Whether some processor's frequency is left to vary; None if the machine does not say."""
+    """Whether any processor's frequency may vary; None if the machine does not say."""
     governors = [_text(path) for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")]
     known = [governor for governor in governors if governor]
     return any(governor != "performance" for governor in known) if known else None
 
 
 def _random_addresses(root: Path) -> bool | None:
-    """Whether this process's addresses are random (ASLR): its personality lacks ADDR_NO_RANDOMIZE."""
+    """Whether this process's addresses are randomized (ASLR): its personality lacks ADDR_NO_RANDOMIZE."""
     personality = _text(root / "proc/self/personality")
     return not int(personality, 16) & _ADDR_NO_RANDOMIZE if personality else None
 
@@ -86,7 +86,7 @@ def _load(root: Path) -> list[float] | None:
 
 
 def _text(path: Path) -> str | None:
-    """A small file's content, stripped; None if it cannot be read, which is how a kernel says it does not know."""
+    """A small file's content, stripped; None if it cannot be read, which is how the kernel reports an unknown value."""
     with suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").strip()
     return None

@@ -1,10 +1,10 @@
 """A finished benchmark as rows, and the rows as Google Benchmark's JSON and CSV.
 
-The JSON has Google Benchmark's schema, version 1, so that its `compare.py` and everything else that reads it reads
-ours: one row of type `iteration` for each repetition, then the aggregates over them where there are two or more. Its
-`real_time` and `cpu_time` are means over the iterations; the unit is always ns, so that any two files compare. What is
-ours comes as further fields of a row ("counters") and of the context. What is unknown is null, and a field of the
-same name with `_reason` says why.
+The JSON has Google Benchmark's schema, version 1, and can be read by its `compare.py` and everything else that reads
+that schema: one row of type `iteration` for each repetition, then the aggregates over them if there are two or more.
+Its `real_time` and `cpu_time` are means over the iterations; the unit is always ns, so any two files can be compared.
+Our own data are additional fields of a row ("counters") and of the context. An unknown value is null, and a field of
+the same name with `_reason` says why.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .machine import machine_context
 SCHEMA_VERSION = 1
 _CSV_FIELDS = ("name", "iterations", "real_time", "cpu_time", "time_unit")
 _CSV_FIELDS_NOT_OURS = ("bytes_per_second", "items_per_second", "label", "error_occurred", "error_message")
-# The counters that repetitions have aggregates of. Those that say how an aggregate was made have none.
+# The counters that are aggregated over repetitions. Those that say how an aggregate was made are not.
 _AGGREGATED = ("host_time", "median_real_time", "min_real_time", "max_real_time", "ops_per_second")
-# Fields that are not single figures stay out of the CSV.
+# Fields that are not single figures are left out of the CSV.
 _NOT_COUNTERS = frozenset({"samples", "warnings"})
 _SCHEMA_FIELDS = frozenset(
     {
@@ -68,14 +68,14 @@ class Report:
 
     context: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
-    further: tuple[Quantity, ...] = ()  # what was measured beside times
+    further: tuple[Quantity, ...] = ()  # the quantities measured besides times
 
     def json(self) -> str:
         """Google Benchmark's JSON document."""
         return json.dumps({"context": self.context, "benchmarks": self.rows}, indent=2, allow_nan=False) + "\n"
 
     def warnings(self) -> list[str]:
-        """What to doubt: the context's warnings, then those of each region once, with its name."""
+        """Reasons for doubt: the context's warnings, then those of each region once, with its name."""
         regions = [row for row in self.rows if row.get("repetition_index") == 0]
         return self.context["warnings"] + [f"{row['run_name']}: {text}" for row in regions for text in row["warnings"]]
 
@@ -93,7 +93,7 @@ class Report:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*_CSV_FIELDS, *_CSV_FIELDS_NOT_OURS, *counters])
         for row in self.rows:
-            # A share has no time unit, which is how Google Benchmark writes `_cv` rows.
+            # Ratios have no time unit, as in Google Benchmark's `_cv` rows.
             shown = row | {"time_unit": ""} if row.get("aggregate_unit") == "percentage" else row
             names = (*_CSV_FIELDS, *_CSV_FIELDS_NOT_OURS, *counters)
             writer.writerow([csv_field(shown.get(name)) for name in names])
@@ -114,7 +114,7 @@ def make_report(run: Run, plan: Plan) -> Report:
 
 
 def plan_context(plan: Plan) -> dict[str, Any]:
-    """What every report on a plan says of machine, versions, capture and devices."""
+    """Machine, versions, capture and devices, as in every report on a plan."""
     reader = plan.reader
     threads = reader.session.settings.get("num_threads", torch.get_num_threads())  # a replay runs with the capture's
     return {
@@ -217,7 +217,7 @@ def _iteration_row(measurement: Measurement, family: int, repetition: int, warni
 
 
 def further_fields(means: Mapping[Quantity, float | NotMeasured]) -> dict[str, Any]:
-    """The fields of a row for what meters beside the clocks said: each with its unit, or why there is none."""
+    """A row's fields for the meters other than clocks: each with its unit, or why there is none."""
     fields: dict[str, Any] = {}
     for quantity, mean in means.items():
         missing = isinstance(mean, NotMeasured)

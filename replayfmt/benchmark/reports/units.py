@@ -1,4 +1,4 @@
-"""How times, rates and names are written for people: four significant digits and the unit that fits, one line."""
+"""Formats times, rates and names for people: four significant digits and a fitting unit, on one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DIGITS = 4
 
 
 def duration(nanoseconds: float | None) -> str:
-    """A time in ns, us, ms or s; `-` where it is unknown."""
+    """A time in ns, us, ms or s; `-` if unknown."""
     if nanoseconds is None:
         return "-"
     scale, unit = next((pair for pair in _TIME_UNITS if abs(nanoseconds) >= pair[0]), _TIME_UNITS[-1])
@@ -25,7 +25,7 @@ def call_count(number: int) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A number whose unit is given elsewhere; `not measured` where there is none."""
+    """A number whose unit is given elsewhere; `not measured` if there is none."""
     return "not measured" if value is None else f"{value:.{_DIGITS}g}"
 
 
@@ -35,7 +35,7 @@ def verified(text: str) -> str:
 
 
 def ran_on(context: dict[str, Any]) -> str:
-    """The line that says on what: devices, PyTorch and its threads, processors."""
+    """The line that says where it ran: devices, PyTorch and its threads, processors."""
     threads = context["torch_num_threads"]
     return (
         f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {counted(threads, 'thread')}; "
@@ -44,7 +44,7 @@ def ran_on(context: dict[str, Any]) -> str:
 
 
 def rate(per_second: float | None) -> str:
-    """A count a second, as 12.34k/s; `-` where it is unknown."""
+    """A rate per second, as 12.34k/s; `-` if unknown."""
     if per_second is None:
         return "-"
     scale, unit = next((pair for pair in _RATE_UNITS if abs(per_second) >= pair[0]), _RATE_UNITS[-1])
@@ -52,6 +52,6 @@ def rate(per_second: float | None) -> str:
 
 
 def _digits(value: float) -> str:
-    """Four significant digits, and never fewer than those before the point."""
+    """Four significant digits, and all digits before the point."""
     before = len(str(int(abs(value))))
     return f"{value:.{max(0, _DIGITS - before)}f}"

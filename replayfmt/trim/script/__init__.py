@@ -1,3 +1,3 @@
-"""A few ops as one Python file that needs only torch: `export` cuts them out, `events` collects what the script does,
-`text` writes it with `values` as expressions, `file` is the frame around it.
+"""A few ops as one Python file that needs only torch: `export` cuts them out, `events` collects the actions of the
+script, `text` writes them with `values` as expressions, `file` adds the surrounding frame.
 """

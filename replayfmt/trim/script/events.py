@@ -1,7 +1,7 @@
-"""The actions of a script, in order, collected in place of writing a trimmed capture's records.
+"""Collects the actions of a script, in order, instead of writing a trimmed capture's records.
 
-`ScriptEvents` replaces a `Copier`: it receives the same calls, and keeps them under the ids that the capture itself
-has, so that a script names tensors as a dump of the capture does.
+`ScriptEvents` replaces a `Copier`: it receives the same calls, and keeps the capture's own ids, so a script names
+tensors as a dump of the capture does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ScriptSettings:
 
 @dataclass(frozen=True)
 class Load:
-    """New content for a storage that is there. `data` is a key of Events.data, None: not known."""
+    """New content for an existing storage. `data` is a key of Events.data, None if unknown."""
 
     storage: int
     data: int | None
@@ -55,7 +55,7 @@ class Resize:
 
 @dataclass(frozen=True)
 class Draw:
-    """The state of a generator; None: not known."""
+    """The state of a generator; None if unknown."""
 
     generator: int
     data: int | None
@@ -63,7 +63,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Remark:
-    """A remark on the following lines."""
+    """A comment on the following lines."""
 
     text: str
 
@@ -73,7 +73,7 @@ Event = ScriptOp | ScriptSettings | Load | Resize | Draw | Remark
 
 @dataclass(frozen=True)
 class Input:
-    """A storage that exists before the first op. `data` is a key of Events.data, None: to be synthesized."""
+    """A storage that exists before the first op. `data` is a key of Events.data, None if it is to be synthesized."""
 
     storage: int
     length: int
@@ -81,7 +81,7 @@ class Input:
 
 
 class Data:
-    """Replaces a writer: keeps content under numbers from 1, the same content once."""
+    """Replaces a writer: keeps content under numbers from 1, equal content once."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, bytes] = {}
@@ -96,7 +96,7 @@ class Data:
 
 @dataclass
 class ScriptEvents:
-    """Everything in order. Raises ReplayRefused for an event that a script cannot express."""
+    """All actions in order. Raises ReplayRefused for an action that a script cannot express."""
 
     reader: CaptureReader
     events: list[Event] = field(default_factory=list)
@@ -168,7 +168,7 @@ class ScriptEvents:
         return near.ordinal
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Nothing is buffered."""
 
     def _check(self, record: Record) -> None:
         what = f"{self.reader.path}: ordinal {record.ordinal}"

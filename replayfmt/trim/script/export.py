@@ -1,7 +1,7 @@
-"""A few ops of a capture as one Python file that needs only torch: to read, to run, to change.
+"""Exports a few ops of a capture as one Python file that needs only torch: to read, to run, to change.
 
 The inputs are synthesized from a seed, or taken from a verified replay and written to a safetensors file beside the
-script. In the latter case the script also knows the ops' results, and reports whether they are reproduced.
+script. In the latter case the script also has hashes of the ops' results, and reports whether they are reproduced.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .file import ScriptFile
 from .text import BodyWriter, ScriptBody
 from .values import ALWAYS_STATED
 
-MOST_OPS = 2000  # of a script; a longer one is unreadable
+MOST_OPS = 2000  # per script; a longer one is unreadable
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def script_with_data(
     ops that a script cannot express."""
     reader = plan.reader
     with _outputs(reader, force, out, data) as (partial, partial_data):
-        while True:  # each time more results are known that hold bytes no replay reproduces
+        while True:  # each time more results with bytes that no replay reproduces are known
             kept = with_producers(reader, _resolved(reader, wanted), plan.opaque_slots(), plan.writes)
             schedule = Planner(reader, kept, plan.writes).plan()
             on_prediction(predict(reader, kept, schedule))
@@ -130,7 +130,7 @@ class _Hashing(Materializer):
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """The hash that the script computes too: SHA-256 of a tensor's elements in row-major order."""
+    """The hash that the script also computes: SHA-256 of a tensor's elements in row-major order."""
     return hashlib.sha256(row_major_bytes(tensor)).hexdigest()
 
 
@@ -161,7 +161,7 @@ def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
 
 
 def _settings(schedule: Schedule) -> dict[str, Any]:
-    """The settings that differ from a new process's, as far as is known, and some that are always listed."""
+    """The settings that differ from a new process's, as far as known, and some that are always listed."""
     here = read_settings()
     return {
         name: value
@@ -182,7 +182,7 @@ def _write(
     *,
     numbers: bool,
 ) -> list[Array]:
-    """Write the script; returns what its data file has to hold."""
+    """Write the script; returns the contents of its data file."""
     body: ScriptBody = BodyWriter(events, _changes(events.reader)).write()
     if data is None:  # the generator's state is unknown, so it is seeded
         body.generators.update(
@@ -197,7 +197,7 @@ def _write(
 
 @contextmanager
 def _outputs(reader: CaptureReader, force: bool, *paths: str) -> Iterator[list[str]]:
-    """`.partial` names for new files, which get their names once everything inside has succeeded."""
+    """`.partial` names for new files, which are renamed once everything inside has succeeded."""
     if len({os.path.realpath(path) for path in (*paths, reader.path)}) <= len(paths):
         raise UsageError(f"{', '.join(paths)}: the capture, the script and its data must be different files")
     for path in paths:

@@ -129,7 +129,7 @@ class ScriptFile:
         return arrays + [Array(f"state_{number}", data[number]) for number in sorted(self._body.states)]
 
     def text(self, wanted: Wanted, kept: Kept, data: str | None) -> str:
-        """The whole script; `data` is the path of the data file relative to it, None: inputs are synthesized."""
+        """The whole script; `data` is the path of the data file relative to it, None if inputs are synthesized."""
         reader, body = self._events.reader, self._body
         session = reader.session
         values = (
@@ -245,7 +245,7 @@ class ScriptFile:
 
 
 def _shape(first: TensorValue, given: Input) -> tuple[int, ...]:
-    """The sizes of a storage's first tensor where that covers it, else one dimension."""
+    """The sizes of a storage's first tensor if that covers it, else one dimension."""
     count = 1
     for size in first.meta.sizes:
         count *= size

@@ -15,13 +15,13 @@ from ..copying import nested_values
 from .events import Draw, Event, Load, Remark, Resize, ScriptEvents, ScriptOp, ScriptSettings
 from .values import argument, comment, device, dtype, enumeration, operator, scalar, setting
 
-# Returns the arguments (tensor slots) whose metadata an op changes in place, so that it needs its own view of them.
+# Returns the tensor slots of arguments whose metadata an op changes in place: it needs its own views of them.
 Changes = Callable[[Record], set[int]]
 
 
 @dataclass
 class ScriptBody:
-    """The lines of a script's `run`, what it takes and what it returns: name of each result → expression.
+    """The lines of a script's `run`, its arguments, and its return values: name of each result → expression.
 
     `tensors` maps a returned tensor's name to (ordinal, result slot); `first_uses` a storage to the first tensor on it.
     """
@@ -36,14 +36,14 @@ class ScriptBody:
 
 
 class BodyWriter:
-    """Writes the body of a script out of its events."""
+    """Writes the body of a script from its events."""
 
     def __init__(self, events: ScriptEvents, changes: Changes) -> None:
         self._events = events
         self._reader: CaptureReader = events.reader
         self._changes = changes
         self._there: set[int] = set()  # tensors that have a variable
-        self._base = {each.storage: f"s{each.storage}" for each in events.inputs}  # how to name a storage
+        self._base = {each.storage: f"s{each.storage}" for each in events.inputs}  # the name of a storage
         self._last: dict[int, int] = defaultdict(int)  # storage → place of the last event that uses it
         self._body = ScriptBody()
 
@@ -71,7 +71,7 @@ class BodyWriter:
                 self._op(event.record, place)
             case ScriptSettings():
                 for name, value in event.changes.items():
-                    if not name.startswith("autocast."):  # above the level of these ops
+                    if not name.startswith("autocast."):  # autocast acts above the level of these ops
                         line(setting(name, value))
             case Load():
                 if event.storage in self._base:
@@ -170,7 +170,7 @@ class BodyWriter:
     def _target(
         self, node: Node, value: Value, record: Record, slot: int, place: int, index: int
     ) -> tuple[str, int, bool]:
-        """The target that a result is assigned to, its slot, and whether anything needs it."""
+        """The target that a result is assigned to, its slot, and whether it is needed."""
         if isinstance(value, TensorValue):
             name = f"t{value.id}"
             if self._last[value.storage] == place:

@@ -1,4 +1,4 @@
-"""Values of a capture as Python expressions. Whatever a file says becomes a literal or a checked name, never code."""
+"""Values of a capture as Python expressions. Anything from the file becomes a literal or a checked name, never code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replayfmt.format.model import Device, Kernel
 from replayfmt.pytorch.operators import WITH_TORCH_ALONE
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
-# How a script makes a setting. Other settings matter only if they differ from a new process's.
+# The statements that set settings. Other settings matter only if they differ from a new process's.
 SETTERS = {
     "num_threads": "torch.set_num_threads({})",
     "default_dtype": "torch.set_default_dtype(torch.{})",
@@ -37,7 +37,7 @@ ALWAYS_STATED = ("num_threads", "default_dtype", "grad_enabled")
 
 
 def setting(name: str, value: object) -> str:
-    """The statement that makes a setting. Raises ReplayRefused for one that a script cannot make."""
+    """The statement that sets a setting. Raises ReplayRefused for one that a script cannot set."""
     if name.startswith("fp32_precision."):
         backend, _, operation = name.removeprefix("fp32_precision.").partition(".")
         return f"torch._C._set_fp32_precision_setter({backend!a}, {operation!a}, {str(value)!a})"
@@ -50,14 +50,14 @@ def setting(name: str, value: object) -> str:
 
 
 def identifier(name: str) -> str:
-    """A name that Python takes as such. Raises ReplayRefused for any other."""
+    """A valid Python identifier. Raises ReplayRefused for any other name."""
     if not (name.isascii() and name.isidentifier()) or iskeyword(name):
         raise ReplayRefused(f"{name!r} is not a name that a script could use")
     return name
 
 
 def operator(kernel: Kernel) -> str:
-    """How a script calls an operator. Raises ReplayRefused for one that torch does not have by itself."""
+    """How a script calls an operator. Raises ReplayRefused for one that torch alone does not have."""
     namespace, _, base = kernel.name.partition("::")
     if namespace not in WITH_TORCH_ALONE:
         raise ReplayRefused(f"{kernel.qualified_name} is not an operator of torch's own; a script needs only torch")
@@ -67,7 +67,7 @@ def operator(kernel: Kernel) -> str:
 
 
 def argument(name: str, value: str) -> str:
-    """One argument of a call by name; in a dictionary where the name is a word of Python's."""
+    """One argument of a call by name; in a dictionary if the name is a Python keyword."""
     if name.isascii() and name.isidentifier() and iskeyword(name):
         return f"**{{{name!a}: {value}}}"
     return f"{identifier(name)}={value}"
@@ -104,5 +104,5 @@ def device(given: Device) -> str:
 
 
 def comment(text: str) -> str:
-    """Text that cannot leave its comment: one line of printable characters."""
+    """Text that cannot end its comment: one line of printable characters."""
     return "".join(each if each.isprintable() and each.isascii() else ascii(each)[1:-1] for each in text)

@@ -1,7 +1,7 @@
-"""An op's values as JSON, with its tensors beside it as safetensors, and what cannot be expressed that way.
+"""An op's values as JSON, with its tensors beside it as safetensors, and which values cannot be expressed that way.
 
-Plain values stand for themselves. Values that JSON lacks are objects with one key that begins with `$`, unlike any
-argument's name: `$tensor`, `$torch` (a dtype, layout or memory format), `$device`, `$float`, `$complex`.
+Plain values are written as they are. Values that JSON lacks are objects with one key that begins with `$`, which no
+argument's name does: `$tensor`, `$torch` (a dtype, layout or memory format), `$device`, `$float`, `$complex`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _problems(reader: CaptureReader, values: tuple[Value, ...] | list[Value]) ->
 
 
 class VectorEncoder:
-    """Makes the JSON of one op and collects its tensors. `give` turns tensor values into the replay's tensors."""
+    """Makes the JSON of one op and collects its tensors. `give` returns the replay's tensor for a tensor value."""
 
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
@@ -106,7 +106,7 @@ class VectorEncoder:
 
 
 def _word(of_torch: Any) -> str:
-    """`float16` of torch.float16."""
+    """`float16` for torch.float16."""
     return str(of_torch).removeprefix("torch.")
 
 
@@ -119,7 +119,6 @@ def _float(value: float) -> float | dict[str, str]:
 
 
 def file_name(ordinal: int, records: int, kernel: Kernel) -> str:
-    """The name of an op's files, without extension: its ordinal, and as much of the kernel's name as is safe in a file
-    name."""
+    """The base name of an op's files: its ordinal, and as much of the kernel's name as is safe in a file name."""
     name = _UNSAFE.sub("_", f"{kernel.name.replace('::', '.')}.{kernel.overload}")[:_LONGEST_NAME]
     return f"{ordinal:0{len(str(max(records - 1, 0)))}}-{name}"

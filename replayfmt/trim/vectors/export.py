@@ -33,8 +33,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class VectorsResult:
-    """The result: the numbers of ops and bytes, how the replay was verified, and a sentence for each op that was left
-    out."""
+    """The numbers of ops and bytes, how the replay was verified, and a sentence for each op that was left out."""
 
     path: str
     ops: int
@@ -55,9 +54,8 @@ def write_vectors(
 ) -> VectorsResult:
     """Write a safetensors file and a JSON file for each selected op into a new directory, and an index of them.
 
-    `plan` is one of the whole capture, made with keep_going. Raises ReplayRefused, with all of them listed, for ops
-    that a vector cannot express, unless `partial` leaves them out; ReplayMismatch, ReplayFailed, OutputExists,
-    UsageError.
+    `plan` is for the whole capture, made with keep_going. Raises ReplayRefused, listing all of them, for ops that a
+    vector cannot express, unless `partial` leaves them out; ReplayMismatch, ReplayFailed, OutputExists, UsageError.
     """
     reader = plan.reader
     refuse_incomplete(reader, allow_incomplete)
@@ -122,7 +120,7 @@ def _sentence(reader: CaptureReader, record: Record, why: str) -> str:
 
 
 def _problem(plan: Plan, record: Record) -> str | None:
-    """Why an op cannot be written as a vector, as far as is known."""
+    """Why an op cannot be written as a vector, as far as known."""
     if record.signature.status is not OpStatus.ok:
         return "it raised an error under capture, so it has no results"
     problem = problem_of(plan.reader, (*record.args, *record.results))
@@ -151,7 +149,7 @@ def _is_unwritten(reader: CaptureReader, record: Record) -> bool:
 
 
 class _VectorWriter:
-    """Writes the files of each op it is shown, except those with a problem."""
+    """Writes the files of each op passed to it, except those with a problem."""
 
     def __init__(self, plan: Plan, folder: Path, problems: dict[int, str]) -> None:
         self._plan, self._reader, self._folder = plan, plan.reader, folder
@@ -211,7 +209,7 @@ class _VectorWriter:
         )
 
     def _written(self, record: Record) -> dict[str, bool]:
-        """The tensor arguments that an op may write: whether its schema says so."""
+        """The tensor arguments that an op may write, and whether its schema says so."""
         layout = SlotLayout(record.signature)
         effects = self._plan.effects(record.signature_id, layout)
         return {
@@ -225,7 +223,7 @@ class _VectorWriter:
         name = file_name(record.ordinal, self._reader.record_count, kernel)
         try:
             write_safetensors(self._folder / f"{name}.safetensors", self._encoder.arrays)
-        except OSError as error:  # inside a replay, which would take it for the op's
+        except OSError as error:  # the replay around it would attribute it to the op
             raise CaptureFailed(f"{self._folder / name}.safetensors: cannot be written: {error.strerror}") from error
         _write_json(
             self._folder / f"{name}.json",

@@ -1,5 +1,5 @@
-"""A directory of result files that is written completely or not at all. It is created beside its final name and renamed
-once it is complete. With `force` it replaces an earlier directory of the same kind, but nothing else.
+"""A directory of result files that is written completely or not at all: it is created beside its final name and renamed
+when complete. With `force` it replaces an earlier directory of the same kind, but nothing else.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ENDINGS = {".json", ".safetensors"}
 
 @contextmanager
 def new_folder(path: str, force: bool) -> Iterator[Path]:
-    """Where to write; it is renamed when everything inside has succeeded, and removed otherwise. It must then hold an
-    INDEX.
+    """Where to write; the directory is renamed when everything inside has succeeded, and removed otherwise. It must
+    then contain an INDEX.
 
-    Raises OutputExists for a directory that is there without `force`, UsageError for what may not be replaced, and
+    Raises OutputExists for an existing directory without `force`, UsageError for one that must not be replaced, and
     CaptureFailed if something cannot be written.
     """
     final = Path(path)
@@ -58,7 +58,7 @@ def new_folder(path: str, force: bool) -> Iterator[Path]:
 
 
 def _check(folder: Path, force: bool, index: bool = True) -> None:
-    """Raise where a directory cannot get this name."""
+    """Raise if a directory cannot get this name."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():
