@@ -1,3 +1,3 @@
-"""State besides tensors that results depend on: `randomness` (generators), `numeric_state` (global settings),
-`autocast` (autocast and autograd below the mode).
+"""Non-tensor state that results depend on: `randomness` (generators), `numeric_state` (global settings), `autocast`
+(autocast and autograd below the mode).
 """

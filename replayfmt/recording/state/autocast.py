@@ -1,9 +1,10 @@
-"""Autocast and autograd as the program has them: inside a dispatch mode PyTorch masks both, and everything else above
+"""Autocast and autograd as the program has them: inside a dispatch mode, PyTorch masks both, and everything else above
 the mode.
 
-Operators of PyTorch's own have been cast when they reach the mode, and their gradients are taken care of. The code of a
-custom operator runs below it and may depend on either, so it gets what it would get without a capture, and the stream
-states what autocast was. A composite that comes whole is run in parts with all that it would have without the mode.
+When PyTorch's own operators reach the mode, casting is done and their gradients are taken care of. The code of a custom
+operator runs below the mode and may depend on either, so it gets the state that it would have without a capture, and
+the stream states what autocast was. A composite that arrives whole is run in parts, with the state that it would have
+without the mode.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ _BELOW_AUTOGRAD = (
 # Backends whose tensors have an autograd key of their own, and the key of all others.
 BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "HPU", "Meta", "PrivateUse1")
 AUTOGRAD_KEYS = tuple(f"Autograd{backend}" for backend in (*BACKENDS, "Other"))
-handed_on: set[str] = set()  # operators whose kernels for these keys are the recorder's (whole_composites.py)
+handed_on: set[str] = set()  # operators whose kernels for these keys are the recorder's own (whole_composites.py)
 
 
 def autocast_of_program() -> dict[str, str]:
-    """The autocast settings that the op under way was called with, under their setting's names: a dtype's name, or ""
-    for off. Call it inside a dispatch mode's handler."""
+    """The autocast settings that the current op was called with, by setting name: a dtype's name, or "" for off. Call
+    it inside a dispatch mode's handler."""
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         return read_autocast()
 
 
 def autocast_below_mode(own: bool) -> dict[str, str]:
-    """What an operator runs under that a dispatch mode's handler calls. `own`: it is PyTorch's, and the mode masks
-    autocast; others get that of the program (`AsInProgram`)."""
+    """The autocast settings for an operator that a dispatch mode's handler calls. `own`: it is PyTorch's, and the mode
+    masks autocast; others get the program's settings (`AsInProgram`)."""
     return {f"autocast.{device}": "" for device in AUTOCAST_DEVICES} if own else autocast_of_program()
 
 
 def read_autocast() -> dict[str, str]:
-    """The same where nothing masks it."""
+    """The autocast settings when nothing masks them."""
     return {f"autocast.{device}": _read(device) for device in AUTOCAST_DEVICES}
 
 
@@ -57,8 +58,8 @@ def _read(device: str) -> str:
 
 
 class _BelowOwnKernels:
-    """Knows which kernels of an operator's own for what comes before the mode have run, and called what is called in
-    the mode's handler: those for autocast, autograd and views."""
+    """Knows which of an operator's own kernels above the mode (for autocast, autograd and views) have already run and
+    called what the mode's handler now handles."""
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self._excluded = torch._C.DispatchKeySet(DispatchKey.Undefined)
@@ -71,7 +72,7 @@ class _BelowOwnKernels:
 
 
 _BACKEND_OF = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU", "meta": "Meta"}
-# Keys of kernels that serve every device, in the order in which the dispatcher takes them.
+# Keys of kernels that serve every device, in the dispatcher's order of preference.
 _EVERYWHERE = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 
@@ -88,7 +89,7 @@ class AsInProgram(_BelowOwnKernels):
             return self._call(*args, **kwargs)
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
             included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        # The mode is not there for what is called here.
+        # The mode is not active for what is called here.
         included = included.remove(DispatchKey.Python).remove(DispatchKey.PythonTLSSnapshot)
         with torch._C._ForceDispatchKeyGuard(included, excluded | self._excluded):
             return self._call(*args, **kwargs)
@@ -96,7 +97,7 @@ class AsInProgram(_BelowOwnKernels):
 
 class Body(_BelowOwnKernels):
     """Runs the kernel of a custom operator from inside a dispatch mode's handler as its program would have run it, with
-    a mode on the stack that sees what it calls."""
+    a mode on the stack that sees the operators that it calls."""
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         super().__init__(func)
@@ -104,8 +105,8 @@ class Body(_BelowOwnKernels):
         self._keys: dict[str, DispatchKey | None] = {}
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DispatchKey | None:
-        """The key that the operator's kernel for some arguments is registered for; None if it has none of its own
-        for them."""
+        """The dispatch key of the operator's kernel for some arguments; None if it has no kernel of its own for
+        them."""
         device = _device_of((*args, *kwargs.values()))
         if device not in self._keys:
             has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, self._func.name())
@@ -127,14 +128,14 @@ class Body(_BelowOwnKernels):
             return self.unmasked(*args, **kwargs)
 
     def unmasked(self, *args: Any, **kwargs: Any) -> Any:
-        """The same where nothing is masked."""
+        """The same when nothing is masked."""
         key = self.key(args, kwargs)
         assert key is not None
         return self._func._op_dk(key, *args, **kwargs)
 
 
 def _device_of(values: Iterable[Any]) -> str:
-    """The kind of device that decides which kernel the dispatcher takes."""
+    """The device type that determines which kernel the dispatcher chooses."""
     for value in values:
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, torch.Tensor) and item.device.type != "cpu":
@@ -143,14 +144,14 @@ def _device_of(values: Iterable[Any]) -> str:
 
 
 class InParts:
-    """Runs a composite from inside a dispatch mode's handler in parts, as the dispatcher does where there is no mode.
+    """Runs a composite in parts from inside a dispatch mode's handler, as the dispatcher does without a mode.
 
-    (`OpOverload.decompose` prefers decompositions written in Python, whose results are others.)
+    (`OpOverload.decompose` prefers decompositions written in Python, whose results differ.)
     """
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self._func = func
-        # What kernels of the composite's own have called is not cast, or made a view, a second time.
+        # What the composite's own kernels have called is not cast, or made a view, a second time.
         self._excluded = torch._C.DispatchKeySet(DispatchKey.Undefined)
         for key in (*_KEYS.values(), DispatchKey.ADInplaceOrView):
             if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
@@ -158,15 +159,15 @@ class InParts:
 
     @staticmethod
     def unmasks() -> bool:
-        """Whether the parts are to have back what the mode masks. Call it inside the mode's handler."""
-        # Elsewhere than in inference mode, composites are taken apart before they come to the mode.
+        """Whether to restore for the parts what the mode masks. Call it inside the mode's handler."""
+        # Outside inference mode, composites are split into parts before they reach the mode.
         return torch.is_inference_mode_enabled() and not _below_another_handler()
 
     def __call__(self, unmasked: bool, *args: Any, **kwargs: Any) -> Any:
         """`unmasked`: as `unmasks` says."""
         if not unmasked:
             return self._run(args, kwargs)
-        # Composites look at whether views of parameters require gradients: all of what the mode masks is restored.
+        # Composites check whether views of parameters require gradients: everything that the mode masks is restored.
         outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
         with outside, torch._C._ExcludeDispatchKeyGuard(self._excluded):
             return self._run(args, kwargs)
@@ -176,8 +177,8 @@ class InParts:
 
 
 def _below_another_handler() -> bool:
-    """Whether a mode or a tensor of the program's is handling an operator: PyTorch masks the same for what that calls,
-    with a capture or without."""
+    """Whether a mode or a tensor of the program is handling an operator: PyTorch masks the same state for what that
+    calls, with or without a capture."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__torch_dispatch__" and not is_recorders(frame.f_code):

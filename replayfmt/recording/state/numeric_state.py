@@ -1,7 +1,7 @@
 """Global numeric state: what a session states at its start, and what changes while it records.
 
-`GlobalStateGuard` tells in a fraction of a microsecond whether grad mode, autocast, default dtype, determinism, threads
-or TF32 changed. The settings it does not cover are looked at before the operators that they can affect only.
+`GlobalStateGuard` detects in a fraction of a microsecond whether grad mode, autocast, default dtype, determinism,
+threads or TF32 changed. The settings that it does not cover are checked only before operators that they can affect.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..stream.records import Records
 
 _SMALLEST, _HALF = sys.float_info.min, 0.5  # their product is a denormal, unless the processor flushes those to zero
 
-# What decides numerics outside the guard, as torch resolves it (a precision not set follows a wider one), by the
-# operators that it can affect (parts of their names). CUDA's own matter only where there is CUDA.
+# The numeric settings outside the guard, as torch resolves them (an unset precision follows a more general one), by the
+# operators that they can affect (parts of their names). CUDA's settings matter only if there is CUDA.
 _MATRIX = ("mm", "matmul", "linear", "dot", "mv", "addr", "attention", "addb", "cdist")
 _CONVOLUTION = ("conv",)
 _RECURRENT = ("lstm", "gru", "rnn")
@@ -34,7 +34,7 @@ def _precision(backend: str, operation: str) -> Callable[[], Any]:
 
 
 def _unknown(*_: Any) -> None:
-    """Stands for a setting that this build does not have."""
+    """The getter of a setting that this build does not have."""
 
 
 def _getter(name: str) -> Callable[[], Any]:
@@ -70,12 +70,12 @@ _WATCHED_CUDA: tuple[tuple[_Affected, Callable[[], Any]], ...] = (
 )
 
 
-WATCHED = _WATCHED + _WATCHED_CUDA  # their numbers are known to native/session.h
+WATCHED = _WATCHED + _WATCHED_CUDA  # native/session.h relies on these indices
 
 
 def watched_indices(kernel: str) -> tuple[int, ...]:
-    """What to look at before a call of a kernel (`aten::mm`), beside the guard: indices into WATCHED. A custom one may
-    depend on anything."""
+    """The settings to check before a call of a kernel (`aten::mm`), besides the guard, as indices into WATCHED. A
+    custom kernel may depend on anything."""
     namespace, _, base = kernel.partition("::")
     watched = len(WATCHED) if torch.cuda.is_available() else len(_WATCHED)
     return tuple(
@@ -86,24 +86,24 @@ def watched_indices(kernel: str) -> tuple[int, ...]:
 
 
 class NumericState:
-    """The state that the stream is in. Callers hold the recorder's lock."""
+    """The state that the stream has recorded. Callers hold the recorder's lock."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self.stated: dict[str, Any] = read_settings()
-        self._watches: dict[str, tuple[int, ...]] = {}  # watched_indices of the kernels that were seen
-        self.restated: Callable[[], None] = lambda: None  # called when the stream states all settings as they are
+        self._watches: dict[str, tuple[int, ...]] = {}  # watched_indices of the kernels seen
+        self.restated: Callable[[], None] = lambda: None  # called when the stream matches all current settings
         self._look()
 
     def _look(self) -> None:
-        """What is set now is what the stream states."""
+        """Take the current settings as what the stream states."""
         with torch._C._EnableTorchFunction():  # the guard covers it, and the recorder looks with and without
             self._unchanged = GlobalStateGuard().check
         self._watched = [guarded(get) for _affected, get in WATCHED]
         self._flushes = _flushes_denormals()
 
     def differs(self, kernel: str) -> bool:
-        """Whether a setting that an op of a kernel would run under now is not what the stream says."""
+        """Whether a setting that an op of a kernel would run under now differs from the stream's."""
         watches = self._watches.get(kernel)
         if watches is None:
             watches = self._watches[kernel] = watched_indices(kernel)
@@ -116,8 +116,8 @@ class NumericState:
         )
 
     def moved(self, kernel: str, autocast: dict[str, str] | None) -> bool:
-        """Whether an op that is about to run would have other settings stated before it. `autocast`: the program's,
-        where the op may depend on it."""
+        """Whether changed settings would have to be recorded before an op that is about to run. `autocast`: the
+        program's, if the op may depend on it."""
         now = read_settings() if self.differs(kernel) else {}
         settings = {name: value for name, value in now.items() if not name.startswith("autocast.")} | (autocast or {})
         return any(self.stated.get(name) != value for name, value in settings.items())
@@ -131,12 +131,12 @@ class NumericState:
         self.restated()
 
     def check_autocast(self, now: dict[str, str]) -> None:
-        """Before a custom operator, whose own code may depend on it: the program's autocast. (To everything else, which
-        was cast before, it reads as off.)"""
+        """Before a custom operator, whose own code may depend on it: record the program's autocast if it changed. (For
+        all other operators, which were cast before, it reads as off.)"""
         self._state(now)
 
     def _state(self, now: dict[str, Any]) -> None:
-        """Record what of some settings is not as the stream has it."""
+        """Record those of some settings that differ from the stream's."""
         changes = {name: value for name, value in now.items() if self.stated.get(name) != value}
         if changes:
             self.stated.update(changes)

@@ -1,8 +1,8 @@
-"""Random generators, whose state must be recorded before an op draws from them.
+"""Random generators. Their state must be recorded before an op draws from them.
 
-The state after a captured draw is what a replay's generator will be in too, so it is predicted; a state is recorded
-only if the generator is in a different one (first use, seeding, unseen draws). The state itself is left out of captures
-that hold no content: it reveals the seed.
+After a captured draw, a replay's generator will be in the same state, so that state is predictable. A state is recorded
+only if the generator is in a different one (first use, seeding, unseen draws). Captures without content leave out the
+state itself, because it reveals the seed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, host_view
 from ..stream.buffer import RecordBuffer
 from ..stream.records import Records
 
-_REMEMBERED = 4096  # generators; a program that makes more gets new ids for the oldest
+_REMEMBERED = 4096  # generators; if a program makes more, the oldest get new ids
 
 
 class _RecordedGenerator:
@@ -33,19 +33,19 @@ class Generators:
     """The generators of the program. Callers hold the recorder's lock."""
 
     def __init__(self, buffer: RecordBuffer, records: Records, states: bool = True) -> None:
-        """`states`: record them. Without, a record says only that the generator is in another state."""
+        """`states`: record the states. Otherwise a record says only that the generator is in another state."""
         self._buffer = buffer
         self._records = records
         self._states = states
         self._recorded: dict[tuple[torch.device, int], _RecordedGenerator] = {}
 
     def number(self, generator: torch.Generator) -> int:
-        """The id of a generator, a new one where it is unknown."""
+        """The id of a generator; a new one if the generator is unknown."""
         return self._entry(generator).number
 
     def _entry(self, generator: torch.Generator) -> _RecordedGenerator:
-        # Operators get a new Python object for the same generator each time. Its address may be that of one that died:
-        # then its state differs, which is recorded, and the id stands for both.
+        # Operators get a new Python object for the same generator each time. Its address may be that of a dead one:
+        # then the state differs and is recorded, and both share the id.
         key = (generator.device, address(generator))
         entry = self._recorded.get(key)
         if entry is None:
@@ -59,7 +59,7 @@ class Generators:
         return entry
 
     def before(self, generators: list[torch.Generator]) -> None:
-        """An op is about to draw from these: record the states that no replay would be in."""
+        """An op is about to draw from these: record the states that a replay would not be in."""
         for generator in generators:
             self._state(self._entry(generator), generator_state(generator))
 
@@ -82,7 +82,7 @@ class Generators:
 
 
 def address(generator: torch.Generator) -> int:
-    """Where the generator itself is, whatever Python object stands for it."""
+    """The address of the generator itself, whichever Python object wraps it."""
     return generator._cdata  # type: ignore[attr-defined]
 
 
@@ -91,12 +91,13 @@ def generator_state(generator: torch.Generator) -> bytes:
 
 
 def _state_bytes(generator: torch.Generator) -> bytes:
-    storage = generator.get_state().untyped_storage()  # held while it is read: the view does not
+    storage = generator.get_state().untyped_storage()  # keeps it alive while it is read; the view does not
     return bytes(host_view(storage))
 
 
 def drawn_from(args: tuple[Any, ...], kwargs: dict[str, Any], devices: set[torch.device]) -> list[torch.Generator]:
-    """The generators a random op may draw from: those it was given, else the defaults of its devices that are known."""
+    """The generators a random op may draw from: those it was given, else the known default generators of its
+    devices."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
     if given:
         return given
@@ -105,5 +106,5 @@ def drawn_from(args: tuple[Any, ...], kwargs: dict[str, Any], devices: set[torch
 
 
 def unknown_generators(devices: set[torch.device]) -> list[str]:
-    """Those of some devices that may have a default generator which cannot be asked for its state."""
+    """Those of some devices that may have a default generator whose state cannot be read."""
     return sorted(str(each) for each in devices if is_accelerator(each) and default_generator(each) is None)

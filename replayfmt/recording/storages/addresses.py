@@ -1,4 +1,4 @@
-"""Which storages lie where in the host's memory, so that two on the same bytes are found without checking them all.
+"""Where storages lie in host memory, to find those on the same bytes without checking them all.
 
 Only memory that torch did not allocate (NumPy's, another library's, another process's) can belong to several storages.
 """
@@ -13,14 +13,14 @@ import torch
 
 from .trackers import Tracker
 
-_IN_FLIGHT = 64  # storages that threads may be giving ids to at the same time
+_IN_FLIGHT = 64  # storages that threads may be assigning ids to at the same time
 
 
 class AddressRanges:
     """Ranges of addresses, from the first byte to the one after the last, by storage id. None is empty.
 
-    Ranges may overlap. They are kept sorted, those of about the same length together: what reaches a place begins at
-    most twice that length before it.
+    Ranges may overlap. They are kept sorted, grouped by similar length: a range that reaches an address begins at most
+    twice that length before it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class AddressRanges:
         return self._ranges[number]
 
     def add(self, number: int, begin: int, end: int) -> None:
-        """A storage's range. One that it had before is forgotten."""
+        """Set a storage's range. Replaces an earlier one."""
         self.discard(number)
         self._ranges[number] = begin, end
         insort(self._begins.setdefault((end - begin).bit_length(), []), (begin, number))
@@ -59,11 +59,11 @@ class AddressRanges:
         return [number for number in found if self._ranges[number][1] >= end]
 
     def overlapping(self, begin: int, end: int) -> list[int]:
-        """The storages that hold a byte of a range."""
+        """The storages that hold any byte of a range."""
         return [number for bits in self._begins for number in self._within(bits, begin, end)]
 
     def _within(self, bits: int, begin: int, end: int) -> list[int]:
-        """Those of one kind of length that begin before `end` and end after `begin`."""
+        """Those in one length group that begin before `end` and end after `begin`."""
         begins = self._begins[bits]
         first, last = bisect_right(begins, (begin - (1 << bits), -1)), bisect_left(begins, (end, -1))
         return [number for _begin, number in begins[first:last] if self._ranges[number][1] > begin]
@@ -73,11 +73,11 @@ class HostMemory:
     """Where the live storages of a capture are. Callers hold the recorder's lock."""
 
     def __init__(self, live: dict[int, Tracker]) -> None:
-        """`live` are the storages by id, as the recorder keeps them: newer ones behind older ones."""
+        """`live` are the recorder's storages by id, from oldest to newest."""
         self._live = live
         self._external = AddressRanges()  # memory that torch did not allocate
-        self._own = AddressRanges()  # torch's own, when it was looked at
-        self._looked_at = 0  # ids up to here, if they were not in flight then, are in one or the other
+        self._own = AddressRanges()  # torch's own memory, as of the last look
+        self._looked_at = 0  # ids up to here, except those in flight then, are in one or the other
 
     @property
     def shared(self) -> bool:
@@ -85,7 +85,7 @@ class HostMemory:
         return bool(self._external)
 
     def add_external(self, number: int, storage: torch.UntypedStorage) -> None:
-        """A storage whose memory torch did not allocate."""
+        """Add a storage whose memory torch did not allocate."""
         begin = storage.data_ptr()
         self._external.add(number, begin, begin + storage.nbytes())
 
@@ -95,7 +95,7 @@ class HostMemory:
         self._own.discard(number)
 
     def containing(self, begin: int, end: int) -> Iterator[tuple[Tracker, int]]:
-        """The storages that hold all bytes from `begin` to `end`, with the address of their own first one."""
+        """The storages that hold all bytes from `begin` to `end`, each with the address of its first byte."""
         self._look()
         for ranges in (self._external, self._own):
             for number in ranges.containing(begin, end):
@@ -104,7 +104,7 @@ class HostMemory:
                     yield tracker, ranges[number][0]
 
     def overlapping(self, begin: int, end: int) -> list[Tracker]:
-        """The storages that hold one of these bytes."""
+        """The storages that hold any of these bytes."""
         self._look()
         found = []
         for ranges in (self._external, self._own):
@@ -115,7 +115,7 @@ class HostMemory:
         return found
 
     def _look(self) -> None:
-        """Note where the storages are that came since the last time."""
+        """Note the addresses of the storages that are new since the last look."""
         newest = self._looked_at
         for number in self._ids_from(newest - _IN_FLIGHT):
             newest = max(newest, number)
@@ -131,12 +131,12 @@ class HostMemory:
         while True:
             try:
                 return list(takewhile(lambda number: number >= first, reversed(self._live)))
-            except RuntimeError:  # another thread gave an id meanwhile
+            except RuntimeError:  # another thread assigned an id meanwhile
                 continue
 
     def _there(self, ranges: AddressRanges, number: int) -> Tracker | None:
-        """The tracker of a storage, with its range as it is now; None if it died. A death that was not drained yet
-        leaves its range behind, and so does a resize."""
+        """The tracker of a storage, after updating its range; None if it died. A death that was not drained yet leaves
+        an outdated range, and so does a resize."""
         tracker = self._live.get(number)
         storage = None if tracker is None else tracker()
         if storage is None or not storage.nbytes():

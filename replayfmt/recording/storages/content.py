@@ -1,4 +1,4 @@
-"""Where the content of a storage that no captured op produced comes from, as the policies of the capture decide.
+"""Decides where the content of a storage that no captured op produced comes from, by the capture's policies.
 
 Four answers: it is in a file that the capture refers to, it is embedded, a recipe replaces it, or it is absent.
 """
@@ -21,7 +21,7 @@ from .known_files import dtypes_in
 from .recipes import is_synthesized, recipe
 from .storage_content import embed, is_readable
 
-# What safetensors calls the dtypes whose content is left out where only integers are embedded.
+# The safetensors names of the dtypes whose content is left out if only integers are embedded.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,7 +38,7 @@ _DTYPES = {
 
 
 class FirstContent(NamedTuple):
-    """A storage's content: its origin, and the kind and id of what holds it (0: nothing)."""
+    """A storage's content: its origin, and the kind and id of its holder (0: none)."""
 
     origin: StorageOrigin
     kind: ValueKind
@@ -47,11 +47,11 @@ class FirstContent(NamedTuple):
 
 
 ABSENT = FirstContent(StorageOrigin.absent, ValueKind.none, 0)
-UNREADABLE = ABSENT._replace()  # it should be recorded, and cannot be read
+UNREADABLE = ABSENT._replace()  # it should be recorded but cannot be read
 
 
 class FirstContents:
-    """Decides for each storage. Callers hold the recorder's lock."""
+    """Decides the first content of each storage. Callers hold the recorder's lock."""
 
     def __init__(self, writer: CaptureWriter, options: CaptureOptions, files: FileBackedStorages | None) -> None:
         self._writer = writer
@@ -63,13 +63,13 @@ class FirstContents:
 
     @property
     def recorded(self) -> bool:
-        """Whether anything of content is recorded at all."""
+        """Whether any content is recorded at all."""
         return self._policy != "none"
 
     def first(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, foreign: bool) -> FirstContent:
-        """At the first use, as `dtype` (None: as bytes). `foreign`: memory that torch did not allocate.
+        """The content at the first use, as `dtype` (None: as bytes). `foreign`: memory that torch did not allocate.
 
-        Raises CaptureFailed if it cannot be written, or is in a file and must not be.
+        Raises CaptureFailed if it cannot be written, or is in a file although the policy forbids that.
         """
         if not self.recorded:
             loaded = self._loaded_as(storage) if foreign and dtype is torch.uint8 else None
@@ -81,12 +81,12 @@ class FirstContents:
         if self._policy == "integers" and foreign and dtype is torch.uint8:
             loaded = self._loaded_as(storage)
             if loaded is None and self._is_of_lost_file(storage):
-                return ABSENT  # these bytes may be floats, and nothing shows it any more
+                return ABSENT  # these bytes may be floats, and there is no way left to tell
             dtype = loaded or dtype
         return self.again(storage, dtype)
 
     def again(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> FirstContent:
-        """After it was written from outside. UNREADABLE where its memory cannot be read. Raises CaptureFailed."""
+        """The content after a write from outside. UNREADABLE if its memory cannot be read. Raises CaptureFailed."""
         if not self.recorded:
             return ABSENT
         if not is_readable(storage):
@@ -101,8 +101,8 @@ class FirstContents:
         return FirstContent(StorageOrigin.initializer, ValueKind.recipe, number)
 
     def _loaded_as(self, storage: torch.UntypedStorage) -> torch.dtype | None:
-        """What a loader is about to make of bytes that are a tensor of a safetensors file. It looks at them as bytes
-        before it says that they are floats."""
+        """The dtype that a loader is about to give to bytes that are a tensor in a safetensors file. It views them as
+        bytes before it says that they are floats."""
         if storage.device.type != "cpu":
             return None
         found = self._mappings.find(storage.data_ptr(), storage.nbytes())
@@ -115,17 +115,19 @@ class FirstContents:
         return None if name is None else _DTYPES.get(name)
 
     def _is_of_lost_file(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is mapped from a file that was removed, replaced or written since, so that its header is gone."""
+        """Whether it is mapped from a file that has since been removed, replaced or written, and whose header is
+        therefore lost."""
         if storage.device.type != "cpu" or not storage.nbytes():
             return False
         address, length = storage.data_ptr(), storage.nbytes()
         return self._mappings.find(address, length) is None and self._mappings.is_file(address, length)
 
     def keep(self, found: FoundRange, alive: Callable[[], object | None]) -> None:
-        """`alive` returns something but None as long as the storage of a found range lives."""
+        """`alive` returns something other than None as long as the storage of a found range lives."""
         if self._files is not None:
             self._files.keep(found, alive)
 
     def changed_files(self) -> list[str]:
-        """What became of files that the capture refers to and that are no longer what they were: a sentence each."""
+        """One message for each file that the capture refers to and that has changed since, saying what happened to
+        it."""
         return [] if self._files is None else self._files.changed()

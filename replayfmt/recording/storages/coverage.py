@@ -1,7 +1,7 @@
 """Which bytes of an uninitialized storage captured ops have written.
 
 Digests must never cover bytes that were never written: they differ between identical runs. Views are noted as they are
-written and evaluated on demand. All it knows of a storage is its length in bytes.
+written, and evaluated on demand. Nothing but its length in bytes is known about a storage here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from math import gcd, prod
 
 import numpy as np
 
-_MAP_LIMIT = 1 << 27  # cells of the exact map, and places of a view on it; what needs more counts as unwritten
+_MAP_LIMIT = 1 << 27  # most cells in the exact map, and places of a view in it; anything beyond counts as unwritten
 
 
 @dataclass(frozen=True)
 class ByteRegion:
-    """A view in bytes: where it begins, and for each dimension its size and stride. `item` bytes at each place."""
+    """A view in bytes: its offset, and the size and stride of each dimension. Each place has `item` bytes."""
 
     start: int
     sizes: tuple[int, ...]
@@ -29,16 +29,16 @@ class ByteRegion:
 
     @property
     def places(self) -> int:
-        """How many places a walk over the view comes to."""
+        """How many places the view has, with repetitions."""
         return prod(self.sizes)
 
     def once(self) -> ByteRegion:
-        """The same bytes where the view is expanded: repeated dimensions have size 1."""
+        """The same bytes without expansion: repeated dimensions have size 1."""
         sizes = tuple(size if stride else min(size, 1) for size, stride in zip(self.sizes, self.strides, strict=True))
         return self if sizes == self.sizes else replace(self, sizes=sizes)
 
     def dense(self) -> tuple[int, int] | None:
-        """(first byte, byte after the last) where the view covers that range without a hole, else None."""
+        """(first byte, byte after the last) if the view covers that range without holes, else None."""
         expected = self.item
         for stride, size in sorted((s, n) for n, s in zip(self.sizes, self.strides, strict=True) if n != 1):
             if stride != expected:
@@ -48,7 +48,7 @@ class ByteRegion:
 
 
 class Coverage:
-    """What of one storage was written. A storage that was written in full needs no Coverage at all."""
+    """Which bytes of one storage were written. A fully written storage needs no Coverage."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -61,7 +61,7 @@ class Coverage:
         region = region.once()
         dense = region.dense()
         if dense is None:
-            if region.places <= _MAP_LIMIT:  # else windows that overlap: what they wrote counts as unwritten
+            if region.places <= _MAP_LIMIT:  # else overlapping windows: what they wrote counts as unwritten
                 self._strided.add(region)
         else:
             self._add(*dense)
@@ -78,7 +78,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte was written, as far as is known without the exact map."""
+        """Whether every byte was written, as far as known without the exact map."""
         return self._dense == [(0, self.length)] or self.length == 0
 
     def covers(self, region: ByteRegion) -> bool:

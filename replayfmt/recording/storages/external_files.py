@@ -1,8 +1,8 @@
-"""Storages whose bytes are in a file: found, and recorded as the file policy says.
+"""Finds storages whose bytes are in a file, and records them as the file policy says.
 
-A storage is a file's where it is an untouched mapping of it (file_mappings.py), or where its content is that of a range
-of a file the user named (known_files.py), or of the file that its `filename` names where mappings cannot be looked at.
-What a capture refers to instead of embedding it must still be there at its end: `changed` says what is not.
+A storage belongs to a file if it is an untouched mapping of it (file_mappings.py), or if its content equals a range of
+a file that the user named (known_files.py), or, if mappings cannot be read, of the file in its `filename`. Files that a
+capture refers to instead of embedding them must still be unchanged at its end: `changed` reports those that are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .file_mappings import FileMappings, MappedRange, identity_of
 from .known_files import KnownFile, KnownFiles, format_of, hash_of_range, look_at
 from .storage_content import content_hash, embed, is_monotonous
 
-DIGESTING = "file-digest"  # what the names of the threads that hash files begin with
+DIGESTING = "file-digest"  # prefix of the names of the threads that hash files
 _PROGRESS_FROM_BYTES = 1 << 30
 
 
@@ -41,7 +41,7 @@ class FoundRange:
 
 @dataclass(frozen=True)
 class _Place:
-    """A range of a file as it was found."""
+    """A range of a file, as found."""
 
     path: str
     file_bytes: int
@@ -62,11 +62,11 @@ class FileBackedStorages:
         self._mappings = FileMappings()
         self._known_files = KnownFiles(options.known_files)
         self._ids: dict[tuple[str, FileIdentity], int] = {}
-        self._referenced: dict[tuple[str, FileIdentity], int] = {}  # length of each, where its content is not embedded
+        self._referenced: dict[tuple[str, FileIdentity], int] = {}  # length of each file whose content is not embedded
         self._names: dict[str, list[str]] = {}  # by redacted name: the paths that have it
 
     def find(self, storage: torch.UntypedStorage, length: int, foreign: bool) -> FoundRange | None:
-        """The range that holds the storage's bytes, or None. `foreign`: its memory is not torch's own.
+        """The range that holds the storage's bytes, or None. `foreign`: torch did not allocate its memory.
 
         Raises CaptureFailed if the policy forbids known files, or one cannot be embedded or digested as asked.
         """
@@ -88,12 +88,12 @@ class FileBackedStorages:
         return None if number is None else FoundRange(number, None)
 
     def keep(self, found: FoundRange, alive: Callable[[], object | None]) -> None:
-        """`alive` returns something but None as long as the storage lives."""
+        """`alive` returns something other than None as long as the storage lives."""
         if found.mapped is not None:
             self._mappings.keep(found.mapped, alive)
 
     def changed(self) -> list[str]:
-        """What became of referenced files that are no longer what they were: a sentence each."""
+        """One message for each referenced file that has changed since, saying what happened to it."""
         sentences = []
         for (path, identity), length in self._referenced.items():
             shown = self._shown(path)
@@ -114,17 +114,17 @@ class FileBackedStorages:
         if not self._known_files.has_length(length):
             return None
         if self._policy == "fail" and is_monotonous(storage):
-            return None  # a counter at zero comes from nowhere in particular
+            return None  # a counter at zero could come from anywhere
         return self._known_files.find(length, content_hash(storage))
 
     def _by_filename(self, storage: torch.UntypedStorage, length: int) -> tuple[KnownFile, int] | None:
-        """The file that a storage says it was made from, where it has the same bytes."""
+        """The file that a storage says it was made from, if the bytes are the same."""
         if not storage.filename:
             return None
         path = os.path.realpath(storage.filename)
         try:
             file = look_at(path, raw=True)
-        except UsageError:  # gone, or cannot be read: the content is embedded
+        except UsageError:  # missing or unreadable: the content is embedded
             return None
         if file.bytes < length or hash_of_range(file, 0, length) != content_hash(storage):
             return None
@@ -133,7 +133,7 @@ class FileBackedStorages:
     # ------------------------------------------------------------------------------------------------------- recording
 
     def _range(self, place: _Place, storage: torch.UntypedStorage, length: int) -> int | None:
-        """The id of a range, after what the policy demands. None: it cannot be referred to."""
+        """The id of a range, after applying the policy. None: it cannot be referred to."""
         if not _storable(place.path):
             return None
         if self._policy == "fail":
@@ -192,7 +192,8 @@ class FileBackedStorages:
         return CaptureFailed(f"{self._writer.path}: the file {self._shown(place.path)} changed while it was captured")
 
     def _shown(self, path: str) -> str:
-        """The path as the capture tells it. Redacted, files of the same name in different places stay apart."""
+        """The path as written in the capture. With redaction, files of the same name in different folders stay
+        distinct."""
         if self._redaction is None:
             return path
         name = self._redaction.file(ExternalFile(path, 0)).path
@@ -207,7 +208,7 @@ class FileBackedStorages:
 
 
 def _storable(path: str) -> bool:
-    """Whether a capture can name this path: its text is Unicode."""
+    """Whether a capture can store this path: it must be valid Unicode."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -225,7 +226,7 @@ def _progress(path: str, length: int) -> Iterator[Callable[[int], None] | None]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    # Without its own thread, which could be mistaken for one of the program's.
+    # Without rich's refresh thread, which could be mistaken for one of the program's.
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task(f"opreplay: digest of {os.path.basename(path)}", total=length)
         yield lambda done: bar.update(task, advance=done, refresh=True)

@@ -1,11 +1,11 @@
 """Mapped files: which file is mapped at a range of addresses, and whether the bytes there are still the file's.
 
-Mappings are looked up in /proc/self/maps. The file that has the mapping's name now must be the very file that is
-mapped: one that was deleted or replaced since cannot be referred to. Private mappings count as long as none of their
-pages was written in memory (see pages.py). A write through a shared mapping changes the file itself; that shows in its
-modification time only where the file system is notified of the first write to each clean page, so shared writable
-mappings count only on such file systems, and only while they have no dirty pages. Everywhere else than on Linux,
-nothing is found. No page is brought into memory by asking.
+Mappings are looked up in /proc/self/maps. The file at the mapping's path must still be the very file that is mapped:
+one that was deleted or replaced since cannot be referred to. Private mappings count as long as none of their pages was
+written in memory (see pages.py). A write through a shared mapping changes the file itself. This shows in its
+modification time only if the file system is notified of the first write to each clean page, so shared writable mappings
+count only on such file systems, and only while they have no dirty pages. On systems other than Linux, nothing is found.
+Lookups do not bring pages into memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from .pages import PAGE, dirty, first_page, private_copies, written_pages
 
 _MAPS = "/proc/self/maps"
 _MOUNTS = "/proc/self/mountinfo"
-# They update the time of modification when a clean page of a shared mapping is written.
+# These update the modification time when a clean page of a shared mapping is written.
 _TELLING = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"})
-# A mapping of a file and the file under its name are one and the same memory there. Not so in layers (overlayfs), where
-# the first write to a file makes a copy that takes over its name and its numbers; others are unknown.
+# On these, a mapping of a file and the file at its path share the same memory. Not so on layered file systems
+# (overlayfs), where the first write to a file makes a copy that takes over its path and its numbers; others are
+# unknown.
 _ONE = _TELLING | {"tmpfs", "ramfs"}
-_CLOCK_S = 2  # how far the kernel's idea of when a process started may be off
+_CLOCK_S = 2  # possible error of the process start time that the kernel reports
 _CHUNK_BYTES = 4 << 20
 
 Bytes = Callable[[int, int], memoryview]
@@ -42,7 +43,7 @@ def identity_of(status: os.stat_result) -> FileIdentity:
 
 
 def memory(address: int, length: int) -> memoryview:
-    """Live memory of this process. Valid only as long as whoever owns it keeps it."""
+    """Live memory of this process. Valid only as long as its owner keeps it."""
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
@@ -61,12 +62,12 @@ class Mapping:
 
     @property
     def file(self) -> tuple[str, int]:
-        """What the kernel calls the file here. Not comparable with what stat says on every file system."""
+        """The file's device and inode according to the kernel's maps. On some file systems these differ from stat's."""
         return self.device, self.inode
 
 
 def read_mappings() -> list[Mapping]:
-    """Every mapping of a file in this process, by address; none where the system does not show it."""
+    """Every file mapping of this process, by address; none if the system does not report them."""
     try:
         with open(_MAPS, "rb") as file:
             lines = file.read().split(b"\n")
@@ -95,7 +96,7 @@ def read_mappings() -> list[Mapping]:
 
 @dataclass
 class MappedRange:
-    """A run of addresses that held a file's bytes, untouched, when it was found."""
+    """An address range that held a file's bytes, untouched, when it was found."""
 
     path: str
     address: int
@@ -125,7 +126,8 @@ class MappedRange:
         return state.intdigest()
 
     def _modified(self) -> int:
-        """When the file was modified. One that lost its name since keeps what it has, for whom it is mapped."""
+        """The file's modification time. A file that has lost its path since still holds its content for those who
+        mapped it."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -137,7 +139,8 @@ class MappedRange:
 def own_pages(found: MappedRange) -> np.ndarray | None:
     """For each page of a range of a private mapping, whether it is no longer the file's. None if unknown.
 
-    The first and the last page may hold something else, too, whose owner wrote to it: what counts is the range's part.
+    The first and the last page may also hold other data, which its owner may have written: only the range's part
+    counts.
     """
     written = written_pages(found.address, found.bytes)
     if written is None:
@@ -168,11 +171,11 @@ def _same_as_file(found: MappedRange, low: int, high: int) -> bool:
 
 
 class FileMappings:
-    """Finds the files behind addresses. Remembers mappings only for as long as the caller proves that they last."""
+    """Finds the files behind addresses. Remembers mappings only as long as the caller proves that they still exist."""
 
     def __init__(self) -> None:
         self._lasting: list[tuple[Mapping, Callable[[], object | None]]] = []
-        self._ordinary = (0, 0)  # addresses where no file was mapped when it was looked up last
+        self._ordinary = (0, 0)  # addresses where no file was mapped at the last lookup
 
     @property
     def available(self) -> bool:
@@ -183,8 +186,8 @@ class FileMappings:
         """The file whose untouched bytes are at [address, address + length), or None."""
         written = written_pages(address, 1)
         if written is not None and written[0]:
-            # A page of a file that is only partly in the range may have been written for its other part. Most are just
-            # ordinary memory, arrays of numpy say, for which looking at all mappings would take too long each time.
+            # A file's page that is only partly in the range may have been written in its other part. But most such
+            # pages are ordinary memory (NumPy arrays, say), and reading all mappings for each would take too long.
             low, high = self._ordinary
             if address % PAGE == 0 or (low <= address and address + length <= high):
                 return None
@@ -207,8 +210,8 @@ class FileMappings:
         return found if _is_current(found, status) else None
 
     def is_file(self, address: int, length: int) -> bool:
-        """Whether any of [address, address + length) is mapped from a file, whatever became of it. Memory that
-        processes share has special files, which do not count; ordinary files kept there do."""
+        """Whether any of [address, address + length) is mapped from a file, even if the file changed since. The special
+        files of shared memory do not count; ordinary files stored there do."""
         return any(
             not (mapping.shared and mapping.path.startswith(("/dev/", "/memfd:")))
             for mapping in read_mappings()
@@ -216,7 +219,7 @@ class FileMappings:
         )
 
     def keep(self, found: MappedRange, alive: Callable[[], object | None]) -> None:
-        """`alive` returns something but None for as long as the memory of a range stays mapped."""
+        """`alive` returns something other than None as long as the memory of a range stays mapped."""
         self._lasting = [pair for pair in self._lasting if pair[1]() is not None]
         if all(found.mapping is not mapping for mapping, _ in self._lasting):
             self._lasting.append((found.mapping, alive))
@@ -246,21 +249,21 @@ def _untouched(found: MappedRange) -> bool:
     written = own_pages(found)
     if written is not None:
         return not written.any()
-    # All that is known then is whether anything of the mapping was written.
+    # Then it is only known whether any of the mapping was written.
     mapping = found.mapping
     pieces = [m for m in read_mappings() if m.start < mapping.end and mapping.start < m.end]
     return all(private_copies(piece.start) is False for piece in pieces)
 
 
 def _gap(mappings: list[Mapping], address: int, length: int) -> tuple[int, int]:
-    """The addresses around a range up to the next files; nothing if a file is in the range."""
+    """The addresses around a range up to the nearest file mappings; empty if a file is in the range."""
     low = max((m.end for m in mappings if m.start < address + length), default=0)
     high = min((m.start for m in mappings if m.end > address), default=1 << 64)
     return (low, high) if low <= address and address + length <= high else (0, 0)
 
 
 def _joined(pieces: list[Mapping], address: int, length: int) -> Mapping | None:
-    """Neighbouring mappings of one file as one, where they hold a whole range."""
+    """Adjacent mappings of one file as one, if together they hold a whole range."""
     if not pieces or pieces[0].start > address or pieces[-1].end < address + length:
         return None
     first = pieces[0]
@@ -272,7 +275,7 @@ def _joined(pieces: list[Mapping], address: int, length: int) -> Mapping | None:
 
 
 def _file_behind(mapping: Mapping) -> os.stat_result | None:
-    """The status of the file that is mapped, where it still has its name."""
+    """The status of the mapped file, if it still has its path."""
     try:
         status = os.stat(mapping.path)
     except (OSError, ValueError):
@@ -282,7 +285,8 @@ def _file_behind(mapping: Mapping) -> os.stat_result | None:
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     if (device, status.st_ino) == mapping.file:
         return status
-    # Layered file systems (overlayfs, btrfs) number their files otherwise here than there: map the file and look.
+    # Layered file systems (overlayfs, btrfs) report different file numbers in maps and in stat: map the file and
+    # compare.
     try:
         descriptor = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -302,8 +306,8 @@ def _file_behind(mapping: Mapping) -> os.stat_result | None:
 
 
 def _is_current(found: MappedRange, status: os.stat_result) -> bool:
-    """Whether the mapped file is what its name leads to, bytes included. They are compared only where they can differ:
-    on file systems not known to keep them one, and if the file was touched while this process ran."""
+    """Whether the mapped file is the one at its path, bytes included. The bytes are compared only if they can differ:
+    on file systems not known to share their memory, and if the file was touched while this process ran."""
     if _file_system(status.st_dev) in _ONE:
         return True
     started = _process_start()
@@ -326,7 +330,7 @@ def _process_start() -> float | None:
 
 
 def _file_system(device: int) -> str | None:
-    """The type of the file system with this device number, if it is known."""
+    """The type of the file system with this device number, if known."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:

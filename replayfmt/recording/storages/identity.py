@@ -1,11 +1,11 @@
 """The program's storages: their identity, their import into the capture, their release.
 
 A storage is known by its tracker (trackers.py), whose callback reports its release. A callback may run at any time in
-any thread, so all it does is to append to a deque, which is drained when it suits.
+any thread, so it only appends to a deque, which is drained later.
 
 A storage that no captured op produced is imported at its first use, in the state it has then. Ordinary storages cost
-one comparison of their length at each use. Those that need more care (uninitialized, watched for writes from outside,
-marked as written) have `size` -1 and a `State`.
+one comparison of their length at each use. Storages that need more care (uninitialized, watched for writes from
+outside, marked as written) have `size` -1 and a `State`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CPU = torch.device("cpu")
 
 
 class Storages:
-    """Every storage the capture knows. Callers hold the recorder's lock."""
+    """Every storage that the capture knows. Callers hold the recorder's lock."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Storages:
         audit: bool,
         native: Any = None,
     ) -> None:
-        """`native`: the session of the hot path, where there is one."""
+        """`native`: the session of the hot path, if there is one."""
         self._buffer = buffer
         self._native = native
         self._kind: type[Tracker] = (
@@ -73,7 +73,7 @@ class Storages:
         return self._adopt(storage) if tracker is None and self._native is not None else tracker
 
     def _adopt(self, storage: torch.UntypedStorage) -> Tracker | None:
-        """The tracker of a storage that was born on the hot path."""
+        """The tracker of a storage that was created on the hot path."""
         found = adopted(self._native, storage)
         if found is None:
             return None
@@ -84,7 +84,7 @@ class Storages:
         return tracker
 
     def adopt_all(self) -> None:
-        """Have a tracker for every storage that is alive."""
+        """Make sure that every live storage has a tracker."""
         if self._native is not None:
             for storage in self._native.unadopted():
                 self.tracker_of(storage)
@@ -149,8 +149,8 @@ class Storages:
         return number
 
     def _reveal(self, tracker: Tracker, state: State, params: MetaParams) -> None:
-        """A storage whose content was left out as floats is about to be seen as something else. As integers its bytes
-        count, so they enter; as bytes it is loaded, copied or saved."""
+        """A storage whose content was left out as floats is about to be viewed as another dtype. As integers its bytes
+        matter, so they are imported; as bytes it is just loaded, copied or saved."""
         storage = tracker()
         if is_synthesized(params.dtype) or params.dtype is torch.uint8 or storage is None:
             return
@@ -171,15 +171,15 @@ class Storages:
         return tracker
 
     def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, reason: str = "first_use") -> Tracker:
-        """A storage that no captured op produced, at its first use, as `dtype` (None: as such): its content enters the
-        capture."""
+        """A storage that no captured op produced, at its first use, as `dtype` (None: as a bare storage): its content
+        is imported."""
         length, device = storage.nbytes(), storage.device
         if not length or not has_bytes(storage, length, device):
             return self._bear(storage, length, device, StorageOrigin.uninitialized, 0, not length)
         held = self._handles.held_by(storage) if device == _CPU else None
         if held is not None and (base := self.tracker_of(held)) is not None:
             return self._alias(storage, base, 0, length)
-        # Memory that torch did not allocate, or that other processes have: others may write it.
+        # Memory that torch did not allocate, or that other processes share: others may write it.
         external = device == _CPU and (not storage.resizable() or storage.is_shared())
         shared = False
         if device == _CPU and (external or self._memory.shared):
@@ -189,12 +189,12 @@ class Storages:
             shared = self._watch_overlapping(storage, length)
         content = self._contents.first(storage, dtype, external)
         if reason == "first_use" and content.found is not None and content.found.mapped is not None:
-            reason = "mapped_file"  # its place in memory is the file's, which decides last bits of some kernels
+            reason = "mapped_file"  # aligned as in the file, which affects the last bits of some kernels
         try:
             tracker = self._bear(storage, length, device, content.origin, content.id, True)
             self._records.storage_import(tracker.id, content, 0, reason)
         except BaseException:
-            self._disown(storage)  # an interrupt: without its import the storage is unknown, and enters as another
+            self._disown(storage)  # an interrupt: without its import the storage is unknown, and enters as a new one
             raise
         tracker.imports = 1
         if external:
@@ -213,7 +213,7 @@ class Storages:
         return tracker
 
     def _note_content(self, tracker: Tracker, content: FirstContent) -> None:
-        """What there is to remember of content that entered."""
+        """Remember what is needed of imported content."""
         if content is UNREADABLE:
             self.state(tracker).opaque, self.state(tracker).mapped = True, None
             self._records.unsupported(
@@ -230,7 +230,7 @@ class Storages:
     # ------------------------------------------------------------------------------------------------- shared memory
 
     def _containing(self, storage: torch.UntypedStorage, length: int, dtype: torch.dtype | None) -> Tracker | None:
-        """A tracker for memory that another storage of the capture holds all of, or None."""
+        """A tracker for memory that lies entirely within another storage of the capture, or None."""
         self.adopt_all()
         begin = storage.data_ptr()
         for base, low in self._memory.containing(begin, begin + length):
@@ -240,8 +240,8 @@ class Storages:
         return None
 
     def _watch_overlapping(self, storage: torch.UntypedStorage, length: int) -> bool:
-        """Whether a storage shares memory with others that do not hold all of it. They are watched from now on: what is
-        written to one is written to the others from outside."""
+        """Whether a storage partly overlaps others. These are watched from now on: a write to one is a write from
+        outside to the others."""
         begin = storage.data_ptr()
         others = self._memory.overlapping(begin, begin + length)
         for other in others:
@@ -267,15 +267,15 @@ class Storages:
         return tracker.state
 
     def watch(self, tracker: Tracker, *, windowed: bool = False) -> None:
-        """Compare its content at each use from now on. `windowed`: because the program has a window on it. The caller
-        synchronizes."""
+        """Compare its content at each use from now on. `windowed`: because the program has a window on its memory. The
+        caller synchronizes."""
         state = self.state(tracker)
         state.watched = True
         state.windowed |= windowed
         tracker.size = -1
 
     def mark_written_outside(self, tracker: Tracker, reason: str = "outside_write") -> None:
-        """Its content enters again at its next use."""
+        """Its content is imported again at its next use."""
         state = self.state(tracker)
         if state.alias_of is not None:
             tracker, state = state.alias_of, self.state(state.alias_of)
@@ -284,7 +284,7 @@ class Storages:
         tracker.size = -1
 
     def forget(self, storage: torch.UntypedStorage) -> None:
-        """A storage whose origin was not recorded: it enters at its next use, if it has one."""
+        """A storage whose origin was not recorded: it is imported at its next use, if any."""
         tracker = self.tracker_of(storage)
         if tracker is not None and not tracker.imports and tracker.state is None:
             self._untrack(storage, tracker)
@@ -300,7 +300,7 @@ class Storages:
         self.live.pop(tracker.id, None)
 
     def _define_again(self, tracker: Tracker) -> None:
-        """Its tensors' definitions, which may have been lost with the row that was to hold them."""
+        """Record its tensors' definitions again: they may have been lost with the row that was to hold them."""
         for (meta, offset), number in tracker.views.items():
             self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
 
@@ -312,7 +312,7 @@ class Storages:
         op: str,
         unwritten: Unwritten = Unwritten.unseen,
     ) -> Tracker:
-        """Before an op (or the recorder) uses it. Returns the tracker to go on with."""
+        """Before an op (or the recorder) uses it. Returns the tracker to use from here on."""
         state = tracker.state
         length = storage.nbytes()
         if state is not None and state.alias_of is not None:
@@ -355,7 +355,7 @@ class Storages:
         assert base is not None
         memory = base()
         if memory is None or storage.nbytes() != state.length:
-            # What it shared memory with is gone, so it stands for itself from now on.
+            # The storage it shared memory with is gone, so it is recorded on its own from now on.
             delattr(storage, ATTRIBUTE)
             return self.enter(storage, None)
         self.use(base, memory, reads, op, unwritten)
@@ -381,13 +381,14 @@ class Storages:
         tracker.settle()
 
     def _dtype(self, tracker: Tracker) -> torch.dtype | None:
-        """What a storage is used as: integers where any view of it is, bytes only where all are. None: by no view."""
+        """The dtype that a storage is used as: integers if any of its views is, bytes only if all are. None: it has no
+        views."""
         dtypes = [self._metas.params[meta].dtype for meta, _ in tracker.views]
         dtypes = [dtype for dtype in dtypes if dtype is not torch.uint8] or dtypes
         return next((dtype for dtype in dtypes if not is_synthesized(dtype)), dtypes[0] if dtypes else None)
 
     def resized(self, tracker: Tracker, length: int) -> None:
-        """Its length changed. Bytes that were added are not written."""
+        """Its length changed. Added bytes are unwritten."""
         state = self.state(tracker)
         before, state.length = state.length, length
         if length > before:
@@ -404,7 +405,7 @@ class Storages:
     # ---------------------------------------------------------------------------------------------------------- writes
 
     def wrote_anything(self, tracker: Tracker, storage: torch.UntypedStorage, *, touched: bool) -> None:
-        """A captured op copied bytes to an unwritten storage: which of them are known is not tracked. `touched`: some
+        """A captured op copied bytes to an unwritten storage: which of them are written is not tracked. `touched`: some
         are."""
         state = self.state(tracker)
         if state.alias_of is not None:
@@ -449,17 +450,17 @@ class Storages:
         self.synchronize(tracker, storage)
 
     def synchronize(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
-        """What it holds now is known: by an import or a captured write."""
+        """Its current content is known, from an import or a captured write."""
         state = tracker.state
         if state is not None and state.watched:
             if state.mapped is not None and state.mapped.mapping.shared and tracker.written:
-                state.mapped = None  # the file has what was written, so its memory must be looked at from now on
+                state.mapped = None  # the file has the written bytes, so the memory itself must be read from now on
             state.content = content_number(storage, state.mapped) if storage.nbytes() else None
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 
     def drain(self) -> None:
-        """Record the storages that were released since the last time."""
+        """Record the storages released since the last call."""
         dead = [self.dead.popleft() for _ in range(len(self.dead))]
         ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
         if self._native is not None:
@@ -471,7 +472,7 @@ class Storages:
             self._records.storage_releases(ids)
 
     def _forget(self, tracker: Tracker) -> bool:
-        """A storage out of the ordinary died. Whether that is the end of its id."""
+        """A storage that needed care, or an alias, died. Returns whether its id ends with it."""
         number = tracker.id
         if self.live.get(number) is not tracker:
             others = self._aliases.get(number, [])
@@ -481,7 +482,7 @@ class Storages:
         return True
 
     def forget_all(self) -> None:
-        """Take the trackers off the program's storages."""
+        """Remove the trackers from the program's storages."""
         for tracker in list(self.live.values()):
             storage = tracker()
             if storage is not None and self.tracker_of(storage) is tracker:

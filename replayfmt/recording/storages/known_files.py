@@ -1,8 +1,8 @@
 """Files that the user named, as ranges that storages may be copies of.
 
 A range is what a loader would turn into one storage: a tensor of a safetensors file, a storage of a `torch.save`
-archive, or a raw file as a whole. Ranges are looked up by length and content; a range's content is hashed when a
-storage of its length shows up for the first time, and never again. Nothing of a file stays in memory.
+archive, or a raw file as a whole. Ranges are looked up by length and content; a range's content is hashed once, when a
+storage of its length first appears. No file content stays in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A file as it was when it was looked at. `ranges`: offset and length of each."""
+    """A file as it was when inspected. `ranges`: offset and length of each."""
 
     path: str
     bytes: int
@@ -48,10 +48,10 @@ class _Range:
 
 @dataclass
 class KnownFiles:
-    """The ranges of all files that were named. Raises UsageError if one cannot be read or is not what it seems."""
+    """The ranges of all files that were named. Raises UsageError if a file cannot be read or is malformed."""
 
     paths: tuple[str, ...]
-    _changed: set[str] = field(default_factory=set)  # they are no longer what they were when the capture began
+    _changed: set[str] = field(default_factory=set)  # paths of files that have changed since the capture began
     _by_length: dict[int, list[_Range]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class KnownFiles:
                     self._by_length.setdefault(length, []).append(_Range(file, offset))
 
     def has_length(self, length: int) -> bool:
-        """Whether a range of that length exists, so that it is worth hashing a storage."""
+        """Whether a range of that length exists, which makes it worth hashing a storage."""
         return length in self._by_length
 
     def find(self, length: int, digest: int) -> tuple[KnownFile, int] | None:
@@ -80,8 +80,8 @@ class KnownFiles:
 
 
 def expand(named: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """The real, absolute paths of the files that are meant: a file stands for itself, an index of shards for the
-    shards, a directory for the checkpoint files in it. Raises UsageError."""
+    """The real, absolute paths of the named files: a file itself, the shards of an index, the checkpoint files in a
+    directory. Raises UsageError."""
     paths: dict[str, None] = {}
     for name in named:
         given = os.fspath(name)
@@ -134,7 +134,7 @@ def _shards(index: str) -> list[str]:
 
 
 def look_at(path: str, raw: bool = False) -> KnownFile:
-    """What kind of file this is, and its ranges; `raw`: one range, whatever is in it. Raises UsageError."""
+    """Inspect a file: its kind and its ranges. `raw`: one range, whatever the content. Raises UsageError."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -146,7 +146,7 @@ def look_at(path: str, raw: bool = False) -> KnownFile:
 
 
 def format_of(path: str) -> str:
-    """The kind of a file, by how it begins; "" where it cannot be read."""
+    """The kind of a file, by its first bytes; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             start = file.read(_SAFETENSORS_START)
@@ -162,7 +162,7 @@ def format_of(path: str) -> str:
 
 def _tensor_ranges(path: str, length: int) -> tuple[str, tuple[tuple[int, int], ...] | None]:
     """The format of a file, and its ranges; None: the file as a whole."""
-    kind = format_of(path)  # not by its name: what a symbolic link leads to is often called by a hash
+    kind = format_of(path)  # not by its name: the target of a symbolic link is often named by a hash
     ranges = None
     if kind == "safetensors":
         ranges = _safetensors(path, length)
@@ -174,13 +174,13 @@ def _tensor_ranges(path: str, length: int) -> tuple[str, tuple[tuple[int, int], 
 
 
 def _safetensors(path: str, length: int) -> tuple[tuple[int, int], ...] | None:
-    """The tensors of a safetensors file. None if it only begins like one."""
+    """The tensors of a safetensors file. None if it only looks like one at the start."""
     tensors = _safetensors_tensors(path, length)
     return None if tensors is None else tuple(place for place, _ in tensors)
 
 
 def dtypes_in(path: str) -> dict[tuple[int, int], str]:
-    """What a safetensors file calls the dtype of each of its ranges; nothing for any other file."""
+    """The dtype name of each range of a safetensors file; empty for any other file."""
     try:
         tensors = _safetensors_tensors(path, os.stat(path).st_size) if format_of(path) == "safetensors" else None
     except OSError:
@@ -209,7 +209,7 @@ def _safetensors_tensors(path: str, length: int) -> list[tuple[tuple[int, int], 
 
 
 def _archive(path: str, length: int) -> tuple[tuple[int, int], ...] | None:
-    """The storages of a torch.save archive, which are stored as they are. None if it is another archive."""
+    """The storages of a torch.save archive, which are stored uncompressed. None if it is another kind of archive."""
     ranges = []
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -233,7 +233,7 @@ def _archive(path: str, length: int) -> tuple[tuple[int, int], ...] | None:
 
 
 def hash_of_range(file: KnownFile, offset: int, length: int) -> int | None:
-    """The XXH3-128 of a range. None if the file is no longer what it was."""
+    """The XXH3-128 of a range. None if the file has changed."""
     state = xxhash.xxh3_128()
     try:
         with open(file.path, "rb", buffering=0) as source:

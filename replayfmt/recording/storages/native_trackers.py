@@ -1,7 +1,7 @@
-"""Trackers of storages that the hot path of the native recorder knows as well (native/session.h).
+"""Trackers of storages that the native recorder's hot path also knows (native/session.h).
 
-A storage that an op on the hot path returned has no tracker, until Python meets it and adopts it. From then on both
-know it: the tracker asks for the views and writes that it has not seen, and takes it back where it begins to need care.
+A storage returned by an op on the hot path has no tracker until Python meets and adopts it. From then on both know it:
+the tracker asks for the views and writes that it has not seen, and takes the storage back when it begins to need care.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _written: Any = Tracker.__dict__["written"]
 
 
 class NativeTracker(Tracker):
-    """A tracker in a capture with a hot path. `address` is the storage's there."""
+    """A tracker in a capture with a hot path. `address` is the storage's address there."""
 
     __slots__ = ("address",)
 
-    session: ClassVar[Any]  # of the capture: a subclass for each
+    session: ClassVar[Any]  # the capture's; each capture has its own subclass
     address: int
 
     @property
@@ -48,20 +48,20 @@ class NativeTracker(Tracker):
         _written.__set__(self, written)
 
     def take_back(self) -> None:
-        """The hot path does not know it any more, until it is published again."""
+        """Make the hot path forget it until it is published again."""
         found = self.session.take(self.address, self.id, True)
         if found is not None:
             self.take_over(found[2], found[3])
 
     def take_over(self, views: list[tuple[int, int, int]], written: list[int]) -> None:
-        """What the hot path saw of it."""
+        """Take over the views and writes that the hot path saw."""
         for meta, offset, tensor in views:
             self.views.setdefault((meta, offset), tensor)
         if written:
             _written.__set__(self, (_written.__get__(self) or set()) | set(written))
 
     def publish(self, meta: int, offset: int, tensor: int) -> None:
-        """A view of it was used on the complete path: from now on the hot path knows it."""
+        """A view of it was used on the complete path: the hot path knows it from now on."""
         state, size = self.state, self.size
         storage = self()  # alive meanwhile
         if storage is not None and size >= 0 and (state is None or state.alias_of is None):
@@ -72,6 +72,6 @@ class NativeTracker(Tracker):
 
 
 def adopted(session: Any, storage: torch.UntypedStorage) -> tuple[int, int, Any, Any] | None:
-    """Id, bytes, views and writes of a storage that was born on the hot path; None for any other."""
+    """Id, bytes, views and writes of a storage that was created on the hot path; None for any other."""
     found: tuple[int, int, Any, Any] | None = session.take(storage._cdata, 0, False)
     return found

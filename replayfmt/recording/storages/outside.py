@@ -1,5 +1,5 @@
-"""Events on memory outside of recorded operators, as reported by hooks: it was written unseen, others share it, or a
-value in it was read by the host.
+"""Memory events outside recorded operators, as reported by hooks: memory was written unseen, is shared with others, or
+a value in it was read by the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHARING = ("numpy", "__array__", "__array_interface__", "__dlpack__", "to_dlpac
 
 
 class Outside:
-    """Reports them to the storages of one capture. `digests` is None if none are recorded."""
+    """Reports these events to the storages of one capture. `digests` is None if none are recorded."""
 
     def __init__(self, records: Records, metas: TensorMetas, storages: Storages, digests: Digests | None) -> None:
         self._records = records
@@ -35,7 +35,7 @@ class Outside:
                 self._storages.mark_written_outside(tracker)
 
     def shared(self, storage: torch.UntypedStorage) -> None:
-        """Others may write to a storage from now on. An unknown one is checked when it is imported."""
+        """Others may write to a storage from now on. An unknown storage is checked when it is imported."""
         tracker = self._storages.tracker_of(storage)
         if tracker is not None:
             if tracker.state is not None and tracker.state.alias_of is not None:
@@ -44,7 +44,7 @@ class Outside:
             self._storages.synchronize(tracker, storage)
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
-        """A value left the device for the host. Of storages that no captured op has touched nothing is recorded."""
+        """A value left the device for the host. Nothing is recorded for storages that no captured op has touched."""
         for plain in plain_parts(tensor):
             storage = storage_of(plain)
             tracker = self._storages.tracker_of(storage)

@@ -1,8 +1,8 @@
-"""Which pages of this process's memory were written, and so are no longer those of the file that is mapped there.
+"""Which pages of this process's memory were written, and so are no longer those of the mapped file.
 
 A page of a private mapping is the file's own until it is written; then the process gets a copy. Linux distinguishes the
-two without reading their bytes: in /proc/self/pagemap for each page, or in /proc/self/smaps for a whole mapping where
-the former cannot be read. Looking at pages does not bring them into memory.
+two without reading their bytes: in /proc/self/pagemap for each page, or in /proc/self/smaps for a whole mapping if the
+former cannot be read. These lookups do not bring pages into memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 PAGE = mmap.PAGESIZE
 _PAGEMAP = "/proc/self/pagemap"
 _SMAPS = "/proc/self/smaps"
-_ENTRY = 8  # bytes a page
+_ENTRY = 8  # bytes per page
 _AT_ONCE = 1 << 18  # pages
-_STATE = np.uint64(7 << 61)  # whether a page is present, swapped out, and a file's: bits 63, 62 and 61
+_STATE = np.uint64(7 << 61)  # whether a page is present, swapped out, and file-backed: bits 63, 62 and 61
 _OF_A_FILE = np.uint64(1 << 61)
 _PRESENT_OF_A_FILE = np.uint64(5 << 61)
 _HEADER = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ ", re.MULTILINE)
@@ -26,12 +26,12 @@ _FIELD = re.compile(r"^(\w+): +(\d+) kB$", re.MULTILINE)
 
 
 def first_page(address: int) -> int:
-    """The address of the page that an address is in."""
+    """The address of the page that contains an address."""
     return address - address % PAGE
 
 
 def written_pages(address: int, length: int) -> np.ndarray | None:
-    """For each page that [address, address + length) touches, whether it is a copy of this process's own. None if the
+    """For each page that [address, address + length) touches, whether it is a private copy of this process. None if the
     system does not report it."""
     first = address // PAGE
     count = (address + length - 1) // PAGE - first + 1
@@ -57,7 +57,7 @@ def written_pages(address: int, length: int) -> np.ndarray | None:
 
 
 def mapping_sizes(start: int) -> dict[str, int] | None:
-    """What smaps says of the mapping that starts at an address, in bytes by name. None if it says nothing."""
+    """The smaps values of the mapping that starts at an address, in bytes by name. None if there are none."""
     try:
         with open(_SMAPS, encoding="utf-8", errors="surrogateescape") as file:
             text = file.read()
@@ -72,7 +72,7 @@ def mapping_sizes(start: int) -> dict[str, int] | None:
 
 
 def private_copies(start: int) -> bool | None:
-    """Whether the private mapping that starts at an address has pages of its own. None if unknown."""
+    """Whether the private mapping that starts at an address has private copies of pages. None if unknown."""
     sizes = mapping_sizes(start)
     if sizes is None or "Anonymous" not in sizes or "Swap" not in sizes:
         return None

@@ -1,7 +1,7 @@
-"""Recipes for floating-point content that is left out of a capture: how to synthesize something similar.
+"""Recipes for floating-point content that is left out of a capture: how to synthesize similar content.
 
-Statistics are of all the elements a storage has room for in the dtype of its first use. Those of complex elements are
-of both components; an element counts as zero, NaN or infinite once. The seed depends only on the order, so that it
+Statistics cover all elements that fit the storage in the dtype of its first use. For complex elements they cover both
+components, but an element counts as zero, NaN or infinite only once. The seed depends only on the order of storages and
 reveals nothing about the content.
 """
 
@@ -20,12 +20,12 @@ _AT_ONCE = 1 << 21  # elements
 
 
 def is_synthesized(dtype: torch.dtype) -> bool:
-    """Whether content of this dtype is left out where only integers are embedded."""
+    """Whether content of this dtype is left out if only integers are embedded."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def recipe(storage: torch.UntypedStorage, dtype: torch.dtype, number: int, *, statistics: bool = True) -> Recipe:
-    """The recipe for a storage, the `number`th of the capture that needs one. `statistics`: with them."""
+    """The recipe for a storage, the capture's `number`th that needs one. `statistics`: include them."""
     elements = storage.nbytes() // dtype.itemsize
     seed = xxhash.xxh3_64_intdigest(f"recipe {number}".encode())
     return Recipe(

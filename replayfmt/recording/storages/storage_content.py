@@ -1,7 +1,7 @@
-"""A storage's bytes as the recorder needs them of a running program: embedded, or as a hash to compare with.
+"""Reads a storage's bytes in a running program: to embed them, or to hash them for comparison.
 
-Memory of a file that was made shorter meanwhile ends the process that touches it. The program may know better than to
-do so, and recording must not: the system is asked first, where it can be (Linux 5.14).
+Touching mapped memory of a file that was truncated meanwhile kills the process. The program may know not to touch it,
+and recording must not either: the system is asked first, if it supports that (Linux 5.14).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, storage_bytes
 
 from .file_mappings import MappedRange
 
-_POPULATE_READ = 22  # Linux's MADV_POPULATE_READ: bring pages into memory as reading does, or say that it cannot be
+_POPULATE_READ = 22  # Linux's MADV_POPULATE_READ: bring pages into memory as reading does, or fail
 _UNREADABLE = -1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_readable(storage: torch.UntypedStorage) -> bool:
-    """Whether all its bytes can be read. Reads them in; True if the system does not show it."""
+    """Whether all its bytes can be read. Reads them in; True if the system cannot tell."""
     length = storage.nbytes()
     if storage.device.type != "cpu" or not length or (storage.resizable() and not storage.is_shared()):
-        return True  # what torch allocates is in no file
+        return True  # memory that torch allocates is not in a file
     begin = storage.data_ptr()
     first = begin - begin % mmap.PAGESIZE
     failed = _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + length - first), _POPULATE_READ)
@@ -35,12 +35,12 @@ def is_readable(storage: torch.UntypedStorage) -> bool:
 
 
 def content_hash(storage: torch.UntypedStorage) -> int:
-    """The XXH3-128 of all its bytes; one that nothing has where they cannot be read."""
+    """The XXH3-128 of all its bytes; if they cannot be read, a value that no content has."""
     return call_undispatched(_hash, storage)
 
 
 def content_number(storage: torch.UntypedStorage, mapped: MappedRange | None) -> int:
-    """A number for what a storage holds. Of a file's memory (`mapped`) only what was written is read."""
+    """A number that identifies a storage's content. In a file's memory (`mapped`), only written pages are read."""
     fingerprint = None if mapped is None else mapped.fingerprint()
     return content_hash(storage) if fingerprint is None else fingerprint
 

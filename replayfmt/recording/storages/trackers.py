@@ -1,8 +1,8 @@
-"""What the capture keeps of one storage of the program.
+"""What the capture keeps about one storage of the program.
 
 A storage is known by a `Tracker`, a weak reference kept in the storage's own `__dict__`: it lives exactly as long as
-the storage does, also where only C++ holds it, keeps nothing alive, and its callback reports the release. Most storages
-have nothing but that; a `State` holds what of a storage is out of the ordinary.
+the storage does, even if only C++ holds that, keeps nothing alive, and its callback reports the release. Most storages
+need no more; a `State` holds what is special about a storage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ATTRIBUTE = "_opreplay"
 
 
 class Origin(NamedTuple):
-    """Where values come from that were never written: the operator that read them first, and what a report says of
+    """The origin of values that were never written: the operator that read them first, and the text of a report about
     it."""
 
     op: str
@@ -28,7 +28,7 @@ class Origin(NamedTuple):
 
 
 class State:
-    """What of a storage is out of the ordinary."""
+    """What is special about a storage."""
 
     __slots__ = (
         "alias_of",
@@ -48,22 +48,22 @@ class State:
 
     def __init__(self, length: int) -> None:
         self.length = length  # bytes
-        self.coverage: Coverage | None = None  # not None: uninitialized, in part at least
+        self.coverage: Coverage | None = None  # not None: at least partly uninitialized
         self.watched = False  # compared with `content` at each use
         self.windowed = False  # the program has a window on it (an array, a capsule), through which it may write
         self.content: int | None = None  # what to compare with, as of the last captured write or import
-        self.mapped: MappedRange | None = None  # its memory is a file's: what is the file's is not read to compare it
+        self.mapped: MappedRange | None = None  # mapped from a file: unchanged pages are not read to compare
         self.synthesized = False  # a recipe replaces its content
         self.outside: str | None = None  # written from outside: import at the next use, for this reason
         self.unexplained: Origin | None = None  # neither it nor its inputs were ever written
-        self.unreadable = False  # a ZeroTensor's: no bytes behind it
+        self.unreadable = False  # a ZeroTensor's: it has no memory
         self.opaque = False  # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
         self.delta = 0
 
 
 class Tracker(weakref.ref):
-    """One storage of the program. Calling it gives the storage, or None once it died."""
+    """One storage of the program. Calling it returns the storage, or None once it has died."""
 
     __slots__ = ("id", "imports", "size", "state", "views", "written")
 
@@ -71,14 +71,14 @@ class Tracker(weakref.ref):
     size: int  # bytes; -1: look at `state` before each use
     views: dict[tuple[int, int], int]  # tensor id of each (meta id, offset), the first one used first
     state: State | None
-    imports: int  # how often its content entered
+    imports: int  # how often its content was imported
     written: set[int] | None  # tensors written in place since the last digest
 
     def publish(self, meta: int, offset: int, tensor: int) -> None:
         """A view of it was used. (For NativeTracker.)"""
 
     def settle(self) -> None:
-        """Make uses cheap again where nothing is left to look at."""
+        """Make uses cheap again if there is nothing left to check."""
         state = self.state
         if state is not None:
             careful = (
@@ -93,12 +93,12 @@ class Tracker(weakref.ref):
 
     @property
     def alias(self) -> bool:
-        """Whether it shares the memory of another storage, in whose place it is recorded."""
+        """Whether it shares the memory of another storage, and is recorded as that one."""
         return self.state is not None and self.state.alias_of is not None
 
     @property
     def written_outside(self) -> bool:
-        """Whether it is watched, and holds something else than what the stream says."""
+        """Whether it is watched and its content differs from what the stream says."""
         state, storage = self.state, self()
         if state is None or storage is None or not state.watched or state.content is None or not storage.nbytes():
             return False
@@ -115,7 +115,7 @@ class Tracker(weakref.ref):
 
 
 def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) -> bool:
-    """Whether there is memory behind a storage: not so for meta tensors and ZeroTensors."""
+    """Whether a storage has memory: meta tensors and ZeroTensors have none."""
     if length == 0 or device.type == "meta":
         return length == 0
     try:

@@ -1,10 +1,11 @@
-"""Values that come from memory that was never written, as far as the capture knows: reported where they matter.
+"""Values from memory that was never written, as far as the capture knows: reported where they matter.
 
-Memory from `torch.empty` that is read before a captured op wrote it was written by something unseen, or holds nothing.
-Programs do compute with such memory for the shape of the result alone (`torch.ones_like(parameter * 2)`, before the
-parameter has values). So an elementwise operator reads it as it is, its content enters, and what it returns is as
-unexplained. Where anything else reads that, or where it is still there at the end, it is an unseen write; what dies
-without that, or is overwritten, has come to nothing.
+If memory from `torch.empty` is read before a captured op wrote it, then either something unseen wrote it, or its
+content is meaningless. Some programs compute with such memory only for the shape of the result
+(`torch.ones_like(parameter * 2)`, before the parameter has values). So an elementwise operator may read it as it is:
+its content is imported, and the operator's result is unexplained as well. If any other operator reads such values, or
+they still exist at the end, they count as an unseen write. If they are released or overwritten before that, they did no
+harm.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _REASON = "unseen_write"
 
 
 class Unwritten(Enum):
-    """What a use of memory that was never written is."""
+    """How to treat a use of memory that was never written."""
 
-    unseen = auto()  # a write that was not seen, or none
+    unseen = auto()  # an unseen write, or no write at all
     as_is = auto()  # no reason to refuse: the op declares that it writes it, say
-    explained = auto()  # a composite of PyTorch's own wrote it, with what another op was given
-    passed_on = auto()  # none yet, because what the op returns is as unexplained
+    explained = auto()  # a PyTorch composite wrote it, with the arguments of another op
+    passed_on = auto()  # not yet: the op's result is unexplained as well
 
 
 class Unexplained:
@@ -54,7 +55,8 @@ class Unexplained:
     def pass_on(
         self, kernel: CapturedKernel, given: Iterable[tuple[int, Tracker]], results: Iterable[tuple[int, Tracker]]
     ) -> None:
-        """After a call, with its tensors by argument and by result: what it computed element by element, or copied."""
+        """After a call, with its tensors by argument and by result: mark what it computed element by element, or
+        copied."""
         copies = kernel.operator.copies
         if not kernel.elementwise and copies < 0:
             return
@@ -76,13 +78,13 @@ class Unexplained:
 
     @staticmethod
     def wrote(tracker: Tracker, region: ByteRegion) -> None:
-        """Every element of a region was written: that is all of an unexplained storage, or some of it."""
+        """Every element of a region was written, which may be all of an unexplained storage or part of it."""
         if tracker.state is not None and region.once().dense() == (0, tracker.state.length):
             tracker.state.unexplained = None
             tracker.settle()
 
     def report_kept(self, live: Iterable[Tracker]) -> None:
-        """At the end of the recording, of the storages that live."""
+        """At the end of the recording: report the storages that are still alive."""
         for tracker in live:
             if tracker() is not None:
                 self.report(tracker, "")
@@ -93,6 +95,6 @@ def _read(tracker: Tracker, length: int) -> str:
 
 
 def _owner(tracker: Tracker) -> Tracker:
-    """The storage that has the memory."""
+    """The storage that owns the memory."""
     alias_of = tracker.state.alias_of if tracker.state is not None else None
     return tracker if alias_of is None else alias_of

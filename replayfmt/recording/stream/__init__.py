@@ -1,4 +1,5 @@
-"""What goes to the file, in order: `buffer` holds packed rows of any thread and hands them to the writer. `records`
-makes the rows that are not ops, `tensor_metas` gives tensor metadata its ids, `scopes` and `implicit_scope` keep the
-open regions, `digesting` states digests, `redacted_writer` leaves out whose machine it was.
+"""The records on their way to the file: `buffer` holds packed rows of all threads and passes them to the writer.
+`records` makes the rows that are not ops, `tensor_metas` assigns ids to tensor metadata, `scopes` and `implicit_scope`
+keep the open regions, `digesting` records digests, `redacted_writer` leaves out what identifies the machine and the
+user.
 """

@@ -1,16 +1,16 @@
-"""Buffered records: packed rows that any thread appends, turned into columns and handed to the writer.
+"""Buffered records: packed rows appended by any thread, turned into columns and passed to the writer.
 
 A record is one row, appended in one step that no signal handler interrupts: a run of 64-bit words,
 
     signature, context, start_ns, duration_ns, tensor slots..., int slots..., float slots (as doubles)...
 
-A context stands for a thread and the scope it is in. One kind of rows says more in fewer words:
+A context identifies a thread and the scope that it is in. One kind of row is more compact:
 
     release run  RELEASES + signature, context, now, 0, storage id...: one release record for each
 
-Storages (births) and tensors (definitions) have rows of their own lists, appended before the first record that needs
-them. Ids of storages are given in the order of the records that bear them: whoever takes an id appends its row under
-the same lock.
+Storages (births) and tensors (definitions) have rows in lists of their own, appended before the first record that needs
+them. Storage ids are assigned in the order of the records that introduce them: whoever takes an id appends its row
+under the same lock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from replayfmt.format.writer import CaptureWriter
 
 HEAD_WORDS = 4  # signature, context, start, duration
 RELEASES = 1 << 33
-_FRAME_WORDS = 1 << 20  # a frame is also cut when that many words wait
+_FRAME_WORDS = 1 << 20  # a frame is also ended when this many words are waiting
 
 pack_birth = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
 pack_definition = Struct("<4q").pack  # tensor id, storage id, offset, meta id
@@ -48,7 +48,7 @@ def packer(words: int, floats: int) -> Callable[..., bytes]:
 
 
 class RowList(list[bytes]):
-    """Rows of one kind that wait to be written."""
+    """Rows of one kind, waiting to be written."""
 
     def first(self, count: int) -> tuple[bytes, bytes]:
         """The words of the first rows, and where each row ends, in words: 64-bit integers."""
@@ -64,7 +64,7 @@ class RecordBuffer:
     """Records on their way to the writer. `lock` guards the writer; whoever calls the writer holds it."""
 
     def __init__(self, writer: CaptureWriter, chunk_records: int, lock: threading.RLock, native: Any = None) -> None:
-        """`native`: the session of the hot path, whose rows these are then."""
+        """`native`: the session of the hot path, which then holds the rows."""
         self.writer = writer
         self.lock = lock
         self.chunk_records = chunk_records
@@ -73,13 +73,13 @@ class RecordBuffer:
         self.definitions = RowList() if native is None else native.definitions
         self.next_storage: Iterator[int] = itertools.count(1) if native is None else native.next_storage
         self.next_tensor: Iterator[int] = itertools.count(1) if native is None else native.next_tensor
-        self.appended = 0  # records of the complete path: counts all where none takes another
+        self.appended = 0  # records of the complete path: all records, if there is no other path
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
         self._entering = array("q", [0])  # by signature id: whether its records let a storage's content enter
         self._contexts = array("q")  # by context id: thread, scope
-        self._births = np.zeros((0, 5), np.int64)  # that came out of turn
-        self._live_definitions = np.zeros((0, 4), np.int64)  # of tensors, by id
+        self._births = np.zeros((0, 5), np.int64)  # that arrived out of order
+        self._live_definitions = np.zeros((0, 4), np.int64)  # tensor definitions, by tensor id
 
     def note_signature(self, number: int, tensors: int, ints: int, floats: int, enters: bool) -> None:
         """How many slots records of a new signature have; `enters`: the first int is a storage whose content enters."""
@@ -91,7 +91,7 @@ class RecordBuffer:
     def context(self, thread: int, scope: int) -> int:
         """A context id for a thread and the scope it is in."""
         with self.lock:
-            self._contexts.extend((thread, scope))  # in one step, which no signal handler interrupts
+            self._contexts.extend((thread, scope))  # a single step, which no signal handler interrupts
             return len(self._contexts) // 2 - 1
 
     def append(self, row: bytes, records: int = 1) -> None:
@@ -118,7 +118,7 @@ class RecordBuffer:
         births = self._born()
         in_turn = int(np.count_nonzero(births[:, 0] == np.arange(len(births)) + self._first_storage))
         if newest >= self._first_storage + in_turn:
-            # An exception from a signal handler came between taking an id and appending the row: no one has that id.
+            # An exception from a signal handler came between taking an id and appending the row: the id is unused.
             births, in_turn = _fill_gaps(births, self._first_storage, newest)
         self.rows.drop(batch.rows)
         definitions = self._live_definitions
@@ -148,12 +148,12 @@ class RecordBuffer:
         return batch.rows
 
     def _born(self) -> np.ndarray:
-        """All births known and not written, by id."""
+        """All known births that are not written yet, by id."""
         births = np.concatenate((self._births, _take(self.births, 5)))
         return births[np.argsort(births[:, 0], kind="stable")]
 
     def _define(self) -> None:
-        """Add to the known definitions what is new, in order of the tensors' ids."""
+        """Add the new definitions to the known ones, in order of tensor ids."""
         definitions = np.concatenate((self._live_definitions, _take(self.definitions, 4)))
         definitions = definitions[np.argsort(definitions[:, 0], kind="stable")]
         if len(definitions) > 1:
@@ -171,17 +171,17 @@ class RecordBuffer:
 
 
 class RowBatch:
-    """Rows taken apart into the columns of a frame."""
+    """Rows split into the columns of a frame."""
 
     def __init__(self, rows: tuple[bytes, bytes], slots: tuple[array[int], ...], entering: array[int]) -> None:
-        """Takes the rows (see `RowList.first`), or the first of them where they are too long for one frame; `rows` says
-        how many."""
+        """Takes the rows (see `RowList.first`), or the first of them if they are too long for one frame; `rows` says
+        how many it took."""
         words, ends = (np.frombuffer(part, np.int64) for part in rows)
         if ends[-1] > _FRAME_WORDS and len(ends) > 1:
             ends = ends[: max(1, int(np.searchsorted(ends, _FRAME_WORDS)))]
             words = words[: ends[-1]]
         self.rows = len(ends)
-        self.newest_storage = 0  # the largest storage id that the rows speak of, ops' arguments apart
+        self.newest_storage = 0  # the largest storage id in the rows, apart from ops' arguments
         begins = np.concatenate(([0], ends[:-1]))
         lengths = ends - begins
         head = words[begins]
@@ -231,8 +231,8 @@ def _spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def _fill_gaps(births: np.ndarray, first: int, newest: int) -> tuple[np.ndarray, int]:
-    """The births up to `newest` with empty storages for the ids that are missing, then the others; how many the former
-    are."""
+    """The births up to `newest`, with empty storages for missing ids, followed by the other births; and how many the
+    former are."""
     count = newest - first + 1
     near = births[births[:, 0] <= newest]
     filled = np.zeros((count, 5), np.int64)

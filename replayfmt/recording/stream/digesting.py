@@ -1,4 +1,4 @@
-"""Digests for verification: of live storages at chosen moments, or of every op's results.
+"""Digests for verification: of live storages at certain moments, or of every op's results.
 
 Only what captured ops wrote is digested: bytes that were never written differ between identical runs.
 """
@@ -73,7 +73,7 @@ class Digests:
 
     @staticmethod
     def _places(tracker: Tracker) -> dict[int, tuple[int, int]]:
-        """Meta id and offset of each tensor of a storage that was written in place."""
+        """Meta id and offset of each tensor on a storage that was written in place."""
         written = tracker.written
         if not written:
             return {}
@@ -83,7 +83,7 @@ class Digests:
     def record(
         self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, of: int, result: int
     ) -> None:
-        """Record the digest of a view, where it has one: as a result of the op `of`, or (-1, -1) as a live tensor."""
+        """Record the digest of a view, if it has one: as a result of the op `of`, or (-1, -1) as a live tensor."""
         tensor, digest = self.of_view(tracker, storage, meta, offset)
         if digest is not None:
             self._records.digest(tensor, of, result, digest)
@@ -91,10 +91,10 @@ class Digests:
     def of_view(
         self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int
     ) -> tuple[int, TensorDigest | None]:
-        """(tensor id, digest) of a view; no digest where it has none (no bytes, bytes freed, packed dtype).
+        """(tensor id, digest) of a view; the digest is None if it has none (no bytes, bytes freed, packed dtype).
 
-        Where it is far larger than its storage, because it is expanded, the tensor is one that has each of its elements
-        once. Overlapping views of that kind have no digest.
+        If the view is expanded to far more than its storage, the tensor is the view that holds each element only once.
+        Overlapping views of that kind have no digest.
         """
         params = self._metas.params[meta]
         tensor = self._storages.view(tracker, meta, offset, params.item)

@@ -1,8 +1,8 @@
-"""The scope of a program that has none of its own: everything it does is in it.
+"""The scope of a program without scopes of its own: it surrounds everything that the program does.
 
 `opreplay-capture` cannot know beforehand whether a program names scopes. So the implicit scope opens right before the
-first thing that is recorded, unless the program shows by then that it has its own: one of its modules refers to this
-package. Where a program names its first scope later after all, the implicit one ends there.
+first record, unless one of the program's modules already refers to this package, which shows that it has scopes of its
+own. If a program still names its first scope later, the implicit one ends there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PACKAGE = __package__.partition(".")[0]
 
 
 class ImplicitScope:
-    """Made in the program's main thread, whose scope it is."""
+    """The implicit scope. Created in the program's main thread, to which it belongs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -30,7 +30,7 @@ class ImplicitScope:
             self._open = scopes.begin(self.name, user=False, thread=self._thread)
 
     def give_way(self, scopes: Scopes) -> list[OpenScope]:
-        """The program opens a scope of its own. Returns the scopes that end with that."""
+        """The program opens a scope of its own. Returns the scopes that end because of it."""
         self._given_way = True
         if self._open is not None and get_ident() == self._thread:
             entered, self._open = self._open, None
@@ -39,7 +39,7 @@ class ImplicitScope:
 
 
 def _program_knows_us() -> bool:
-    """Whether a module of the program refers to this package or to what names scopes in it."""
+    """Whether a module of the program refers to this package or to what it names scopes with."""
     recorder = sys.modules[f"{_PACKAGE}.recording.recorder"]
     ours = {id(sys.modules[_PACKAGE]), id(recorder), id(vars(recorder)["scope"]), id(vars(recorder)["Recorder"])}
     for name, module in list(sys.modules.items()):

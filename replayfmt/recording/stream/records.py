@@ -22,9 +22,7 @@ from replayfmt.pytorch.environment import describe_device
 from ..storages.content import FirstContent
 from .buffer import RELEASES, RecordBuffer, packer
 
-_DISTINCT_DETAILS = (
-    4096  # beyond that many different unsupported records, details are left out: the tables must not grow
-)
+_DISTINCT_DETAILS = 4096  # beyond this many different unsupported records, details are left out, to bound the tables
 
 
 class Unrepresentable(Exception):
@@ -50,7 +48,7 @@ class Records:
         self._details: set[tuple[str, str, str]] = set()
 
     def signature(self, key: Any, make: Callable[[], Signature]) -> int:
-        """The id of the signature known by `key`, made at first use."""
+        """The id of the signature identified by `key`, made at first use."""
         number = self._signatures.get(key)
         if number is None:
             with self._lock:
@@ -86,7 +84,7 @@ class Records:
         words: Sequence[int] = (),
         floats: Sequence[float] = (),
     ) -> None:
-        """A record whose signature is known by `key`, a record kind and what of its nodes differs."""
+        """Add a record whose signature is identified by `key`: a record kind, and the parts of its nodes that vary."""
         signature = self._signatures.get(key)
         if signature is None:
             signature = self.signature(key, lambda: Signature(key[0], nodes()))
@@ -95,7 +93,7 @@ class Records:
     # ------------------------------------------------------------------------------------------------------- storages
 
     def storage_import(self, storage: int, content: FirstContent, version: int, reason: str) -> None:
-        """Content enters."""
+        """A storage's content is imported."""
         kind = content.kind
         self._constant(
             (RecordKind.storage_import, kind, reason),
@@ -153,7 +151,7 @@ class Records:
     # -------------------------------------------------------------------------------------------------------- digests
 
     def digest(self, tensor: int, of: int, result: int, digest: TensorDigest) -> None:
-        """What verification compares; `of` is the ordinal of the op whose result it is, -1 for a live tensor."""
+        """A digest for verification; `of` is the ordinal of the op whose result it is, -1 for a live tensor."""
         ints, floats = digest.slots()
         self._constant(
             (RecordKind.digest, *_digest_key(digest)),
@@ -177,6 +175,6 @@ class Records:
 
 
 def _digest_key(digest: TensorDigest) -> tuple[Any, ...]:
-    """What of a digest decides its nodes."""
+    """The parts of a digest that determine its nodes."""
     statistics = (digest.min, digest.max, digest.mean, digest.l2)
     return (*(value is None for value in statistics), *map(type, digest.sample))

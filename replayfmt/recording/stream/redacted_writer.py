@@ -1,6 +1,6 @@
 """Writes a capture that reveals neither the machine nor its user: texts are rewritten as they are written.
 
-External files are not: how they are named is decided where it is known which other files there are.
+External files are excepted: their names are chosen where all other files are known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RedactedWriter(CaptureWriter):
     def __init__(
         self, path: str | os.PathLike[str], session: Session, redaction: Redaction, *, force: bool = False
     ) -> None:
-        """As CaptureWriter. `session` is the redaction's, whose own form is written."""
+        """As CaptureWriter. `session` is the one that `redaction` was made for; its redacted form is written."""
         super().__init__(path, redaction.session, force=force)
         self._redaction = redaction
 
@@ -33,7 +33,7 @@ class RedactedWriter(CaptureWriter):
 
 
 def user_names() -> list[str]:
-    """What the user of this process is called: the login, and the name of the home directory."""
+    """The names of this process's user: the login, and the name of the home directory."""
     names = {os.path.basename(os.path.expanduser("~"))}
     with contextlib.suppress(KeyError, OSError):  # a number without a name, as in some containers
         names.add(getpass.getuser())

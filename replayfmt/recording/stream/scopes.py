@@ -1,8 +1,8 @@
-"""Named regions: which scope each thread is in, and the records that mark their begins and ends.
+"""Named regions: which scope each thread is in, and the records that mark where scopes begin and end.
 
-The thread that started the capture has the main stack. Another thread is where the main thread is, until it opens
-scopes of its own, which then lie under the main thread's scope of that moment. Every begin that was recorded gets its
-end, in order, also where exceptions pass or the capture ends inside.
+The thread that started the capture has the main stack. Another thread is in the main thread's scope until it opens
+scopes of its own, which are then nested in the main thread's scope of that moment. Every recorded begin gets its end,
+in order, even if an exception propagates or the capture ends inside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .records import Records
 @dataclass
 class OpenScope:
     """A scope that is open. `user`: opened by the program itself, so digests are taken at its end. `number`: which one
-    of its name it is, where that matters."""
+    of its name it is, if that matters."""
 
     name: str
     id: int
@@ -59,12 +59,12 @@ class Scopes:
     """The scope stacks of all threads. Callers hold the recorder's lock. `recorded`: begins and ends make records."""
 
     def __init__(self, buffer: RecordBuffer, threads: list[int]) -> None:
-        """`threads` is filled with the idents of other threads than this one, as they record for the first time."""
+        """`threads` collects the idents of other threads, as each records for the first time."""
         self._buffer = buffer
         self._others = threads
         self.records: Records | None = None
         self.not_alone: Callable[[], None] | None = None  # called when a second thread records
-        self.first_record: Callable[[int], None] | None = None  # told of a thread, by ident, before its first record
+        self.first_record: Callable[[int], None] | None = None  # called with a thread's ident before its first record
         self.recorded = False
         self._main = get_ident()
         self._stacks: dict[int, list[OpenScope]] = {self._main: []}
@@ -78,7 +78,7 @@ class Scopes:
         return self.contexts[get_ident()]
 
     def stand_in(self) -> None:
-        """The calling thread is the recorder's own: what it records is recorded for the main thread."""
+        """The calling thread is the recorder's own: its records count as the main thread's."""
         with self._buffer.lock:
             self._threads[get_ident()] = self._threads[self._main]
             self._refresh(get_ident())
@@ -159,7 +159,7 @@ class Scopes:
         return scope
 
     def record_open(self) -> None:
-        """Recording starts: scopes that are open already begin now."""
+        """Recording starts: scopes that are already open begin now."""
         self.recorded = True
         if self.records is None:
             return
@@ -197,7 +197,7 @@ class Scopes:
         return context
 
     def thread_ended(self) -> list[OpenScope]:
-        """The calling thread ends: its scopes with it."""
+        """The calling thread ends, and its scopes with it."""
         ident = get_ident()
         stack = self._stacks.get(ident)
         left = self.end(stack[0]) if stack else []

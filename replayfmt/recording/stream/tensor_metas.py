@@ -21,13 +21,13 @@ Key = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, int]
 
 @dataclass(frozen=True, slots=True)
 class MetaParams:
-    """What it takes to make a tensor of a meta id again."""
+    """The parameters needed to recreate a tensor of a meta id."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     flags: TensorFlag
-    item: int  # bytes an element
+    item: int  # bytes per element
     elements: int
 
     def region(self, offset: int) -> ByteRegion:
@@ -40,7 +40,7 @@ class TensorMetas:
     """Meta ids by content. `params` is indexed by meta id."""
 
     def __init__(self, buffer: RecordBuffer, records: Records, native: Any = None) -> None:
-        """`native`: the session of the hot path, which is told of them."""
+        """`native`: the session of the hot path, which gets every new one."""
         self._native = native
         self._buffer = buffer
         self._records = records
@@ -61,7 +61,7 @@ class TensorMetas:
         return number
 
     def once(self, meta: int, device: torch.device) -> int:
-        """The meta id of the view that has each element of an expanded one once: repeated dimensions have size 1."""
+        """The meta id of an expanded view's elements, each once: repeated dimensions have size 1."""
         params = self.params[meta]
         sizes = [size if stride else min(size, 1) for size, stride in zip(params.sizes, params.strides, strict=True)]
         key = (params.dtype, torch.Size(sizes), params.strides, device, int(params.flags))
