@@ -1,4 +1,4 @@
-"""One function for every kind of trace: look into the file, import it by its kind."""
+"""Imports any kind of trace: detects a file's kind and calls its importer."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def import_trace(
     graph_captures: Sequence[str | PathLike[str]] = (),
     rank: int | None = None,
 ) -> ImportReport:
-    """Make the capture `out` of another tool's trace, and report what of it is exact, inferred or missing.
+    """Make the capture `out` of another tool's trace, and report what in it is exact, inferred or missing.
 
-    `kind` says what made the trace, `auto` looks into the file. `level` chooses the operators that represent the work,
-    `unique` keeps one of each call with its count (profiler traces), `rewrite="portable"` puts operators that every
-    device has in place of those that only the traced device has. `libraries` says which operator libraries may be
-    imported, `names` which operators traced names mean, and what stands for strings that the trace dropped.
-    `graph_captures` are profiler traces taken while the graphs were captured that this one launches: their operators
-    get the graphs' kernels. `progress(bytes read, bytes)` and `on_record(records written, records)` are called with the
-    progress. `rank` chooses one of an archive or a directory of several ranks' traces, and `{rank}` in `out` becomes
-    its number; without it, an archive's first is meant.
+    `kind` says what made the trace; `auto` detects it from the file. `level` chooses the operators that represent the
+    work, `unique` keeps one of each call with its count (profiler traces), `rewrite="portable"` replaces operators that
+    only the traced device has with operators that every device has. `libraries` says which operator libraries may be
+    imported, `names` which operators traced names mean, and what replaces strings that the trace dropped.
+    `graph_captures` are profiler traces of the captures of the graphs that this one launches: their operators get the
+    graphs' kernels. `progress(bytes read, bytes)` and `on_record(records written, records)` report progress. `rank`
+    chooses one of several ranks' traces in an archive or directory, and `{rank}` in `out` is replaced with its number;
+    without it, an archive's first trace is imported.
 
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
-    kind does not have and ranks that are not there, OutputExists and CaptureFailed if `out` cannot be written.
+    kind does not have and for missing ranks, OutputExists and CaptureFailed if `out` cannot be written.
     """
     options = _options(level, unique, rewrite, libraries, names, progress, on_record, graph_captures)
     _check_kind(kind)
@@ -81,7 +81,7 @@ def import_trace(
     if rank is not None:
         count_of("rank", rank, 0, MOST_RANKS - 1)
     if rank is None:
-        _check_out(path, out, force)  # before a large trace is read for nothing
+        _check_out(path, out, force)  # before reading a large trace in vain
         found: TraceKind = sniff(path) if kind == "auto" else kind
         report = _import(path, out, found, options, force, None)
     else:
@@ -113,8 +113,8 @@ def import_ranks(
 ) -> dict[int, ImportReport]:
     """Make one capture for each rank whose trace is in an archive or a directory, and report on each, by rank.
 
-    `out` has `{rank}` in it, which becomes each rank's number. Either all captures are written or none: they are
-    created beside their final places, and renamed when the last one is complete. The rest is as for import_trace.
+    `{rank}` in `out` is replaced with each rank's number. Either all captures are written or none: they are created
+    beside their final paths and renamed when the last one is complete. Otherwise as import_trace.
     """
     from .ranks import rank_traces
 

@@ -1,8 +1,8 @@
-"""The traces of a distributed program's ranks, in one archive or one directory: which file is which rank's.
+"""The traces of a distributed program's ranks in one archive or directory: which file belongs to which rank.
 
-A trace says its rank itself (a profiler trace in its `distributedInfo`, an execution trace in the collectives of all
-ranks), else its name does (`rank_3.json`, `rank3/trace.json`), else the only number in which the names differ, where
-these are 0, 1, 2 and so on. What has no rank, or shares one, is never guessed at: it is refused by name.
+The rank is taken from the trace itself (a profiler trace's `distributedInfo`, an execution trace's collectives of all
+ranks), else from its name (`rank_3.json`, `rank3/trace.json`), else from the only number in which the names differ, if
+these are 0, 1, 2 and so on. Ranks are never guessed: a trace without a rank, or with another one's, is refused by name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Candidate:
 
 @dataclass
 class RankTraces:
-    """The traces of one kind in an archive or a directory. `problems` are sentences on what may be missing."""
+    """The traces of one kind in an archive or a directory. `problems` are sentences about what may be missing."""
 
     source: str
     kind: TraceKind
@@ -67,7 +67,7 @@ class RankTraces:
         )
 
     def all(self) -> list[RankTrace]:
-        """Those of all ranks, in their order. Raises UsageError unless each has a rank of its own."""
+        """The traces of all ranks, in order. Raises UsageError unless each has a different rank."""
         ranks: dict[int, list[_Candidate]] = {}
         for each in self.candidates:
             if each.rank is None:
@@ -100,10 +100,11 @@ class RankTraces:
 
 
 def rank_traces(path: str | PathLike[str], kind: TraceKind | Literal["auto"] = "auto") -> RankTraces:
-    """Look into an archive, a directory (and those in it), or a single file. With `kind`, only at traces of that kind.
+    """Search an archive, a directory (with subdirectories), or a single file. With `kind`, only for traces of that
+    kind.
 
-    Raises CaptureNotFound and InvalidCapture if there is no trace, UsageError if traces of several kinds are
-    there and `kind` does not say which is meant.
+    Raises CaptureNotFound and InvalidCapture if there is no trace, UsageError if there are traces of several kinds and
+    `kind` does not say which is meant.
     """
     source = fspath(path)
     files, problems = _files(source)
@@ -137,7 +138,7 @@ def rank_traces(path: str | PathLike[str], kind: TraceKind | Literal["auto"] = "
 
 
 def _files(source: str) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """What may be a trace, as (file, member, name), and what is wrong with the archive."""
+    """Possible traces, as (file, member, name), and what is wrong with the archive."""
     if os.path.isdir(source):
         files = [(each, "", os.path.relpath(each, source)) for each in _beneath(source)]
         if not files:
@@ -180,7 +181,7 @@ def _beneath(folder: str) -> Iterator[str]:
 
 
 def _ask(each: _Candidate) -> None:
-    """Set a trace's rank: as it says itself, else as its name does."""
+    """Set a trace's rank: from its content, else from its name."""
     each.rank, each.world_size = _SAID[each.kind](each)
     each.told = "as it says itself"
     if each.rank is None:
@@ -190,7 +191,7 @@ def _ask(each: _Candidate) -> None:
 
 
 def _number(found: Sequence[_Candidate]) -> None:
-    """Where no trace tells its rank: by the only number in which names differ, if these are 0, 1, 2, and so on."""
+    """If no trace has a rank: number them by the only number in which names differ, if these are 0, 1, 2, and so on."""
     if len(found) < 2 or any(each.rank is not None for each in found):
         return
     if len({_NUMBERS.sub("0", each.name) for each in found}) > 1:
@@ -221,7 +222,7 @@ def _of_execution_trace(each: _Candidate) -> tuple[int | None, int]:
                 try:
                     rank = rank_said(node_of(value))
                 except ValueError:
-                    continue  # the import says what is wrong with it
+                    continue  # the import reports what is wrong with it
                 if rank is not None:
                     return rank, 1
     return None, 1

@@ -18,8 +18,8 @@ _READ = 64  # entries inspected, at most: the distinguishing ones are at the beg
 
 
 def sniff(path: str | PathLike[str], member: str = "") -> TraceKind:
-    """The kind of a trace file, or of one file of an archive. Raises CaptureNotFound, and InvalidCapture if it is not
-    of a known kind."""
+    """The kind of a trace file, or of one file of an archive. Raises CaptureNotFound, and InvalidCapture if the kind is
+    unknown."""
     regular_length(path)
     if zipfile.is_zipfile(path) and any(name.endswith("event_replay_ir.json") for name in archive_names(path)[0]):
         return "tracelens"

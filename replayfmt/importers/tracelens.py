@@ -1,7 +1,7 @@
-"""Importing TraceLens EventReplay IR: `event_replay_ir.json`, or the zip artifact that holds it.
+"""Imports TraceLens EventReplay IR: `event_replay_ir.json`, or the zip artifact that contains it.
 
-The IR lists single calls with their counts; nothing connects them, so each gets inputs of its own. It names operators
-without their overloads, which are found by the recorded arguments; artifacts that opreplay-export wrote have them, and
+The IR lists single calls with their counts; nothing connects them, so each gets separate inputs. It names operators
+without their overloads, which are found by the recorded arguments; artifacts written by opreplay-export have them, and
 devices and shared memory as well, in members named `opreplay`.
 """
 
@@ -108,7 +108,7 @@ def _is_entry(value: Any) -> bool:
 
 
 def _describe_devices(capture: ImportedSession, own: Any, report: ImportReport) -> None:
-    """Take over what an export says of the devices it names."""
+    """Copy an export's descriptions of the devices it names."""
     devices = own.get("devices") if isinstance(own, dict) else None
     for name, about in devices.items() if isinstance(devices, dict) else ():
         try:
@@ -122,7 +122,7 @@ def _describe_devices(capture: ImportedSession, own: Any, report: ImportReport) 
 
 @dataclass
 class _Beside:
-    """What an `opreplay` member says of one tensor."""
+    """What an `opreplay` member says about one tensor."""
 
     storage: int | None
     storage_bytes: int
@@ -131,7 +131,7 @@ class _Beside:
 
 @dataclass
 class _Call:
-    """One entry, read. `beside` has what is known of tensors by the identity that their specs carry."""
+    """One entry, parsed. `beside` has what is known about tensors, by the identity in their specs."""
 
     name: str
     recorded: list[Recorded]
@@ -141,7 +141,7 @@ class _Call:
 
 
 class _Writer:
-    """Writes one entry after the other. `placed`: some call's device had to be assumed."""
+    """Writes one entry after the other. `placed`: the device of some call had to be assumed."""
 
     def __init__(self, capture: ImportedSession, report: ImportReport, operators: Operators) -> None:
         self._capture, self._report, self._operators = capture, report, operators
@@ -149,7 +149,7 @@ class _Writer:
         self.placed = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """The next entry."""
+        """Write the next entry."""
         name = str(entry["op_name"])
         given = entry.get("count")
         count = given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else 1
@@ -187,7 +187,7 @@ class _Writer:
         )
 
     def _bind(self, call: _Call, own: Mapping[str, Any]) -> tuple[Choice, Binding]:
-        """The operator and its arguments: by name where the entry says which overload, else by position."""
+        """The operator and its arguments: by name if the entry gives the overload, else by position."""
         text = own.get("schema")
         choice = self._operators.by_schema(text) if isinstance(text, str) else None
         if choice is None or choice.operator is None:
@@ -200,7 +200,7 @@ class _Writer:
         return choice, self._reader.bind(schema, call.recorded, by=BY)
 
     def _by_names(self, call: _Call) -> Choice | None:
-        """The overload whose arguments of these names fit best, where one does; None leaves it to their positions."""
+        """The overload whose argument names fit best; None leaves the choice to the positions."""
         best: tuple[int, FoundOperator] | None = None
         for each in self._operators.candidates(call.name)[0]:
             points = _named_score(each.schema, call) if each.dispatched else None
@@ -222,7 +222,7 @@ class _Writer:
             return each
 
         arguments = [(name, value(each)) for name, each in binding.arguments]
-        # The IR has no results, and no other call takes them.
+        # The IR has no results, and no other call uses them.
         ordinal = self._capture.op(choice.operator.kernel(), arguments, None, Moment(), note)
         self._capture.release(list(dict.fromkeys(storages.values())))
         return ordinal
@@ -256,7 +256,7 @@ class _Writer:
 
 
 def _named_score(schema: torch.FunctionSchema, call: _Call) -> int | None:
-    """How well arguments fit a schema by their names; None: they do not."""
+    """How well arguments fit a schema by their names; None: not at all."""
     by_name = dict(zip(call.names, call.recorded, strict=True))
     if not set(by_name) <= {argument.name for argument in schema.arguments}:
         return None
@@ -276,7 +276,7 @@ def _named_score(schema: torch.FunctionSchema, call: _Call) -> int | None:
 
 
 def _by_name(reader: Reader, schema: torch.FunctionSchema, call: _Call, complete: bool) -> Binding:
-    """Arguments by their names. Where the IR is `complete`, what it leaves out was left out of the call."""
+    """Arguments by their names. If the IR is `complete`, what it omits was omitted from the call."""
     by_name = dict(zip(call.names, call.recorded, strict=True))
     numbers = {name: each.value for name, each in by_name.items() if each.form is Form.number}
     binding = Binding()

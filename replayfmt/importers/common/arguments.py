@@ -1,8 +1,8 @@
 """One call's arguments: as a trace recorded them, and as an operator's schema reads them.
 
-A `Recorded` is what the trace says of one argument, before anyone knows which overload was called. `bind` reads a list
-of them by a schema: numbers become the enumerations, booleans and integers that the schema asks for, and what the trace
-leaves out is taken from the schema's default, with a note, or named as missing. Nothing is filled in without a note.
+A `Recorded` is what the trace says about one argument, before the overload is known. `bind` reads a list of them by a
+schema: numbers become the enumerations, booleans and integers that the schema requires; what the trace omits is taken
+from the schema's default, with a note, or reported as missing. Nothing is filled in without a note.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .types import dtype_of, layout, layout_of, memory_format, memory_format_of,
 
 
 class Form(Enum):
-    """What a trace says of an argument."""
+    """What a trace says about an argument."""
 
     tensor = "a tensor"
     items = "a list"
     number = "a number"
     text = "text"  # a string, a dtype's or a device's name: text that the schema has to interpret
     nothing = "None"  # the trace says that it is None
-    unrecorded = "nothing"  # the trace says nothing: None, or a value of a kind that it does not record
+    unrecorded = "nothing"  # the trace says nothing: None, or a kind of value that it does not record
     truncated = "a truncated value"
     hidden = "a value"  # a number or a list of numbers, whose value is not recorded
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a trace says of a tensor. None: not said. `identity` names its storage where the trace knows it, `offset` is
-    in elements, `device` a name such as `cuda:0`. `lacks` says why no such tensor can be made."""
+    """What a trace says about a tensor; None: not recorded. `identity` names its storage if the trace knows it,
+    `offset` is in elements, `device` a name such as `cuda:0`. `lacks` says why no such tensor can be made."""
 
     dtype: DType | None
     sizes: tuple[int, ...] | None
@@ -46,7 +46,7 @@ class TensorSpec:
     device: str | None = None
     offset: int = 0
     identity: Hashable = None
-    number: bool = False  # a Python number that was passed as a tensor without dimensions
+    number: bool = False  # a Python number that was passed as a zero-dimensional tensor
     flags: TensorFlag = TensorFlag(0)  # conjugated or negated views
     lacks: str = ""
 
@@ -64,14 +64,14 @@ class Recorded:
 
 @dataclass(frozen=True)
 class DeviceName:
-    """A device as an argument; `name` is None if the trace does not say which."""
+    """A device as an argument; `name` is None if the trace does not say which device."""
 
     name: str | None
 
 
 @dataclass(frozen=True)
 class DefaultGenerator:
-    """The default random generator, given explicitly."""
+    """The default random generator, passed explicitly."""
 
     device: str | None = None
 
@@ -91,10 +91,10 @@ Bound = Any
 
 @dataclass
 class Binding:
-    """Arguments as a schema reads them, in its order; those left to their defaults for certain are not among them.
+    """Arguments as a schema reads them, in its order, without those that were certainly left to their defaults.
 
-    `assumed` are sentences on what the trace does not say, `missing` on what could not be found out: with any of those
-    the call cannot be made.
+    `assumed` has sentences about what the trace does not say, `missing` about what could not be determined: if there
+    are any of those, the call cannot be made.
     """
 
     arguments: list[tuple[str, Bound]] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Binding:
 
 NOTHING = Recorded(Form.nothing, shown="None")
 UNRECORDED = Recorded(Form.unrecorded, shown="")
-NO_NUMBERS = Recorded(Form.unrecorded, value="no numbers", shown="")  # where lists of numbers would be recorded
+NO_NUMBERS = Recorded(Form.unrecorded, value="no numbers", shown="")  # in place of lists of numbers
 HIDDEN_NUMBER = Recorded(Form.hidden, value="a number", shown="a number")
 HIDDEN_LIST = Recorded(Form.hidden, value="a list of numbers", shown="a list of numbers")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)f?\Z")
@@ -124,7 +124,7 @@ _WORDS: dict[str, Any] = {
 
 
 def number(text: str) -> bool | int | float | complex | None:
-    """A number as C++ or Python prints it; None if it is not one. Integers stay integers."""
+    """A number as C++ or Python prints it; None if the text is not a number. Integers stay integers."""
     text = text.strip()
     if len(text) > _LONGEST_NUMBER:
         return None
@@ -144,8 +144,8 @@ def number(text: str) -> bool | int | float | complex | None:
 
 
 def parse(text: str, depth: int = 0) -> Recorded:
-    """A value out of its text: `[1, 2]`, `0.5`, `False`, `None`; anything else is text. `depth`: how many lists are
-    around it."""
+    """Parse a value: `[1, 2]`, `0.5`, `False`, `None`; anything else is text. `depth` is the number of lists around
+    it."""
     stripped = text.strip()
     if stripped in ("None", "<None>", "null"):
         return NOTHING
@@ -178,14 +178,14 @@ def of_tensor(spec: TensorSpec, shown: str = "") -> Recorded:
 
 
 def of_list(items: Sequence[Recorded], shown: str = "") -> Recorded:
-    """A list; one of its items being truncated, the list is."""
+    """A list; it is truncated if one of its items is."""
     if any(item.form is Form.truncated for item in items):
         return Recorded(Form.truncated, shown=shown)
     return Recorded(Form.items, items=tuple(items), shown=shown)
 
 
 def of_value(value: Any) -> Recorded:
-    """What a Python value from JSON says."""
+    """A Python value from JSON as a recorded argument."""
     if value is None:
         return NOTHING
     if isinstance(value, bool | int | float | complex):
@@ -199,14 +199,14 @@ def of_value(value: Any) -> Recorded:
 
 
 def fits(kind: ArgumentType, recorded: Recorded) -> int | None:
-    """How well a recorded argument fits a schema type: 3 exactly, 2 by conversion, 1 perhaps; None: not at all."""
+    """How well a recorded argument fits a schema type: 3 exactly, 2 by conversion, 1 possibly; None: not at all."""
     form = recorded.form
     if form is Form.nothing:
         return 3 if kind.optional else 1 if kind.base == "Tensor" and not kind.depth else None
     if form is Form.unrecorded:
         if kind.optional:
             return 3
-        # Undefined tensors and values of kinds that the profiler does not record; it records all plain numbers.
+        # Undefined tensors, and values of kinds that the profiler does not record; it records all plain numbers.
         plain = kind.base in ("int", "float", "number", "bool", "complex")
         return None if plain and (recorded is NO_NUMBERS or not kind.depth) else 1
     if form is Form.hidden:
@@ -216,7 +216,7 @@ def fits(kind: ArgumentType, recorded: Recorded) -> int | None:
         return 2 if kind.depth or kind.base == "str" else 1
     if kind.depth:
         if form is not Form.items:
-            # One number stands for a list where the schema gives the list's length: `int[2] stride`.
+            # One number may stand for a list if the schema gives the list's length: `int[2] stride`.
             return 1 if form is Form.number and kind.length and fits(kind.element, recorded) else None
         worst = 3
         for item in recorded.items:
@@ -267,9 +267,9 @@ _ENUMERATIONS: dict[str, Any] = {"ScalarType": scalar_type, "Layout": layout, "M
 
 
 def score(schema: torch.FunctionSchema, recorded: Sequence[Recorded]) -> int | None:
-    """How well recorded arguments, by position, fit a schema; None: they do not.
+    """How well recorded arguments, by position, fit a schema; None: not at all.
 
-    Arguments that the trace does not have (older PyTorch had fewer) must have defaults.
+    Arguments that the trace lacks (older PyTorch had fewer) must have defaults.
     """
     arguments = schema.arguments
     if len(recorded) > len(arguments):
@@ -288,13 +288,13 @@ def score(schema: torch.FunctionSchema, recorded: Sequence[Recorded]) -> int | N
 
 
 class Reader:
-    """Reads recorded arguments by a schema. `names` says what stands for strings that a trace dropped."""
+    """Reads recorded arguments by a schema. `names` has replacements for strings that a trace dropped."""
 
     def __init__(self, names: TracedNames | None = None) -> None:
         self._names = names or TracedNames()
 
     def bind(self, schema: torch.FunctionSchema, recorded: Sequence[Recorded], *, by: str = "the trace") -> Binding:
-        """Every argument the schema has, as far as the trace or its default says. `by` names the trace in notes."""
+        """Bind every argument of the schema, as far as the trace or its default says. `by` names the trace in notes."""
         binding = Binding()
         for position, argument in enumerate(schema.arguments):
             each = recorded[position] if position < len(recorded) else None
@@ -358,7 +358,7 @@ class Reader:
 
 
 def decode(kind: ArgumentType, recorded: Recorded) -> tuple[Bound, str]:
-    """(value, "") of a recorded argument read as a schema type, or (None, what is wrong)."""
+    """A recorded argument read as a schema type: (value, ""), or (None, what is wrong)."""
     if recorded.form is Form.nothing:
         if kind.optional or kind.base == "Tensor":
             return None, ""

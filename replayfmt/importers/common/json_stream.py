@@ -1,10 +1,10 @@
 """Reads huge JSON files one entry at a time, and broken ones as far as possible.
 
-A trace is an object with a few small members and one array of very many events. `JsonStream.entries` returns the
-members one by one, and the elements of named arrays one by one, with memory for one chunk and one entry. What real
-exporters get wrong is read anyway: trailing commas, bare NaN and Infinity, invalid escapes, bytes that are not UTF-8;
-an entry that cannot be read is skipped; a file that was cut off ends where it ends. Each of these is a Problem, with
-the byte offset in the (decompressed) JSON.
+A trace is an object with a few small members and one array of very many events. `JsonStream.entries` yields the
+members, and the elements of named arrays, one by one, with memory for one chunk and one entry. Errors that real
+exporters make are tolerated: trailing commas, bare NaN and Infinity, invalid escapes, bytes that are not UTF-8; an
+unreadable entry is skipped; a truncated file ends where it was cut off. Each of these is a Problem, with the byte
+offset in the (decompressed) JSON.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from replayfmt.errors import InvalidCapture
 from .trace_files import Progress, TraceFile
 
 _CHUNK_BYTES = 1 << 20
-_LONGEST_ENTRY = 8 << 20  # characters; what is longer is assumed to be damage
-_MOST_IN_VAIN = 32 << 20  # characters read in vain before nothing more is looked for inside of damage
-_CAREFUL = 32  # entries that are read for themselves after one that could not be read
+_LONGEST_ENTRY = 8 << 20  # characters; anything longer is assumed to be damage
+_MOST_IN_VAIN = 32 << 20  # characters read in vain before the search inside damaged entries is given up
+_CAREFUL = 32  # entries that are read separately after one that could not be read
 _SHOWN_PROBLEMS = 20
 _DOUBLE_DIGITS = 16  # with the point, 15 digits: those that a double always holds
-# Possessive: a string of millions of characters keeps no way back for each of them.
+# Possessive quantifiers: strings of millions of characters keep no backtracking positions.
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
 _STRUCTURE = re.compile(rf'{_STRING}|["{{}}\[\]]', re.DOTALL)
 _NEXT_ENTRY = re.compile(r'[\]}"\w,]\s*\{\s*"(?:ph|name|cat|id|op_name)"\s*:')
@@ -65,8 +65,8 @@ def _float(text: str) -> float:
 
 
 class JsonStream:
-    """One pass over a trace file. `problems` has the first ones of each kind, `problem_counts` how many there were.
-    With `exact`, numbers of too many digits for a double are LongFloats."""
+    """One pass over a trace file. `problems` has the first few of each kind, `problem_counts` their numbers. With
+    `exact`, numbers with too many digits for a double are LongFloats."""
 
     def __init__(self, file: TraceFile, *, exact: bool = False) -> None:
         self._file = file
@@ -75,9 +75,9 @@ class JsonStream:
         self._text = ""
         self._place = 0
         self._before = 0  # bytes before the buffer
-        self._counted = 0, 0  # a place in the buffer, and how many bytes are before it
-        self._careful = 0  # as many entries are still read by their extent
-        self._in_vain = 0  # characters of entries that had no end, or were no JSON
+        self._counted = 0, 0  # a position in the buffer, and the number of bytes before it
+        self._careful = 0  # this many entries are still read by their extent
+        self._in_vain = 0  # characters of entries that had no end, or were not JSON
         self._ended = False
         self._not_utf8 = False
         self.problems: list[Problem] = []
@@ -85,13 +85,13 @@ class JsonStream:
 
     @staticmethod
     def open(path: str | PathLike[str], progress: Progress | None = None, *, member: str = "") -> JsonStream:
-        """A stream over a file's JSON, whatever it is packed in, or over that of an archive's member. Raises what
-        TraceFile raises."""
+        """A stream over a file's JSON, however it is packed, or over that of an archive's member. Raises the errors of
+        TraceFile."""
         return JsonStream(TraceFile(path, progress=progress, member=member))
 
     @property
     def offset(self) -> int:
-        """Byte offset of what comes next."""
+        """Byte offset of the next character."""
         place, count = self._counted if self._counted[0] <= self._place else (0, 0)
         count += len(self._text[place : self._place].encode("utf-8", "surrogateescape"))
         self._counted = self._place, count
@@ -99,12 +99,12 @@ class JsonStream:
 
     @property
     def member(self) -> str:
-        """Which of an archive's files this is, "" for a file that is not an archive."""
+        """The name of the archive's member that is read, "" if the file is not an archive."""
         return self._file.member
 
     @property
     def complete(self) -> bool:
-        """Whether the file was read to its proper end: nothing cut off, nothing skipped."""
+        """Whether the file was read to its proper end: nothing truncated, nothing skipped."""
         return not any(kind in self.problem_counts for kind in ("cut off", "skipped", "not JSON"))
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class JsonStream:
             self._note("cut off", f"the file is damaged here: {self._file.broken}", self.offset)
 
     def _members(self, arrays: Collection[str]) -> Generator[tuple[str, Any], None, bool]:
-        """Yields members; returns whether the object's end was reached."""
+        """Yield members; returns whether the object's end was reached."""
         while True:
             character = self._separated("}")
             if character in ("", "}"):
@@ -203,7 +203,7 @@ class JsonStream:
                 return
 
     def _separated(self, closing: str) -> str:
-        """The next character that is no space and no comma; "" at the end, which is noted."""
+        """The next character other than space and comma; "" at the end, which is reported."""
         commas = 0
         while (character := self._peek()) == ",":
             self._place += 1
@@ -217,11 +217,12 @@ class JsonStream:
     # ---------------------------------------------------------------------------------------------------------- values
 
     def _value(self, *, recover: bool = False) -> tuple[bool, Any]:
-        """(True, value) of the value that comes next, or (False, None) after noting why there is none."""
+        """(True, value) of the next value, or (False, None) after reporting why there is none."""
         if not self._peek():
             return self._broken_off(False)
         if self._careful:
-            # An error's message costs as much as what is before it: after one, an entry is read apart from the rest.
+            # Building an error message costs time proportional to the text before it: after an error, entries are read
+            # separately.
             self._careful -= 1
             extent = self._extent()
             if extent is not None and (extent < len(self._text) or self._ended):
@@ -232,11 +233,11 @@ class JsonStream:
                 if not isinstance(value, str | list | dict) and not self._ended and len(self._text) - end < 8:
                     if self._too_long():
                         return False, None
-                    self._fill(_CHUNK_BYTES)  # a number's last digits may come yet
+                    self._fill(_CHUNK_BYTES)  # the last digits of a number may be in the next chunk
                     continue
                 self._place = end
                 return True, value
-            except ValueError:  # no JSON, or a number of thousands of digits
+            except ValueError:  # not JSON, or a number of thousands of digits
                 extent = self._extent()
                 if extent is not None:
                     break
@@ -265,7 +266,7 @@ class JsonStream:
         return True, value
 
     def _too_long(self) -> bool:
-        """Whether what was read of an entry is longer than any is; it is skipped then."""
+        """Whether an entry is longer than any valid one; it is then skipped."""
         if len(self._text) - self._place <= _LONGEST_ENTRY:
             return False
         self._note("skipped", f"an entry of more than {_LONGEST_ENTRY} characters", self.offset)
@@ -275,8 +276,8 @@ class JsonStream:
         return True
 
     def _looks_inside(self, end: int) -> bool:
-        """Whether an entry that could not be read up to `end` is looked through for others. Where all of them are
-        damaged, each holds the next one: what is read in vain is bounded, and skipped from there on."""
+        """Whether to search an entry that could not be read up to `end` for other entries. If all entries are damaged,
+        each contains the next one: the total read in vain is bounded, and damage is skipped from then on."""
         self._in_vain += end - self._place
         return self._in_vain <= _MOST_IN_VAIN
 
@@ -290,7 +291,7 @@ class JsonStream:
         return False, None
 
     def _extent(self) -> int | None:
-        """Where the value that begins here ends, by its brackets; None if the buffer does not hold its end."""
+        """The end of the value that begins here, by its brackets; None if it is not in the buffer."""
         first = self._text[self._place]
         if first not in "{[":
             found = re.compile(r"[,}\]\s]").search(self._text, self._place) if first != '"' else None
@@ -299,7 +300,7 @@ class JsonStream:
         for found in _STRUCTURE.finditer(self._text, self._place):
             character = found.group()
             if character == '"':
-                return None  # a string without an end
+                return None  # an unterminated string
             if character in "{[":
                 depth += 1
             elif character in "}]":
@@ -309,7 +310,7 @@ class JsonStream:
         return None
 
     def _repaired(self, end: int, recover: bool) -> tuple[bool, Any]:
-        """The value up to `end`, with what exporters get wrong put right; skipped where that does not help."""
+        """The value up to `end`, with known exporter errors repaired; skipped if that does not help."""
         offset, text = self.offset, self._text[self._place : end]
         self._careful = _CAREFUL
         for kind, repair in (
@@ -335,7 +336,7 @@ class JsonStream:
         return False, None
 
     def _resynchronize(self) -> bool:
-        """Go to where the next entry seems to begin; False: there is none."""
+        """Go to the apparent beginning of the next entry; False if there is none."""
         self._place += 1
         while True:
             found = _NEXT_ENTRY.search(self._text, self._place)
@@ -351,7 +352,7 @@ class JsonStream:
     # ---------------------------------------------------------------------------------------------------------- buffer
 
     def _peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """The next character other than space; "" at the end."""
         while True:
             text, place = self._text, self._place
             if place < len(text) and text[place] not in " \t\r\n":

@@ -1,8 +1,8 @@
 """Finds the operator of a traced call, and its overload.
 
-A name is looked for in the JIT registry, then in `torch.ops`, then among the attributes of the modules that register
-its namespace, where the user allows importing them; the outcome says where it was found. Traces name the operator and
-not the overload: it is found by matching the recorded arguments against every schema of that name.
+A name is looked up in the JIT registry, then in `torch.ops`, then among the attributes of the modules that register its
+namespace, if the user allows importing them; the outcome says where it was found. Traces name the operator but not the
+overload: that is found by matching the recorded arguments against every schema of the name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .arguments import Form, Recorded, score
 from .schema_types import BASES, schema_type
 
 REGISTRY, TORCH_OPS, ATTRIBUTE = "the JIT registry", "torch.ops", "a module's attribute"
-# What traces call code that torch.compile generated: by version, a region, its autograd function, a graph's call.
+# Names in traces for code that torch.compile generated: by version, a region, its autograd function, a graph's call.
 COMPILED_CODE = re.compile(r"Torch-Compiled Region|CompiledFunction(Backward)?\Z|## Call CompiledFxGraph")
 
 
 @dataclass(frozen=True)
 class FoundOperator:
-    """One overload. `found` says where, `callable` is what a module's attribute gave (no registered schema then)."""
+    """One overload. `found` says where, `callable` is a module's attribute (there is no registered schema then)."""
 
     schema: torch.FunctionSchema
     found: str
@@ -55,7 +55,7 @@ class FoundOperator:
 
     @property
     def composite(self) -> bool:
-        """Whether it has no kernel of its own for devices: all it does is to call other operators."""
+        """Whether it has no device kernels of its own: it only calls other operators."""
         name = self.schema.name + (f".{self.schema.overload_name}" if self.schema.overload_name else "")
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if not self.dispatched or any(has(name, key) for key in ("CPU", "CUDA", "HIP", "XPU", "PrivateUse1")):
@@ -71,28 +71,28 @@ class FoundOperator:
 
     @property
     def only_views(self) -> bool:
-        """Whether all it returns are views on its arguments, which it does not write."""
+        """Whether it returns only views of its arguments, and does not write to them."""
         returns = self.schema.returns
         return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
     @property
     def traceable(self) -> bool:
-        """Whether a trace can say what it was called with: not where it needs an object of its library's own."""
+        """Whether a trace can record its arguments: not if it needs an object of its library's own type."""
         return all(
             schema_type(each).base in BASES or each.has_default_value() or schema_type(each).optional
             for each in self.schema.arguments
         )
 
     def kernel(self) -> Kernel:
-        """As a capture names it."""
+        """The kernel as a capture names it."""
         return Kernel(self.name, self.overload, printed_schema(self.schema))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The overload that a call was, or why none: `reason` is that of the unsupported record, `detail` a sentence.
+    """The overload of a call, or why there is none: `reason` is that of the unsupported record, `detail` a sentence.
 
-    `assumed` says what about the choice is not certain.
+    `assumed` says what about the choice is uncertain.
     """
 
     operator: FoundOperator | None
@@ -102,7 +102,7 @@ class Choice:
 
 
 def without_overload(name: str) -> str:
-    """`aten::add` of `aten::add.Tensor`."""
+    """`aten::add` for `aten::add.Tensor`."""
     return name.partition(".")[0]
 
 
@@ -120,8 +120,8 @@ class Operators:
         return bool(self.candidates(name)[0])
 
     def candidates(self, name: str) -> tuple[list[FoundOperator], str]:
-        """Every overload of a name, those that the dispatcher knows first; where there are none, why not. A name with
-        an overload (`aten::add.Tensor`, as the profiler's `capture_overload_names` prints it) has that one."""
+        """Every overload of a name, those that the dispatcher knows first; if there are none, why not. For a name with
+        an overload (`aten::add.Tensor`, as the profiler's `capture_overload_names` prints it), that one."""
         name, _dot, overload = name.partition(".")
         if name not in self._candidates:
             self._candidates[name] = self._find_meant(name)
@@ -151,8 +151,8 @@ class Operators:
         return found, "" if found else f"no operator {name} is registered here, {why}"
 
     def attribute(self, name: str) -> Callable[..., Any] | None:
-        """The function of an operator's name in a module that the user named for its namespace; nothing is registered
-        under that name."""
+        """The function of an operator's name in a module that the user specified for its namespace; used if nothing is
+        registered under that name."""
         for each in self.names.meant(without_overload(name)):
             namespace, _separator, base = each.partition("::")
             found = self._libraries.callable(namespace, base) if base.isidentifier() else None
@@ -161,9 +161,9 @@ class Operators:
         return None
 
     def by_types(self, name: str, recorded: Sequence[Recorded]) -> Choice:
-        """The function of a name as an operator, its schema made of the types of recorded arguments.
+        """A named function as an operator, with a schema made from the types of the recorded arguments.
 
-        Arguments that the trace says nothing of are left to the function's defaults if nothing recorded follows them.
+        Trailing arguments that the trace does not record are left to the function's defaults.
         """
         function = self.attribute(name)
         if function is None:
@@ -214,12 +214,12 @@ class Operators:
         return Choice(chosen[0], assumed=(*self.alias(name, chosen[0]), *assumed))
 
     def alias(self, name: str, operator: FoundOperator) -> tuple[str, ...]:
-        """What to say where a traced name is not the operator's own."""
+        """A note if a traced name is not the operator's own."""
         name = without_overload(name)
         return () if name == operator.name else (self.names.alias_sentence(name, operator.name),)
 
     def by_schema(self, text: str) -> Choice:
-        """The overload that a trace names by its schema's text, as it is in this torch."""
+        """The overload whose schema text is in the trace, as it is in this torch."""
         try:
             schema = parse_schema(text)
         except (RuntimeError, ValueError) as error:
@@ -240,7 +240,7 @@ _PLAIN = {bool: "bool", int: "int", float: "float", complex: "complex"}
 
 
 def _type_of(recorded: Recorded) -> str:
-    """A schema's type for a recorded argument, "" where the trace does not tell enough."""
+    """A schema type for a recorded argument, "" if the trace does not say enough."""
     if recorded.form is Form.tensor:
         return "Tensor"
     if recorded.form in (Form.nothing, Form.unrecorded):

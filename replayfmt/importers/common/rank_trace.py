@@ -12,8 +12,8 @@ MOST_RANKS = 1 << 24
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of `rank`: the file `path`, or in that archive the file `member`. `told` says where the rank is from,
-    `world_size` how many ranks there are at least."""
+    """The trace of `rank`: the file `path`, or the file `member` in that archive. `told` says how the rank is known,
+    `world_size` is the minimum number of ranks."""
 
     path: str
     member: str
@@ -23,13 +23,13 @@ class RankTrace:
 
     @property
     def name(self) -> str:
-        """The file, for people."""
+        """The file's name, for people."""
         return f"{self.path}: {self.member}" if self.member else self.path
 
 
 def rank_fields(rank: int | None, world_size: int, place: RankTrace | None) -> dict[str, Any]:
-    """The session's rank and world size: what the trace itself says, None if it does not, and what is known of its
-    place. Raises InvalidCapture if the two differ."""
+    """The session's rank and world size: from the trace itself, or from its place; None if neither says. Raises
+    InvalidCapture if the two differ."""
     if place is not None:
         if rank is not None and rank != place.rank:
             raise InvalidCapture(

@@ -1,10 +1,10 @@
-"""What became of each call of a trace: exact, inferred or incomplete, and why; as text and as JSON lines.
+"""The outcome for each call of a trace: exact, inferred or incomplete, and why; as text and as JSON lines.
 
 `exact`: the trace has everything that the call needs. `inferred`: something is missing, and `assumed` says what was
-used instead and where that comes from. `incomplete`: something is missing that cannot be inferred, or the operator
-itself: the call is an unsupported record, with `reason` and `detail`.
+used instead and where that comes from. `incomplete`: something is missing that cannot be inferred, or the operator is
+not available: the call becomes an unsupported record, with `reason` and `detail`.
 
-Traces have no tensor contents; this is noted once for the import, not for every call.
+Traces have no tensor contents; this is noted once per import, not for every call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Entry:
     device_ns: int | None = None
 
     def row(self) -> dict[str, Any]:
-        """The entry as a JSON object; only the fields that its status has."""
+        """The entry as a JSON object, with only the fields of its status."""
         row: dict[str, Any] = {
             "kind": "op",
             "op": self.op,
@@ -97,8 +97,9 @@ _COUNTED = {
 
 @dataclass
 class DeviceTime:
-    """How long the pieces of device work in a trace took, all streams together. `lost_ns`: of those that nothing in the
-    trace launched, which are not in the capture. `untimed`: how many have no duration, which no figure counts."""
+    """Total duration of the device work in a trace, over all streams. `lost_ns` is that of work which nothing in the
+    trace launched, and which is not in the capture. `untimed` is the number of pieces without a duration; no figure
+    includes them."""
 
     total_ns: int
     lost_ns: int = 0
@@ -107,9 +108,9 @@ class DeviceTime:
 
 @dataclass
 class ImportReport:
-    """The report of one import. `rank` is the one that was chosen among several, None if none was. `notes` are
-    sentences about the whole, `problems` those of the file, `unused` those on entries of the user's tables of names
-    that nothing needed. `device_time` is None if the trace has no device work.
+    """The report of one import. `rank` is the one chosen among several, None if there was no choice. `notes` are
+    sentences about the whole trace, `problems` about the file, `unused` about unneeded entries of the user's name
+    tables. `device_time` is None if the trace has no device work.
     """
 
     source: str
@@ -131,7 +132,7 @@ class ImportReport:
         host_ns: int | None = None,
         device_ns: int | None = None,
     ) -> Entry:
-        """Count calls under `key`; `make()` returns its entry where it is new."""
+        """Count calls under `key`; `make()` returns its entry if it is new."""
         entry = self.entries.get(key)
         if entry is None:
             entry = self.entries[key] = make()
@@ -142,7 +143,7 @@ class ImportReport:
         return entry
 
     def note(self, sentence: str) -> None:
-        """Say something of the whole, once."""
+        """Add a sentence about the whole trace, once."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
@@ -177,7 +178,7 @@ class ImportReport:
             yield entry.row()
 
     def device_shares(self) -> tuple[int, dict[str, int]]:
-        """Of the device time, in nanoseconds: what the calls that can be replayed stand for, and by reason the rest."""
+        """Device time in nanoseconds: that of the calls that can be replayed, and the rest by reason."""
         if self.device_time is None:
             return 0, {}
         calls = 0
@@ -260,7 +261,7 @@ class ImportReport:
         for entry in self.entries.values():
             for sentence in entry.assumed:
                 if isinstance(sentence, Guess):
-                    continue  # said as a warning
+                    continue  # already a warning
                 assumed[entry.op, sentence] += entry.calls
             if entry.status == "incomplete":
                 missing[entry.op, entry.reason, entry.detail] += entry.calls

@@ -1,7 +1,7 @@
-"""Results of calls that the trace does not record: found by running the operator on tensors without memory.
+"""Infers results that the trace does not record, by running the operator on tensors without memory.
 
-Meta tensors have sizes, strides and dtypes and no bytes, so the operator computes the shapes of its results and nothing
-else. Where that fails (the shape depends on the content, or the operator has no such kernel) the results stay unknown.
+Meta tensors have sizes, strides and dtypes but no bytes, so the operator computes only the shapes of its results. If
+that fails (the shape depends on the content, or the operator has no such kernel) the results stay unknown.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _MOST_RESULTS = 100_000
 
 @dataclass(frozen=True)
 class Same:
-    """A result that is an argument itself; `argument` counts the tensors among the arguments."""
+    """A result that is one of the arguments; `argument` is its index among the tensor arguments."""
 
     argument: int
 
 
 @dataclass(frozen=True)
 class ResultShape:
-    """A tensor result. `shares` is the tensor argument whose storage it is on, None: number `fresh` of new storages."""
+    """A tensor result. `shares` is the tensor argument whose storage it is on; if None, it is on new storage number
+    `fresh`."""
 
     dtype: DType
     sizes: tuple[int, ...]
@@ -54,7 +55,7 @@ class Results:
 
 
 def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> Results:
-    """What a call with these bound arguments returns."""
+    """The results of a call with these bound arguments."""
     if not schema.returns:
         return Results(())
     name = schema.overload_name or "default"
@@ -69,7 +70,7 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
     tensors: list[torch.Tensor] = []
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what an operator warns of is for who calls it, not for who asks
+            warnings.simplefilter("ignore")  # the operator's warnings are meant for its callers
             positional, keywords = _arguments(schema, arguments, tensors)
             returned = overload(*positional, **keywords)
     except Exception as error:  # any operator may fail in any way without content
@@ -83,7 +84,7 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
 
 
 def _is_endless(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> bool:
-    """Whether an operator that returns a list may return very many tensors: a trace may say any size."""
+    """Whether an operator that returns a list may return too many tensors: a trace may contain any size."""
     lists = any(isinstance(each.type, torch._C.ListType) for each in schema.returns)
     return lists and any(
         isinstance(value, TensorSpec) and max(value.sizes or (0,), default=0) > _MOST_RESULTS

@@ -1,6 +1,6 @@
-"""The type of a schema's argument, in the few words that reading recorded values needs.
+"""The type of a schema's argument, reduced to what reading recorded values needs.
 
-PyTorch's schema objects give enumerations as `int` in `type` and by name in `real_type`; this is made of the latter.
+PyTorch's schema objects report enumerations as `int` in `type` and by name in `real_type`; this uses the latter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 _NAMES = {"Scalar": "number", "SymInt": "int", "SymFloat": "float", "SymBool": "bool", "string": "str"}
 
 
-# What the elements of values are that a trace can hold; any other is an object of a library's own.
+# Element types of values that a trace can contain; any other is an object of a library's own type.
 BASES = frozenset(
     {
         "Tensor",
@@ -34,8 +34,8 @@ BASES = frozenset(
 
 @dataclass(frozen=True)
 class ArgumentType:
-    """`base` is Tensor, int, float, number, bool, complex, str, ScalarType, Layout, MemoryFormat, Device, Generator,
-    or another name; `depth` how many lists are around it; `length` a list's fixed length, 0 if it has none.
+    """`base` is Tensor, int, float, number, bool, complex, str, ScalarType, Layout, MemoryFormat, Device, Generator, or
+    another name; `depth` is the number of lists around it; `length` is a list's fixed length, 0 if it has none.
     `inner_optional` says for each list level, outermost first, whether its elements may be None."""
 
     base: str

@@ -1,8 +1,8 @@
-"""Writing imported calls as a capture: ops with their tensors and storages, scopes, unsupported records.
+"""Writes imported calls as a capture: ops with their tensors and storages, scopes, unsupported records.
 
 `ImportedSession` is for importers what the recorder is for a running program. It numbers storages and tensors as
-records use them, brings in those that no call before produced, and keeps a few thousand records until it writes a
-frame. What it is given is written; what is assumed about a call is the importer's to say, in the record's annotation.
+records use them, imports those that no earlier call produced, and buffers a few thousand records until it writes a
+frame. It writes what it is given; the importer notes what it assumed about a call in the record's annotation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AT_START = Moment()
 
 
 def imported_session(kind: str, source: str, **fields: Any) -> Session:
-    """The session of an import: what `fields` say of the captured program, nothing of the machine that imports.
+    """The session of an import: `fields` describe the captured program; the importing machine is not described.
 
     `kind` names the trace's format, `source` the file (its base name).
     """
@@ -45,11 +45,11 @@ def imported_session(kind: str, source: str, **fields: Any) -> Session:
 
 
 class ImportedSession:
-    """One capture being made from a trace. Use as a context manager: it is completed where nothing went wrong,
-    and removed where something did.
+    """One capture being made from a trace. Use as a context manager: the capture is completed on success, and removed
+    on an error.
 
     Methods raise ValueError, and write nothing, for what the format cannot hold (sizes beyond its limits, integers
-    beyond 64 bits): the importer makes an unsupported record of it. Writing raises CaptureFailed and OutputExists.
+    beyond 64 bits): the importer makes an unsupported record instead. Writing raises CaptureFailed and OutputExists.
     """
 
     def __init__(self, path: str | PathLike[str], session: Session, *, force: bool = False) -> None:
@@ -64,14 +64,14 @@ class ImportedSession:
 
     @property
     def records(self) -> int:
-        """How many records were written so far: the next one's ordinal."""
+        """How many records have been written: the next one's ordinal."""
         return self._builder.count
 
     # --------------------------------------------------------------------------------------------------- definitions
 
     def device(self, name: str, described: Device | None = None) -> int:
-        """The id of a device by name (`cpu`, `cuda:0`). `described` is its definition, needed at first use only where
-        more is known of it than the name. Raises ValueError for text that names no device."""
+        """The id of a device by name (`cpu`, `cuda:0`). `described` is its definition, needed only at first use and
+        only if more than the name is known. Raises ValueError for text that is not a device name."""
         number = self._devices.get(name)
         if number is None:
             number = self._devices[name] = self._writer.device(described or plain_device(name))
@@ -104,11 +104,11 @@ class ImportedSession:
         annotation: Mapping[str, Any] | None = None,
     ) -> int:
         """Record one call; returns its ordinal. Argument values are None, bool, int, float, complex, str, DType,
-        Layout, MemoryFormat, DeviceName, DefaultGenerator, Tensor, Storage (entered already), and lists and tuples of
+        Layout, MemoryFormat, DeviceName, DefaultGenerator, Tensor, Storage (imported already), and lists and tuples of
         these.
 
-        `results` are values likewise, one for each that the operator returns; None: they are unknown, then none are
-        recorded. A storage whose origin is not `op` is brought in before the first record that uses it; one that first
+        `results` are such values too, one for each result of the operator; None if they are unknown, and then none are
+        recorded. A storage whose origin is not `op` is imported before the first record that uses it; one that first
         appears among the results is allocated there. Raises ValueError for what a record cannot hold.
         """
         slots = Slots()
@@ -150,7 +150,7 @@ class ImportedSession:
         return self._named(RecordKind.unsupported, moment, note, reason=reason, op=op, detail=detail)
 
     def release(self, storages: Sequence[TracedStorage], moment: Moment = _AT_START) -> None:
-        """Record that nothing uses these storages any more: a replay need not keep them. Unused ones are left out."""
+        """Record that these storages are no longer used: a replay need not keep them. Unused ones are left out."""
         for storage in storages:
             if storage.id and not storage.released:
                 storage.released = True
@@ -160,7 +160,7 @@ class ImportedSession:
     # ------------------------------------------------------------------------------------------------------- storages
 
     def enter(self, storage: TracedStorage, moment: Moment = _AT_START) -> None:
-        """Bring a storage in ahead of its first use."""
+        """Import a storage ahead of its first use."""
         if not storage.id:
             self._enter(storage, moment)
 
@@ -209,12 +209,12 @@ class ImportedSession:
     # ------------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Write what is left and complete the capture."""
+        """Write the remaining records and complete the capture."""
         self._builder.flush()
         self._writer.close(self._last_ns)
 
     def abandon(self) -> None:
-        """Remove what was written: part of a trace is not an import of it."""
+        """Remove what was written: a partial import must not look like an import."""
         self._writer.discard()
 
     def __enter__(self) -> ImportedSession:
@@ -230,7 +230,7 @@ class ImportedSession:
 
 
 def plain_device(name: str) -> Device:
-    """A device of which nothing but its name is known. Raises ValueError for text that names none."""
+    """A device of which only the name is known. Raises ValueError for text that is not a device name."""
     kind, separator, index = name.partition(":")
     if not kind.isidentifier() or (separator and not index.isdigit()):
         raise ValueError(f"{name!r} names no device")

@@ -1,7 +1,8 @@
-"""Opening trace files: plain, gzip, tar, tar.gz and zip, as one stream of bytes with a known place in the file.
+"""Opens trace files (plain, gzip, tar, tar.gz and zip) as one stream of bytes with a known position in the file.
 
-The JSON inside an archive is found by name, and may be gzip itself. Nothing is unpacked to disk and nothing is read
-whole; a compressed file that was cut off gives what can be decompressed, and says so.
+The JSON inside an archive is found by name, and may itself be compressed with gzip. Nothing is unpacked to disk and
+nothing is read whole; of a truncated compressed file, everything that can be decompressed is returned, and the damage
+is reported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _BLOCK_BYTES = 1 << 20
 _SHOWN_NAMES = 16
 _GZIP = b"\x1f\x8b"
 _LONGEST_HEADER = 1 << 20  # of a tar member: names and attributes
-# RuntimeError: a zip's member is encrypted, or compressed in a way that this Python does not know.
+# RuntimeError: a zip's member is encrypted, or compressed with a method that this Python does not support.
 _CUT = (
     EOFError,
     zlib.error,
@@ -40,8 +41,8 @@ _CUT = (
 
 
 def regular_length(path: str | PathLike[str]) -> int:
-    """How long a file is, in bytes. Raises CaptureNotFound if there is none, or it is not a regular file: a pipe cannot
-    be read twice, and opening one waits for a writer."""
+    """A file's length in bytes. Raises CaptureNotFound if it does not exist or is not a regular file: a pipe cannot be
+    read twice, and opening one waits for a writer."""
     try:
         found = os.stat(path)
     except (OSError, ValueError) as error:
@@ -55,7 +56,7 @@ def regular_length(path: str | PathLike[str]) -> int:
 
 
 def _damage(error: BaseException) -> str:
-    """What is wrong with a file that could be opened, but not read to its end, as a clause."""
+    """What is wrong with a file that could be opened but not read to its end, as a clause."""
     if isinstance(error, EOFError):
         return f"the compressed data is cut off: {error}"
     if isinstance(error, gzip.BadGzipFile | zlib.error):
@@ -64,7 +65,7 @@ def _damage(error: BaseException) -> str:
 
 
 class _Headers:
-    """A tar file's stream for tarfile, which reads headers of any declared length whole."""
+    """A stream of a tar file for tarfile, which would read headers of any declared length whole."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -77,7 +78,7 @@ class _Headers:
 
 
 class _Part(io.RawIOBase):
-    """What is between two places of a stream that can be read from any place: a tar member that is gzip itself."""
+    """A section of a seekable stream: a tar member that is itself compressed with gzip."""
 
     def __init__(self, stream: IO[bytes], start: int, length: int) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class TraceFile:
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise CaptureNotFound(f"{self.path}: {reason}; expected a trace file") from error
-        self._packed: IO[bytes] = self._raw  # what the gzip data that is read lies in
+        self._packed: IO[bytes] = self._raw  # what contains the gzip data
         try:
             self._stream = self._unpacked(wanted)
         except _CUT as error:
@@ -157,7 +158,7 @@ class TraceFile:
             try:
                 start = plain.read(512)
             except _CUT:
-                start = b""  # cut off within the first bytes: reading from the beginning gives what there is
+                start = b""  # truncated within the first bytes: reading from the beginning returns them
             plain.seek(0)
         else:
             start = plain.read(512)
@@ -179,12 +180,12 @@ class TraceFile:
         raise self._without_trace(archive.namelist())
 
     def _tar_member(self, plain: IO[bytes], wanted: Callable[[str], bool]) -> IO[bytes]:
-        """The stream itself, at the member's begin: tarfile gives nothing of a block that is cut off."""
+        """The stream itself, positioned at the member's beginning: tarfile returns nothing of a truncated block."""
         archive = tarfile.open(fileobj=_Headers(plain), mode="r:")  # type: ignore[call-overload]  # noqa: SIM115
         names = []
         for member in archive:
             names.append(member.name)
-            # Hidden files (`._name`) are what macOS adds for its own.
+            # macOS adds hidden files (`._name`) of its own.
             if (
                 member.isfile()
                 and not member.issparse()
@@ -225,7 +226,7 @@ class TraceFile:
         return data
 
     def _rest(self) -> bytes:
-        """What could be decompressed before the damage, and was not given yet."""
+        """The data that was decompressed before the damage and has not been returned yet."""
         if not isinstance(self._stream, gzip.GzipFile):
             return b""
         self._packed.seek(0)
@@ -238,7 +239,7 @@ class TraceFile:
                     break
                 data = decompressor.decompress(block, _BLOCK_BYTES)
             except _CUT:
-                break  # or what the gzip data lies in is damaged itself
+                break  # or the container of the gzip data is itself damaged
             pieces.write(data[skip:])
             skip = max(0, skip - len(data))
             block = decompressor.unconsumed_tail
@@ -256,7 +257,7 @@ class TraceFile:
 
 
 def others_note(path: str | PathLike[str], member: str) -> str:
-    """A sentence on which file of an archive was read and which like it were not; "" for a file that is not an
+    """A sentence on which file of an archive was read and which similar ones were not; "" if the file is not an
     archive."""
     if not member:
         return ""
@@ -268,18 +269,18 @@ def others_note(path: str | PathLike[str], member: str) -> str:
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """A list of files for people: the first ones, and how many more there are."""
+    """A list of files for people: the first few, and the number of the others."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 def is_json(name: str) -> bool:
-    """Whether a file may be a trace, by its name. Hidden ones (`._name`) are what macOS adds for its own."""
+    """Whether a file may be a trace, by its name. macOS adds hidden files (`._name`) of its own."""
     return name.endswith((".json", ".json.gz")) and not Path(name).name.startswith(".")
 
 
 def is_archive(path: str | PathLike[str]) -> bool:
-    """Whether a file, by its content, is a zip or a tar, packed or not."""
+    """Whether a file, by its content, is a zip or a tar, compressed or not."""
     with open(path, "rb") as raw:
         head = raw.read(2)
         raw.seek(0)
@@ -291,7 +292,7 @@ def is_archive(path: str | PathLike[str]) -> bool:
 
 
 def archive_names(path: str | PathLike[str]) -> tuple[list[str], str]:
-    """The files of an archive as far as it can be read, and what is wrong with it, "" where nothing is."""
+    """The files of an archive as far as it can be read, and what is wrong with it, "" if nothing is."""
     names: dict[str, None] = {}
     try:
         if zipfile.is_zipfile(path):

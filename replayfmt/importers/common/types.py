@@ -45,7 +45,7 @@ _PREFIXES = ("c10::", "at::", "std::", "torch.", "thrust::", "const ", "::")
 
 
 def dtype_of(name: str) -> DType | None:
-    """The dtype that a type name stands for, None if it stands for none that is known.
+    """The dtype of a type name, None if it is not a known dtype.
 
     >>> dtype_of("long int"), dtype_of("c10::Float8_e4m3fn"), dtype_of("BFloat16"), dtype_of("torch.int8")
     """
@@ -62,8 +62,8 @@ def dtype_of(name: str) -> DType | None:
 
 
 def wrapped(name: str) -> tuple[str, list[str]]:
-    """A type name taken apart: `Tensor(float)` is ("Tensor", ["float"]), `GenericList[Int,Tensor(c10::Half)]` is
-    ("GenericList", ["Int", "Tensor(c10::Half)"]); a name that wraps nothing has no inner names."""
+    """A type name split into its parts: `Tensor(float)` is ("Tensor", ["float"]), `GenericList[Int,Tensor(c10::Half)]`
+    is ("GenericList", ["Int", "Tensor(c10::Half)"]); a name that wraps nothing has no inner names."""
     text = name.strip()
     for opening, closing in ("()", "[]"):
         head, found, rest = text.partition(opening)
@@ -73,7 +73,7 @@ def wrapped(name: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """Comma-separated names, commas inside brackets of any kind apart."""
+    """Comma-separated names, not split at commas inside brackets."""
     parts: list[str] = []
     depth, start = 0, 0
     for position, character in enumerate(text):
@@ -89,7 +89,7 @@ def _split(text: str) -> list[str]:
 
 
 def scalar_type(number: int) -> DType | None:
-    """The dtype of a c10::ScalarType's number, None if there is none: the format's codes are those plus one."""
+    """The dtype for a c10::ScalarType's number, None if there is none: the format's codes are those plus one."""
     return DType(number + 1) if 0 <= number < max(DType) else None
 
 
@@ -104,14 +104,14 @@ def memory_format(number: int) -> MemoryFormat | None:
 
 
 def layout_of(name: str) -> Layout | None:
-    """The layout of a name: `torch.strided`, `Strided`, `SparseCsr`."""
+    """The layout for a name: `torch.strided`, `Strided`, `SparseCsr`."""
     text = name.removeprefix("torch.").lower().replace("_", "")
     text = {"sparse": "sparsecoo", "mkldnn": "mkldnn"}.get(text, text)
     return next((each for each in Layout if each and each.name.replace("_", "") == text), None)
 
 
 def memory_format_of(name: str) -> MemoryFormat | None:
-    """The memory format of a name: `torch.channels_last`, `ChannelsLast`, `Preserve`."""
+    """The memory format for a name: `torch.channels_last`, `ChannelsLast`, `Preserve`."""
     text = name.removeprefix("torch.").lower().replace("_", "").removesuffix("format")
     names = {each.name.replace("_", "").removesuffix("format"): each for each in MemoryFormat if each}
     return names.get(text)

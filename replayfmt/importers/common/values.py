@@ -1,7 +1,7 @@
-"""Values that an imported call has, and how they become nodes and slots of a record.
+"""The values of an imported call, and how they become nodes and slots of a record.
 
-A `TracedStorage` is memory that the importer gives a call, a `Tensor` a view on it. Both get their ids when a record
-uses them first, because a capture numbers storages in that order.
+A `TracedStorage` is memory that the importer gives a call, a `Tensor` a view of it. Both get their ids when a record
+first uses them, because a capture numbers storages in that order.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 @dataclass(eq=False)
 class TracedStorage:
-    """One allocation. `content` is a payload's bytes or a recipe, where it has any. `id` is 0 until it is used; `views`
-    has the ids of the tensors on it that were used, by offset and metadata id.
+    """One allocation. `content` is a payload's bytes or a recipe, if it has any. `id` is 0 until it is used; `views`
+    has the ids of the used tensors on it, by offset and metadata id.
     """
 
     bytes: int
     device: int
     origin: StorageOrigin = StorageOrigin.absent
     content: Bytes | Recipe | None = None
-    reason: str = "import"  # of the storage_import record that brings it in
+    reason: str = "import"  # of the storage_import record that imports it
     id: int = 0
     released: bool = False
     views: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def bytes_needed(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> int:
-    """How long a storage must be for a view. Raises ValueError for strides that reach below its beginning, and for
+    """The length that a storage needs for a view. Raises ValueError for strides that reach below its beginning, and for
     more bytes than a storage can have."""
     if any(size < 0 for size in sizes) or offset < 0 or any(stride < 0 for stride in strides):
         raise ValueError(f"sizes {list(sizes)}, strides {list(strides)} and offset {offset}: expected none below zero")
@@ -76,7 +76,7 @@ def bytes_needed(dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...],
 
 
 def possible_bytes(length: int) -> int:
-    """A storage's length, where it is one. Raises ValueError for one that no memory has."""
+    """A storage's length, if it is possible. Raises ValueError if no memory can have it."""
     if length > _MOST:
         raise ValueError(f"a storage of {length} bytes: expected no more than 2^63-1, the most that there can be")
     return length
@@ -90,7 +90,7 @@ def plain_tensor(
     offset: int = 0,
     origin: StorageOrigin = StorageOrigin.absent,
 ) -> Tensor:
-    """A tensor on a storage of its own, just as long as it needs. Raises ValueError for impossible geometry."""
+    """A tensor on a new storage of exactly the length it needs. Raises ValueError for impossible geometry."""
     strides = contiguous(sizes) if strides is None else strides
     storage = TracedStorage(bytes_needed(dtype, sizes, strides, offset), device, origin)
     return Tensor(storage, TensorMeta(dtype, Layout.strided, device, sizes, strides, TensorFlag(0)), offset)
@@ -100,14 +100,15 @@ _ENUMERATIONS = {DType: ValueKind.dtype, Layout: ValueKind.layout, MemoryFormat:
 
 
 class NodeMaker:
-    """Makes nodes out of values. `device_id` returns a device's id by name, `generator_id` a default generator's."""
+    """Makes nodes from values. `device_id` returns a device's id by name, `generator_id` that of a default
+    generator."""
 
     def __init__(self, device_id: Any, generator_id: Any) -> None:
         self._device_id = device_id
         self._generator_id = generator_id
 
     def node(self, value: Any, slots: Slots, name: str = "") -> Node:
-        """The node of a value; what it keeps in slots is appended. Raises ValueError for what a record cannot hold."""
+        """The node of a value; appends its slots. Raises ValueError for what a record cannot hold."""
         if value is None:
             return Node(ValueKind.none, name)
         if isinstance(value, Tensor):

@@ -1,8 +1,8 @@
-"""From a node of an execution trace to an operator's call: its arguments by name, what they are on, what was assumed.
+"""From a node of an execution trace to an operator's call: its arguments by name, their allocations, what was assumed.
 
-One `NodeCalls` goes through the chosen nodes in order. It knows which allocation each tensor is on, finds out strides
-that older traces do not have, and reads the arguments by the operator's schema. It does so twice: a first time only to
-find out how long each allocation is.
+One `NodeCalls` goes through the chosen nodes in order. It knows which allocation each tensor is on, infers the strides
+that older traces lack, and reads the arguments by the operator's schema. There are two passes: the first only
+determines the length of each allocation.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .nodes import TensorReader, TracedTensor, TraceNode, operator_name, recorde
 from .selection import Kind, kind_of
 
 BY = "the execution trace"
-# Operators that return a view which stands for other values than those in memory, or again for those.
+# Operators that return a view with other values than those in memory, or that undo this.
 _TURNS = {"aten::_conj": TensorFlag.conj, "aten::_neg_view": TensorFlag.neg}
 
 
 @dataclass
 class NodeStep:
-    """One chosen node. `given` and `returned` tell where its tensors are. `choice` and `binding` are those of an
-    operator; `assumed` has what was assumed besides the binding's sentences."""
+    """One chosen node. `given` and `returned` say where its tensors are. `choice` and `binding` are those of an
+    operator; `assumed` has the assumptions besides the binding's."""
 
     node: TraceNode
     kind: Kind
@@ -46,7 +46,7 @@ class NodeStep:
 
 
 class _OnAllocations(TensorReader):
-    """Tensors with the number of their allocation as identity."""
+    """Tensors with their allocation's number as identity."""
 
     def __init__(self, placed: dict[TracedTensor, Placed]) -> None:
         self._placed = placed
@@ -111,11 +111,11 @@ class NodeCalls:
         return step
 
     def inside(self, node: TraceNode) -> None:
-        """A node within a chosen one: memory that it allocates has no other owner any more."""
+        """Handle a node within a chosen one: the memory it allocates belongs to no other node any more."""
         self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
 
     def _effects(self, node: TraceNode) -> tuple[list[TracedTensor], list[TracedTensor]]:
-        """The tensors whose content a node reads, and those that it writes: all of them, if it does not say."""
+        """The tensors that a node reads, and those that it writes; if it does not say which, all of them."""
         given = node.inputs.tensors
         everything = [tensor for _position, tensor in given]
         if kind_of(node) is not Kind.operator:
@@ -140,7 +140,7 @@ class NodeCalls:
                 written.append(tensor)
                 read.append(tensor)
             elif (tensor.device, tensor.storage) not in returned or in_place:
-                read.append(tensor)  # what returns its argument's memory is a view
+                read.append(tensor)  # an op that returns its argument's memory makes a view
         return read, written
 
     # ------------------------------------------------------------------------------------------------------- arguments
@@ -194,7 +194,7 @@ class NodeCalls:
         return known
 
     def _say_strides(self, step: NodeStep) -> None:
-        """Older traces have no strides: say where those of the arguments come from."""
+        """Note where the strides of the arguments come from: older traces have none."""
         known: dict[Any, bool] = {
             (each.allocation, each.tensor.sizes, each.strides, each.tensor.offset): each.strides_known
             for each in step.given.values()
@@ -219,11 +219,11 @@ class NodeCalls:
             )
 
     def _made(self, spec: TensorSpec) -> bool:
-        """Whether an operator before returned the memory that a tensor is on."""
+        """Whether an earlier operator returned the memory of a tensor."""
         return isinstance(spec.identity, int) and bool(self.allocations.made[spec.identity])
 
     def _strides(self, step: NodeStep) -> list[tuple[int, ...] | None] | None:
-        """Strides of everything an operator returned, by running it without data; None if that does not show it."""
+        """Strides of everything an operator returned, inferred by running it without data; None if that fails."""
         if step.choice is None or step.choice.operator is None or step.binding is None or step.binding.missing:
             return None
         returned = self.inferred.of(step.choice.operator.schema, step.binding.arguments)
@@ -235,8 +235,8 @@ class NodeCalls:
         ]
 
     def _numbers(self, step: NodeStep) -> None:
-        """Python numbers reach operators as tensors without dimensions that do not participate in type promotion; in a
-        trace they look like tensors that do. Where that matters, the recorded result shows it."""
+        """Mark Python numbers: they reach operators as zero-dimensional tensors that do not participate in type
+        promotion, but look in a trace like tensors that do. If that matters, the recorded result shows it."""
         binding, choice = step.binding, step.choice
         assert binding is not None and choice is not None and choice.operator is not None
         outputs = [dtype_of(tensor.type_name) for _position, tensor in step.node.outputs.tensors]
@@ -273,14 +273,14 @@ class NodeCalls:
 
 
 class Inferred:
-    """What operators return for given arguments, found out once for each."""
+    """The results of operators for given arguments, inferred once each."""
 
     def __init__(self) -> None:
         self._inferred: dict[Any, list[TensorSpec] | None] = {}
 
     def of(self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> list[TensorSpec] | None:
-        """Dtype, sizes, strides and offset of every tensor that is returned, those in lists too; None if PyTorch
-        cannot tell without data."""
+        """Dtype, sizes, strides and offset of every returned tensor, including those in lists; None if PyTorch cannot
+        infer them without data."""
         key = (schema.name, schema.overload_name, tuple((name, _key(value)) for name, value in arguments))
         if key not in self._inferred:
             given = [spec for _name, value in arguments for spec in _tensors(value)]
@@ -321,7 +321,7 @@ def _tensors(value: Any) -> list[TensorSpec]:
 def _by_name(
     traced: torch.FunctionSchema, here: torch.FunctionSchema, recorded: list[Recorded]
 ) -> tuple[list[Recorded], list[str]]:
-    """Arguments in the order of the schema here, and sentences on those that it does not have."""
+    """Arguments in the order of the local schema, and sentences about those that it does not have."""
     by_name = {argument.name: each for argument, each in zip(traced.arguments, recorded, strict=False)}
     names = [argument.name for argument in here.arguments]
     unknown = [f"{name}: the operator here has no such argument" for name in by_name if name not in names]
@@ -331,7 +331,7 @@ def _by_name(
 
 
 def _allocates_only(node: TraceNode) -> bool:
-    """Whether an operator writes nothing to what it allocates. What `resize_` keeps of older content counts as
+    """Whether an operator writes nothing to the memory it allocates. Older content that `resize_` keeps counts as
     written."""
     operator = operator_named(operator_name(node.schema)[0])
     given = node.inputs.tensors
@@ -344,11 +344,11 @@ def _shown_flags(flags: TensorFlag) -> str:
 
 
 def _specs(binding: Binding | None) -> list[tuple[str, TensorSpec]]:
-    """Every tensor of a call with the name of the argument it is in."""
+    """Every tensor of a call with the name of its argument."""
     arguments = binding.arguments if binding is not None else ()
     return [(name, spec) for name, value in arguments for spec in _tensors(value)]
 
 
 def _strides_tell(spec: TensorSpec) -> bool:
-    """Whether strides of this tensor mean anything."""
+    """Whether this tensor's strides carry information."""
     return sum(size != 1 for size in spec.sizes or ()) > 0 and 0 not in (spec.sizes or ())

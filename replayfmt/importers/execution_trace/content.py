@@ -1,7 +1,7 @@
-"""Content in an execution trace: the ranges of integer tensors, and the files of those that were saved completely.
+"""Content in an execution trace: the ranges of integer tensors, and the files of tensors that were saved completely.
 
-Both exist only where the traced program asked for them (ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE and
-_DATA). Whatever else was not produced by a call has no content in the trace.
+Both exist only if the traced program requested them (ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE and
+_DATA). Other storages that no call produced have no content in the trace.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _LARGEST_CONSTANT = 64 << 20
 _RESOURCES = "_resources"
 
 
-# Arithmetic with a number that leaves the other operand as it is: by operator, without a trailing underscore.
+# The neutral element of arithmetic with a number: by operator, without a trailing underscore.
 _NEUTRAL = {"aten::add": 0, "aten::sub": 0, "aten::mul": 1, "aten::div": 1, "aten::pow": 1}
 
 
 def _folder_name(name: str) -> str:
-    """Of the folder that the observer puts a trace's resources into."""
+    """The name of the folder that the observer puts a trace's resources into."""
     return name.removesuffix(".gz").removesuffix(".json") + _RESOURCES
 
 
 @dataclass(frozen=True)
 class Found:
-    """Content for a storage; `told` describes its source, for the call that takes it."""
+    """Content for a storage; `told` describes its source, for the note on the call that uses it."""
 
     origin: StorageOrigin
     content: bytes | Recipe
@@ -48,10 +48,10 @@ class Found:
 
 class TracedContent:
     """The resources of one trace: Triton sources by file name, saved tensors by node and number. `problems` are
-    sentences on resources that could not be read."""
+    sentences about resources that could not be read."""
 
     def __init__(self, path: str, member: str = "") -> None:
-        """`member`: which file of an archive the trace is."""
+        """`member` is the trace's file in an archive."""
         self._path, self._member = path, member
         self.problems: list[str] = []
 
@@ -64,7 +64,7 @@ class TracedContent:
         if damage:
             self.problems.append(f"resources of the trace may be missing: {damage}")
         own = str(Path(self._member).parent / _folder_name(Path(self._member).name)) + "/"
-        if any(name.startswith(own) for name in members):  # else the archive has one trace, whatever it was called
+        if any(name.startswith(own) for name in members):  # else the archive has one trace, under any name
             members = {name: data for name, data in members.items() if name.startswith(own)}
         found = {Path(name).name: data for name, data in members.items()}
         folder = self._folder()
@@ -75,18 +75,18 @@ class TracedContent:
         return found
 
     def _folder(self) -> Path | None:
-        """Where the observer puts resources: beside `x.json`, in `x_resources`."""
+        """The folder in which the observer puts resources: `x_resources` beside `x.json`."""
         path = Path(self._path)
         folder = path.with_name(_folder_name(path.name))
         return folder if folder.is_dir() else None
 
     def source(self, name: str) -> str | None:
-        """A Triton kernel's source, by the name of its file."""
+        """A Triton kernel's source, by its file's name."""
         data = self._files.get(name)
         return None if data is None else data.decode(errors="replace")
 
     def number(self, operator: str, dtype: DType, storage: TracedStorage) -> Found | None:
-        """A Python number's value, which no trace has: the one that changes nothing, where the operator has one."""
+        """A value for a Python number, which no trace records: the operator's neutral element, if it has one."""
         neutral = _NEUTRAL.get(operator.removesuffix("_"))
         torch_dtype = TORCH_DTYPE.get(dtype)
         if neutral is None or torch_dtype is None or storage.bytes < torch_dtype.itemsize:

@@ -8,10 +8,10 @@ from .nodes import TracedTensor, TraceNode, operator_name
 
 
 class KeptCopies:
-    """Copies that autograd makes of a tensor before an in-place operator changes it, and that the backward pass reads.
+    """Copies that autograd makes of a tensor before an in-place operator changes it, for use in the backward pass.
 
-    They are children of the operator and no part of what it does. A copy that nothing outside takes is the operator's
-    own business.
+    They are children of the operator but not part of its work. A copy that is not used outside the operator is the
+    operator's own.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class KeptCopies:
         self._kept: dict[int, list[int]] = defaultdict(list)
 
     def add(self, position: int, node: TraceNode) -> None:
-        """The next node of the trace: children come before their parent."""
+        """Add the next node of the trace: children come before their parent."""
         given = [tensor for _position, tensor in node.inputs.tensors]
         if self._waiting:
             taken = {(each.device, each.storage) for each in given}
@@ -31,7 +31,7 @@ class KeptCopies:
                     self._kept[found[0]].append(found[1])
             for _position, tensor in node.outputs.tensors:
                 if (tensor.device, tensor.storage) not in taken:
-                    self._waiting.pop((tensor.device, tensor.storage), None)  # another allocation by now
+                    self._waiting.pop((tensor.device, tensor.storage), None)  # by now another allocation
         returned = [tensor for _position, tensor in node.outputs.tensors]
         if node.name == "aten::clone" and given and returned:
             self._under.setdefault(node.parent, []).append((position, given[0], returned[0]))

@@ -1,9 +1,9 @@
-"""Importing a PyTorch execution trace (ExecutionTraceObserver): a graph, in which results of one call are arguments of
+"""Imports a PyTorch execution trace (ExecutionTraceObserver): a graph in which results of one call are arguments of
 others.
 
-Three passes over the file, so that it need not fit into memory: which nodes represent the work, how long each
-allocation is, and writing. Calls keep the order they had; storages and views are those of the traced program. What no
-call produced has no content in the trace.
+Three passes over the file, which therefore need not fit into memory: choosing the nodes that represent the work,
+determining the length of each allocation, and writing. Calls keep their order; storages and views are those of the
+traced program. Storages that no call produced have no content in the trace.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def import_execution_trace(
     level: str = "deepest",
     place: RankTrace | None = None,
 ) -> ImportReport:
-    """Make a capture of an execution trace, plain, gzip or in a tar archive with its resources.
+    """Make a capture of an execution trace: plain, gzip, or in a tar archive with its resources.
 
-    `place` says which file of an archive it is, and of which rank, where that was chosen.
-    `rewrite="portable"` puts operators that every device has in place of those that only the traced one has.
-    `level="root"` imports the outermost operators instead of the deepest that have all of the work. `progress` is
-    called with bytes done and in all.
+    `place` says which file of an archive it is and which rank's, if that was chosen. `rewrite="portable"` replaces
+    operators that only the traced device has with operators that every device has. `level="root"` imports the outermost
+    operators instead of the deepest ones that cover all of the work. `progress` is called with the bytes done and the
+    total.
 
-    Raises CaptureNotFound and InvalidCapture for the file, UnsupportedVersion for a schema that is unknown,
-    OutputExists and CaptureFailed for the capture.
+    Raises CaptureNotFound and InvalidCapture for the file, UnsupportedVersion for an unknown schema, OutputExists and
+    CaptureFailed for the capture.
     """
     trace = _Trace(fspath(path), progress, place.member if place else "")
     report = ImportReport(Path(trace.path).name, KIND)
@@ -119,7 +119,7 @@ def _most(counted: Counter[str]) -> str:
 
 
 class _Trace:
-    """The file, read as often as it takes."""
+    """The file, read as often as needed."""
 
     def __init__(self, path: str, progress: Progress | None, member: str) -> None:
         self.path = path
@@ -143,14 +143,14 @@ class _Trace:
                 self.problems = [*(str(problem) for problem in stream.problems), *self.problems]
 
     def _share(self, number: int) -> Progress | None:
-        """The progress of one pass as a part of the whole."""
+        """The progress of one pass as a share of the whole."""
         progress = self._progress
         if progress is None:
             return None
         return lambda done, length: progress((number * length + done) // _PASSES, length)
 
     def select(self, *, roots: bool) -> ChosenNodes:
-        """The first pass. Raises InvalidCapture if this is not an execution trace."""
+        """The first pass. Raises InvalidCapture if the file is not an execution trace."""
         skeleton = Skeleton(self.path)
         entry = -1
         for key, value in self._rows(0):
@@ -193,8 +193,8 @@ class _Trace:
                     self.world_size = max(1, group["group_size"])
 
     def nodes(self, selection: ChosenNodes, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
-        """The chosen nodes in the order they ran in, with True; between them those inside of them that say something
-        about memory or collectives, with False."""
+        """The chosen nodes in the order in which they ran, with True; between them, with False, the nodes inside them
+        that say something about memory or collectives."""
         found = self._wanted(selection, number)
         if selection.ordered:
             yield from found
@@ -220,7 +220,7 @@ class _Trace:
 def _by_id(
     found: Iterator[tuple[TraceNode, int, bool]], before: Mapping[int, int]
 ) -> Iterator[tuple[TraceNode, int, bool]]:
-    """The chosen nodes by id, each after those inside of it, and after those that ran before it."""
+    """The chosen nodes by id, each after the nodes inside it and after those that ran before it."""
     groups: list[list[tuple[TraceNode, int, bool]]] = [[]]
     for each in found:
         groups[-1].append(each)
@@ -239,7 +239,7 @@ _TELLING = ("aten::empty", "record_param_comms")
 
 
 class _Marks:
-    """Begins and ends scopes, so that the records between are inside the marks that they were inside of."""
+    """Begins and ends scopes to match the marks that each record was inside."""
 
     def __init__(self, capture: ImportedSession) -> None:
         self._capture = capture
@@ -247,7 +247,7 @@ class _Marks:
         self._scopes: list[int] = []
 
     def enter(self, path: MarkPath, thread: int) -> int:
-        """Be inside these marks; returns the scope."""
+        """Enter these marks; returns the scope."""
         if path != self._path:
             common = sum(1 for _pair in takewhile(lambda pair: pair[0] == pair[1], zip(path, self._path, strict=False)))
             for _position, name in reversed(self._path[common:]):

@@ -1,10 +1,10 @@
 """Which allocation a traced tensor is on.
 
-An execution trace names memory by its address, and an allocator returns the same address again: what an operator
-returns, and did not get as an argument, is a new allocation, whoever had that address before. What an operator is
-given, and nothing before it returned, was there when the trace began (or was made unseen). Going through the same nodes
-in the same order gives the same numbers, so a first pass finds out how long each allocation must be, and a second one
-uses that.
+An execution trace identifies memory by its address, and an allocator reuses addresses: memory that an operator returns
+without having it as an argument is a new allocation, even if the address was used before. Memory that an operator uses
+and that no earlier one returned existed when the trace began (or was made unseen). Going through the same nodes in the
+same order yields the same numbers, so a first pass determines how long each allocation must be, and a second one uses
+that.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .nodes import TracedTensor
 
 Address = tuple[str, int]
 _NO_FLAGS = TensorFlag(0)
-# What Python numbers become where an operator takes tensors.
+# The dtypes that Python numbers get if an operator takes tensors.
 NUMBERS = frozenset({DType.float64, DType.int64, DType.complex128, DType.bool})
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor, its strides, and the number of its allocation, from 1. `flags` tell whether it is a conjugated or
-    negated view; `doubtful`: there are such views of this memory, and no trace says which of them a tensor is.
-    `strides_known`: the strides are those of the trace, or of what an operator returned."""
+    """A tensor, its strides, and the number of its allocation, from 1. `flags` say whether it is a conjugated or
+    negated view; `doubtful`: this memory has such views, and the trace does not say whether this tensor is one.
+    `strides_known`: the strides are from the trace, or of an operator's result."""
 
     tensor: TracedTensor
     strides: tuple[int, ...]
@@ -41,7 +41,7 @@ class Placed:
 
 
 class _Seen(NamedTuple):
-    """How a tensor lies on its memory, and whether that is known or guessed."""
+    """A tensor's strides on its memory, and whether they are known or guessed."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -51,9 +51,9 @@ class _Seen(NamedTuple):
 
 @dataclass
 class _Live:
-    """The allocation that an address stands for now. `exact`: an operator made it, just as long as what it returned;
-    `returned`: an operator returned it, or wrote to it; `blank`: none has written to it since it was allocated. `flags`
-    are those of tensors by id, `flagged` whether any ever had one."""
+    """The allocation that is currently at an address. `exact`: an operator made it, exactly as long as its result;
+    `returned`: an operator returned it, or wrote to it; `blank`: it has not been written since it was allocated.
+    `flags` are those of tensors by id, `flagged` says whether any tensor ever had one."""
 
     number: int
     exact: bool
@@ -67,8 +67,8 @@ class _Live:
 
 
 class Allocations:
-    """All allocations of a trace. By number, from 1: `bytes` at least needed, whether an operator `made` them, which
-    step uses them `last`."""
+    """All allocations of a trace, by number, from 1: the minimum of `bytes` needed, whether an operator `made` it, and
+    the step that used it `last`."""
 
     def __init__(self) -> None:
         self.bytes, self.made, self.last = array("q", [0]), array("b", [0]), array("q", [0])
@@ -85,8 +85,8 @@ class Allocations:
 
 class MemoryMap:
     """Follows addresses through a trace. `replaced` names the tensors of the last step that were assumed to be on other
-    memory, whose allocation the trace does not show. `unseen` are the allocations whose content something wrote that is
-    not in the trace."""
+    memory, whose allocation the trace does not show. `unseen` are the allocations to which something outside the trace
+    wrote."""
 
     def __init__(self, allocations: Allocations | None = None) -> None:
         """With the `allocations` of an earlier pass over the same nodes, their numbers and lengths are used."""
@@ -102,8 +102,9 @@ class MemoryMap:
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def access(self, read: Iterable[TracedTensor], written: Iterable[TracedTensor]) -> None:
-        """What an operator is about to read and write. Memory that was allocated, and is read before anything wrote to
-        it, got its content unseen (`torch.tensor` fills it so): from here on it is an allocation that nothing made."""
+        """Note what an operator is about to read and write. Memory that was allocated and is read before any
+        operator wrote to it was filled unseen (as `torch.tensor` does): from here on it is an allocation that no
+        operator made."""
         for tensor in read:
             live = self._live.get(_address(tensor))
             if live is not None and live.blank:
@@ -117,7 +118,7 @@ class MemoryMap:
                 live.blank = False
 
     def take(self, inputs: Iterable[TracedTensor]) -> list[Placed]:
-        """What an operator is given."""
+        """Place the arguments of an operator."""
         self.replaced = []
         self.steps += 1
         return [self._given(tensor) for tensor in inputs]
@@ -131,11 +132,11 @@ class MemoryMap:
         blank: bool = False,
         turned: TensorFlag = _NO_FLAGS,
     ) -> list[Placed]:
-        """What an operator returns, each with its strides (None: those of the trace, or contiguous).
+        """Place the results of an operator, each with its strides (None: those of the trace, or contiguous).
 
-        `known` is False for operators that return memory of others without being given it (`set_` of a storage),
-        `blank` True for those that leave what they allocate as it is. Views have the flags of what they are views of,
-        `turned` for `_conj` and `_neg_view`.
+        `known` is False for operators that return existing memory that was not an argument (`set_` of a storage),
+        `blank` True for those that leave new memory unwritten. Views have the flags of their base, toggled by `turned`
+        for `_conj` and `_neg_view`.
         """
         old = {_address(each.tensor) for each in given if each.tensor.elements}
         old_empty = {_address(each.tensor) for each in given if not each.tensor.elements}
@@ -165,7 +166,8 @@ class MemoryMap:
         return placed
 
     def forget(self, tensors: Iterable[TracedTensor]) -> None:
-        """Something that cannot be replayed made these: what is on their memory now comes from nothing before."""
+        """These tensors come from something that cannot be replayed: earlier records do not explain their memory's
+        content."""
         for tensor in tensors:
             self._live.pop(_address(tensor), None)
             self._empty.pop(_address(tensor), None)
@@ -185,7 +187,7 @@ class MemoryMap:
         ):
             live = None
         if live is not None and live.exact and (tensor.end(strides) > live.end or tensor.type_name not in live.types):
-            # A tensor's id is an address as well: that it was seen before on this memory proves nothing.
+            # A tensor's id is an address too: having seen it on this memory before proves nothing.
             self.replaced.append(tensor)
             live = None
         if live is None:
@@ -194,8 +196,8 @@ class MemoryMap:
         return self._note(live, tensor, strides, known=computed)
 
     def _strides(self, tensor: TracedTensor, live: _Live | None) -> tuple[tuple[int, ...], bool]:
-        """Strides, and whether they are known. A tensor that is new on its memory (autograd keeps others than those
-        that it was given) lies there as the last one of its sizes did."""
+        """Strides, and whether they are known. A tensor that is new on its memory (autograd keeps different ones from
+        those that it was passed) is assumed to have the strides of the last one with its sizes."""
         if tensor.strides is not None:
             return tensor.strides, True
         tensors = live.tensors if live is not None else {}
@@ -227,7 +229,7 @@ class MemoryMap:
     def _note(self, live: _Live, tensor: TracedTensor, strides: tuple[int, ...], *, known: bool) -> Placed:
         end = tensor.end(strides)
         live.end = max(live.end, end)
-        live.tensors.pop(tensor.id, None)  # the last one is at the end
+        live.tensors.pop(tensor.id, None)  # keep the latest one last
         live.tensors[tensor.id] = _Seen(tensor.sizes, strides, tensor.offset, known)
         live.types.add(tensor.type_name)
         flags = live.flags.get(tensor.id, _NO_FLAGS)
@@ -243,6 +245,6 @@ def _address(tensor: TracedTensor) -> Address:
 
 
 def like_number(tensor: TracedTensor) -> bool:
-    """Whether this may be a Python number that an operator was given as a tensor: each is a short allocation of its
-    own, often where the one before was."""
+    """Whether this may be a Python number passed as a tensor: each is a short allocation of its own, often at the
+    address of the previous one."""
     return tensor.device == "cpu" and not tensor.sizes and dtype_of(tensor.type_name) in NUMBERS

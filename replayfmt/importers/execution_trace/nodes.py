@@ -1,9 +1,9 @@
 """The nodes of a PyTorch execution trace, in one form for every schema version.
 
-ExecutionTraceObserver writes a node when its function returns, so children come before their parent; a node's id was
-given when the function was entered. Schema 1.0.1 keeps everything in flat keys; from 1.0.2 on values, types and
+ExecutionTraceObserver writes a node when its function returns, so children come before their parent; it assigns the
+node's id when the function is entered. Schema 1.0.1 keeps everything in flat keys; from 1.0.2 on values, types and
 attributes are grouped; 1.0.4 names the files of Triton kernels; 1.1.0 describes collectives; 1.1.1 has strides, and
-ranges of integer tensors where the program asked for them.
+ranges of integer tensors if the program requested them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ USER_SCOPE = 7  # at::RecordScope::USER_SCOPE: record_function and the profiler'
 
 
 def schema_version(text: object, path: str) -> tuple[int, int, int]:
-    """The version of a trace's `schema` field. Raises where it is none, or one that this reader does not know."""
+    """The version in a trace's `schema` field. Raises if it is invalid, or unknown to this reader."""
     found = _VERSION.match(text) if isinstance(text, str) else None
     if found is None:
         raise InvalidCapture(f"{path}: the execution trace's schema is {text!r}, expected a version such as 1.1.1")
@@ -68,7 +68,7 @@ class NodeValues:
 
     @cached_property
     def tensors(self) -> list[tuple[int, TracedTensor]]:
-        """Every tensor, those in lists too, with the position of the argument it is in."""
+        """Every tensor, including those in lists, with the position of its argument."""
         found: list[tuple[int, TracedTensor]] = []
         for position in range(len(self.values)):
             kind = self.types[position] if position < len(self.types) else ""
@@ -84,7 +84,7 @@ class NodeValues:
 
 @dataclass(frozen=True)
 class TraceNode:
-    """One node. `schema` is "" for what is not an operator; `kernel_file` names a Triton kernel's source."""
+    """One node. `schema` is "" if it is not an operator; `kernel_file` names a Triton kernel's source."""
 
     id: int
     name: str
@@ -145,12 +145,12 @@ def node_of(row: Any) -> TraceNode:
 
 
 def communication(node: TraceNode) -> Mapping[str, Any]:
-    """What a `record_param_comms` node says of its collective: `collective_name`, `dtype`, `in_msg_nelems`,
-    `out_msg_nelems`, `pg_name`, `pg_desc`, `pg_size`, as far as it does. Empty where it says nothing.
+    """What a `record_param_comms` node says about its collective: `collective_name`, `dtype`, `in_msg_nelems`,
+    `out_msg_nelems`, `pg_name`, `pg_desc`, `pg_size`, as far as present. Empty if it says nothing.
 
-    Schemas before 1.1.0 have no attributes for it, but the function's inputs: tensors (not those that only wait), a
+    Schemas before 1.1.0 have no attributes for it, only the function's inputs: tensors (unless it only waits), a
     sequence number, the group (a number, from 1.0.3 on a name and a description), the rank, the collective's name, the
-    splits of what goes in and out, and from 1.0.3 on the group's first rank, stride and size.
+    split sizes of input and output, and from 1.0.3 on the group's first rank, stride and size.
     """
     if "collective_name" in node.attributes:
         return node.attributes
@@ -174,12 +174,12 @@ def communication(node: TraceNode) -> Mapping[str, Any]:
     return facts | {"pg_size": size} if isinstance(size, int) and size > 0 else facts
 
 
-# Of these, the rank that is recorded is that of the process; of others (broadcast, reduce) it may be the root's.
+# For these collectives the recorded rank is the process's; for others (broadcast, reduce) it may be the root's.
 _TELL_RANK = ("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "barrier")
 
 
 def rank_said(node: TraceNode) -> int | None:
-    """The rank that a node says its process has: a collective of the group of all ranks. None: it says none."""
+    """The rank of the process according to a node: a collective of the group of all ranks. None if it does not say."""
     values, kinds = node.inputs.values, node.inputs.types
     place = next((place for place, kind in enumerate(kinds) if kind == "String"), 0)
     if node.name != "record_param_comms" or not 3 <= place < len(values) or values[place] not in _TELL_RANK:
@@ -190,7 +190,7 @@ def rank_said(node: TraceNode) -> int | None:
 
 
 def _number(value: Any) -> int:
-    """An id. Raises ValueError if it is not one."""
+    """An id. Raises ValueError if it is invalid."""
     if type(value) is not int or not 0 <= value < _LIMIT:
         raise ValueError(f"{value!r:.40} is not an id")
     return value
@@ -213,8 +213,8 @@ def _from_flat_keys(row: Mapping[str, Any], prefix: str, values: str) -> NodeVal
 
 @dataclass(frozen=True)
 class TracedTensor:
-    """A tensor as a node has it. `storage` stands for the address of its memory: another allocation may get the same
-    one later. `strides` is None if the trace has none."""
+    """A tensor as a node has it. `storage` stands for the address of its memory, which another allocation may get
+    later. `strides` is None if the trace has none."""
 
     id: int
     storage: int
@@ -228,11 +228,11 @@ class TracedTensor:
 
     @property
     def defined(self) -> bool:
-        """Whether there is a tensor at all."""
+        """Whether the tensor is defined."""
         return bool(self.device)
 
     def end(self, strides: tuple[int, ...]) -> int:
-        """Where its memory ends, in bytes from its storage's begin, with these strides."""
+        """Where its memory ends, in bytes from the start of its storage, with these strides."""
         if not self.elements:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, strides, strict=True))
@@ -240,7 +240,7 @@ class TracedTensor:
 
 
 def traced_tensor(value: object, sizes: object, strides: object, type_name: str) -> TracedTensor | None:
-    """A tensor out of its six numbers; None if they do not describe a tensor."""
+    """A tensor made from its six numbers; None if they do not describe a tensor."""
     if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
         return None
     if not set(map(type, value[:5])) <= _INTEGER or min(value[:5]) < 0 or max(value[:5]) >= _LIMIT:
@@ -281,15 +281,15 @@ def _at(values: Any, index: int) -> Any:
 
 
 class TensorReader:
-    """Returns the TensorSpec of a traced tensor; what it is made of is the caller's business."""
+    """Returns the TensorSpec of a traced tensor."""
 
     def spec(self, tensor: TracedTensor) -> TensorSpec:
-        """As the trace says it, without knowing which allocation it is on."""
+        """The tensor as the trace describes it, without its allocation."""
         return TensorSpec(dtype_of(tensor.type_name), tensor.sizes, tensor.strides, tensor.device, tensor.offset)
 
 
 def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[Recorded]:
-    """What the trace says of each argument, in the schema's order."""
+    """What the trace says about each argument, in the schema's order."""
     return [
         _recorded(
             value,
@@ -346,7 +346,7 @@ def _text(value: str, kind: str) -> Recorded:
 
 
 def rounded(value: float) -> bool:
-    """Whether a number may have lost digits: the observer prints six decimals, so 1e-8 becomes 0.000000."""
+    """Whether a number may have lost digits: the observer prints six decimals, and 1e-8 becomes 0.000000."""
     if value != value or value in (float("inf"), float("-inf")):
         return False
     text = f"{value:.6f}"

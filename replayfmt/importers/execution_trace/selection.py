@@ -1,9 +1,9 @@
-"""Which nodes of an execution trace represent its work: each piece once, at the deepest level that has all of it.
+"""Which nodes of an execution trace represent its work: each piece once, at the deepest level that covers all of it.
 
-An operator that only calls others (a composite like `linear`, a switch between backends like `convolution`) gives way
-to what it called, where that produced everything it returned; every other operator stands for whatever it called. What
-is not an operator (autograd's wrappers, modules, marks of the user) only contains others. Only a few words of each node
-are kept, so that a trace need not fit into memory.
+An operator that only calls others (a composite like `linear`, a switch between backends like `convolution`) is replaced
+by its callees if they produced everything it returned; any other operator represents all of its callees. Nodes that are
+not operators (autograd's wrappers, modules, user marks) only contain others. Only a few words of each node are kept, so
+a trace need not fit into memory.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Kind(IntEnum):
     operator = 2
     collective = 3
     triton = 4
-    hidden = 5  # no operator, took tensors: whatever it did with them left no trace
-    idle = 6  # waiting for a collective, telling the allocator; operators on tensors without memory (meta)
+    hidden = 5  # not an operator, took tensors: its work on them left no trace
+    idle = 6  # waiting for a collective, informing the allocator; operators on tensors without memory (meta)
     compiled = 7  # a call of compiled code: contains what operators it calls
 
 
-# Operators that choose a backend and do nothing else: what they called was chosen by the traced machine.
+# Operators that only choose a backend: their callees were chosen by the traced machine.
 _SWITCHES = frozenset({"aten::convolution", "aten::_convolution", "aten::convolution_overrideable"})
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?\Z", re.ASCII)
 _ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(graph|trace)\|(thread|process)\]\Z")
-# Wrappers of PyTorch itself that may call no operator, and then did nothing.
+# PyTorch's own wrappers, which may call no operator and then did nothing.
 _IDLE = re.compile(
     r"(autograd::engine::evaluate_function: |torch::autograd::|torch::distributed::|"
     r"torch\.distributed\.|torch::jit::|Optimizer\.|nccl:|gloo:|enumerate\(|TorchDynamo Cache Lookup|"
@@ -55,7 +55,7 @@ _IN_PYTHON = frozenset({"PythonDispatchMode", "PythonSubclass"})
 
 
 def gives_way(name: str, overload: str) -> bool:
-    """Whether an operator does its work by calling others, as far as the PyTorch here knows it."""
+    """Whether an operator works by calling others, as far as the local PyTorch knows it."""
     if name in _SWITCHES:
         return True
     full = f"{name}.{overload}" if overload else name
@@ -68,7 +68,7 @@ def gives_way(name: str, overload: str) -> bool:
 
 
 def kind_of(node: TraceNode) -> Kind:
-    """What a node is, looked at by itself."""
+    """The kind of a node, looked at by itself."""
     if node.kernel_backend == "triton" or (node.kernel_file and not node.schema):
         return Kind.triton
     if node.name == "record_param_comms":
@@ -130,7 +130,7 @@ class ChosenNodes:
 
 
 class Skeleton:
-    """What selecting needs of each node, gathered in one pass over the trace."""
+    """What the selection needs of each node, gathered in one pass over the trace."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -149,7 +149,7 @@ class Skeleton:
         return len(self._ids)
 
     def add(self, node: TraceNode) -> None:
-        """The next node of the trace."""
+        """Add the next node of the trace."""
         kind = kind_of(node)
         self._kept.add(len(self._ids), node)
         self._ids.append(node.id)
@@ -185,7 +185,7 @@ class Skeleton:
         return self._ways[key]
 
     def _damage(self, positions: Mapping[int, int]) -> Iterator[str]:
-        """Sentences on nodes that cannot be what the trace says."""
+        """Sentences about nodes that are inconsistent."""
         again = len(self._ids) - len(positions)
         if again:
             yield f"nodes with the id of another node: {again}; children of that id are assigned to the last one"
@@ -206,7 +206,7 @@ class Skeleton:
         return self._ids[position] != self._parents[position]
 
     def select(self, *, roots: bool = False) -> ChosenNodes:
-        """Choose. With `roots`, the outermost operators. Raises InvalidCapture if parents form a circle."""
+        """Choose the nodes. With `roots`, the outermost operators. Raises InvalidCapture if parents form a cycle."""
         positions = {number: position for position, number in enumerate(self._ids)}
         children: dict[int, list[int]] = defaultdict(list)
         tops: list[int] = []
@@ -268,7 +268,7 @@ class _NodeWalk:
                 self._close(position)
 
     def _through(self, position: int, below: list[int]) -> list[int]:
-        """What takes the place of an operator that gives way; itself where that is not all of its work."""
+        """The nodes that replace an operator which gives way; the operator itself if they are not all of its work."""
         of = self._of
         made = set(of._made[of._made_first[position] : of._made_first[position + 1]])
         handled = of._ids[position] in of._handled
@@ -288,7 +288,7 @@ class _NodeWalk:
             stack += self._children.get(each, ())
 
     def _close(self, position: int) -> None:
-        """What is below a chosen node is done by it."""
+        """A chosen node represents everything below it."""
         for each in self._below(position):
             self.seen += 1
             self._selection.inside[each] = 1
@@ -321,7 +321,7 @@ class _NodeWalk:
         main = min(filter(None, of._threads), default=0)
         for position in selection.chosen:
             thread, number = of._threads[position], selection.before.get(position, of._ids[position])
-            if of._kinds[position] != Kind.compiled:  # told of after what it called
+            if of._kinds[position] != Kind.compiled:  # recorded after its callees
                 selection.ordered &= number >= latest.get(thread, 0)
                 latest[thread] = number
             path = self._path_of(position, on_main=thread == main)
@@ -343,7 +343,7 @@ class _NodeWalk:
         of = self._of
         names: list[str] = []
         above = self._positions.get(of._parents[position])
-        # Wrappers have no circles: every node here was reached from a root.
+        # Wrappers form no cycles: every node here was reached from a root.
         while above is not None and of._positions_differ(above):
             name = of._texts[of._names[above]]
             wraps = of._kinds[above] in (Kind.container, Kind.compiled) and name not in _IN_PYTHON
@@ -353,7 +353,7 @@ class _NodeWalk:
         return tuple(reversed(names))
 
     def _path_of(self, position: int, *, on_main: bool) -> Path | None:
-        """The marks around a node, outermost first; None if its thread does not show it."""
+        """The marks around a node, outermost first; None if its thread does not show them."""
         of = self._of
         marks: list[tuple[int, str]] = []
         forward = 0

@@ -1,7 +1,7 @@
-"""Writing the calls of an execution trace into a capture, and the report of what became of each.
+"""Writes the calls of an execution trace into a capture, and the report on each.
 
-A storage is entered where something first reads it, unless a call returned it; its content is what the trace has, which
-for most is nothing. What cannot be an op becomes an unsupported record that names it: collectives with their sizes and
+A storage is imported where something first reads it, unless a call returned it; its content is what the trace has,
+usually none. A node that cannot be an op becomes an unsupported record that names it: collectives with their sizes and
 groups, Triton kernels with their source, work without an operator.
 """
 
@@ -59,7 +59,7 @@ class GraphWriter:
             self._communication.setdefault(node.thread, node)  # the innermost: it ends first
 
     def write(self, step: NodeStep, scope: int, within: tuple[str, ...] = ()) -> None:
-        """The next chosen node, inside a scope; `within` names what else is around it."""
+        """Write the next chosen node, inside a scope; `within` names the wrappers around it."""
         self._around = {"within": list(within)} if within else {}
         moment = Moment(thread=step.node.thread, scope=scope)
         if step.kind is Kind.operator:
@@ -144,7 +144,7 @@ class GraphWriter:
     # ---------------------------------------------------------------------------------------------------------- values
 
     def _value(self, step: NodeStep, value: Any) -> Any:
-        """A bound argument as a record holds it."""
+        """A bound argument in the form that a record holds."""
         if isinstance(value, TensorSpec):
             return self._tensor(value)
         if isinstance(value, list):
@@ -156,7 +156,7 @@ class GraphWriter:
         return value
 
     def _returned_storage(self, step: NodeStep) -> TracedStorage:
-        """What a storage argument is: operators that take one return a tensor on it."""
+        """The storage of a storage argument: operators that take one return a tensor on it."""
         placed = next(iter(step.returned.values()), None)
         if placed is None:
             raise ValueError("a storage argument of an operator that returns no tensor")
@@ -208,7 +208,7 @@ class GraphWriter:
         ]
 
     def _result(self, step: NodeStep, value: Any, sizes: Any, strides: Any, kind: str) -> Any:
-        """A returned tensor or list of them; values of other kinds depend on content, which this trace has not."""
+        """A returned tensor or list of tensors; values of other kinds depend on content, which this trace lacks."""
         head, inner = wrapped(kind)
         if head == "Tensor":
             tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
@@ -224,7 +224,7 @@ class GraphWriter:
     # --------------------------------------------------------------------------------------------------------- content
 
     def _enter(self, step: NodeStep, moment: Moment) -> None:
-        """Give storages that nothing returned what content the trace has for them."""
+        """Give storages that nothing returned the content that the trace has for them."""
         spans = step.node.integer_ranges()
         arguments = step.binding.arguments if step.binding is not None else ()
         bound = {
@@ -311,7 +311,7 @@ class GraphWriter:
 
 
 class _Communication:
-    """What `record_param_comms` says of a collective. `alone`: its group has one rank."""
+    """What `record_param_comms` says about a collective. `alone`: its group has one rank."""
 
     def __init__(self, node: TraceNode | None, groups: Mapping[str, Mapping[str, Any]]) -> None:
         facts = communication(node) if node is not None else {}

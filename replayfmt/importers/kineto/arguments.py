@@ -44,7 +44,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 @dataclass
 class Read:
-    """Recorded arguments of one event kind, with what was assumed to read them; or what is missing."""
+    """Recorded arguments of one event kind, with the assumptions made in reading them; or what is missing."""
 
     arguments: list[Recorded] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Read:
 
 
 def read_arguments(kind: OpKind) -> Read:
-    """What the trace says of each argument."""
+    """What the trace says about each argument."""
     given = kind.recorded
     if given is None or given["Input Dims"] is None:
         return Read(missing="the trace says nothing of its arguments; profile with record_shapes=True")
@@ -80,7 +80,7 @@ def read_arguments(kind: OpKind) -> Read:
 
 
 def _settle_empty_lists(types: list[Any], read: Read) -> None:
-    """A list of tensors without sizes is empty, or too long for the profiler: the call's other lists tell."""
+    """A list of tensors without sizes is empty, or too long for the profiler: the call's other lists decide."""
     empty = [
         place
         for place, each in enumerate(read.arguments)
@@ -128,7 +128,7 @@ def _argument(kind: Any, dims: Any, strides: Any, concrete: Any, has_values: boo
 
 
 def _empty(name: str) -> Recorded:
-    """A number whose text is empty: cut out of the trace."""
+    """A number whose text is empty: removed from the trace."""
     return HIDDEN_LIST if name == "ScalarList" else HIDDEN_NUMBER
 
 
@@ -168,14 +168,14 @@ def with_dtype(item: Recorded, dtype: DType) -> Recorded:
 
 
 def with_dtype_everywhere(recorded: Recorded, dtype: DType) -> Recorded:
-    """An argument whose tensors of unknown dtype have this one."""
+    """An argument whose tensors of unknown dtype get this one."""
     return replace(
         recorded, items=tuple(with_dtype(item, dtype) if is_undetermined(item) else item for item in recorded.items)
     )
 
 
 def has_lists(kind: OpKind) -> bool:
-    """Whether an event kind has a list of tensors, whose dtypes may have to be learned from other calls."""
+    """Whether an event kind has a list of tensors, whose dtypes may have to be inferred from other calls."""
     types = kind.recorded["Input type"] if kind.recorded else None
     return isinstance(types, list) and any(wrapped(str(name))[0] in _LISTS for name in types)
 
@@ -185,7 +185,7 @@ def is_undetermined(item: Recorded) -> bool:
 
 
 def typed(kind: OpKind) -> Iterable[tuple[Geometry, DType]]:
-    """The sizes and strides of the tensors of an event kind whose dtype it says."""
+    """The sizes, strides and dtypes of an event kind's tensors whose dtypes are recorded."""
     given = kind.recorded
     if given is None or not isinstance(given["Input type"], list) or not isinstance(given["Input Dims"], list):
         return

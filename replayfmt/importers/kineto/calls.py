@@ -1,7 +1,7 @@
 """From a profiler event to an operator call: its recorded arguments, interpreted by the operator that fits them.
 
-The trace does not say the overload, the device, the dtypes of tensors in a list, or anything of strings and generators:
-what is put in their place is noted for each call.
+The trace does not record the overload, the device, the dtypes of tensors in a list, or any strings and generators: what
+replaces them is noted for each call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .arguments import (
 from .events import OpKind, WorkKind
 
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to")
-# Operators that Python gives numbers in place of tensors, which count less when the result's dtype is chosen.
+# Operators that Python passes numbers instead of tensors, which count less when the result's dtype is chosen.
 # fmt: off
 _PROMOTING = frozenset(f"aten::{name}{ending}" for ending in ("", "_") for name in (
     "add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "divide", "multiply", "subtract", "pow",
@@ -60,7 +60,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class ResolvedCall:
-    """A resolved event kind. `operator` is None, `reason` and `detail` say why, where it cannot be called."""
+    """A resolved event kind. If it cannot be called, `operator` is None, and `reason` and `detail` say why."""
 
     name: str
     operator: FoundOperator | None
@@ -80,7 +80,7 @@ class ResolvedCall:
 
 @dataclass
 class Hints:
-    """Where the dtype of a list's tensors may be learned: from what a call called, and from its kernels' names."""
+    """Sources for the dtype of a list's tensors: the callees of a call, and the names of its kernels."""
 
     called: Sequence[OpKind] = ()
     work: Sequence[WorkKind] = ()
@@ -106,8 +106,8 @@ class EventCalls:
                 self._sized[geometry[0]].add(dtype)
 
     def resolve(self, kind: OpKind, placement: Placement, hints: Hints) -> ResolvedCall:
-        """The call that an event of this kind was, at this place."""
-        # Where arguments are recorded at all, an event without any has none to record.
+        """The call that an event of this kind was, at this placement."""
+        # If arguments are recorded at all, an event without any has no arguments.
         read = Read() if kind.recorded is None and self._records else read_arguments(kind)
         shown = signature_text(read.arguments)
         if read.missing:
@@ -142,7 +142,7 @@ class EventCalls:
         )
 
     def _with_dtypes(self, recorded: Recorded, read: Read, hints: Hints) -> Recorded:
-        """An argument, the dtypes of a list's tensors filled in where they can be learned."""
+        """An argument, with the dtypes of a list's tensors filled in if they can be inferred."""
         if recorded.form is not Form.items or not any(is_undetermined(item) for item in recorded.items):
             return recorded
         found: dict[DType, str] = {}
@@ -165,9 +165,9 @@ class EventCalls:
         return replace(recorded, items=tuple(items))
 
     def _by_results(self, name: str, arguments: list[Recorded], read: Read, hints: Hints) -> list[Recorded]:
-        """Arguments with the dtype for lists with which the result is a tensor that the trace has elsewhere.
+        """Arguments with the list dtype for which the result is a tensor that the trace has elsewhere.
 
-        Sizes of results do not depend on dtypes, so they are found out with any.
+        Sizes of results do not depend on dtypes, so any dtype will do to infer them.
         """
         tried = [with_dtype_everywhere(each, DType.float32) for each in arguments]
         choice = self._operators.choose(name, tried)
@@ -235,8 +235,8 @@ def place(
     assumed: list[str],
     required: Collection[str] = (),
 ) -> list[tuple[str, Any]]:
-    """Arguments with their devices filled in; what the trace does not say is added to `assumed`. `required` names the
-    arguments that must not be None."""
+    """Arguments with their devices filled in; assumptions are added to `assumed`. `required` names the arguments that
+    must not be None."""
     specs = [spec for _name, value in arguments for spec in _specs(value)]
     placed: list[tuple[str, Any]] = []
     for position, (name, value) in enumerate(arguments):
@@ -300,7 +300,7 @@ def _beside(value: TensorSpec, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 
 
 def _taken_for_a_tensor(dtype: DType, beside: Sequence[TensorSpec]) -> str:
-    """What is assumed of a tensor without dimensions that may be a number."""
+    """The assumption about a zero-dimensional tensor that may be a number."""
     told = (
         f"a {dtype.name} without dimensions is treated as a tensor: Python numbers are also passed that way, "
         f"and the trace does not say which"

@@ -1,7 +1,7 @@
-"""Parts of a profiler trace in which a CUDA or HIP graph was captured: operators run there, but not what they launch.
+"""Parts of a profiler trace in which a CUDA or HIP graph was captured: operators run there, but not their launches.
 
-What they launch becomes a node of the graph; the device does it each time that the graph is launched. So the operators
-cannot be chosen by the device work that they launched, as there is none.
+Each launch becomes a node of the graph, which the device executes whenever the graph is launched. The operators
+therefore cannot be chosen by the device work that they launched: there is none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from .events import TraceEvents
 from .tree import Captured, Tree
 
-# What puts a node into a graph; everything else only asks the runtime something.
+# Runtime calls that add a node to a graph; all others only query the runtime.
 _NODE = re.compile(r"Launch(?!HostFunc)|Memcpy|Memset|launch_kernel", re.IGNORECASE)
 _BEGINS, _ENDS = "BeginCapture", "EndCapture"
 _MOST = 1 << 62
@@ -22,8 +22,8 @@ _MOST = 1 << 62
 
 @dataclass(frozen=True)
 class CaptureWindow:
-    """One capture of a graph: what thread `thread` did from `start` to `end`, in nanoseconds. `launches` are those that
-    became nodes of it, in their order."""
+    """One capture of a graph: the activity of thread `thread` from `start` to `end`, in nanoseconds. `launches` are
+    those that became its nodes, in order."""
 
     thread: int
     start: int
@@ -32,7 +32,8 @@ class CaptureWindow:
 
 
 def capture_windows(events: TraceEvents) -> list[CaptureWindow]:
-    """Every capture of a graph, in order of time; without its beginning or end in the trace it reaches to its edge."""
+    """Every capture of a graph, in order of time; without a recorded beginning or end it reaches to the trace's
+    edge."""
     launches = events.launches
     names = list(launches.names)
     marks = [place for place, name in enumerate(names) if _BEGINS in name or _ENDS in name]
@@ -59,7 +60,7 @@ def capture_windows(events: TraceEvents) -> list[CaptureWindow]:
 
 
 def captured(events: TraceEvents, tree: Tree, windows: list[CaptureWindow]) -> Captured:
-    """What of a trace was captured into graphs: its operators, and its launches that did no work."""
+    """The operators of a trace that were captured into graphs, and its launches that did no work."""
     start, thread = np.asarray(events.ops.start, np.int64), np.asarray(events.ops.thread, np.int64)
     ops = np.zeros(len(start), bool)
     for window in windows:

@@ -1,8 +1,8 @@
-"""Reading a profiler trace: every event that matters, in columns, while the file streams by.
+"""Reads a profiler trace: every relevant event, in columns, as the file streams by.
 
-Of an event of a few hundred bytes of JSON some fifty remain: times, thread, ids, and a number that stands for what all
-events alike have in common (an operator with its recorded arguments, a device kernel with its grid). A trace of
-gigabytes is read in a tenth of its size.
+Some fifty bytes remain of an event of a few hundred bytes of JSON: times, thread, ids, and a number for what all
+similar events share (an operator with its recorded arguments, a device kernel with its grid). A trace of gigabytes
+needs a tenth of its size in memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DEVICE_CATEGORIES = frozenset(
         "privateuse1_kernel",
     }
 )
-# What else profilers write, none of it a call: stacks, flows, counters, the device's view of annotations.
+# Other events that profilers write, none of them calls: stacks, flows, counters, the device's view of annotations.
 OTHER_CATEGORIES = frozenset(
     {
         "python_function",
@@ -115,7 +115,7 @@ def _q() -> array:
 
 @dataclass
 class OpEvents:
-    """Operator events and annotations. `kind` indexes `kinds`; `external` is -1 where there is none."""
+    """Operator events and annotations. `kind` indexes `kinds`; `external` is -1 if there is none."""
 
     start: array = field(default_factory=_q)  # ns since the epoch of the trace
     duration: array = field(default_factory=_q)
@@ -141,7 +141,7 @@ class Launches:
 
 @dataclass
 class DeviceWork:
-    """What ran on a device: kernels, copies, fills. `kind` indexes `work`; -1: no such id, or no duration."""
+    """Work on a device: kernels, copies, fills. `kind` indexes `work`; -1: no such id, or no duration."""
 
     start: array = field(default_factory=_q)
     duration: array = field(default_factory=_q)
@@ -164,7 +164,7 @@ class OpKind:
 
 @dataclass(frozen=True)
 class WorkKind:
-    """What all launches of one kernel with the same grid share. `stream` and `device` are -1 where not said."""
+    """What all launches of one kernel with the same grid share. `stream` and `device` are -1 if not recorded."""
 
     name: str
     category: str
@@ -174,7 +174,7 @@ class WorkKind:
     device: int
 
     def row(self) -> dict[str, Any]:
-        """As an annotation holds it."""
+        """As a JSON object for an annotation."""
         row: dict[str, Any] = {
             "name": self.name,
             "grid": list(self.grid) if self.grid else None,
@@ -184,8 +184,8 @@ class WorkKind:
 
 
 class TraceEvents:
-    """Everything of a trace that the import needs. `problems` counts what was wrong with events, `others` those that
-    are not calls, by category."""
+    """Everything in a trace that the import needs. `problems` counts errors in events, `others` the events that are not
+    calls, by category."""
 
     def __init__(self) -> None:
         self.ops, self.launches, self.work = OpEvents(), Launches(), DeviceWork()
@@ -207,7 +207,7 @@ class TraceEvents:
         self._thread_ids: dict[tuple[str, str], int] = {}
 
     def read(self, stream: JsonStream) -> TraceEvents:
-        """Take everything in. An outer array is taken as the events themselves, as Chrome's format allows."""
+        """Read all events. An outer array is read as the events themselves, as Chrome's format allows."""
         for key, value in stream.entries({"traceEvents"}):
             if key in ("traceEvents", ""):
                 self._event(value)
@@ -218,7 +218,7 @@ class TraceEvents:
         return self
 
     def problem_lines(self) -> Iterator[str]:
-        """What was wrong with events, as sentences."""
+        """Errors in events, as sentences."""
         return (f"{count} events {what}" for what, count in self.problems.items() if count)
 
     def _event(self, event: Any) -> None:
@@ -240,13 +240,13 @@ class TraceEvents:
                 if event is not None and event.get("name") == "[memory]":
                     self._memory(event.get("args"))
             elif phase is None:
-                # Exporters end lists with an empty entry, so as not to care for the last comma.
+                # Exporters end lists with an empty entry to simplify the last comma.
                 self.problems[_NO_FIELDS] += bool(event)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             self.problems[_NO_FIELDS] += 1
 
     def _span(self, event: dict[str, Any], category: Any) -> None:
-        """An event with a beginning and a duration."""
+        """Add an event with a beginning and a duration."""
         if category is None:
             named = OPERATOR_NAME.match(str(event["name"])) is not None
             self.problems[
@@ -271,7 +271,7 @@ class TraceEvents:
             self.problems[f"are of category {str(category)[:60]!r}, which is not known; they were left out"] += 1
 
     def _paired(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """The span that an end event (ph E) completes; None for one that begins."""
+        """The span completed by an end event (ph E); None for a begin event."""
         begun = self._begun.setdefault((str(event.get("pid")), str(event.get("tid"))), [])
         if event["ph"] == "B":
             nanoseconds(event["ts"])
@@ -307,7 +307,7 @@ class TraceEvents:
         ops.kind.append(number)
 
     def kind_number(self, kind: OpKind) -> int:
-        """The number of what all events alike have in common; a new one where none was like it yet."""
+        """The number for what similar events share; a new one if there were none so far."""
         key = (
             kind.name,
             kind.annotation,
@@ -342,7 +342,7 @@ class TraceEvents:
         launches.graph.append("graphlaunch" in name.lower())
 
     def _launched(self, arguments: dict[str, Any]) -> int:
-        """The number of what a launch says that it launches, as ROCm's do."""
+        """The number for what a launch says it launches, as ROCm's do."""
         kernel = arguments.get("kernel")
         if not isinstance(kernel, str) or not kernel:
             return -1
@@ -391,7 +391,7 @@ class TraceEvents:
 
 
 def nanoseconds(microseconds: Any) -> int:
-    """A time in whole nanoseconds. Raises ValueError, OverflowError and TypeError for what is none."""
+    """A time in whole nanoseconds. Raises ValueError, OverflowError and TypeError for an invalid one."""
     text = microseconds.text if isinstance(microseconds, LongFloat) else microseconds
     if isinstance(text, str):
         exact = _DECIMAL.match(text)  # since 1970 there are more nanoseconds than a double holds
@@ -408,12 +408,12 @@ def nanoseconds(microseconds: Any) -> int:
 
 
 def _duration(event: dict[str, Any]) -> int:
-    """In nanoseconds; -1: none, or one below zero. Raises as `nanoseconds` does."""
+    """The duration in nanoseconds; -1 if missing or negative. Raises as `nanoseconds` does."""
     return max(-1, nanoseconds(event["dur"])) if event.get("dur") is not None else -1
 
 
 def integer(value: Any) -> int:
-    """An id as a number, -1 where it is missing or none."""
+    """An id as a number, -1 if missing or invalid."""
     if isinstance(value, bool) or value is None:
         return -1
     try:

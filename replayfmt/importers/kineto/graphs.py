@@ -1,9 +1,9 @@
-"""Assigns operators to the kernels of graph launches, from the trace that was taken while the graph was captured.
+"""Assigns operators to the kernels of graph launches, from the trace taken while the graph was captured.
 
 A trace of a graph's execution has one launch and all of its kernels; the trace of its capture has the operators and
-their launches, and no kernels. A launch of the one becomes a kernel of the other, in the same order. So the operators
-of a capture are put where the graph was launched, on a thread of their own, and each of their launches gets the kernel
-that it became. The rest of an import knows nothing of it.
+their launches, but no kernels. Each launch in the latter corresponds to a kernel in the former, in the same order. So
+the operators of a capture are inserted where the graph was launched, on a separate thread, and each of their launches
+gets its kernel. The rest of an import is unaffected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from .captures import CaptureWindow, capture_windows
 from .events import TraceEvents
 
-_ALLOWED_LOSS = 100  # one kernel of so many may be missing: profilers lose some
+_ALLOWED_LOSS = 100  # one kernel in this many may be missing: profilers lose some
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Node:
 
 @dataclass
 class _Capture:
-    """A capture of a graph in a trace of its own."""
+    """A capture of a graph in a separate trace."""
 
     file: str
     events: TraceEvents
@@ -40,8 +40,8 @@ class _Capture:
 
 
 def give_operators(events: TraceEvents, captures: Sequence[tuple[str, TraceEvents]]) -> list[str]:
-    """Put the operators of captures (by the name of their file) where `events` launch their graphs; sentences on what
-    came of it."""
+    """Insert the operators of captures (by file name) where `events` launch their graphs; returns sentences about the
+    outcome."""
     known = [
         _Capture(name, each, window, _launched(each, window))
         for name, each in captures
@@ -118,7 +118,7 @@ def _ran(events: TraceEvents, work: int) -> _Node:
 
 
 class _Matching:
-    """Which capture each graph launch is an execution of. `ran` is the work of each launch."""
+    """Determines which capture each graph launch executes. `ran` is the work of each launch."""
 
     def __init__(self, captures: list[_Capture], ran: list[list[_Node]]) -> None:
         self._captures, self._ran = captures, ran
@@ -131,14 +131,14 @@ class _Matching:
         self._turn = turns[0] if len(turns) == 1 else None  # they are launched one after the other, as captured
 
     def nodes(self, capture: _Capture, place: int) -> list[int] | None:
-        """Which node of a capture each piece of a launch's work is; None if it is another graph."""
+        """The capture's node for each piece of a launch's work; None if it is another graph."""
         key = tuple(capture.nodes), tuple(self._ran[place])
         if key not in self._matched:
             self._matched[key] = match(*key)
         return self._matched[key]
 
     def capture(self, place: int) -> _Capture | None:
-        """The capture of a launch; None if none fits, or several that differ."""
+        """The capture of a launch; None if none fits, or several different ones do."""
         if self._turn is not None:
             return self._captures[(self._turn + place) % len(self._captures)]
         fitting = [each for each in self._captures if self.nodes(each, place) is not None]
@@ -191,7 +191,7 @@ def _kinds(capture: _Capture) -> list[int]:
 
 
 def _ops_of(capture: _Capture) -> list[int]:
-    """The operators around the launches of a capture, callers before what they call."""
+    """The operators around the launches of a capture, callers before callees."""
     ops, window = capture.events.ops, capture.window
     start, thread = np.asarray(ops.start, np.int64), np.asarray(ops.thread, np.int64)
     end = start + np.asarray(ops.duration, np.int64)
@@ -203,7 +203,7 @@ def _ops_of(capture: _Capture) -> list[int]:
 
 
 class _Splice:
-    """One graph launch of `events` that is to have the operators of a capture."""
+    """One graph launch of `events` that gets the operators of a capture."""
 
     def __init__(self, events: TraceEvents, launch: int, capture: _Capture) -> None:
         self._events, self._launch, self._capture = events, launch, capture

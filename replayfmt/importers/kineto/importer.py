@@ -1,7 +1,7 @@
-"""Importing a PyTorch profiler trace (Kineto): from its events to a capture and a report.
+"""Imports a PyTorch profiler trace (Kineto): from its events to a capture and a report.
 
-The trace has no tensor identity, so each call gets inputs of its own, of the recorded shapes, whose content a replay
-synthesizes; nothing connects one call's results with another's inputs.
+The trace has no tensor identity, so each call gets separate inputs of the recorded shapes, whose content a replay
+synthesizes; no call's results are connected to another's inputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .writing import Trace, write
 
 _MOST_DEVICES = 1 << 16
 _COLLECTIVE = ("nccl:", "gloo:", "rccl:", "mpi:", "ucc:")  # besides the operators
-# Composites for the dispatcher that compute outside of the operators they call, whatever those do.
+# Composites for the dispatcher that also compute outside the operators they call.
 _COMPUTING = frozenset({"aten::mkldnn_convolution", "aten::convolution_backward"})
 # Operators that only fill or copy memory: besides what they prepare, the work of a convolution is its own.
 _MOVES = frozenset(
@@ -61,8 +61,8 @@ _MOST_NAMED = 8
 @dataclass(frozen=True)
 class KinetoOptions:
     """How to import. `level`: which operators represent the work; `unique`: one record for each different call;
-    `rewrite`: `portable` puts operators that every device has in place of those that only the traced one has;
-    `graph_captures`: traces taken while the graphs were captured that this one launches."""
+    `rewrite`: `portable` replaces operators that only the traced device has with operators that every device has;
+    `graph_captures`: traces of the captures of the graphs that this one launches."""
 
     level: Level = "auto"
     unique: bool = False
@@ -82,12 +82,12 @@ def import_kineto(
     on_record: Callable[[int, int], None] | None = None,
     place: RankTrace | None = None,
 ) -> ImportReport:
-    """Make the capture `out` of a profiler trace, and report on it. `place` says which file of an archive it is, and
-    of which rank, where that was chosen.
+    """Make the capture `out` of a profiler trace, and report on it. `place` says which file of an archive it is and
+    which rank's, if that was chosen.
 
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, CaptureFailed if it has device
-    work of which none can be linked, OutputExists and CaptureFailed if `out` cannot be written. A trace that is damaged
-    gives what can be read of it; the report says what was not.
+    work of which none can be linked, OutputExists and CaptureFailed if `out` cannot be written. A damaged trace is
+    imported as far as it can be read; the report says what was not.
     """
     if options.level not in LEVELS:
         raise UsageError(f"level={options.level!r}: expected one of {', '.join(LEVELS)}")
@@ -192,7 +192,7 @@ def _traits_of(kind: OpKind, operators: Operators) -> EventTraits:
     if not candidates:
         return EventTraits(EventRole.unknown if operators.attribute(kind.name) is None else EventRole.operator)
     if not any(each.traceable for each in candidates):
-        return EventTraits(EventRole.unknown)  # what it calls can be called again, it cannot
+        return EventTraits(EventRole.unknown)  # its callees can be called again, it cannot
     idle = operator_named(name).idle or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
     return EventTraits(EventRole.operator, composite, not idle, name in _MOVES, "convolution" in name)
@@ -206,7 +206,7 @@ def _count(
     traits: Sequence[EventTraits],
     level: Level,
 ) -> None:
-    """Say what of the trace does not become records, and why."""
+    """Report which parts of the trace do not become records, and why."""
     roles = np.asarray([traits[kind].role for kind in events.ops.kind], np.int64)
     chosen = np.zeros(len(roles), bool)
     chosen[selection.chosen] = True
@@ -285,7 +285,7 @@ def _untaken(
 
 
 def distributed(said: Any) -> tuple[int | None, int]:
-    """The rank and the number of ranks that `distributedInfo` says, None and 1 where it does not."""
+    """The rank and the number of ranks in `distributedInfo`, None and 1 if it does not have them."""
     said = said if isinstance(said, dict) else {}
     rank, world = integer(said.get("rank")), integer(said.get("world_size"))
     return rank if 0 <= rank < MOST_RANKS else None, world if 1 <= world <= MOST_RANKS else 1

@@ -1,4 +1,4 @@
-"""The user's annotations of a profiler trace as scopes: which one each event belongs to, on whatever thread it ran."""
+"""A profiler trace's user annotations as scopes: the scope of each event, on any thread."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class AnnotationScopes:
 
     @property
     def annotations(self) -> list[int]:
-        """All of them, in order of their beginning."""
+        """All annotations, in order of their beginning."""
         return list(self._ids)
 
     def __getitem__(self, annotation: int) -> int:
         return self._ids[annotation]
 
     def iteration(self, annotation: int) -> Iteration | None:
-        """The step that an annotation describes; None inside of another one that describes it: a step counts once."""
+        """The step that an annotation describes; None inside another annotation that describes it: a step counts
+        once."""
         return self._iterations.get(annotation)
 
     def at(self, around: int, start: int) -> int:
@@ -66,9 +67,9 @@ class AnnotationScopes:
 
 
 class _Timeline:
-    """The main thread's annotations by time: what work of other threads, such as the backward pass, belongs to.
+    """The main thread's annotations by time: the scopes of work on other threads, such as the backward pass.
 
-    The main thread is the one whose annotations last longest.
+    The main thread is the one with the longest total of annotations.
     """
 
     def __init__(self, events: TraceEvents, annotations: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
-"""Work of a profiler trace without an operator: it becomes unsupported records, so that it is not overlooked.
+"""Work in a profiler trace without an operator: it becomes unsupported records, so it is not overlooked.
 
-That is device work launched by a graph or by nothing that the trace shows, and code that torch.compile generated for
-the host, which leaves no events at all.
+This is device work launched by a graph or by nothing in the trace, and code that torch.compile generated for the host,
+which leaves no events at all.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def unclaimed_work(events: TraceEvents, tree: Tree, work_of: np.ndarray, report:
 
 
 def captured_outside(events: TraceEvents, tree: Tree, captured: Captured) -> Iterator[Stray]:
-    """Launches that were captured into a graph while no operator ran."""
+    """Launches captured into a graph while no operator ran."""
     launches, names = events.launches, list(events.launches.names)
     for launch in captured.launches.tolist():
         if tree.launch_op[launch] < 0:

@@ -1,8 +1,8 @@
-"""Who called whom in a profiler trace, who launched what, and which calls represent the work.
+"""Callers, launchers, and the calls that represent the work, in a profiler trace.
 
-Events of one thread nest by time. A kernel belongs to the innermost operator that was running when it was launched;
-`links` finds its launch. `select` then chooses operators so that every piece of work is among them once: no operator is
-chosen inside another one.
+Events of one thread nest by time. A kernel belongs to the innermost operator running when it was launched; `links`
+finds its launch. `select` then chooses operators that cover every piece of work once: no operator is chosen inside
+another one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LEVELS: tuple[Level, ...] = ("auto", "leaf", "launching", "root")
 
 
 class EventRole(IntEnum):
-    """What an event is to the selection."""
+    """The role of an event in the selection."""
 
     annotation = 0  # the user's: a scope
     wrapper = 1  # no operator: the autograd engine's functions, compiled regions, the profiler's own ranges
     operator = 2  # can be called
-    unknown = 3  # named like an operator, but none of that name is here
+    unknown = 3  # named like an operator, but there is none of that name here
     collective = 4
 
 
@@ -103,7 +103,7 @@ def _array(values: Sequence[int]) -> np.ndarray:
 
 
 def compact(values: np.ndarray) -> array:
-    """The numbers of an array, quick to take one by one and eight bytes each."""
+    """The numbers of an array in eight bytes each, with fast access to single ones."""
     numbers = array("q")
     numbers.frombytes(np.ascontiguousarray(values, np.int64).tobytes())
     return numbers
@@ -255,7 +255,7 @@ def _launching(order: array, parents: array, roles: bytes, direct: np.ndarray) -
 
 
 def _add_stranded(wanted: bytearray, direct: bytes, order: array, parents: array) -> None:
-    """Work without an operator is identified by the event that launched it."""
+    """Identify work without an operator by the event that launched it."""
     inside = bytearray(len(parents))
     for index in order:
         parent = parents[index]

@@ -1,4 +1,4 @@
-"""Writing a profiler trace's selected calls, annotations and stray device work as records, in order of time."""
+"""Writes a profiler trace's selected calls, annotations and stray device work as records, in order of time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .tree import Captured, ChosenEvents, EventRole, EventTraits, Level, Tree, c
 _END, _BEGIN, _CALL, _STRAY = range(4)  # what happens at a moment, in this order
 # As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
 _UPLOAD, _DOWNLOAD = re.compile("HtoD|HostToDevice|[HM]2D"), re.compile("DtoH|DeviceToHost|D2[HM]")
-_SHOWN_KERNELS = 256  # of one record; the rest is counted
+_SHOWN_KERNELS = 256  # per record; the others are only counted
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Trace:
 
 @dataclass
 class _Group:
-    """Calls that become one record: one call, or with `unique` all that are alike."""
+    """Calls that become one record: a single call or, with `unique`, all that are alike."""
 
     index: int
     call: ResolvedCall
@@ -78,7 +78,7 @@ class _Group:
 def write(
     trace: Trace, session: ImportedSession, report: ImportReport, on_record: Callable[[int, int], None] | None = None
 ) -> None:
-    """Write everything. `on_record(done, all)` is called with progress."""
+    """Write everything. `on_record(done, all)` reports progress."""
     _Writing(trace, session, report).write(on_record)
 
 
@@ -189,12 +189,12 @@ class _Writing:
         return {group.index: group for group in alike.values()}
 
     def _device_ns(self, work: Sequence[int]) -> int | None:
-        """How long pieces of device work took in all; None if there are none, or one's time is unknown."""
+        """The total duration of pieces of device work; None if there are none, or a duration is unknown."""
         times = [self.events.work.duration[each] for each in work]
         return sum(times) if times and min(times) >= 0 else None
 
     def _work(self, index: int) -> list[int]:
-        """The device work that an event stands for, in the order of the trace."""
+        """The device work that an event represents, in the order of the trace."""
         first = bisect_left(self._sorted, index)
         return sorted(self._by_op[first : bisect_right(self._sorted, index, first)])
 
@@ -244,12 +244,12 @@ class _Writing:
         return call
 
     def _called(self, index: int) -> list[OpKind]:
-        """The kinds of what a chosen event called."""
+        """The kinds of a chosen event's callees."""
         inside = np.flatnonzero(self.trace.selection.stands_in == index).tolist()
         return [self.events.kinds[self.events.ops.kind[each]] for each in inside if each != index]
 
     def _collective(self, index: int, kind: OpKind) -> ResolvedCall:
-        """What is known of a collective, from the event itself and those inside it."""
+        """What is known about a collective, from the event itself and those inside it."""
         about: dict[str, Any] = dict(kind.collective or {})
         for each in self._called(index):
             about = {**(each.collective or {}), **about}
@@ -300,7 +300,7 @@ class _Writing:
 
     @staticmethod
     def _triton(kind: OpKind) -> dict[str, Any]:
-        """What a trace says of a generated kernel: its file, hash, grid and warps, and what it was launched with."""
+        """What a trace says about a generated kernel: its file, hash, grid and warps, and its launch arguments."""
         if kind.triton is None:
             return {}
         inputs = {name: values for name, values in (kind.recorded or {}).items() if values is not None}
@@ -386,7 +386,7 @@ class _Writing:
         return self.events.borrowed.get(thread, thread)
 
     def _wrappers(self, index: int) -> list[str]:
-        """The names of what is around an event and is not an operator, outermost first."""
+        """The names of the non-operators around an event, outermost first."""
         names: list[str] = []
         parent = int(self.tree.parent[index])
         while parent >= 0:
@@ -427,7 +427,7 @@ class _Writing:
     # ----------------------------------------------------------------------------------------------------------- strays
 
     def _strays(self) -> list[list[Stray]]:
-        """Work without an operator; with `unique` those that are alike together."""
+        """Work without an operator; with `unique`, grouped if alike."""
         strays = [*unclaimed_work(self.events, self.tree, self._work_of, self.report)]
         if self.trace.captured is not None:
             strays += captured_outside(self.events, self.tree, self.trace.captured)

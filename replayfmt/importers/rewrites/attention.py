@@ -1,10 +1,10 @@
-"""Fused attention by products of matrices: the portable replacements of flash, memory-efficient and cuDNN attention.
+"""Fused attention as matrix products: the portable replacements of flash, memory-efficient and cuDNN attention.
 
 All of them compute softmax(scale * Q K^T + bias) V for Q, K, V of [batch, heads, length, width], keep the logarithm of
-the softmax's denominators for the backward pass, and accumulate in float32. So do these, with one operator for each
-step. Those that launch the kernels themselves (`aten::_flash_attention_forward`) have the length before the heads, and
-so have their results. Dropout draws its numbers inside of the fused kernel and has no equal; neither have sequences
-packed together.
+the softmax's denominators for the backward pass, and accumulate in float32. So do the replacements, with one operator
+for each step. Operators that launch the kernels themselves (`aten::_flash_attention_forward`) have the length before
+the heads, in their results too. Dropout draws its numbers inside the fused kernel and has no equivalent; neither do
+packed sequences.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LOW = frozenset({DType.float16, DType.bfloat16, DType.float8_e4m3fn, DType.floa
 
 
 def _single(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
-    """The tensor in float32 where it has fewer digits."""
+    """The tensor in float32 if its dtype is less precise."""
     if tensor.meta.dtype not in _LOW:
         return tensor
     return calls.one("aten::_to_copy", self=tensor, dtype=DType.float32)
 
 
-# Other parameters of these kernels, which the replacements do not support; and the value that means they are unused.
+# Other parameters of these kernels that the replacements do not support, with the values that mean they are unused.
 _OTHERS = {
     "window_size": (None, 0),
     "window_size_left": (None, -1),
@@ -45,7 +45,7 @@ _PACKED = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
 
 
 class _Attention:
-    """One call's tensors and numbers, the scores computed on the way."""
+    """One call's tensors and numbers, and the scores computed from them."""
 
     def __init__(self, calls: RewrittenCalls, given: dict[str, Any], bias: Tensor | None) -> None:
         others = [name for name, unset in _OTHERS.items() if given.get(name) not in unset]
@@ -74,7 +74,7 @@ class _Attention:
         return self.calls.one("aten::transpose.int", self=tensor, dim0=-2, dim1=-1)
 
     def scores(self) -> Tensor:
-        """What the softmax takes."""
+        """The input of the softmax."""
         calls = self.calls
         product = calls.one("aten::matmul", self=self.query, other=self.transposed(self.key))
         scores = calls.one("aten::mul.Scalar", self=product, other=self.scale)
@@ -88,7 +88,7 @@ class _Attention:
 
 
 def _logarithms(calls: RewrittenCalls, recorded: Any, scores: Tensor) -> None:
-    """Deliver the logarithms of the softmax's denominators; some kernels pad them, or leave them out."""
+    """Produce the logarithms of the softmax's denominators; some kernels pad them, or leave them out."""
     if not isinstance(recorded, Tensor) or 0 in recorded.meta.sizes:
         calls.allocate(recorded)
         return
@@ -153,7 +153,7 @@ def _backward(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] |
 
 
 def _unpacked(rule: Any) -> Any:
-    """Refuses sequences that are packed together: their lengths are content."""
+    """Refuses packed sequences: their lengths are content."""
 
     def checked(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
         if any(given.get(name) is not None for name in _PACKED):
@@ -194,7 +194,7 @@ def _length_first(rule: Any) -> Any:
 
 
 def _deliver(calls: RewrittenCalls, given: dict[str, Any], recorded: Any, content: Tensor) -> None:
-    """Make a recorded result of what was computed with the heads first."""
+    """Produce a recorded result from content that was computed with the heads first."""
     if given.get("length_first"):
         content = calls.one("aten::transpose.int", self=content, dim0=1, dim1=2)
     calls.fill(recorded, content)

@@ -1,6 +1,6 @@
-"""Other fused operators that only accelerators have, by the steps that each fuses, in float32 as the kernels compute.
+"""Other fused operators that only accelerators have, as the steps that each fuses, in float32 as the kernels compute.
 
-Matrix products with another dtype for the result, recurrent cells, the backward pass of RMS norm, scaled masks.
+Matrix products with a different result dtype, recurrent cells, the backward pass of RMS norm, scaled masks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOW = frozenset({DType.float16, DType.bfloat16})
 
 
 def _single(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
-    """The tensor in float32 where it has fewer digits."""
+    """The tensor in float32 if its dtype is less precise."""
     return calls.one("aten::_to_copy", self=tensor, dtype=DType.float32) if tensor.meta.dtype in _LOW else tensor
 
 
@@ -43,7 +43,7 @@ def product(name: str) -> Any:
 
 
 def masked_scale(calls: RewrittenCalls, given: dict[str, Any], results: list[Any] | None) -> None:
-    """`_masked_scale`: what dropout's backward pass does."""
+    """`_masked_scale`: the backward pass of dropout."""
     masked = calls.one("aten::mul.Tensor", self=given["self"], other=given["mask"])
     calls.call("aten::mul.Scalar", {"self": masked, "other": given["scale"]}, results)
 

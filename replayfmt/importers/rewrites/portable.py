@@ -1,9 +1,9 @@
 """Replaces operators that only the traced device has with operators that every device has: `--rewrite=portable`.
 
-Each rewriting computes the same results, those that only a backward pass reads included (saved means, logarithms of
-sums), to the accuracy of another implementation; every one is reported and noted in the capture. What has no equal
-replacement (dropout inside of an attention kernel) stays as it is, with the reason, and so does what has none here.
-Fused attention is in attention.py, other fused operators in fused.py.
+Each rewriting computes the same results, including those that only a backward pass reads (saved means, logarithms of
+sums), to the accuracy of another implementation; each is reported and noted in the capture. Operators without an
+equivalent (dropout inside an attention kernel), or without a replacement here, stay as they are, with the reason. Fused
+attention is in attention.py, other fused operators in fused.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Portable:
     """Rewrites calls, one at a time."""
 
     def rewrite(self, kernel: Kernel, arguments: Arguments, results: list[Any] | None) -> Rewritten | str | None:
-        """What takes a call's place; None if the operator is on every device; a sentence if it has no replacement.
+        """The replacement of a call; None if the operator is on every device; a sentence if it has no replacement.
 
         `results` are the recorded ones, None if they are unknown.
         """
@@ -54,7 +54,7 @@ class Portable:
         return Rewritten(calls.made, "portable", f"{kernel.name} by {instead}")
 
     def alone(self, name: str, described: str, tensors: Sequence[Tensor]) -> Rewritten:
-        """A collective over one rank changes nothing: an alias of each tensor takes its place."""
+        """A collective over one rank changes nothing: it is replaced with an alias of each tensor."""
         calls = RewrittenCalls(tensors[0])
         for tensor in tensors:
             calls.call("aten::alias", {"self": tensor}, [tensor])

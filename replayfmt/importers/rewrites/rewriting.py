@@ -1,7 +1,7 @@
 """Composes calls that replace another call: the toolkit of portable.py and attention.py.
 
-Every call's results are tensors that later calls may take, so a rewriting is written down as the program it is. The
-results that the trace recorded are delivered last: whatever reads them finds them where it would have.
+Every call's results are tensors that later calls may use, so a rewriting is written as an ordinary program. The results
+that the trace recorded are produced last: their readers find them where the original would have put them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = tuple[Kernel, list[tuple[str, Any]], list[Any] | None]
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What takes an operator's place. `note` is for the record, `sentence` for the report, `what` names it."""
+    """The replacement of an operator. `note` is for the record, `sentence` for the report, `what` names it."""
 
     calls: list[Call]
     what: str
@@ -38,7 +38,7 @@ class Rewritten:
 
 
 class CannotRewrite(Exception):
-    """Why an operator keeps its place."""
+    """Why an operator is not replaced."""
 
 
 def _operator(name: str, overload: str) -> OpOverload:
@@ -54,9 +54,9 @@ def kernel(name: str, overload: str = "default") -> Kernel:
 
 
 class RewrittenCalls:
-    """Calls that are put together one after the other. Each returns its results, which further calls may take.
+    """Calls composed one after the other. Each returns its results, which further calls may use.
 
-    `like` is a tensor on the device where new memory must be.
+    `like` is a tensor on the device for new memory.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -89,13 +89,13 @@ class RewrittenCalls:
         return results
 
     def fill(self, recorded: Any, content: Tensor) -> None:
-        """Make a recorded result of a computed tensor: new memory with the recorded strides, and a copy."""
+        """Produce a recorded result from a computed tensor: new memory with the recorded strides, and a copy."""
         if isinstance(recorded, Tensor):
             self.allocate(recorded)
             self.call("aten::copy_", {"self": recorded, "src": content}, [recorded])
 
     def allocate(self, recorded: Any, *, zeros: bool = False) -> None:
-        """Make a recorded result of which nothing reads the content; zeros where that must be defined."""
+        """Produce a recorded result whose content is never read; zeros if that must be defined."""
         if isinstance(recorded, Tensor):
             meta = recorded.meta
             self.call(
