@@ -36,7 +36,7 @@ from replayfmt.pytorch.tensors.statistics import use_native
 
 from .custom_operators.insides import Insides
 from .dispatch.call import OpCall
-from .dispatch.calls import CallRecorder, PassedThrough, RecordedCall
+from .dispatch.calls import CallRecorder, PassedThrough
 from .dispatch.handles import Handles
 from .dispatch.kernels import CapturedKernel, tensors_in
 from .dispatch.wrappers import plain_parts
@@ -312,10 +312,8 @@ class Core:
                 return problem
 
     @_attempted
-    def ran(
-        self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int
-    ) -> RecordedCall | None:
-        """The complete path for an op that has already run. None if it has no record."""
+    def ran(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> int | None:
+        """The complete path for an op that has already run. Its record's signature; None if it has no record."""
         with self.lock:
             call = self.before(kernel, args, kwargs)
             if isinstance(call, Unrepresentable):
@@ -326,9 +324,9 @@ class Core:
     # -------------------------------------------------------------------------------------------------- after an op ran
 
     @_attempted
-    def recorded(self, call: OpCall, result: Any, started: int, ended: int) -> RecordedCall | None:
-        """After an op returned. None if it has no record. If a signal handler raises meanwhile, the caller must call
-        `interrupted`."""
+    def recorded(self, call: OpCall, result: Any, started: int, ended: int) -> int | None:
+        """After an op returned. Its record's signature; None if it has no record. If a signal handler raises meanwhile,
+        the caller must call `interrupted`."""
         with self.lock:
             if not self.on:
                 return None

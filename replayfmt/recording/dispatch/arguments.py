@@ -82,7 +82,6 @@ class Encoder:
         if value >> 32 > 0:
             recorded = self._large_integer(call, value)
             if recorded is not value:
-                values.addresses = True
                 self.add(recorded, values, call)
                 return
         values.key.append(_INT)

@@ -35,7 +35,7 @@ class TensorUse(NamedTuple):
 class CallValues:
     """The values of one call, while they are collected."""
 
-    __slots__ = ("addresses", "argument", "floats", "ints", "key", "tensors", "uses")
+    __slots__ = ("argument", "floats", "ints", "key", "tensors", "uses")
 
     def __init__(self) -> None:
         self.key: list[Token] = []
@@ -43,7 +43,6 @@ class CallValues:
         self.ints: list[int] = []
         self.floats: list[float] = []
         self.uses: list[TensorUse] = []
-        self.addresses = False  # an integer was an address, and is recorded as something else
         self.argument = 0
 
 

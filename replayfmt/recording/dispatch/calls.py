@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,13 +37,6 @@ from .wrappers import is_wrapper
 
 class PassedThrough(Exception):
     """The op returned a wrapper subclass: the tensors inside it are recorded separately."""
-
-
-class RecordedCall(NamedTuple):
-    """The content of the record of a call that returned."""
-
-    signature: int
-    results: CallValues
 
 
 class CallRecorder:
@@ -215,8 +208,8 @@ class CallRecorder:
 
     # ----------------------------------------------------------------------------------------------------------- after
 
-    def after(self, call: OpCall, result: Any, started: int, ended: int) -> RecordedCall:
-        """The op returned. Raises Unrepresentable or PassedThrough; then it was not recorded."""
+    def after(self, call: OpCall, result: Any, started: int, ended: int) -> int:
+        """The op returned: its record's signature. Raises Unrepresentable or PassedThrough if it was not recorded."""
         kernel = call.kernel
         if kernel.operator.makes_tensor_of:
             listed = kernel.argument(kernel.indices[kernel.operator.makes_tensor_of], call.args, call.kwargs)
@@ -237,7 +230,7 @@ class CallRecorder:
             self._generators.after(call.generators)
         if self._digest_results:
             self._digest(call, values, self._buffer.appended - 1)
-        return RecordedCall(signature, values)
+        return signature
 
     def raised(self, call: OpCall, started: int, ended: int, interrupted: bool) -> None:
         """The op raised: it has no results. `interrupted`: a signal handler raised."""

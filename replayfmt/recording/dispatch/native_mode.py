@@ -126,9 +126,9 @@ class NativeMode(ObservingMode):
 
     def _after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
         core = self.core
-        recorded = None
+        signature = None
         if begun.call is not None:
-            recorded = core.recorded(begun.call, result, started, ended)
+            signature = core.recorded(begun.call, result, started, ended)
             self._release(begun)
             core.pump()
         elif isinstance(begun.kernel, str):
@@ -139,7 +139,7 @@ class NativeMode(ObservingMode):
             core.scope_begin(str(begun.args[0]), user=False, token="record_function")
         elif begun.kernel.action is Action.scope_exit:
             core.attempt(self._leave_function)
-        return None if recorded is None else recorded.signature
+        return signature
 
     # ---------------------------------------------------------------------------------------------- for the hot path
 
@@ -201,9 +201,9 @@ class NativeMode(ObservingMode):
         """An operator ran on the hot path, and some of its results are unknown."""
         try:
             core = self.core
-            recorded = core.ran(core.calls.kernel_of(func), args, kwargs, result, started, ended)
+            signature = core.ran(core.calls.kernel_of(func), args, kwargs, result, started, ended)
             core.pump()
-            return None if recorded is None else recorded.signature
+            return signature
         except BaseException as error:
             self._end_or_pass(error)
             return None
