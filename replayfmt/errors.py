@@ -48,6 +48,10 @@ class InvalidCapture(OpReplayError):
     exit_code = 3
 
 
+class InvalidRecording(InvalidCapture):
+    """A file of a probe's recording is not what it has to be: damaged, truncated, hostile, or of another kind."""
+
+
 class UnsupportedVersion(InvalidCapture):
     """The file needs a newer reader."""
 

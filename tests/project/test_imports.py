@@ -13,12 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim} ← api, tools;
-# dump stands on format alone.
+# dump and probes stand on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "format": {"errors"},
     "dump": {"errors", "format"},
     "native": {"errors", "format"},
+    "probes": {"errors", "format"},
     "pytorch": {"errors", "format", "native"},
     "recording": {"errors", "format", "pytorch", "native"},
     "importers": {"errors", "format", "pytorch"},
@@ -33,6 +34,7 @@ WITHOUT_TORCH = (
     "replayfmt/errors.py",
     "replayfmt/format",
     "replayfmt/dump",
+    "replayfmt/probes",
     "tools/__init__.py",
     "tools/command.py",
     "tools/__main__.py",
@@ -187,8 +189,8 @@ def test_format_dump_and_check_import_where_torch_is_not_installed() -> None:
     code = """
 import sys, pkgutil, importlib
 sys.modules["torch"] = None  # importing it raises ImportError
-import replayfmt, replayfmt.format, replayfmt.dump
-for package in (replayfmt.format, replayfmt.dump):
+import replayfmt, replayfmt.format, replayfmt.dump, replayfmt.probes
+for package in (replayfmt.format, replayfmt.dump, replayfmt.probes):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 for tool in ("command", "dump", "check"):
