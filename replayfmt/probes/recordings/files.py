@@ -40,7 +40,7 @@ def mapped(path: str | os.PathLike[str], at_least: int, what: str) -> memoryview
     if size < at_least:
         raise damaged(path, 0, f"{what} of at least {at_least} bytes", f"a file of {size} bytes")
     try:
-        return memoryview(np.memmap(path, np.uint8, "r"))
+        return np.memmap(path, np.uint8, "r").data
     except OSError as error:
         raise CaptureNotFound(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
 
