@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 MAJOR_VERSION = 1
-MINOR_VERSION = 2
+MINOR_VERSION = 3
 UNKNOWN_NS = -1  # in a column of durations, as it is handed to the writer and by the reader: not known
 UNKNOWN_DEVICE_NS = 0xFFFFFFFFFFFFFFFF  # likewise in a column of device durations, and in the file
 
@@ -47,6 +47,9 @@ class KernelKind(IntEnum):
     operator = 1
     triton = 2
     collective = 3
+    inductor_cpp = 4
+    graph = 5
+    native = 6
 
 
 class OpStatus(IntEnum):

@@ -54,13 +54,26 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Attachment:
+    """Something that belongs to kernels: source, intermediate code, a binary, metadata. `role` says which (FORMAT.md
+    lists them; readers show others and do not use them), `name` is for people, `payload` is the payload id of the
+    bytes. It is data: nothing reads, compiles, imports or runs it unless the user allows that."""
+
+    role: str
+    name: str
+    payload: int
+
+
+@dataclass(frozen=True)
 class Kernel:
-    """What an op calls: `name` is `namespace::name`, `schema` the full schema as PyTorch prints it."""
+    """What an op calls: `name` is `namespace::name`, `schema` the full schema as PyTorch prints it. `attachments` are
+    attachment ids: the kernel's source, its binaries and what else belongs to it."""
 
     name: str
     overload: str
     schema: str
     kind: KernelKind = KernelKind.operator
+    attachments: tuple[int, ...] = ()
 
     @property
     def qualified_name(self) -> str:

@@ -21,6 +21,7 @@ from .container.frames import MAX_BODY_BYTES, MAX_NESTING, pack_preamble
 from .container.output import Output
 from .container.payload_output import PayloadOutput
 from .container.uninterrupted import Uninterrupted
+from .definitions.attachments import ATTACHMENTS
 from .definitions.devices import DEVICES
 from .definitions.family import Family
 from .definitions.file_ranges import FILE_RANGES
@@ -34,6 +35,7 @@ from .definitions.scopes import SCOPES
 from .definitions.signatures import SIGNATURES
 from .json_values import nested_deeper
 from .model import (
+    Attachment,
     Device,
     ExternalFile,
     FileRange,
@@ -117,8 +119,14 @@ class CaptureWriter:
         """The id of a device."""
         return self._define(DEVICES, device)
 
+    def attachment(self, attachment: Attachment) -> int:
+        """The id of an attachment, for Kernel.attachments. Raises ValueError for a role that is no identifier, or if
+        there is no such payload."""
+        return self._define(ATTACHMENTS, attachment)
+
     def kernel(self, kernel: Kernel) -> int:
-        """The id of a kernel. Raises ValueError for a name that no operator can have."""
+        """The id of a kernel. Raises ValueError for a name that no operator can have, or an attachment that is not
+        defined."""
         return self._define(KERNELS, kernel)
 
     def scope(self, parent: int, name: str) -> int:

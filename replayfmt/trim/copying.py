@@ -52,6 +52,7 @@ class Copier:
         self.storages: dict[int, int] = {}  # storage of the reader → storage of the writer
         self._devices: dict[int, int] = {}
         self._kernels: dict[int, int] = {}
+        self._attachments: dict[int, int] = {}
         self._scopes: dict[int, int] = {0: 0}
         self._metas: dict[int, int] = {}
         self._meta_ids: dict[int, int] = {}  # id() of a TensorMeta of the reader → meta of the writer
@@ -81,8 +82,18 @@ class Copier:
         if number not in self._kernels:
             kernel = self.reader.kernels[number]
             assert kernel is not None
-            self._kernels[number] = self.writer.kernel(kernel)
+            attachments = tuple(self.attachment(each) for each in kernel.attachments)
+            self._kernels[number] = self.writer.kernel(replace(kernel, attachments=attachments))
         return self._kernels[number]
+
+    def attachment(self, number: int) -> int:
+        """Copy an attachment of a kernel with its bytes, exactly."""
+        if number not in self._attachments:
+            attachment = self.reader.attachments[number]
+            assert attachment is not None
+            payload = self.writer.payload(self.reader.payload(attachment.payload))
+            self._attachments[number] = self.writer.attachment(replace(attachment, payload=payload))
+        return self._attachments[number]
 
     def scope(self, number: int) -> int:
         if number not in self._scopes:

@@ -377,7 +377,7 @@ def every_kind(path: Path) -> Path:
     b.frame()
 
     for hostile in HOSTILE:
-        kernel = w.kernel(Kernel(hostile, hostile, hostile, KernelKind.triton))
+        kernel = w.kernel(Kernel(hostile, hostile, hostile, KernelKind.collective))
         scope = w.scope(step, hostile)
         b.record(Signature(RecordKind.scope_begin, (Node(V.string, "name", hostile),)), scope=scope)
         arguments = (

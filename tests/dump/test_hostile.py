@@ -46,7 +46,7 @@ def test_scopes_nested_without_end_have_abridged_paths(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_long_name_that_many_records_share_is_not_multiplied_in_memory(tmp_path: Path) -> None:
     b = Builder(tmp_path / "long.opreplay")
-    kernel = b.writer.kernel(Kernel("long::" + "x" * 1_000_000, "default", "", KernelKind.triton))
+    kernel = b.writer.kernel(Kernel("long::" + "x" * 1_000_000, "default", "", KernelKind.collective))
     call = Signature(RecordKind.op, (), (), kernel, OpStatus.ok)
     for _ in range(300):
         b.record(call)

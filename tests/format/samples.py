@@ -20,6 +20,7 @@ from replayfmt.format.codes import (
     ValueKind,
 )
 from replayfmt.format.model import (
+    Attachment,
     Device,
     ExternalFile,
     FileIdentity,
@@ -215,6 +216,13 @@ def write_everything(path: Path) -> None:
     )
     blanks = writer.recipe(Recipe(DType.int64, 0, 0, Statistics(*[float("nan")] * 4, 0, 0, 0, 0)))
     assumed = writer.recipe(Recipe(DType.float32, 6, 3))
+    source = writer.attachment(Attachment("source", "twice.py", writer.payload(b"def twice(x):\n    ...\n")))
+    cubin = writer.attachment(Attachment("cubin", "", writer.payload(b"\x7fELF\x00" * 5000)))
+    future = writer.attachment(Attachment("from_the_future", "später.bin", empty))
+    twice = "triton::twice.v1(Tensor(a!) x) -> ()"
+    writer.kernel(Kernel("triton::twice", "v1", twice, KernelKind.triton, (source, cubin, future)))
+    fused = "inductor_cpp::fused.v1() -> ()"
+    writer.kernel(Kernel("inductor_cpp::fused", "v1", fused, KernelKind.inductor_cpp, (source,)))
 
     records = Records(writer)
     weight = records.storage(24, cpu, StorageOrigin.payload, small)

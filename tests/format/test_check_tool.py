@@ -31,7 +31,7 @@ def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Tool, capture:
     ran = run(capture)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
-    assert lines[0] == f"{capture}: capture of format 1.2, {capture.stat().st_size:,} bytes, complete"
+    assert lines[0] == f"{capture}: capture of format 1.3, {capture.stat().st_size:,} bytes, complete"
     assert lines[-1] == "valid"
     text = "\n".join(lines)
     for part in (
@@ -39,7 +39,7 @@ def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Tool, capture:
         "opreplay 0.1.0 with torch 2.13.0",
         "1 head",
         "2 records",
-        "3 kernel",
+        "5 kernel",
         "3 op",
         "3 unsupported",
         "storages     10",
@@ -47,7 +47,8 @@ def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Tool, capture:
         "3 range",
         "3 recipe",
         "1 annotated",
-        "payloads     5 with 117,144 bytes",
+        "3 attachment",
+        "payloads     7 with 142,166 bytes",
     ):
         assert part in text
 
@@ -61,7 +62,7 @@ def test_damage_exits_with_3_and_the_first_finding(run: Tool, capture: Path) -> 
     assert ran.code == 3
     assert ran.err.startswith(f"DATA_LOSS: {capture}: frame ") and "the body is damaged" in ran.err
     assert len(ran.err.splitlines()) == 1
-    assert "valid" not in ran.out and "payloads     4" in ran.out
+    assert "valid" not in ran.out and "payloads     6" in ran.out
 
 
 def test_a_capture_that_was_never_closed_exits_with_3_and_is_explained(run: Tool, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_recover_writes_a_valid_capture_and_exits_with_0(run: Tool, tmp_path: Pa
     write_small(path, close=False).abandon()
     ran = run(f"{path}.partial", "--recover", out)
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.splitlines()[0].startswith(f"{out}: capture of format 1.2") and "recovered" in ran.out
+    assert ran.out.splitlines()[0].startswith(f"{out}: capture of format 1.3") and "recovered" in ran.out
     assert ran.out.splitlines()[-1] == f"valid; recovered from {path}.partial"
     assert "left behind: the capture was never closed" in ran.out
     assert run(out).code == 0 and len(read_all(out)[1]) == 4

@@ -236,13 +236,13 @@ def _column(name: str, row: int, value: float) -> Callable[[Tables], None]:
         (_column("file_validation", 0, 1), "file_digest_low of a file without digest is not 0"),
         (_column("file_digest_high", 2, 1), "file_digest_high of a file without digest is not 0"),
         (_column("file_mtime_ns", 1, -1), "file_mtime_ns of a file without identity is not 0"),
-        (_column("file_payload", 0, 6), "file_payload holds 0..6, allowed 0..5"),
+        (_column("file_payload", 0, 8), "file_payload holds 0..8, allowed 0..7"),
         (_column("range_file", 0, 0), "range_file holds 0"),
         (_column("range_file", 0, 4), "range_file holds 2..4, allowed 1..3"),
         (_column("range_offset", 2, 49), "a range ends at 49 of a file of 48 bytes"),
         (_column("range_offset", 0, (1 << 64) - 1), "range_offset holds"),
         (_column("range_bytes", 0, 1 << 62), "range_bytes holds"),
-        (_column("range_payload", 0, 6), "range_payload holds"),
+        (_column("range_payload", 0, 8), "range_payload holds"),
         (_column("range_payload", 0, 1), "a range of 512 bytes has payload 1, of 24"),
         (_column("recipe_dtype", 0, 0), "recipe_dtype holds 0"),
         (_column("recipe_dtype", 0, 47), "recipe_dtype holds"),
@@ -262,12 +262,12 @@ def test_definitions_that_break_a_rule_are_refused(capture: Path, edit: Callable
 
 def test_a_payload_must_come_before_the_file_or_range_that_names_it(capture: Path) -> None:
     def edit(tables: Tables) -> None:
-        tables[1]["file_bytes"][2], tables[1]["file_payload"][2] = 5120, 5  # written after these definitions
+        tables[1]["file_bytes"][2], tables[1]["file_payload"][2] = 5120, 7  # written after these definitions
 
     change_tables(capture, edit)
     with open_capture(capture) as reader:  # by the index, where every payload is known
-        assert reader.files[3].payload == 5
-    with pytest.raises(InvalidCapture, match=r"file_payload holds 0\.\.5, allowed 0\.\.4"):
+        assert reader.files[3].payload == 7
+    with pytest.raises(InvalidCapture, match=r"file_payload holds 0\.\.7, allowed 0\.\.6"):
         check_capture(capture)
 
 

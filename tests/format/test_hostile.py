@@ -61,7 +61,7 @@ def _shorter(name: str) -> Callable[[dict], None]:
         (_put("storage_origin", 0, 0), "storage_origin holds 0"),
         (_put("storage_origin", 0, 7), "storage_origin holds 1..7, allowed 1..6"),
         (_put("storage_origin", 0, 1), "have a payload exactly if"),
-        (_put("storage_payload", 0, 6), "storage_payload holds 6, allowed 0..5"),
+        (_put("storage_payload", 0, 8), "storage_payload holds 8, allowed 0..7"),
         (_put("ints", 1, 0), "refers to storage 0"),
         (_put("ints", 1, 77), "refers to storage 77; there are 4"),
         (_put("ints", 2, -1), "refers to payload -1"),
@@ -227,6 +227,17 @@ def _node(kind: ValueKind, constant: int) -> Callable[[Tables], None]:
     return edit
 
 
+def _role(text: bytes) -> Callable[[Tables], None]:
+    """Give the first attachment another role."""
+
+    def edit(tables: Tables) -> None:
+        if text not in tables[0]:
+            tables[0].append(text)
+        tables[1]["attachment_role"][0] = tables[0].index(text) + 1
+
+    return edit
+
+
 def _first(family: str, first: int) -> Callable[[Tables], None]:
     def edit(tables: Tables) -> None:
         tables[2][family] = first
@@ -243,9 +254,21 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
         (_column("device_fingerprint", 0, 9999), "device_fingerprint holds"),
         (_column("device_index", 0, -2), "device_index holds -2"),
         (_column("kernel_kind", 0, 0), "kernel_kind holds 0"),
-        (_column("kernel_kind", 0, 4), "kernel_kind holds 1..4"),
+        (_column("kernel_kind", 0, 7), "kernel_kind holds 1..7"),
         (_column("kernel_name", 0, 0), "kernel_name holds 0"),
         (_column("kernel_schema", 0, 0xFFFFFFFF), "kernel_schema holds"),
+        (_column("kernel_attachments", 0, 1), "kernel_attachment has 4 elements, kernel_attachments adds up to 5"),
+        (_column("kernel_attachments", 3, 0xFFFFFFFF), "kernel_attachments adds up"),
+        (_column("kernel_attachment", 0, 0), "kernel_attachment holds 0"),
+        (_column("kernel_attachment", 0, 4), "kernel_attachment holds 1..4, allowed 1..3"),
+        (_column("kernel_attachment", 0, 2), "a kernel lists an attachment twice"),
+        (_column("attachment_role", 0, 0), "attachment_role holds 0"),
+        (_column("attachment_role", 0, 9999), "attachment_role holds"),
+        (_role(b""), "'' is not an attachment's role"),
+        (_role(b"../source"), "'../source' is not an attachment's role"),
+        (_column("attachment_name", 0, 0), "attachment_name holds 0"),
+        (_column("attachment_payload", 0, 0), "attachment_payload holds 0"),
+        (_column("attachment_payload", 0, 8), "attachment_payload holds 2..8, allowed 1..7"),
         (_column("generator_device", 0, 3), "generator_device holds"),
         (_column("generator_default", 0, 2), "generator_default holds"),
         (_column("scope_parent", 0, 1), "parent is not defined before it"),
@@ -264,7 +287,7 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
         (_column("signature_kind", 0, int(RecordKind.op)), "has a kernel or a status"),
         (_column("signature_status", 0, 3), "signature_status holds"),
         (_column("signature_kernel", 0, 1), "has a kernel or a status"),
-        (_column("signature_kernel", 0, 4), "signature_kernel holds"),
+        (_column("signature_kernel", 0, 6), "signature_kernel holds"),
         (_column("signature_args", 0, 0), "do not form its arguments"),
         (_column("signature_args", 0, 0xFFFFFFFF), "do not form its arguments"),
         (_column("signature_results", 0, 1), "has results"),

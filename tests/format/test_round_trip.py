@@ -68,7 +68,7 @@ def test_a_closed_capture_is_complete_and_has_no_warnings(everything: CaptureRea
     assert everything.complete
     assert everything.incomplete_reason == ""
     assert everything.warnings == []
-    assert everything.version == (1, 2)
+    assert everything.version == (1, 3)
     assert everything.length == Path(everything.path).stat().st_size
 
 
@@ -189,7 +189,9 @@ def test_payloads_come_back_and_lie_aligned_in_the_file(everything: CaptureReade
         2: b"",
         3: (np.arange(5000, dtype=np.int64) % 11).tobytes(),
         4: np.random.default_rng(7).random(9000).tobytes(),
-        5: bytes(range(256)) * 20,
+        5: b"def twice(x):\n    ...\n",
+        6: b"\x7fELF\x00" * 5000,
+        7: bytes(range(256)) * 20,
     }
     data = Path(everything.path).read_bytes()
     for info in everything.payloads:
@@ -200,7 +202,8 @@ def test_payloads_come_back_and_lie_aligned_in_the_file(everything: CaptureReade
         assert info.offset % 64 == 0
         if info.codec == Codec.none:
             assert data[info.offset : info.offset + info.stored_bytes] == contents[info.id]
-    assert [info.codec for info in everything.payloads] == [Codec.none, Codec.none, Codec.zstd, Codec.none, Codec.zstd]
+    plain, packed = Codec.none, Codec.zstd
+    assert [info.codec for info in everything.payloads] == [plain, plain, packed, plain, plain, packed, packed]
     assert len(everything.payloads) == len(contents)
     assert everything.payload_info(4).digest == f"{xxh3_128_intdigest(contents[4]):032x}"
 

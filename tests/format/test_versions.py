@@ -59,7 +59,7 @@ def test_a_newer_minor_version_is_read_with_a_warning(capture: Path) -> None:
 
 
 def _unknown(kind: int, required: bool, count: int = 0, codec: int = 0) -> Frame:
-    header = FrameHeader(kind, FLAG_REQUIRED if required else 0, 0, 0, 0, 0, count, 3, codec, 0)
+    header = FrameHeader(kind, FLAG_REQUIRED if required else 0, 0, 0, 0, 0, count, 4, codec, 0)
     return Frame(header, b"something from the future")
 
 
@@ -93,8 +93,8 @@ def test_unknown_required_frames_are_refused_with_the_version_named(capture: Pat
     for read in (open_capture, check_capture, lambda path: recover_capture(path, path.with_suffix(".out"))):
         with pytest.raises(
             UnsupportedVersion,
-            match=r"required frame of unknown kind 77, of format version 1\.3; "
-            r"this reader knows 1\.2",
+            match=r"required frame of unknown kind 77, of format version 1\.4; "
+            r"this reader knows 1\.3",
         ):
             read(capture)
 
@@ -185,7 +185,7 @@ def test_fields_that_a_newer_minor_version_appended_are_ignored(tmp_path: Path) 
 
 def test_frames_of_known_kinds_with_unknown_flags_or_codecs_are_told_from_damage(capture: Path) -> None:
 
-    for minor, error in ((3, UnsupportedVersion), (0, InvalidCapture)):
+    for minor, error in ((4, UnsupportedVersion), (0, InvalidCapture)):
         for changes in ({"flags": 9}, {"codec": 2}):
             edited = {"minor": minor, **changes}
             change_header(capture, lambda h, e=edited: replace(h, **e), FrameKind.records, index=False)

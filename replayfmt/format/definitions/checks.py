@@ -55,9 +55,12 @@ class TablesBody:
         if len(self.strings) != len(strings) or not self._string_ids.keys().isdisjoint(strings):
             raise self.fail("defines a string twice")
 
-    def take(self, family: str, names: tuple[str, ...], nested: tuple[str, ...]) -> None:
-        """Read a family's columns. Raises InvalidCapture if they have different lengths."""
-        lengths = [len(self._get(name)) for name in names]
+    def take(self, family: str, names: tuple[str, ...], nested: tuple[str, ...], added: tuple[str, ...] = ()) -> None:
+        """Read a family's columns; those of `added` are 0 in every row where they are absent. Raises InvalidCapture if
+        they have different lengths."""
+        lengths: list[int] = []
+        for name in names:
+            lengths.append(len(self._get(name, lengths[0] if name in added else 0)))
         if len(set(lengths)) != 1:
             raise self.fail(f"{family} columns have different lengths: {dict(zip(names, lengths, strict=True))}")
         self._begin(family, lengths[0])
@@ -73,10 +76,10 @@ class TablesBody:
             raise self.fail(f"defines {family} {first} and on; expected {self.firsts[family]}")
         self.counts[family] += rows
 
-    def _get(self, name: str) -> np.ndarray:
+    def _get(self, name: str, absent_rows: int = 0) -> np.ndarray:
         column = self._table.column(name)
         if column is None:
-            column = np.zeros(0, self._layout.dtype(name))
+            column = np.zeros(absent_rows, self._layout.dtype(name))
         self.columns[name] = column
         return column
 
@@ -138,9 +141,13 @@ class TablesBody:
             if (self.columns[name][unset] != 0).any():
                 raise self.fail(f"{name} of {what} is not 0")
 
+    def payload_ids(self, name: str, lowest: int = 1) -> None:
+        """A column holds payload ids; `lowest` 0: or none."""
+        self.range(name, lowest, len(self._payload_bytes))
+
     def payloads(self, name: str, lengths: str, what: str) -> None:
         """A column holds payload ids or 0, and each payload is as long as another column says."""
-        self.range(name, 0, len(self._payload_bytes))
+        self.payload_ids(name, lowest=0)
         payloads, expected = self.columns[name], self.columns[lengths]
         rows = np.flatnonzero(payloads)
         wrong = self._payload_bytes[payloads[rows].astype(np.int64) - 1] != expected[rows]

@@ -57,18 +57,23 @@ class DefinitionColumns(Protocol):
 
 class Family(ABC, Generic[T]):
     """One family. `fields` are its columns with a row for each id, in the schema's words and order; `nested_fields`
-    those with any number of rows for each, of which the last of the former says how many."""
+    those with any number of rows for each, of which the last of the former says how many. `added_fields` continue
+    `fields`: columns of a later minor version, at the table's end with the nested ones. They are absent where all of
+    them are 0."""
 
     name: ClassVar[str]
     fields: ClassVar[str]
+    added_fields: ClassVar[str] = ""
     nested_fields: ClassVar[str] = ""
     shared: ClassVar[bool] = True  # the same content gets the same id
     frequent: ClassVar[bool] = False  # the same few come again and again, for single records
 
     def __init__(self) -> None:
-        self.columns, self.nested_columns = (
-            tuple(field.partition(":")[0] for field in fields.split()) for fields in (self.fields, self.nested_fields)
+        own, self.added_columns, self.nested_columns = (
+            tuple(field.partition(":")[0] for field in fields.split())
+            for fields in (self.fields, self.added_fields, self.nested_fields)
         )
+        self.columns = (*own, *self.added_columns)
 
     @abstractmethod
     def row(self, definition: T) -> DefinitionRow:

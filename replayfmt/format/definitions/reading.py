@@ -17,6 +17,7 @@ from ..container.frames import MAX_NESTING
 from ..json_values import nested_deeper
 from ..model import Node
 from ..slots import SlotLayout, slot_counts
+from .attachments import ATTACHMENTS
 from .checks import TablesBody
 from .devices import DEVICES
 from .family import Family
@@ -135,6 +136,7 @@ class Frozen:
         self.files = self._lazy(FILES)
         self.file_ranges = self._lazy(FILE_RANGES)
         self.recipes = self._lazy(RECIPES)
+        self.attachments = self._lazy(ATTACHMENTS)
         # Slots of each signature by id: int64[3, signatures + 1] (tensors, ints, floats), 0 unused.
         counted = slot_counts(self.column("node_kind"), self.column("signature_nodes"))
         self.slots = np.concatenate((np.zeros((3, 1), np.int64), counted), axis=1)

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..container.building import Value, build
 from ..container.layouts import table_layout
+from .attachments import ATTACHMENTS
 from .checks import TablesBody
 from .devices import DEVICES
 from .family import Family
@@ -34,16 +35,19 @@ FAMILIES: tuple[Family[Any], ...] = (
     FILES,
     FILE_RANGES,
     RECIPES,
+    ATTACHMENTS,
 )
 # What has ids, by the names of the schema's first_x fields.
 NUMBERED = ("string", *(family.name for family in FAMILIES))
 COLUMNS = tuple(name for family in FAMILIES for name in (*family.columns, *family.nested_columns))
 
-TABLES = table_layout(
-    "Tables",
-    "first_string:uint strings:[string] "
-    + " ".join(f"first_{family.name}:uint {family.fields} {family.nested_fields}" for family in FAMILIES),
+_OWN = (
+    f"first_{family.name}:uint {family.fields} {'' if family.added_fields else family.nested_fields}"
+    for family in FAMILIES
 )
+_ADDED = (f"{family.added_fields} {family.nested_fields}" for family in FAMILIES if family.added_fields)
+
+TABLES = table_layout("Tables", " ".join(("first_string:uint strings:[string]", *_OWN, *_ADDED)))
 
 
 def encode_tables(strings: Sequence[bytes], columns: Mapping[str, np.ndarray], firsts: Mapping[str, int]) -> memoryview:
@@ -54,7 +58,11 @@ def encode_tables(strings: Sequence[bytes], columns: Mapping[str, np.ndarray], f
     for family in FAMILIES:
         if len(columns[family.columns[0]]):
             values[f"first_{family.name}"] = firsts[family.name]
-            values.update((name, np.asarray(columns[name])) for name in (*family.columns, *family.nested_columns))
+            given = {name: np.asarray(columns[name]) for name in (*family.columns, *family.nested_columns)}
+            added = (*family.added_columns, *family.nested_columns) if family.added_columns else ()
+            if not any(given[name].any() for name in added):
+                given = {name: column for name, column in given.items() if name not in added}
+            values.update(given)
     return build(TABLES, values)
 
 
@@ -72,6 +80,7 @@ def decode_tables(
     body = TablesBody(data, TABLES, minor, where, counts, string_ids, earlier, payload_bytes)
     body.take_strings()
     for family in FAMILIES:
-        body.take(family.name, family.columns, family.nested_columns)
+        body.take(family.name, family.columns, family.nested_columns, family.added_columns)
+    for family in FAMILIES:  # when all are there: a family may refer to any other
         family.check(body)
     return body

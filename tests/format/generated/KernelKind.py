@@ -7,3 +7,6 @@ class KernelKind(object):
     operator = 1
     triton = 2
     collective = 3
+    inductor_cpp = 4
+    graph = 5
+    native = 6

@@ -1599,7 +1599,149 @@ class Tables(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(134))
         return o == 0
 
-def TablesStart(builder): builder.StartObject(66)
+    # Tables
+    def FirstAttachment(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(136))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
+        return 0
+
+    # Tables
+    def AttachmentRole(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(138))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def AttachmentRoleAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(138))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def AttachmentRoleLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(138))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def AttachmentRoleIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(138))
+        return o == 0
+
+    # Tables
+    def AttachmentName(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(140))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def AttachmentNameAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(140))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def AttachmentNameLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(140))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def AttachmentNameIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(140))
+        return o == 0
+
+    # Tables
+    def AttachmentPayload(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(142))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def AttachmentPayloadAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(142))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def AttachmentPayloadLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(142))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def AttachmentPayloadIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(142))
+        return o == 0
+
+    # Tables
+    def KernelAttachments(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(144))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def KernelAttachmentsAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(144))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def KernelAttachmentsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(144))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def KernelAttachmentsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(144))
+        return o == 0
+
+    # Tables
+    def KernelAttachment(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def KernelAttachmentAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def KernelAttachmentLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def KernelAttachmentIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        return o == 0
+
+def TablesStart(builder): builder.StartObject(72)
 def Start(builder):
     return TablesStart(builder)
 def TablesAddFirstString(builder, firstString): builder.PrependUint32Slot(0, firstString, 0)
@@ -1968,6 +2110,39 @@ def AddRecipeNegativeInfinities(builder, recipeNegativeInfinities):
 def TablesStartRecipeNegativeInfinitiesVector(builder, numElems): return builder.StartVector(8, numElems, 8)
 def StartRecipeNegativeInfinitiesVector(builder, numElems):
     return TablesStartRecipeNegativeInfinitiesVector(builder, numElems)
+def TablesAddFirstAttachment(builder, firstAttachment): builder.PrependUint32Slot(66, firstAttachment, 0)
+def AddFirstAttachment(builder, firstAttachment):
+    return TablesAddFirstAttachment(builder, firstAttachment)
+def TablesAddAttachmentRole(builder, attachmentRole): builder.PrependUOffsetTRelativeSlot(67, flatbuffers.number_types.UOffsetTFlags.py_type(attachmentRole), 0)
+def AddAttachmentRole(builder, attachmentRole):
+    return TablesAddAttachmentRole(builder, attachmentRole)
+def TablesStartAttachmentRoleVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartAttachmentRoleVector(builder, numElems):
+    return TablesStartAttachmentRoleVector(builder, numElems)
+def TablesAddAttachmentName(builder, attachmentName): builder.PrependUOffsetTRelativeSlot(68, flatbuffers.number_types.UOffsetTFlags.py_type(attachmentName), 0)
+def AddAttachmentName(builder, attachmentName):
+    return TablesAddAttachmentName(builder, attachmentName)
+def TablesStartAttachmentNameVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartAttachmentNameVector(builder, numElems):
+    return TablesStartAttachmentNameVector(builder, numElems)
+def TablesAddAttachmentPayload(builder, attachmentPayload): builder.PrependUOffsetTRelativeSlot(69, flatbuffers.number_types.UOffsetTFlags.py_type(attachmentPayload), 0)
+def AddAttachmentPayload(builder, attachmentPayload):
+    return TablesAddAttachmentPayload(builder, attachmentPayload)
+def TablesStartAttachmentPayloadVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartAttachmentPayloadVector(builder, numElems):
+    return TablesStartAttachmentPayloadVector(builder, numElems)
+def TablesAddKernelAttachments(builder, kernelAttachments): builder.PrependUOffsetTRelativeSlot(70, flatbuffers.number_types.UOffsetTFlags.py_type(kernelAttachments), 0)
+def AddKernelAttachments(builder, kernelAttachments):
+    return TablesAddKernelAttachments(builder, kernelAttachments)
+def TablesStartKernelAttachmentsVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartKernelAttachmentsVector(builder, numElems):
+    return TablesStartKernelAttachmentsVector(builder, numElems)
+def TablesAddKernelAttachment(builder, kernelAttachment): builder.PrependUOffsetTRelativeSlot(71, flatbuffers.number_types.UOffsetTFlags.py_type(kernelAttachment), 0)
+def AddKernelAttachment(builder, kernelAttachment):
+    return TablesAddKernelAttachment(builder, kernelAttachment)
+def TablesStartKernelAttachmentVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartKernelAttachmentVector(builder, numElems):
+    return TablesStartKernelAttachmentVector(builder, numElems)
 def TablesEnd(builder): return builder.EndObject()
 def End(builder):
     return TablesEnd(builder)
