@@ -204,11 +204,31 @@ _MADE_TENSORS_OF = {"aten::_ctc_loss": "target_lengths"}
 
 # -------------------------------------------------------------------------------- single arguments and results
 
+# Out of place, what an operator that overwrites all of a tensor would make of it.
+_OVERWRITES_A_COPY = (
+    "copy",
+    "fill.Scalar",
+    "fill.Tensor",
+    "zero",
+    "uniform",
+    "normal_functional",
+    "random",
+    "random.from",
+    "random.to",
+    "bernoulli.p",
+    "bernoulli.Tensor",
+    "exponential",
+    "geometric",
+    "cauchy",
+    "log_normal",
+    "_foreach_copy",
+    "_foreach_zero",
+)
 # Arguments whose bytes are not read, by operator with its overload: tensors that lend only their shape.
 _UNREAD = {
+    **{f"aten::{name}": ("self",) for name in _OVERWRITES_A_COPY},
     "aten::rrelu_with_noise": ("noise",),
     "aten::rrelu_with_noise_": ("noise",),
-    "aten::bernoulli.p": ("self",),
     "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
 # Operators that only use an argument, of what they write or read as the schema says, where another one is true.

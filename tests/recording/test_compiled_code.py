@@ -92,3 +92,19 @@ def test_regions_are_told_and_kept(capture: Capture) -> None:
     assert torch.equal(captured.returned[1], expected) and torch.equal(after, expected)
     assert captured.unsupported() == {"compiled_region": 2}
     assert captured.ops() == ["aten::mul.Tensor"] * 2
+
+
+def test_tracing_with_symbolic_sizes_leaves_no_record(capture: Capture) -> None:
+    """A fake tensor of the result of a binary operator is made by `torch.empty` on the meta device."""
+
+    def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    def program() -> torch.Tensor:
+        compiled = torch.compile(add, backend="aot_eager", dynamic=True)
+        return compiled(torch.ones(6, 4), torch.ones(6, 4))
+
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    assert "meta" not in {device.kind for device in captured.reader.devices[1:]}
+    captured.replays()

@@ -215,3 +215,38 @@ def test_pooling_that_a_composite_does_itself_is_recorded_whole(capture: Capture
     assert captured.ops().count("aten::max_pool1d.default") == 3
     assert all(map(torch.equal, captured.returned, expected))
     captured.replays()
+
+
+# What the out-of-place form of an operator that overwrites a tensor makes of memory that nobody wrote.
+FUNCTIONAL: dict[str, Any] = {
+    "copy": lambda new: torch.ops.aten.copy(new, torch.ones(4)),
+    "fill": lambda new: torch.ops.aten.fill(new, 3.0),
+    "fill with a tensor": lambda new: torch.ops.aten.fill(new, torch.tensor(3.0)),
+    "zero": torch.ops.aten.zero,
+    "uniform": torch.ops.aten.uniform,
+    "normal": torch.ops.aten.normal_functional,
+    "random": torch.ops.aten.random,
+    "random below": lambda new: torch.ops.aten.random(new, 9),
+    "random between": lambda new: torch.ops.aten.random(new, 2, 9),
+    "bernoulli": lambda new: torch.ops.aten.bernoulli(new, torch.full((4,), 0.5)),
+    "exponential": torch.ops.aten.exponential,
+    "geometric": lambda new: torch.ops.aten.geometric(new, 0.5),
+    "cauchy": torch.ops.aten.cauchy,
+    "log_normal": torch.ops.aten.log_normal,
+    "foreach copy": lambda new: torch.ops.aten._foreach_copy([new], [torch.ones(4)]),
+    "foreach zero": lambda new: torch.ops.aten._foreach_zero([new]),
+}
+
+
+@pytest.mark.parametrize("operator", FUNCTIONAL.values(), ids=FUNCTIONAL.keys())
+def test_out_of_place_forms_of_what_overwrites_a_tensor_do_not_read_it(capture: Capture, operator: Any) -> None:
+    """Functionalization, ahead of compilation, turns operators in place into these."""
+
+    def program() -> Any:
+        leave_behind(1e30)
+        return operator(torch.empty(4))
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    leave_behind(2.0)
+    captured.replays()

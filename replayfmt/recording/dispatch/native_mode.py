@@ -35,7 +35,7 @@ _ALONE, _IN_PARTS, _IN_PYTHON = None, False, True
 
 
 _HOT_RESULTS = (torch.TensorType, torch.ListType, torch.NumberType, torch.IntType, torch.FloatType, torch.BoolType)
-_FAKE_TENSORS = os.path.join("torch", "_subclasses", "fake_tensor.py")
+_MAKES_FAKE_TENSORS = tuple(os.path.join("torch", "_subclasses", name) for name in ("fake_tensor.py", "fake_impls.py"))
 
 
 class _Begun:
@@ -294,9 +294,11 @@ class NativeMode(ObservingMode):
 def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a fake tensor is being made: nothing is computed."""
     tensors = tensors_in((*args, *kwargs.values()))
-    if not tensors or not all(tensor.is_meta for tensor in tensors):
+    device = kwargs.get("device")
+    on_meta = all(tensor.is_meta for tensor in tensors) if tensors else device is not None and device.type == "meta"
+    if not on_meta:
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_recorders(frame.f_code):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.endswith(_FAKE_TENSORS)
+    return frame is not None and frame.f_code.co_filename.endswith(_MAKES_FAKE_TENSORS)
