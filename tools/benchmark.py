@@ -15,10 +15,12 @@ from replayfmt.errors import UsageError
 from .command import reader_may_leave, run_tool, say, tool
 from .compare import refuse_with_compare, run_compare
 from .per_op import PerOpFlags, per_op_options, run_per_op
+from .precision_flags import precision_options
 from .profiling_flags import profiled, profiling_options, profiling_request
 from .replay_flags import ReplayFlags, replay_options
 
 if TYPE_CHECKING:
+    from replayfmt.benchmark.inputs import Inputs
     from replayfmt.benchmark.measure import Options
     from replayfmt.benchmark.reports.rows import Report
     from replayfmt.replay.plan import Plan
@@ -50,8 +52,10 @@ _REDRAW_S = 0.2
     default="0.5s",
     show_default=True,
     metavar="Nx|SECONDSs",
-    help="Time N replays (20x), or as many as take that many seconds in total (0.5s).",
+    help="Time N replays (20x), or as many as take that many seconds in total (0.5s): with seconds, or with "
+    "--benchmark-precision, more of them until the median is known well enough.",
 )
+@precision_options
 @click.option(
     "--benchmark-warmup",
     type=click.IntRange(min=0),
@@ -93,6 +97,9 @@ def cli(
     flags: ReplayFlags,
     replay_scope: tuple[str, ...],
     benchmark_min_time: str,
+    benchmark_precision: str | None,
+    benchmark_max_time: str | None,
+    inputs: Inputs | None,
     benchmark_warmup: int,
     benchmark_repetitions: int,
     benchmark_format: str,
@@ -114,6 +121,7 @@ def cli(
     wrong usage, 3 if CAPTURE is missing, unreadable or not valid.
     """
     from replayfmt.benchmark.min_time import parse_min_time
+    from replayfmt.benchmark.precision import whole_precision
 
     min_time = parse_min_time(benchmark_min_time)
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
@@ -125,7 +133,11 @@ def cli(
     from replayfmt.benchmark.measure import Options
     from replayfmt.benchmark.output import output_file, refuse_input
 
-    options = Options(min_time, benchmark_repetitions, benchmark_warmup, flags.verify, replay_scope)
+    if per_op is None:
+        precision = whole_precision(benchmark_precision, benchmark_max_time, min_time)
+        options = Options(
+            min_time, benchmark_repetitions, benchmark_warmup, flags.verify, replay_scope, precision, inputs or "hot"
+        )
     if benchmark_out is not None:
         refuse_input(_OUT, benchmark_out, capture)
     with ExitStack() as stack:

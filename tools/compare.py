@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
 
 # Flags of measurements other than comparisons.
-_NOT_WITH_COMPARE = ("benchmark_repetitions", "device_profiling_mode", "device_profiling_output")
+_NOT_WITH_COMPARE = (
+    "benchmark_repetitions",
+    "benchmark_precision",
+    "benchmark_max_time",
+    "inputs",
+    "device_profiling_mode",
+    "device_profiling_output",
+)
 
 
 def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool) -> None:

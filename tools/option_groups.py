@@ -31,7 +31,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Devices": ("--device",),
     "Verification": ("--verify", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels"),
     "Measurement": (
-        "--benchmark-min-time", "--benchmark-warmup", "--benchmark-repetitions", "--warm", "--compare", "--per-op",
+        "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",
+        "--benchmark-repetitions", "--warm", "--compare", "--per-op",
         "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),
     "Permissions": ("--allow-operator", "--allow-import", "--allow-incomplete", "--isolate"),

@@ -109,16 +109,19 @@ class PerOpFlags:
                 raise UsageError(f"{_flag(name)} is for whole replays; it does not go with --per-op")
         from replayfmt.benchmark.min_time import parse_min_time
         from replayfmt.benchmark.per_op.measuring import OpOptions
+        from replayfmt.benchmark.precision import op_precision
 
-        text = values["benchmark_min_time"] if "benchmark_min_time" in given else _DEFAULT_MIN_TIME
+        floor = parse_min_time(values["benchmark_min_time"] if "benchmark_min_time" in given else _DEFAULT_MIN_TIME)
         options = OpOptions(
-            parse_min_time(text),
+            floor,
             verify,
             values["op_filter"],
             values["op_limit"],
             values["op_instances"] == "all",
             values["replay_scope"],
             values["stop_on_error"],
+            op_precision(values["benchmark_precision"], values["benchmark_max_time"], floor),
+            values["inputs"],
         )
         return PerOpFlags(options, values["group_by"], values["top"], values["verbose"])
 

@@ -17,6 +17,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +27,12 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult, VerifyMode
 from replayfmt.replay.run.execute import OnScope
 
+from .inputs import CacheFlush, Inputs, describe_inputs
 from .meters.meter import Clock, MakeMeter, NotMeasured, Quantity
 from .meters.registered import METERS
 from .meters.stopwatch import Readings, ReplayTimer, ScopeWatch, stopwatch_for
 from .min_time import MOST_ITERATIONS, MinTime
+from .precision import NarrowEnough, Precision
 from .scopes import MeasuredRegion, find_regions, whole_capture
 from .statistics import TimeStatistics, summarize
 
@@ -42,13 +45,16 @@ _MUCH_GARBAGE = 20_000
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. `warmup` counts untimed replays before each repetition's first timed one."""
+    """How to measure. `warmup` counts untimed replays before each repetition's first timed one. With `precision`,
+    replays go on after `min_time` until the medians of all reported rows are known that well, or its time is up."""
 
     min_time: MinTime = field(default_factory=lambda: MinTime(seconds=0.5))
     repetitions: int = 1
     warmup: int = 2
     verify: VerifyMode = "auto"
     scopes: tuple[str, ...] = ()
+    precision: Precision | None = None
+    inputs: Inputs = "hot"
 
     def __post_init__(self) -> None:
         count_of("--benchmark-repetitions", self.repetitions, 1, MOST_ITERATIONS)
@@ -107,7 +113,9 @@ class Run:
 
     `measurements` has one entry per requested row. `whole` is that of the entire replay, even if only scopes were
     requested. `before` and `after` are the results of the verified replays, None if verification is off. `cut_short` is
-    the number of elapsed seconds if measuring gave up before it had the requested timed seconds, else None.
+    the number of elapsed seconds if measuring gave up before it had the requested timed seconds, else None. `inputs`
+    says what was in the caches; `step_ns` is the smallest step of the clock that the times are from, None if unknown;
+    `meters` describes every meter (`Stopwatch.describe`).
     """
 
     options: Options
@@ -116,6 +124,9 @@ class Run:
     before: ReplayResult | None
     after: ReplayResult | None
     cut_short: float | None
+    inputs: str = ""
+    step_ns: float | None = None
+    meters: list[dict[str, Any]] = field(default_factory=list)
 
 
 # The current activity, how many are done, of how many (None: not yet known).
@@ -147,7 +158,7 @@ def measure(
     after = runner.verify("after")
     whole = Measurement(runner.whole_region, runner.whole_samples)
     scopes = [Measurement(watch.region, samples) for watch, samples in zip(runner.watches, runner.samples, strict=True)]
-    return Run(options, scopes or [whole], whole, before, after, cut_short)
+    return Run(options, scopes or [whole], whole, before, after, cut_short, runner.inputs, *runner.meters())
 
 
 def _no_progress(_what: str, _done: int, _of: int | None) -> None:
@@ -171,8 +182,14 @@ class _Runner:
         self.whole_region = whole
         self.whole_samples: list[Sample] = []
         self.watches = [ScopeWatch(region, stopwatch_for(plan.devices, clock, meters)) for region in regions]
-        self._timer = ReplayTimer(stopwatch_for(plan.devices, clock, meters), self.watches)
+        flush = CacheFlush(plan.devices) if options.inputs == "cold" else None
+        self.inputs = describe_inputs(options.inputs, flush, "replays")
+        self._timer = ReplayTimer(stopwatch_for(plan.devices, clock, meters), self.watches, prepare=flush)
         self.samples: list[list[Sample]] = [[] for _ in regions]
+
+    def meters(self) -> tuple[float | None, list[dict[str, Any]]]:
+        """`Run.step_ns` and `Run.meters`."""
+        return self._timer.stopwatch.step_ns(), self._timer.stopwatch.describe()
 
     def verify(self, when: str) -> ReplayResult | None:
         """One verified, untimed replay; None if verification is off. Raises ReplayMismatch."""
@@ -185,49 +202,61 @@ class _Runner:
 
     def first_repetition(self) -> tuple[int, float | None]:
         """Run the repetition that determines the number of iterations; returns that number, and `Run.cut_short`."""
-        goal = self._options.min_time
-        if goal.iterations is not None:
+        goal, precision = self._options.min_time, self._options.precision
+        if goal.iterations is not None and precision is None:
             self.repetition(goal.iterations)
             return goal.iterations, None
         goal_ns = (goal.seconds or 0.0) * 1e9
+        narrow = [] if precision is None else [NarrowEnough(precision.share) for _ in self.watches or (None,)]
         timed = waited = 0.0
         before = self._clock.real()
 
-        def enough(done: int, last: Readings) -> bool:
+        def enough(times: list[list[float]]) -> bool:
             nonlocal timed, waited, before
-            timed += last.real_ns
+            done, last = len(times[0]), times[0][-1]
+            timed += last
             now = self._clock.real()
-            waited += now - before if done > 1 else last.real_ns  # the first one was preceded by warm-ups
+            waited += now - before if done > 1 else last  # the first one was preceded by warm-ups
             before = now
-            return timed >= goal_ns or done >= MOST_ITERATIONS or waited >= PATIENCE * goal_ns
+            if done >= MOST_ITERATIONS:
+                return True
+            if done < goal.iterations if goal.iterations is not None else timed < goal_ns:
+                return goal.iterations is None and waited >= PATIENCE * goal_ns
+            if precision is None or waited >= precision.cap_s * 1e9:
+                return True
+            return all([each(row) for each, row in zip(narrow, times[1:] or times, strict=True)])
 
         done = self._repeat(enough, None)
         return done, waited / 1e9 if timed < goal_ns else None
 
     def repetition(self, iterations: int) -> None:
         """Warm up, then time `iterations` replays."""
-        self._repeat(lambda done, _last: done >= iterations, iterations)
+        self._repeat(lambda times: len(times[0]) >= iterations, iterations)
 
-    def _repeat(self, enough: Callable[[int, Readings], bool], of: int | None) -> int:
+    def _repeat(self, enough: Callable[[list[list[float]]], bool], of: int | None) -> int:
+        """Warm up, then replay until `enough` says so of the real times so far: of the whole, and of each scope."""
         on_scope = self._on_scope()
         whole: list[Readings] = []
         scopes: list[list[Readings]] = [[] for _ in self.watches]
+        times: list[list[float]] = [[] for _ in range(len(self.watches) + 1)]
         label = f"repetition {len(self.whole_samples) + 1} of {self._options.repetitions}"
         with collector_off():
             for done in range(self._options.warmup):
                 self._progress(f"{label}: warming up", done, self._options.warmup)
                 self._replay(on_scope)
             self._progress(label, 0, of)
-            while not whole or not enough(len(whole), whole[-1]):
+            while not whole or not enough(times):
                 whole.append(self._replay(on_scope))
                 for readings, watch in zip(scopes, self.watches, strict=True):
                     readings.append(watch.end_replay())
+                for column, readings in zip(times, (whole, *scopes), strict=True):
+                    column.append(readings[-1].real_ns)
                 if gc.get_count()[0] > _MUCH_GARBAGE:
                     gc.collect()
                 self._progress(label, len(whole), of)
         self.whole_samples.append(Sample.of(whole))
-        for samples, times in zip(self.samples, scopes, strict=True):
-            samples.append(Sample.of(times))
+        for samples, readings in zip(self.samples, scopes, strict=True):
+            samples.append(Sample.of(readings))
         return len(whole)
 
     def _replay(self, on_scope: OnScope | None) -> Readings:

@@ -11,13 +11,16 @@ from typing import Any, Unpack
 
 from rich.console import Console
 
+from replayfmt.errors import ReplayFailed
 from replayfmt.format.arguments import text_of, texts_of
 from replayfmt.replay.one_call import PlanOptions
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import VerifyMode
 
+from .inputs import Inputs
 from .measure import Options, measure
 from .min_time import parse_min_time
+from .precision import whole_precision
 from .reports.console import print_report
 from .reports.rows import Report, make_report
 
@@ -45,8 +48,12 @@ class Benchmarked:
 
     @property
     def median_ns(self) -> float:
-        """The median real time of the first region's first repetition, in nanoseconds."""
-        return float(self.rows[0]["median_real_time"])
+        """The median real time of the first region's first repetition, in nanoseconds. Raises ReplayFailed if it could
+        not be measured."""
+        first = self.rows[0]
+        if "unmeasurable" in first:
+            raise ReplayFailed(f"{first['name']}: unmeasurable: {first['unmeasurable']}")
+        return float(first["median_real_time"])
 
     def json(self) -> str:
         """Google Benchmark's JSON document."""
@@ -75,16 +82,28 @@ def benchmark(
     repetitions: int = 1,
     warmup: int = 2,
     verify: VerifyMode = "auto",
+    precision: str | None = None,
+    max_time: str | None = None,
+    inputs: Inputs = "hot",
     **options: Unpack[PlanOptions],
 ) -> Benchmarked:
     """Replay a capture repeatedly and measure it, as opreplay-benchmark does: verified before and after timing.
 
     `scopes` (names, or full paths) measures the time inside them instead of the whole replay's; `min_time` is a number
-    of replays (`20x`) or of timed seconds (`0.5s`); `warmup` counts untimed replays before each repetition. `options`
-    are those of Plan. Raises ReplayMismatch if a replay differs from the capture, and the errors of Plan.
+    of replays (`20x`) or of timed seconds (`0.5s`); `warmup` counts untimed replays before each repetition. Replays go
+    on until the median is known to `precision` (`2%`, the default if `min_time` is in seconds; `off`), for at most
+    `max_time`. `inputs` are `hot` or `cold`, as with --inputs. `options` are those of Plan. Raises ReplayMismatch if a
+    replay differs from the capture, and the errors of Plan.
     """
+    floor = parse_min_time(text_of("min_time", min_time))
     asked = Options(
-        parse_min_time(text_of("min_time", min_time)), repetitions, warmup, verify, texts_of("scopes", scopes)
+        floor,
+        repetitions,
+        warmup,
+        verify,
+        texts_of("scopes", scopes),
+        whole_precision(precision, max_time, floor),
+        inputs,
     )
     with Plan(path, **options) as plan:
         return Benchmarked(make_report(measure(plan, asked), plan))

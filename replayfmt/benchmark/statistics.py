@@ -1,4 +1,4 @@
-"""Statistics of measured times: median with its confidence interval, mean, spread, extremes.
+"""Statistics of measured times: median with its confidence interval, mean, spread, extremes, outliers.
 
 Plain arithmetic over numpy arrays; does not depend on clocks, plans or reports. Times keep their unit (nanoseconds
 everywhere in this package). A figure that the sample is too small for is None, and `reasons` says why: the standard
@@ -18,6 +18,14 @@ CONFIDENCE = 0.95
 SMALLEST_FOR_INTERVAL = 6
 # Up to here the binomial tail is summed exactly; beyond, its normal approximation picks the same ranks or safer ones.
 LARGEST_EXACT = 1000
+# Quartiles of fewer times are single times.
+SMALLEST_FOR_QUARTILES = 4
+# J. W. Tukey's fences: times this many interquartile ranges outside the quartiles are outliers.
+FENCE = 1.5
+# A time of fewer steps of its clock is not even known to an eighth of itself: rounding is half a step.
+LEAST_STEPS = 4
+# A median whose interval spans more than this factor is not even known by its order of magnitude.
+MOST_SPAN = 10.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,14 @@ class Interval:
     low: float
     high: float
     confidence: float
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """How many times lie below and above Tukey's fences. They are counted in every figure: none is dropped."""
+
+    low: int
+    high: int
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,17 @@ class TimeStatistics:
     maximum: float
     standard_deviation: float | None  # of the sample: divided by count - 1
     interval: Interval | None  # of the median
+    quartiles: tuple[float, float] | None = None  # the first and the third
+    outliers: Outliers | None = None
     reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def half_width(self) -> float | None:
+        """Half the width of the median's interval, as a share of the median; None if there is no interval, or the
+        median is 0."""
+        if self.interval is None or self.median <= 0:
+            return None
+        return (self.interval.high - self.interval.low) / 2 / self.median
 
     @property
     def variation(self) -> float | None:
@@ -67,6 +93,9 @@ def summarize(times: Sequence[float] | np.ndarray) -> TimeStatistics:
             f"{values.size} iterations cannot enclose the median with {CONFIDENCE:.0%} confidence; "
             f"{SMALLEST_FOR_INTERVAL} are needed"
         )
+    quartiles, outliers = _quartiles(values)
+    if quartiles is None:
+        reasons["quartiles"] = f"{values.size} iterations have no quartiles; {SMALLEST_FOR_QUARTILES} are needed"
     return TimeStatistics(
         int(values.size),
         float(np.median(values)),
@@ -75,8 +104,41 @@ def summarize(times: Sequence[float] | np.ndarray) -> TimeStatistics:
         float(values.max()),
         deviation,
         interval,
+        quartiles,
+        outliers,
         reasons,
     )
+
+
+def _quartiles(values: np.ndarray) -> tuple[tuple[float, float] | None, Outliers | None]:
+    """The first and third quartile (interpolated linearly), and how many values lie outside Tukey's fences."""
+    if values.size < SMALLEST_FOR_QUARTILES:
+        return None, None
+    first, third = (float(each) for each in np.percentile(values, (25, 75)))
+    reach = FENCE * (third - first)
+    low, high = int((values < first - reach).sum()), int((values > third + reach).sum())
+    return (first, third), Outliers(low, high)
+
+
+def why_unmeasurable(times: TimeStatistics, step_ns: float | None, *, noise: bool) -> str:
+    """Why these times are no measurement; empty if they are one.
+
+    `step_ns` is the smallest step of the clock as it counts for one of these times, None if it is unknown. `noise`: a
+    median that is not known to its order of magnitude counts as none, too.
+    """
+    if times.median <= 0:
+        return "resolution: the clock did not advance"
+    if step_ns is not None and times.median < LEAST_STEPS * step_ns:
+        return (
+            f"resolution: the median, {times.median:.4g} ns, is less than {LEAST_STEPS} steps of the clock, of "
+            f"{step_ns:.4g} ns each"
+        )
+    if noise and times.interval is not None and times.interval.high > MOST_SPAN * times.interval.low:
+        return (
+            f"noise: the median is only known to lie between {times.interval.low:.4g} and "
+            f"{times.interval.high:.4g} ns; stop other programs, or measure longer"
+        )
+    return ""
 
 
 def median_interval(times: np.ndarray) -> Interval | None:

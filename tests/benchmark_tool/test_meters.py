@@ -9,7 +9,7 @@ from rich.console import Console
 
 from replayfmt.benchmark.measure import Options, measure
 from replayfmt.benchmark.meters.clocks import CLOCKS
-from replayfmt.benchmark.meters.meter import AbsentMeter, NotMeasured, Quantity
+from replayfmt.benchmark.meters.meter import AbsentMeter, Description, NotMeasured, Quantity
 from replayfmt.benchmark.meters.registered import METERS
 from replayfmt.benchmark.meters.stopwatch import stopwatch_for
 from replayfmt.benchmark.min_time import MinTime
@@ -33,6 +33,9 @@ class Starts:
 
     def __init__(self, log=None):
         self.count, self.log = 0, [] if log is None else log
+
+    def describe(self):
+        return (Description(PUSHES, "counted here", 1.0, "none"),)
 
     def reset(self):
         self.count = 0

@@ -346,7 +346,7 @@ def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_pa
     ran = tools("benchmark", "--per-op", "--op-filter=aten::relu", "--benchmark-min-time=2x", path)
     assert ran.code == 0
     assert "all calls are included" in ran.out
-    assert re.search(r"^run on +cpu; torch [^,]+, 1 thread; \d+ CPUs?$", ran.out, re.MULTILINE)
+    assert re.search(r"^run on +cpu; torch [^,]+, \d+ threads?; \d+ CPUs?$", ran.out, re.MULTILINE)
 
 
 def test_the_result_of_one_op_comes_back_in_python(captured):

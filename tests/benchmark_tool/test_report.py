@@ -12,6 +12,7 @@ from rich.console import Console
 
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
 from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark.precision import Precision
 from replayfmt.benchmark.reports import caveats
 from replayfmt.benchmark.reports.console import print_report
 from replayfmt.benchmark.reports.rows import make_report
@@ -84,10 +85,11 @@ def an_idle_machine(monkeypatch):
     monkeypatch.setattr(caveats.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
 
 
-def report(*measurements, verification=None):
+def report(*measurements, verification=None, options=None, step_ns=None):
     verification = verification or Verification("auto", "bitwise", digests=3)
     result = SimpleNamespace(verification=verification)
-    run = Run(Options(min_time=MinTime(iterations=3)), list(measurements), measurements[0], result, result, None)
+    options = options or Options(min_time=MinTime(iterations=3))
+    run = Run(options, list(measurements), measurements[0], result, result, None, "hot: made up", step_ns)
     return make_report(run, SimpleNamespace(reader=FakeReader(EXECUTE), devices=[torch.device("cpu")]))
 
 
@@ -130,9 +132,56 @@ def test_counters_hold_what_is_ours():
     assert "host_time" not in row and "host_time" not in row["samples"]
 
 
+def test_times_of_a_clock_that_stood_still_are_no_measurement():
+    made = report(Measurement(STEP, [sample(0.0, 0.0), sample(0.0, 0.0)]))
+    for row in made.rows:  # and no aggregates over them
+        assert row["run_type"] == "iteration" and row["samples"]["real_time"] == [0.0, 0.0]
+        assert row["unmeasurable"] == "resolution: the clock did not advance"
+        assert not {"real_time", "cpu_time", "median_real_time", "ops_per_second"} & set(row)
+        assert row["error_occurred"] and row["error_message"].startswith("unmeasurable: resolution")
+    assert "WARNING: BM_replay/scope:step 3: unmeasurable: resolution: the clock did not advance" in shown(made)
+    assert "unmeasurable: resolution: the clock did not advance" in made.csv()
+
+
+def test_a_median_that_is_not_known_to_a_factor_of_ten_is_no_measurement_if_a_precision_was_asked_for():
+    noisy = Measurement(WHOLE, [sample(*[1000.0, 13000.0] * 10)])
+    (row,) = report(noisy).rows
+    assert row["median_real_time"] == 7000 and "unmeasurable" not in row
+    (row,) = report(noisy, options=Options(precision=Precision(0.02, 5.0))).rows
+    assert row["unmeasurable"].startswith("noise: the median is only known to lie between 1000 and 1.3e+04 ns")
+    assert (row["median_real_time_low"], row["median_real_time_high"]) == (1000, 13000)
+
+
+def test_a_time_of_a_few_steps_of_its_clock_is_no_measurement():
+    (row,) = report(Measurement(WHOLE, [sample(*[300.0] * 10)]), step_ns=100.0).rows
+    assert row["unmeasurable"] == "resolution: the median, 300 ns, is less than 4 steps of the clock, of 100 ns each"
+    (row,) = report(Measurement(WHOLE, [sample(*[400.0] * 10)]), step_ns=100.0).rows
+    assert row["median_real_time"] == 400
+
+
+def test_the_spread_and_the_outliers_are_in_the_row_and_on_the_console_and_none_is_dropped():
+    made = report(Measurement(WHOLE, [sample(*range(1000, 1010), 5000.0)]))
+    (row,) = made.rows
+    assert (row["first_quartile_real_time"], row["third_quartile_real_time"]) == (1002.5, 1007.5)
+    assert (row["iqr_real_time"], row["outliers_low"], row["outliers_high"]) == (5.0, 0, 1)
+    assert row["max_real_time"] == 5000 and row["real_time"] > 1300  # it counts
+    assert row["median_half_width"] == pytest.approx((1009 - 1001) / 2 / 1005)
+    text = shown(made)
+    assert "half of the iterations took 1.002 us to 1.008 us (IQR 5.000 ns); 1 outliers (0 low, 1 high)" in text
+    assert "with 95% confidence (+-0.4%)" in text
+
+
+def test_a_precision_that_was_not_reached_is_a_warning():
+    wide = Measurement(WHOLE, [sample(*range(1000, 1200, 10))])
+    assert not [text for text in report(wide).rows[0]["warnings"] if "asked for" in text]
+    made = report(wide, options=Options(precision=Precision(0.02, 5.0)))
+    assert "the median is known to +-0.041 of itself, not to the 0.02 asked for, after 5 s" in shown(made)
+    assert made.context["precision"] == 0.02 and made.context["max_time"] == "5s"
+
+
 def test_what_is_not_known_is_null_with_a_reason():
-    (row,) = report(Measurement(STEP, [sample(0.0)])).rows
-    for name in ("captured_time", "stddev_real_time", "median_confidence", "ops_per_second"):
+    (row,) = report(Measurement(STEP, [sample(7.0)])).rows
+    for name in ("captured_time", "stddev_real_time", "median_confidence", "iqr_real_time"):
         assert row[name] is None and row[f"{name}_reason"]
     assert json.loads(report(Measurement(STEP, [sample(0.0)])).json())
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from replayfmt.benchmark.statistics import CONFIDENCE, median_interval, summarize
+from replayfmt.benchmark.statistics import CONFIDENCE, Outliers, median_interval, summarize
 
 
 def test_an_even_sample_has_the_mean_of_the_middle_two_as_its_median():
@@ -19,12 +19,31 @@ def test_one_time_has_no_spread_and_says_so():
     found = summarize([7.0])
     assert (found.median, found.mean, found.minimum, found.maximum) == (7.0, 7.0, 7.0, 7.0)
     assert found.standard_deviation is None and found.variation is None and found.interval is None
-    assert set(found.reasons) == {"standard_deviation", "interval"} and "6 are needed" in found.reasons["interval"]
+    assert (
+        set(found.reasons) == {"standard_deviation", "interval", "quartiles"}
+        and "6 are needed" in found.reasons["interval"]
+    )
 
 
 def test_an_empty_sample_is_refused():
     with pytest.raises(ValueError):
         summarize([])
+
+
+def test_outliers_lie_outside_tukeys_fences_and_are_counted_in_every_figure():
+    found = summarize([*range(1, 9), 100.0, -50.0])
+    first, third = np.percentile([*range(1, 9), 100.0, -50.0], (25, 75))
+    assert found.quartiles == (first, third)
+    assert (found.outliers.low, found.outliers.high) == (1, 1)
+    assert (found.minimum, found.maximum, found.count) == (-50, 100, 10)
+    assert summarize([1.0, 2, 3, 4]).outliers == Outliers(0, 0)
+    few = summarize([1.0, 2, 3])
+    assert few.quartiles is None and few.outliers is None and "4 are needed" in few.reasons["quartiles"]
+
+
+def test_the_width_of_the_interval_is_a_share_of_the_median():
+    assert summarize([90.0, 95, 100, 100, 105, 110]).half_width == pytest.approx(0.1)
+    assert summarize([100.0] * 5).half_width is None and summarize([0.0] * 6).half_width is None
 
 
 def test_times_of_zero_have_no_coefficient_of_variation():

@@ -6,18 +6,28 @@ replay.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from replayfmt.pytorch.accelerators import is_accelerator
 
-from .meter import AbsentMeter, Clock, Quantity
+from .meter import AbsentMeter, Clock, Description, Quantity
 
 HOST_TIME = Quantity("host_time", "ns")
 CPU_TIME = Quantity("cpu_time", "ns")
 DEVICE_TIME = Quantity("device_time", "ns")
+# What is told of the clocks of the system; of others nothing is known.
+_SOURCES: dict[Callable[[], int], str] = {
+    time.perf_counter_ns: "time.perf_counter_ns",
+    time.process_time_ns: "time.process_time_ns, user and system time of all threads",
+}
+_READINGS = 1000
+# "The resolution is approximately 0.5 microseconds" (CUDA runtime API, cudaEventElapsedTime).
+_EVENT_STEP_NS = {"cuda": 500.0}
 
 
 class HostTimer:
@@ -28,6 +38,9 @@ class HostTimer:
     def __init__(self, clock: Clock) -> None:
         self._real_clock, self._cpu_clock = clock.real, clock.cpu
         self.reset()
+
+    def describe(self) -> tuple[Description, Description]:
+        return _described(HOST_TIME, self._real_clock), _described(CPU_TIME, self._cpu_clock)
 
     def reset(self) -> None:
         self._real = self._cpu = self._real_start = self._cpu_start = 0
@@ -55,6 +68,18 @@ class DeviceTimer:
         self._make = event or DeviceEvent
         self._pairs: list[list[tuple[Any, Any]]] = []  # kept between replays: events cost more to make than to use
         self._used = 0
+
+    def describe(self) -> tuple[Description]:
+        steps = {_EVENT_STEP_NS.get(device.type) for device in self._devices}
+        known = [step for step in steps if step is not None]
+        return (
+            Description(
+                DEVICE_TIME,
+                f"events on the current stream of {', '.join(map(str, self._devices))}",
+                max(known) if len(known) == len(steps) else None,
+                "half a step; waiting of the device for the host between two events counts as its time",
+            ),
+        )
 
     def reset(self) -> None:
         self._used = 0
@@ -94,6 +119,26 @@ class DeviceEvent:
 
     def elapsed_time(self, end: DeviceEvent) -> float:
         return float(self._event.elapsed_time(end._event))
+
+
+def _described(quantity: Quantity, clock: Callable[[], int]) -> Description:
+    if clock not in _SOURCES:
+        return Description(quantity, "a clock that the caller gave", None, "not known")
+    step, cost = _step_and_cost(clock)
+    return Description(quantity, _SOURCES[clock], step, f"reading it takes {cost:.0f} ns, once in each measured time")
+
+
+@cache
+def _step_and_cost(clock: Callable[[], int]) -> tuple[float, float]:
+    """The smallest step of a clock and the time between two readings of it, in nanoseconds.
+
+    Two readings are never less than the cost of one apart, so the step is the smallest difference between such
+    distances, not the smallest distance.
+    """
+    readings = [clock() for _ in range(_READINGS)]
+    apart = sorted(after - before for before, after in zip(readings, readings[1:], strict=False))
+    distinct = sorted({0, *apart})
+    return float(min(b - a for a, b in zip(distinct, distinct[1:], strict=False))), float(apart[len(apart) // 2])
 
 
 def host_timer(_devices: Sequence[torch.device], clock: Clock) -> HostTimer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -30,6 +30,28 @@ class NotMeasured:
     reason: str
 
 
+@dataclass(frozen=True)
+class Description:
+    """What a reading of a quantity is worth: where it comes from (`source`), the smallest difference that it can show
+    (`resolution`, in the quantity's unit; None if that is not known), and what else may be wrong with it (`error`)."""
+
+    quantity: Quantity
+    source: str
+    resolution: float | None
+    error: str
+
+    def row(self) -> dict[str, Any]:
+        """For a report's list of meters."""
+        found = {
+            "name": self.quantity.name,
+            "unit": self.quantity.unit,
+            "source": self.source,
+            "resolution": self.resolution,
+            "error": self.error,
+        }
+        return found if self.resolution is not None else found | {"resolution_reason": "the source does not say"}
+
+
 # A number in the quantity's unit.
 Reading: TypeAlias = "float | NotMeasured"
 
@@ -43,6 +65,9 @@ class Meter(Protocol):
 
     @property
     def quantities(self) -> tuple[Quantity, ...]: ...
+
+    def describe(self) -> tuple[Description, ...]:
+        """What the readings are worth, in the order of `quantities`."""
 
     def reset(self) -> None:
         """Forget everything measured so far."""

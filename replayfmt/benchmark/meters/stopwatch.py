@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -62,6 +63,24 @@ class Stopwatch:
         """Forget everything measured so far."""
         for meter in self._meters:
             meter.reset()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every meter for reports: unit, source, resolution and error, or why it does not measure."""
+        rows: list[dict[str, Any]] = []
+        for meter in self._listed:
+            if isinstance(meter, AbsentMeter):
+                rows += [
+                    {"name": quantity.name, "unit": quantity.unit, "not_measured": meter.reason}
+                    for quantity in meter.quantities
+                ]
+            else:
+                rows += [described.row() for described in meter.describe()]
+        return rows
+
+    def step_ns(self) -> float | None:
+        """The smallest step of the clock that `Readings.real_ns` is from; None if it is not known."""
+        steps = {each.quantity: each.resolution for meter in self._meters for each in meter.describe()}
+        return steps.get(DEVICE_TIME, steps.get(HOST_TIME))
 
     def read(self) -> Readings:
         """What has been measured since `reset`. Devices must have finished their work."""
@@ -163,7 +182,11 @@ class ReplayTimer:
     The replay pauses it around anything that is not captured work (content imported on the way), and may end paused.
     """
 
-    def __init__(self, stopwatch: Stopwatch, watches: Sequence[ScopeWatch] = ()) -> None:
+    def __init__(
+        self, stopwatch: Stopwatch, watches: Sequence[ScopeWatch] = (), prepare: Callable[[], None] | None = None
+    ) -> None:
+        """`prepare` is called, untimed, when a replay has restored its state and is about to begin."""
+        self._prepare = prepare
         self.stopwatch = stopwatch
         self._watches = tuple(watches)
         self._running = False
@@ -176,6 +199,8 @@ class ReplayTimer:
         self._running = False
 
     def start(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
         self._running = True
         self.stopwatch.start()
 

@@ -4,7 +4,7 @@ The capture is walked through once, op by op; if only some ops are chosen, only 
 If ops do not depend on each other (most imports) and nothing can be compared, one op of each signature is run. The
 first time that an op of each signature can run, it is run apart from the replay until there are enough times: warmed
 up, waiting for devices, with the tensors it writes restored between calls. A loop of calls finds inputs and code in the
-caches, which a whole replay may not: the sum of isolated times is an estimate.
+caches (unless they are flushed: `inputs`), which a whole replay may not: the sum of isolated times is an estimate.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from replayfmt.replay.planning.slices import Slice
 from replayfmt.replay.results import Verdict, VerifyMode
 from replayfmt.replay.run.isolated import IsolatedOp, call_repeatedly
 
+from ..inputs import CacheFlush, Inputs, default_inputs, describe_inputs
 from ..measure import Progress, further_readings
 from ..meters.meter import Clock, MakeMeter, NotMeasured, Quantity
 from ..meters.registered import METERS
 from ..meters.stopwatch import Readings, stopwatch_for
 from ..min_time import MOST_ITERATIONS, MinTime
-from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize
+from ..precision import NarrowEnough, Precision
+from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize, why_unmeasurable
 from .groups import Chosen, OpGroup, choose
 
 # A sample of calls that leave their inputs unchanged takes at least this long, so that reading the clock does not
 # matter.
 _SAMPLE_NS = 20_000
+# And at least this part of the time for an op: every sample is kept and reported.
+_SAMPLES_AT_MOST = 250
 _LEAST_SAMPLES = 11
 # However little is requested: with less time, short ops swap ranks from run to run, and an interval needs six samples.
 # Ops for which that many samples take long have fewer, and no interval.
@@ -46,6 +50,7 @@ _OVERHEAD_CALLS = 1000
 _SINGLE_CALLS = ("kineto", "tracelens")
 _FAILURES = ("failed", "mismatched")
 SEVERITY: tuple[Verdict, ...] = ("ok", "skipped", "refused", "mismatched", "failed")
+STATUSES = ("ok", "unmeasurable", *SEVERITY[1:])  # of `MeasuredOp.status`, the worst last
 _STOPPED = "an op before it failed, and that ended the measurement"
 _ONCE = "it acts on an object whose address is its argument, which cannot be repeated"
 _PATIENCE = 5  # restoring is untimed: give up after this many times the requested time, as for a whole replay
@@ -54,7 +59,8 @@ _PATIENCE = 5  # restoring is untimed: give up after this many times the request
 @dataclass(frozen=True)
 class OpOptions:
     """What to measure and how: `min_time` is per op, in calls or seconds, and is extended if it is too short to rank
-    ops by; see `choose` for the selection."""
+    ops by; with `precision` until the median is known that well, or its time is up. `inputs` is None for the default of
+    the devices; see `choose` for the selection."""
 
     min_time: MinTime = field(default_factory=lambda: MinTime(seconds=0.05))
     verify: VerifyMode = "auto"
@@ -63,11 +69,14 @@ class OpOptions:
     every: bool = False
     scopes: tuple[str, ...] = ()
     stop_on_error: bool = False
+    precision: Precision | None = None
+    inputs: Inputs | None = None
 
 
 @dataclass
 class MeasuredOp:
-    """One group of ops with its verdict. `times` are nanoseconds per call, None if no call was measured.
+    """One group of ops with its verdict. `times` are nanoseconds per call, None if no call was measured, or if
+    `unmeasurable` says why the `samples` are no measurement.
 
     `verdict` is the worst of the group's ops; `reason` is that op's, and `ordinal` where it was measured.
     """
@@ -82,6 +91,18 @@ class MeasuredOp:
     host_ns: float | None = None  # per call, if `times` are the devices'
     further: dict[Quantity, float | NotMeasured] = field(default_factory=dict)  # of other meters, per call
     returned: tuple[str, ...] | None = None  # what a call returned here, a text per result
+    samples: tuple[float, ...] = ()  # nanoseconds per call, in order
+    unmeasurable: str = ""
+
+    @property
+    def status(self) -> str:
+        """The verdict; `unmeasurable` for an op that ran as captured and has no time."""
+        return "unmeasurable" if self.unmeasurable and self.verdict == "ok" else self.verdict
+
+    @property
+    def why(self) -> str:
+        """The reason for the status; empty for an op that was measured."""
+        return self.unmeasurable if self.status == "unmeasurable" else self.reason
 
     @property
     def estimated_ns(self) -> float | None:
@@ -94,7 +115,8 @@ class PerOpRun:
     """All chosen groups, in order of appearance; `stopped` if an error ended the run before the last.
 
     `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones depend on;
-    `overhead_ns` is the measured time of a call that does nothing.
+    `overhead_ns` is the measured time of a call that does nothing. `inputs` says what was in the caches, `meters`
+    describes every meter (`Stopwatch.describe`).
     """
 
     options: OpOptions
@@ -104,6 +126,8 @@ class PerOpRun:
     overhead_ns: float
     stopped: bool = False
     differs: bool = False
+    inputs: str = ""
+    meters: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -126,11 +150,11 @@ class PerOpRun:
 
     @property
     def not_measured(self) -> Counter[str]:
-        """Calls of ops that have no times, by verdict."""
+        """Calls of ops that have no times, by status."""
         found: Counter[str] = Counter()
         for op in self.ops:
             if op.times is None:
-                found[op.verdict] += op.group.count
+                found[op.status] += op.group.count
         return found
 
     @property
@@ -212,6 +236,10 @@ class _OpMeasurement:
         self._plan, self._options, self._chosen, self._progress = plan, options, chosen, progress
         self._clock, self._on_measured = clock, on_measured
         self._stopwatch = stopwatch_for(plan.devices, clock, meters)
+        self._step_ns = self._stopwatch.step_ns()
+        inputs = options.inputs or default_inputs(plan.devices)
+        self._flush = CacheFlush(plan.devices) if inputs == "cold" else None
+        self._inputs = describe_inputs(inputs, self._flush, "calls")
         self._ops = {group.first_ordinal: MeasuredOp(group) for group in chosen.groups}
         self._reported = 0
         self._verdicts: dict[int, tuple[Verdict, str]] = {}
@@ -292,16 +320,22 @@ class _OpMeasurement:
         self._synchronize()
         op.restore()
         first = self._sample(op, 1)
-        block = 1 if op.writes else int(max(1.0, min(_SAMPLE_NS / max(first.real_ns, 1.0), 10_000)))
+        block = self._block(op, first.real_ns)
         samples: list[Readings] = []
-        calls, timed, began = 0, 0.0, self._clock.real()
-        while not self._enough(calls, len(samples), timed, self._clock.real() - began):
+        times: list[float] = []
+        timed, began = 0.0, self._clock.real()
+        narrow = None if self._options.precision is None else NarrowEnough(self._options.precision.share)
+        while not self._enough(block * len(times), times, timed, self._clock.real() - began, narrow):
             op.restore()
             samples.append(self._sample(op, block))
-            calls += block
-            timed += samples[-1].real_ns * block
+            times.append(samples[-1].real_ns)
+            timed += times[-1] * block
         host = [each.host_ns for each in samples if each.host_ns is not None]
-        measured.calls, measured.times = calls, summarize([each.real_ns for each in samples])
+        measured.calls, measured.samples = block * len(times), tuple(times)
+        statistics = summarize(times)
+        step = None if self._step_ns is None else self._step_ns / block
+        measured.unmeasurable = why_unmeasurable(statistics, step, noise=self._options.precision is not None)
+        measured.times = None if measured.unmeasurable else statistics
         measured.cpu_ns = float(np.mean([each.cpu_ns for each in samples]))
         measured.host_ns = float(np.mean(host)) if host else None
         measured.further = {
@@ -309,19 +343,36 @@ class _OpMeasurement:
             for quantity, readings in further_readings(samples).items()
         }
 
-    def _enough(self, calls: int, samples: int, timed_ns: float, waited_ns: float) -> bool:
-        goal = self._options.min_time
+    def _block(self, op: IsolatedOp, first_ns: float) -> int:
+        """How many calls a sample times: one where memory has to be restored or caches flushed between two."""
+        if op.writes or self._flush is not None:
+            return 1
+        share = (self._options.min_time.seconds or 0.0) * 1e9 / _SAMPLES_AT_MOST
+        return int(max(1.0, min(max(_SAMPLE_NS, share) / max(first_ns, 1.0), 10_000)))
+
+    def _enough(
+        self, calls: int, times: list[float], timed_ns: float, waited_ns: float, narrow: NarrowEnough | None
+    ) -> bool:
+        samples, goal, precision = len(times), self._options.min_time, self._options.precision
         if waited_ns < _LONG_NS and (timed_ns < _FLOOR_NS or samples < _FLOOR_SAMPLES):
             return False
         if goal.iterations is not None:
-            return calls >= goal.iterations
-        wanted = (goal.seconds or 0.0) * 1e9
-        if samples < _LEAST_SAMPLES:
-            return samples > 0 and waited_ns >= _PATIENCE * max(wanted, 1e9)
-        return timed_ns >= wanted or waited_ns >= _PATIENCE * wanted or calls >= MOST_ITERATIONS
+            floor = calls >= goal.iterations
+        else:
+            wanted = (goal.seconds or 0.0) * 1e9
+            if samples < _LEAST_SAMPLES:
+                return samples > 0 and waited_ns >= _PATIENCE * max(wanted, 1e9)
+            floor = timed_ns >= wanted
+            if waited_ns >= _PATIENCE * wanted or calls >= MOST_ITERATIONS:
+                return True
+        if not floor or precision is None or narrow is None:
+            return floor
+        return narrow(times) or waited_ns >= precision.cap_s * 1e9
 
     def _sample(self, op: IsolatedOp, block: int) -> Readings:
         """The readings of one call, averaged over `block` calls."""
+        if self._flush is not None:
+            self._flush()
         self._synchronize()
         self._stopwatch.reset()
         start, stop = self._stopwatch.start, self._stopwatch.stop
@@ -366,5 +417,13 @@ class _OpMeasurement:
                     measured.verdict, measured.reason = "skipped", _STOPPED
                 self._report(measured)
         return PerOpRun(
-            self._options, self._chosen, list(self._ops.values()), verified, overhead, stopped, self._differs
+            self._options,
+            self._chosen,
+            list(self._ops.values()),
+            verified,
+            overhead,
+            stopped,
+            self._differs,
+            self._inputs,
+            self._stopwatch.describe(),
         )

@@ -13,7 +13,7 @@ from typing import Any
 from replayfmt.replay.plan import Plan
 
 from ..meters.meter import NotMeasured, Quantity
-from ..reports.rows import Report, further_fields, plan_context
+from ..reports.rows import Report, further_fields, plan_context, statistics_fields, unmeasurable_fields
 from ..reports.units import call_count, duration
 from .measuring import MeasuredOp, PerOpRun
 from .rows import WIDE, GroupBy, OpRow, make_rows
@@ -36,6 +36,10 @@ def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None
     context = {
         **plan_context(plan),
         "min_time": str(run.options.min_time),
+        "precision": None if run.options.precision is None else run.options.precision.share,
+        "max_time": None if run.options.precision is None else f"{run.options.precision.cap_s:g}s",
+        "inputs": run.inputs,
+        "meters": run.meters,
         "verified": run.verified,
         "call_overhead_ns": run.overhead_ns,
         "distinct_ops": run.chosen.total,
@@ -217,26 +221,17 @@ def _of_one(row: OpRow, group_by: GroupBy | None) -> dict[str, Any]:
         "op": op.group.kernel.qualified_name,
         "ordinal": op.group.first_ordinal if op.ordinal is None else op.ordinal,
     }
-    if op.reason:
-        found["reason"] = op.reason
+    if op.why:
+        found["reason"] = op.why
     times = op.times
+    if op.unmeasurable:
+        found |= unmeasurable_fields(op.unmeasurable) | {"samples": {"real_time": op.samples}}
     if times is None:
         return found
-    found |= {
-        "median_real_time": times.median,
-        "median_real_time_low": None if times.interval is None else times.interval.low,
-        "median_real_time_high": None if times.interval is None else times.interval.high,
-        "min_real_time": times.minimum,
-        "stddev_real_time": times.standard_deviation,
-        "samples_taken": times.count,
-    }
-    for name, reason in (("median_real_time_low", "interval"), ("stddev_real_time", "standard_deviation")):
-        if found[name] is None:
-            found[f"{name}_reason"] = times.reasons[reason]
-    return found
+    return found | statistics_fields(times) | {"samples_taken": times.count, "samples": {"real_time": op.samples}}
 
 
 def _reason(row: OpRow) -> str:
     """Why the ops without times have none: the first one's reason, and the number of others."""
-    reasons = list(dict.fromkeys(op.reason for op, _calls in row.unmeasured))
+    reasons = list(dict.fromkeys(op.why for op, _calls in row.unmeasured))
     return reasons[0] + (f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else "")

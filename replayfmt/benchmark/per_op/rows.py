@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from replayfmt.format.reader import CaptureReader
-from replayfmt.replay.results import Verdict
 
-from .measuring import SEVERITY, MeasuredOp, PerOpRun
+from .measuring import STATUSES, MeasuredOp, PerOpRun
 
 GroupBy = Literal["kernel", "signature", "scope"]
 NO_SCOPE = "(in no scope)"
@@ -44,11 +43,11 @@ class OpRow:
         return sum(calls for _op, calls in self.members)
 
     @property
-    def not_measured(self) -> Counter[Verdict]:
-        """Calls of the other ops, by their verdict."""
-        found: Counter[Verdict] = Counter()
+    def not_measured(self) -> Counter[str]:
+        """Calls of the other ops, by their status."""
+        found: Counter[str] = Counter()
         for op, calls in self.unmeasured:
-            found[op.verdict] += calls
+            found[op.status] += calls
         return found
 
     @property
@@ -88,9 +87,9 @@ class OpRow:
         return total / self.calls if len(clocks) == 1 else None
 
     @property
-    def verdict(self) -> Verdict:
-        """The worst of its ops."""
-        return max((op.verdict for op, _calls in (*self.members, *self.unmeasured)), key=SEVERITY.index)
+    def verdict(self) -> str:
+        """The worst status of its ops."""
+        return max((op.status for op, _calls in (*self.members, *self.unmeasured)), key=STATUSES.index)
 
 
 def make_rows(run: PerOpRun, by: GroupBy | None, reader: CaptureReader) -> list[OpRow]:

@@ -26,8 +26,8 @@ _HEADS = ("rank", "estimated", "share", "interval", "with inner", "calls", "time
 def progress_line(op: MeasuredOp, place: int, of: int) -> str:
     """`[i/N]`, verdict, time per call, count, and the op: printed as soon as it is known."""
     time = _NOT_MEASURED if op.times is None else duration(op.times.median)
-    reason = f"  {op.reason}" if op.reason else ""
-    return printable(f"[{place}/{of}] {op.verdict:<10} {time:>12} x {op.group.count:<6} {op.group.signature}{reason}")
+    reason = f"  {op.why}" if op.why else ""
+    return printable(f"[{place}/{of}] {op.status:<12} {time:>12} x {op.group.count:<6} {op.group.signature}{reason}")
 
 
 def table_lines(report: Report) -> Iterator[str]:
@@ -71,6 +71,7 @@ def table_lines(report: Report) -> Iterator[str]:
             f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {of:.1%} of it in the ops measured"
         )
     yield printable(ran_on(context))
+    yield printable(f"inputs    {context['inputs']}")
     yield verified(printable(context["verified"]))
 
 

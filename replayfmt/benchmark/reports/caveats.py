@@ -17,6 +17,7 @@ from replayfmt.pytorch.accelerators import HOST, NOTHING, is_accelerator
 from replayfmt.pytorch.environment import cpu_capability, describe_device
 
 from ..measure import PATIENCE, Measurement, Run
+from ..precision import Precision
 from ..statistics import SMALLEST_FOR_INTERVAL, summarize
 from .machine import frequency_scaling
 
@@ -25,9 +26,15 @@ NOISY = 0.10
 VERY_NOISY = 0.25
 
 
-def measurement_caveats(measurement: Measurement) -> list[str]:
-    """Reasons in one region's own times to doubt them."""
+def measurement_caveats(measurement: Measurement, precision: Precision | None = None) -> list[str]:
+    """Reasons in one region's own times to doubt them, among them that they miss the `precision` asked for."""
     found = []
+    half_width = measurement.samples[0].statistics().half_width
+    if precision is not None and half_width is not None and half_width > precision.share:
+        found.append(
+            f"the median is known to +-{half_width:.2g} of itself, not to the {precision.share:.2g} asked for, after "
+            f"{precision.cap_s:g} s: raise --benchmark-max-time, or stop other programs"
+        )
     iterations = len(measurement.samples[0].real)
     if iterations < SMALLEST_FOR_INTERVAL:
         found.append(

@@ -35,6 +35,7 @@ def _print(report: Report, console: Console) -> None:
     _line(console, f"capture   {context['capture']} (session {context['capture_session']})")
     _line(console, ran_on(context))
     _line(console, verified(context["verified"]))
+    _line(console, f"inputs    {context['inputs']}")
     for text in context.get("substitution_check", ()):
         _line(console, f"checked   {text.strip()}")
     console.print()
@@ -45,7 +46,10 @@ def _print(report: Report, console: Console) -> None:
             _line(console, _captured(row))
         if row.get("median_real_time_low") is not None:
             low, high = duration(row["median_real_time_low"]), duration(row["median_real_time_high"])
-            _line(console, f"{row['name']}: the median is between {low} and {high} with 95% confidence")
+            half = "" if row["median_half_width"] is None else f" (+-{row['median_half_width']:.1%})"
+            _line(console, f"{row['name']}: the median is between {low} and {high} with 95% confidence{half}")
+        if row.get("iqr_real_time") is not None:
+            _line(console, _spread(row))
     for quantity in report.further:
         reasons = {reason for row in report.rows if (reason := row.get(f"{quantity.name}_reason"))}
         for reason in sorted(reasons):
@@ -66,6 +70,18 @@ def _captured(row: dict[str, Any]) -> str:
         f"{row['run_name']}: took {duration(row['captured_time'])}{passes} during capture, including the "
         f"recorder's own work"
     )
+
+
+def _spread(row: dict[str, Any]) -> str:
+    """The middle half of the iterations, and how many are far from it."""
+    outliers = row["outliers_low"] + row["outliers_high"]
+    told = (
+        f"{outliers} outliers ({row['outliers_low']} low, {row['outliers_high']} high), counted in every figure"
+        if outliers
+        else "no outliers"
+    )
+    quartiles = f"{duration(row['first_quartile_real_time'])} to {duration(row['third_quartile_real_time'])}"
+    return f"{row['name']}: half of the iterations took {quartiles} (IQR {duration(row['iqr_real_time'])}); {told}"
 
 
 def _table(report: Report) -> Table:

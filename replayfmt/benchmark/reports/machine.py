@@ -79,6 +79,12 @@ def _caches(root: Path) -> list[dict[str, Any]] | None:
     return caches or None
 
 
+def largest_cache(root: Path = Path("/")) -> int | None:
+    """Bytes of the largest cache that the first processor uses; None if the machine does not say."""
+    caches = _caches(root)
+    return max(cache["size"] for cache in caches) if caches else None
+
+
 def _load(root: Path) -> list[float] | None:
     """Load averages over 1, 5 and 15 minutes."""
     words = (_text(root / "proc/loadavg") or "").split()[:3]

@@ -26,7 +26,7 @@ from replayfmt.replay.plan import Plan
 
 from ..measure import Measurement, Run, Sample
 from ..meters.meter import NotMeasured, Quantity
-from ..statistics import CONFIDENCE, summarize
+from ..statistics import TimeStatistics, summarize, why_unmeasurable
 from .caveats import measurement_caveats, run_caveats
 from .machine import machine_context
 
@@ -35,6 +35,8 @@ _CSV_FIELDS = ("name", "iterations", "real_time", "cpu_time", "time_unit")
 _CSV_FIELDS_NOT_OURS = ("bytes_per_second", "items_per_second", "label", "error_occurred", "error_message")
 # The counters that are aggregated over repetitions. Those that say how an aggregate was made are not.
 _AGGREGATED = ("host_time", "median_real_time", "min_real_time", "max_real_time", "ops_per_second")
+# What an unmeasurable row does not say: no single number stands for its times.
+_SINGLE_FIGURES = ("real_time", "cpu_time", "ops_per_second", "median_real_time")
 # Fields that are not single figures are left out of the CSV.
 _NOT_COUNTERS = frozenset({"samples", "warnings"})
 _SCHEMA_FIELDS = frozenset(
@@ -105,11 +107,14 @@ def make_report(run: Run, plan: Plan) -> Report:
     rows = []
     further = tuple(run.whole.samples[0].further)
     for index, measurement in enumerate(run.measurements):
-        warnings = measurement_caveats(measurement)
+        warnings = measurement_caveats(measurement, run.options.precision)
         family = [
-            _iteration_row(measurement, index, repetition, warnings) for repetition in range(len(measurement.samples))
+            _iteration_row(run, measurement, index, repetition, warnings)
+            for repetition in range(len(measurement.samples))
         ]
-        rows += family + (_aggregate_rows(family, further) if len(family) > 1 else [])
+        rows += family
+        if len(family) > 1 and not any("unmeasurable" in row for row in family):
+            rows += _aggregate_rows(family, further)
     return Report(_context(run, plan), rows, further)
 
 
@@ -143,7 +148,11 @@ def _context(run: Run, plan: Plan) -> dict[str, Any]:
     return {
         **plan_context(plan),
         "min_time": str(run.options.min_time),
+        "precision": None if run.options.precision is None else run.options.precision.share,
+        "max_time": None if run.options.precision is None else f"{run.options.precision.cap_s:g}s",
         "warmup_iterations": run.options.warmup,
+        "inputs": run.inputs,
+        "meters": run.meters,
         "verified": _verified(run),
         "warnings": run_caveats(run, plan.reader, plan.devices),
     }
@@ -161,8 +170,39 @@ def _device_name(device: torch.device) -> str:
     return f"{device} {name}".rstrip()
 
 
-def _iteration_row(measurement: Measurement, family: int, repetition: int, warnings: list[str]) -> dict[str, Any]:
-    """One repetition of one region."""
+def statistics_fields(statistics: TimeStatistics) -> dict[str, Any]:
+    """A row's fields for the median and its certainty, the spread and the outliers of its times; what the sample is too
+    small for is None, with the reason."""
+    interval, quartiles, outliers = statistics.interval, statistics.quartiles, statistics.outliers
+    found: dict[str, Any] = {
+        "median_real_time": statistics.median,
+        "median_real_time_low": None if interval is None else interval.low,
+        "median_real_time_high": None if interval is None else interval.high,
+        "median_confidence": None if interval is None else interval.confidence,
+        "median_half_width": statistics.half_width,
+        "stddev_real_time": statistics.standard_deviation,
+        "first_quartile_real_time": None if quartiles is None else quartiles[0],
+        "third_quartile_real_time": None if quartiles is None else quartiles[1],
+        "iqr_real_time": None if quartiles is None else quartiles[1] - quartiles[0],
+        "outliers_low": None if outliers is None else outliers.low,
+        "outliers_high": None if outliers is None else outliers.high,
+        "min_real_time": statistics.minimum,
+        "max_real_time": statistics.maximum,
+    }
+    why = {"median_confidence": "interval", "stddev_real_time": "standard_deviation", "iqr_real_time": "quartiles"}
+    reasons = {f"{name}_reason": statistics.reasons[reason] for name, reason in why.items() if found[name] is None}
+    return found | reasons
+
+
+def unmeasurable_fields(reason: str) -> dict[str, Any]:
+    """The fields of a row that has times, but no measurement. Google's compare.py passes over such rows."""
+    return {"unmeasurable": reason, "error_occurred": True, "error_message": f"unmeasurable: {reason}"}
+
+
+def _iteration_row(
+    run: Run, measurement: Measurement, family: int, repetition: int, warnings: list[str]
+) -> dict[str, Any]:
+    """One repetition of one region. An unmeasurable one has its samples and its interval, and no single figure."""
     region, sample = measurement.region, measurement.samples[repetition]
     statistics = sample.statistics()
     row: dict[str, Any] = {
@@ -179,28 +219,11 @@ def _iteration_row(measurement: Measurement, family: int, repetition: int, warni
         "cpu_time": float(sample.cpu.mean()),
         "time_unit": "ns",
         "ops": region.ops,
-        "ops_per_second": region.ops / statistics.mean * 1e9 if statistics.mean > 0 else None,
+        "ops_per_second": region.ops / statistics.mean * 1e9 if statistics.mean > 0 else None,  # unmeasurable
         "passes": region.passes,
-        "median_real_time": statistics.median,
-        "median_real_time_low": None,
-        "median_real_time_high": None,
-        "median_confidence": CONFIDENCE,
-        "stddev_real_time": statistics.standard_deviation,
-        "min_real_time": statistics.minimum,
-        "max_real_time": statistics.maximum,
+        **statistics_fields(statistics),
         "captured_time": region.captured_ns,
     }
-    if statistics.interval is not None:
-        row["median_real_time_low"] = statistics.interval.low
-        row["median_real_time_high"] = statistics.interval.high
-        row["median_confidence"] = statistics.interval.confidence
-    else:
-        row["median_confidence_reason"] = statistics.reasons["interval"]
-        row["median_confidence"] = None
-    if statistics.standard_deviation is None:
-        row["stddev_real_time_reason"] = statistics.reasons["standard_deviation"]
-    if row["ops_per_second"] is None:
-        row["ops_per_second_reason"] = "the clock did not advance"
     if region.captured_ns is None:
         row["captured_time_reason"] = region.captured_reason
     if sample.host is not None:
@@ -211,6 +234,11 @@ def _iteration_row(measurement: Measurement, family: int, repetition: int, warni
             for quantity, readings in sample.further.items()
         }
     )
+    unmeasurable = why_unmeasurable(statistics, run.step_ns, noise=run.options.precision is not None)
+    if unmeasurable:
+        row = {name: value for name, value in row.items() if name not in _SINGLE_FIGURES}
+        row |= unmeasurable_fields(unmeasurable)
+        warnings = [*warnings, f"unmeasurable: {unmeasurable}"]
     row["samples"] = _samples(sample)
     row["warnings"] = warnings
     return row
