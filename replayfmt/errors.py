@@ -70,6 +70,10 @@ class NothingCaptured(CaptureFailed):
         self.file = file
 
 
+class LibraryMissing(OpReplayError):
+    """What was asked for needs a library that is not installed: an extra of this package."""
+
+
 class OutputExists(OpReplayError):
     """A file would be overwritten without --force."""
 

@@ -19,6 +19,7 @@ TOOLS = {
     "trim": "trim",
     "import": "importer",
     "export": "export",
+    "probe": "probe",
     "examples": "examples",
 }
 

@@ -10,12 +10,12 @@ import click
 GROUPS: dict[str, tuple[str, ...]] = {
     "Output": (
         "--output", "--force", "--format", "--jq", "--raw-output", "--slurp", "--verbose", "--report",
-        "--benchmark-format", "--benchmark-out",
+        "--benchmark-format", "--benchmark-out", "--no-picture",
     ),
     "Selection": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
         "--values", "--kernel-skeleton", "--start-op", "--stop-op", "--start-scope", "--stop-scope", "--steps",
-        "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
+        "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank", "--section",
     ),
     "Scopes": ("--mark", "--module-scopes"),
     "Content": (

@@ -24,12 +24,11 @@ def block_records(
 
 def waves(sms: int, slots: int, rounds: int, elapsed: int, gap: int, first: int = 1000) -> list[tuple[int, int, int]]:
     """Blocks of a scheduler that fills `slots` slots of each of `sms` SMs `rounds` times: the next block of a slot
-    starts `gap` cycles after the one before it ended, and slots start a cycle apart. Each SM's clock has its own
-    zero."""
+    starts `gap` cycles after the one before it ended. Each SM's clock has its own zero."""
     return [
-        (sm, first + 10_000 * sm + slot + turn * (elapsed + gap), elapsed)
+        (sm, first + 10_000 * sm + turn * (elapsed + gap), elapsed)
         for turn in range(rounds)
-        for slot in range(slots)
+        for _slot in range(slots)
         for sm in range(sms)
     ]
 

@@ -41,6 +41,7 @@ WITHOUT_TORCH = (
     "tools/playbook.py",
     "tools/dump.py",
     "tools/check.py",
+    "tools/probe.py",
     *(
         f"replayfmt/trim/{name}.py"
         for name in ("selection", "schedule", "open_scopes", "copying", "writing", "stripping", "safetensors")
@@ -193,7 +194,7 @@ import replayfmt, replayfmt.format, replayfmt.dump, replayfmt.probes
 for package in (replayfmt.format, replayfmt.dump, replayfmt.probes):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-for tool in ("command", "dump", "check"):
+for tool in ("command", "dump", "check", "probe"):
     importlib.import_module("opreplay_tools." + tool)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)

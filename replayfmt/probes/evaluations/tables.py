@@ -1,0 +1,107 @@
+"""Tables of figures, as text and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """In the place of a figure: why there is none. Not zero."""
+
+    reason: str
+
+
+Cell: TypeAlias = "int | float | str | Unmeasured"
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """Named columns, whose names end in their units, and rows. `more`: rows that were left out at the end."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[Cell, ...]]
+    more: int = 0
+
+
+class Evaluated(Protocol):
+    """The result of an evaluation."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def sources(self) -> tuple[str, ...]: ...
+
+    @property
+    def tables(self) -> tuple[ResultTable, ...]: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+
+def as_json(result: Evaluated) -> dict[str, Any]:
+    """A result for JSON: each table is a list of objects. A figure that is not there is `{"not_measured": reason}`."""
+    return {
+        "kind": result.kind,
+        "sources": list(result.sources),
+        "notes": list(result.notes),
+        "tables": {
+            table.name: [dict(zip(table.columns, map(_plain, row), strict=True)) for row in table.rows]
+            for table in result.tables
+        },
+        "rows_left_out": {table.name: table.more for table in result.tables if table.more},
+    }
+
+
+def _plain(cell: Cell) -> Any:
+    if isinstance(cell, Unmeasured):
+        return {"not_measured": cell.reason}
+    if isinstance(cell, float) and not math.isfinite(cell):
+        return {"not_measured": f"the figure is {cell}"}
+    return cell
+
+
+def as_text(result: Evaluated) -> list[str]:
+    """A result as lines: a table of one row as names and figures, the others with a line of names above."""
+    found = [f"{result.kind}: {', '.join(result.sources)}"]
+    for table in result.tables:
+        found += ["", table.name]
+        if len(table.rows) == 1:
+            width = max(map(len, table.columns))
+            found += [
+                f"  {name:{width}}  {shown(cell)}" for name, cell in zip(table.columns, table.rows[0], strict=True)
+            ]
+        elif table.rows:
+            found += _grid(table)
+        else:
+            found.append("  none")
+        if table.more:
+            found.append(f"  … and {table.more:,} more")
+    return found + [""] * bool(result.notes) + [f"note: {note}" for note in result.notes]
+
+
+def _grid(table: ResultTable) -> list[str]:
+    cells = [[shown(cell) for cell in row] for row in table.rows]
+    widths = [max(map(len, column)) for column in zip(table.columns, *cells, strict=True)]
+    # Names to the left, figures to the right.
+    left = [all(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
+    return [
+        "  " + "  ".join(f"{text:{'<' if to_left else '>'}{width}}" for text, width, to_left in zip(row, widths,
+        left, strict=True)).rstrip() for row in [table.columns, *cells]
+    ]  # fmt: skip
+
+
+def shown(cell: Cell) -> str:
+    """A figure for people: at most five digits after those that every reader needs."""
+    if isinstance(cell, Unmeasured):
+        return f"not measured: {cell.reason}"
+    if isinstance(cell, float):
+        if not math.isfinite(cell):
+            return f"not measured: the figure is {cell}"
+        return f"{cell:,.1f}" if abs(cell) >= 1000 else f"{cell:.4g}"
+    return f"{cell:,}" if isinstance(cell, int) else cell

@@ -1,0 +1,133 @@
+"""A report: the files that a user names, evaluated, as text, JSON and a picture in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replayfmt.errors import CaptureFailed, UsageError
+from replayfmt.format.container.output import check_place
+
+from .evaluations.block_times import Progress, unwatched
+from .evaluations.schedule import evaluate_schedule
+from .evaluations.tables import Evaluated, as_json, as_text
+from .pictures import schedule as schedule_picture
+from .pictures.style import pictures_of
+from .recordings.files import new_file
+from .recordings.folders import TraceFolder
+from .recordings.results import ProbeRecording, ProbeSection
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    """A file or folder of a report. `label`: what the user called it, or None."""
+
+    path: str
+    label: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> NamedFile:
+        """`PATH`, or `LABEL=PATH`, where no path is meant: one that exists is a path, whatever is in its name."""
+        label, equals, path = text.partition("=")
+        if not equals or os.path.lexists(text):
+            return cls(text)
+        if not label or not path:
+            raise UsageError(f"{text}: expected PATH or LABEL=PATH")
+        return cls(path, label)
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """How to evaluate. `section`: whose records, from 0, where a recording holds those of several probes."""
+
+    section: int = 0
+
+
+@dataclass(frozen=True)
+class ReportKind:
+    """An evaluation as a report. `files`: how many it takes, at least and at most; `what`: which ones."""
+
+    evaluate: Callable[[list[NamedFile], ReportOptions, Progress], Any]
+    draw: Callable[[Any, Any], None]
+    inches: tuple[float, float]
+    files: tuple[int, int | None]
+    what: str
+
+
+def evaluate(
+    kind: str, files: list[NamedFile], options: ReportOptions | None = None, progress: Progress = unwatched
+) -> Evaluated:
+    """Evaluate files. Raises UsageError for a kind that is unknown or takes other files, CaptureNotFound,
+    InvalidRecording."""
+    if kind not in KINDS:
+        raise UsageError(f"{kind}: expected a kind of report, one of {', '.join(KINDS)}")
+    chosen = KINDS[kind]
+    least, most = chosen.files
+    if len(files) < least or (most is not None and len(files) > most):
+        wanted = f"{least}" if least == most else f"at least {least}" if most is None else f"{least} or {most}"
+        raise UsageError(f"report {kind}: expected {wanted}: {chosen.what}; got {len(files)}")
+    result: Evaluated = chosen.evaluate(files, options or ReportOptions(), progress)
+    return result
+
+
+def write_report(
+    result: Evaluated, folder: str | os.PathLike[str], *, picture: bool = True, force: bool = False
+) -> list[Path]:
+    """Write a result into a folder, which is created, as `<kind>.txt`, `.json`, `.svg` and `.png`; the last two only
+    with `picture`. Returns their paths. Nothing is written where one of them exists and `force` is not set.
+
+    Raises OutputExists, CaptureFailed, LibraryMissing.
+    """
+    place = Path(folder)
+    content = {
+        "txt": "".join(f"{line}\n" for line in as_text(result)).encode("utf-8", "backslashreplace"),
+        "json": json.dumps(as_json(result), indent=1, allow_nan=False).encode() + b"\n",
+    }
+    if picture:
+        kind = KINDS[result.kind]
+        content |= pictures_of(lambda figure: kind.draw(result, figure), *kind.inches)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CaptureFailed(f"{place}: cannot be created: {error.strerror}") from None
+    paths = {ending: place / f"{result.kind}.{ending}" for ending in content}
+    for path in paths.values():
+        check_place(path, force)
+    for ending, path in paths.items():
+        with new_file(path, force) as file:
+            file.write(content[ending])
+    return list(paths.values())
+
+
+def _one_recording(path: str) -> str:
+    """The result file that a path names: itself, or that of the only launch in the folder of a run."""
+    if not os.path.isdir(path):
+        return path
+    results = TraceFolder.open(path).results
+    if len(results) != 1:
+        names = ", ".join(each.name for each in results[:5]) + (", …" if len(results) > 5 else "")
+        raise UsageError(f"{path}: has {len(results)} recordings in result/; name one{': ' if names else ''}{names}")
+    return str(results[0])
+
+
+def _section(file: NamedFile, options: ReportOptions) -> ProbeSection:
+    return ProbeRecording.open(_one_recording(file.path)).section(options.section)
+
+
+def _schedule(files: list[NamedFile], options: ReportOptions, progress: Progress) -> Evaluated:
+    return evaluate_schedule(_section(files[0], options), progress)
+
+
+KINDS: dict[str, ReportKind] = {
+    "schedule": ReportKind(
+        _schedule,
+        schedule_picture.draw_schedule,
+        (schedule_picture.WIDTH_INCHES, schedule_picture.HEIGHT_INCHES),
+        (1, 1),
+        "a recording of block_sched, or the folder of a run with one",
+    )
+}

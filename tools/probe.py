@@ -1,0 +1,70 @@
+"""opreplay-probe: what happens inside a kernel: evaluate recordings of probes."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import click
+
+from replayfmt.errors import UsageError
+from replayfmt.probes.evaluations.tables import as_json, as_text
+from replayfmt.probes.reporting import KINDS, NamedFile, ReportOptions, evaluate, write_report
+
+from .command import reader_may_leave, run_tool, say, tool
+from .progress import record_bar
+
+
+@tool(
+    "opreplay-probe",
+    ("opreplay-probe report schedule run/result/0.731200.bin -o reports", "How were the blocks of a launch scheduled?"),
+)
+@click.argument("action", type=click.Choice(["report"]))
+@click.argument("words", metavar="[KIND FILES…]", nargs=-1)
+@click.option(
+    "-o", "--output", metavar="DIR", type=click.Path(), help="Write KIND.txt, .json, .svg and .png to this folder."
+)
+@click.option("--no-picture", "no_picture", is_flag=True, help="Leave out the picture, which needs matplotlib.")
+@click.option(
+    "--section",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Whose records to evaluate, where a recording holds those of several probes.",
+)
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What is printed."
+)
+@click.option("--force", is_flag=True, help="Replace files of DIR.")
+def cli(
+    action: str, words: tuple[str, ...], output: str | None, no_picture: bool, section: int, form: str, force: bool
+) -> None:
+    """Evaluate recordings of probes: `report KIND FILES…`.
+
+    Exits with 0 once the report is printed and written, with 1 if it could not be written, with 3 if a recording is
+    missing or not valid.
+    """
+    if not words:
+        raise UsageError(f"report: expected a KIND, one of {', '.join(KINDS)}, and its FILES")
+    files = [NamedFile.parse(word) for word in words[1:]]
+    records = sum(os.path.getsize(file.path) // 16 for file in files if os.path.isfile(file.path))
+    with record_bar(f"evaluating {words[0]}", records) as show:
+        result = evaluate(words[0], files, ReportOptions(section), show or (lambda _done, _total: None))
+    written = write_report(result, output, picture=not no_picture, force=force) if output is not None else []
+    with reader_may_leave():
+        if form == "json":
+            click.echo(json.dumps(as_json(result), allow_nan=False))
+        else:
+            for line in as_text(result):
+                say(line)
+        for path in written:
+            say(f"written: {path}", err=True)
+
+
+def main() -> None:
+    """The console script."""
+    run_tool(cli)
+
+
+if __name__ == "__main__":
+    main()
