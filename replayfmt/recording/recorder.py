@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from queue import Empty
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from replayfmt.format.container.output import same_file
 from replayfmt.format.printable import printable
 from replayfmt.pytorch.opaque_results import OpaqueResults
 
+from .code.triton_launches import TritonLaunches
 from .core import Core
 from .custom_operators.declared_work import DeclaredWork
 from .custom_operators.observing import ObservingMode
@@ -47,7 +48,16 @@ from .stream.implicit_scope import ImplicitScope
 from .stream.records import Unrepresentable
 
 _T = TypeVar("_T")
-Patches = Hooks | HostReads | DirectWrites | WholeComposites | DeclaredWork | Construction | ProgramReplacement
+Patches = (
+    Hooks
+    | TritonLaunches
+    | HostReads
+    | DirectWrites
+    | WholeComposites
+    | DeclaredWork
+    | Construction
+    | ProgramReplacement
+)
 _FLUSH_PERIOD_S = 0.5
 _active: Recorder | None = None
 _activation = threading.Lock()
@@ -115,6 +125,7 @@ class Recorder:
         self._after_fork = AfterFork(self.disable_after_fork)
         self._patches = [
             Hooks(self, self.options.compiled),
+            TritonLaunches(self),
             HostReads(self),
             DirectWrites(self),
             *([Construction(self)] if hook is None else []),
@@ -320,6 +331,18 @@ class Recorder:
         """Whether an op that this thread issued now would be recorded."""
         core = self._core
         return core is not None and self._mode_now() is not None and bool(core.on or core.begins())
+
+    def mode_here(self) -> RecordingMode | None:
+        """The mode that sees what this thread does now: the one that records it, or observes an operator from
+        inside."""
+        core, mode = self._core, self._mode_now()
+        if mode is None and core is not None and not core.finished:
+            mode = next((each for each in mode_stack() if isinstance(each, RecordingMode) and each.core is core), None)
+        return mode
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Inside, nothing that this thread calls is recorded or observed."""
+        return nullcontext() if self._presence is None else self._presence.hidden()
 
     def sees_first(self) -> bool:
         """Whether the recorder alone sees what this thread calls now: no mode of the program lies above or below."""

@@ -18,6 +18,7 @@ own.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import weakref
@@ -159,7 +160,7 @@ class Observer(ObservingMode):
 
     def hides(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an op that is about to run means that the call must be recorded as the operators inside it."""
-        autocast = None if kernel.own else autocast_of_program()
+        autocast = None if kernel.own or not kernel.operator.casts_inside else autocast_of_program()
         if self.core.numeric.moved(kernel.name, autocast) or kernel.operator.moves_memory:
             return True
         if kernel.in_place_view and kernel.name != "aten::detach_":
@@ -251,11 +252,16 @@ class Observer(ObservingMode):
         self._pending.clear()
         if self._around is not None:
             self._around._made.update(self._made)
-        elif not any(tensor.requires_grad for tensor in tensors_in(result)) and any(
-            storage() is not None for storage in self._made.values()
-        ):
+        elif not any(tensor.requires_grad for tensor in tensors_in(result)) and self._is_kept():
             self.core.insides.hides_state(self._kernel.name)
             self._unsupported("hidden_state", _KEPT)
+
+    def _is_kept(self) -> bool:
+        """Whether memory that the inside allocated is still there."""
+        if all(storage() is None for storage in self._made.values()):
+            return False
+        gc.collect()  # what is only held by objects that refer to each other (Triton's interpreter makes such) is gone
+        return any(storage() is not None for storage in self._made.values())
 
     def _unsupported(self, reason: str, detail: str) -> None:
         with self.core.lock:

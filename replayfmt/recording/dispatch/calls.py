@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import OpStatus, RecordKind
-from replayfmt.format.model import Kernel, Signature
+from replayfmt.format.model import Signature
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.tensors.looks import dtype_of, is_zerotensor, offset_of, shape_of, storage_of
 from replayfmt.pytorch.tensors.memory import host_view
@@ -291,7 +291,7 @@ class CallRecorder:
 
     def _kernel_id(self, kernel: CapturedKernel) -> int:
         if not kernel.id:
-            kernel.id = self._buffer.writer.kernel(Kernel(kernel.name, kernel.overload, kernel.schema))
+            kernel.id = self._buffer.writer.kernel(kernel.definition(self._buffer.writer))
         return kernel.id
 
     def _note_writes(self, call: OpCall, values: CallValues) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.model import Kernel
 from replayfmt.format.operator_names import name_problem
+from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch import operators
 from replayfmt.pytorch.bindings import takes_numbers
 from replayfmt.pytorch.opaque_results import OpaqueResults
@@ -159,6 +161,10 @@ class CapturedKernel:
     @property
     def schema(self) -> str:
         return printed_schema(self.func._schema)
+
+    def definition(self, writer: CaptureWriter) -> Kernel:
+        """The kernel's definition in a capture."""
+        return Kernel(self.name, self.overload, self.schema)
 
     def argument(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value that a call passes for an argument; None if it uses the schema's default."""

@@ -410,8 +410,6 @@ def table(recorder: RecorderForHooks) -> list[Patch]:
         Patch("torch._C._aoti", "AOTIModel*.boxed_run", hook(_region, _class_name), "compiled_region"),
         Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
         Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
-        Patch("triton.runtime.jit", "JITFunction.run", hook(_launch), "triton_launch", vital=True),
-        Patch("triton.runtime.interpreter", "InterpretedFunction.run", hook(_launch), "triton_launch", vital=True),
         Patch("triton.compiler.compiler", "CompiledKernel.__getitem__", hook(_bound_launch), "triton_launch"),
         Patch(heuristics, "CachingAutotuner.run", hook(_launch), "triton_launch", vital=True),
         Patch(graphs, "CUDAGraph.replay", hook(_graph_replay), "cuda_graph", vital=True),

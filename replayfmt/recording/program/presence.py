@@ -49,6 +49,9 @@ class Presence(Protocol):
     def paused(self) -> AbstractContextManager[None]:
         """The recorder does not see what the thread calls inside."""
 
+    def hidden(self) -> AbstractContextManager[None]:
+        """Likewise, and neither does an operator's observer."""
+
 
 class ModePresence:
     """By a dispatch mode."""
@@ -107,6 +110,9 @@ class ModePresence:
                 core.attempt(set_modes, stack)
                 raise
 
+    def hidden(self) -> AbstractContextManager[None]:
+        return _without_modes(self._core)
+
 
 class HookPresence:
     """By the hook below autograd. (Inside an observed operator, by the mode that observes it.)"""
@@ -158,7 +164,12 @@ class HookPresence:
         if self.mode_now() is None:
             yield
             return
-        with self._hook.hidden(), self._core.thread_watch.covered():
+        with self.hidden():
+            yield
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        with self._hook.hidden(), _without_modes(self._core):
             yield
 
     def _without_key(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,6 +193,28 @@ class HookPresence:
                 self._hook.include(included)
 
         return without
+
+
+@contextmanager
+def _without_modes(core: Core) -> Iterator[None]:
+    """Inside, the calling thread has no mode of a capture."""
+    stack = core.attempt(mode_stack) or []
+    kept = [mode for mode in stack if not (isinstance(mode, RecordingMode) and mode.core is core)]
+    if len(kept) == len(stack):
+        with core.thread_watch.covered():
+            yield
+        return
+    try:
+        core.attempt(set_modes, kept)
+        with core.thread_watch.covered():
+            yield
+    finally:
+        # A signal handler may raise in the middle; then try again.
+        try:
+            core.attempt(set_modes, stack)
+        except BaseException:
+            core.attempt(set_modes, stack)
+            raise
 
 
 def leave_finished() -> bool:

@@ -1,0 +1,152 @@
+"""Looks into Triton's objects: the function that a kernel object runs, how it was declared, its parameters."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import symtable
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import FunctionType
+from typing import Any
+
+# What `triton.jit` takes that changes what is compiled. (`repr` and `launch_metadata` are for profilers.)
+_DECLARED = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
+MISSING = object()
+
+
+class NotStandalone(Exception):
+    """A kernel cannot be written down as a module of its own. The text says why."""
+
+
+def is_callable_of_triton(value: Any) -> bool:
+    """Whether a value is a function decorated by Triton: compiled or interpreted, or a constexpr function."""
+    kinds = {kind.__module__ + "." + kind.__name__ for kind in type(value).__mro__}
+    return bool(kinds & {"triton.runtime.jit.JITCallable", "triton.runtime.interpreter.InterpretedFunction"})
+
+
+def is_constexpr_function(value: Any) -> bool:
+    """Whether a value is a function that Triton calls while it compiles."""
+    return any(kind.__name__ == "ConstexprFunction" for kind in type(value).__mro__)
+
+
+def kernel_name(kernel: Any) -> str:
+    """The name of the function in a kernel object, an autotuner around one included."""
+    function: Any = getattr(kernel, "fn", None)
+    while hasattr(function, "fn"):
+        function = function.fn
+    return getattr(function, "__qualname__", None) or getattr(kernel, "name", None) or type(kernel).__name__
+
+
+@dataclass(frozen=True, eq=False)
+class KernelFunction:
+    """One function decorated by Triton. `declared`: the options of its decorator."""
+
+    function: FunctionType
+    constexpr: bool
+    declared: Mapping[str, Any]
+    text: str
+
+    @classmethod
+    def of(cls, kernel: Any) -> KernelFunction:
+        """The function in a decorated object. Raises NotStandalone."""
+        function = kernel.fn
+        if not isinstance(function, FunctionType):
+            raise NotStandalone(f"a {type(function).__name__} was decorated, not a function")
+        options = getattr(kernel, "kwargs", None) or {name: getattr(kernel, name, None) for name in _DECLARED}
+        declared = {name: options[name] for name in _DECLARED if options.get(name)}
+        return cls(function, is_constexpr_function(kernel), declared, _text(kernel, function))
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @cached_property
+    def tree(self) -> ast.FunctionDef:
+        """Its definition, without decorators, as `text` has it."""
+        (definition,) = ast.parse(self.text).body
+        assert isinstance(definition, ast.FunctionDef)
+        return definition
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
+    @cached_property
+    def parameter_types(self) -> dict[str, str]:
+        """The annotation of each parameter as Triton reads it (`constexpr`, `*fp32`), "" for none."""
+        from triton.runtime.jit import _normalize_ty
+
+        found = inspect.get_annotations(self.function)
+        return {name: _normalize_ty(found[name]) if name in found else "" for name in self.signature.parameters}
+
+    @cached_property
+    def outer_names(self) -> tuple[str, ...]:
+        """The names of other things that its definition uses, Python's built-in functions left out."""
+        names: dict[str, None] = {}
+        (table,) = symtable.symtable(self.text, "kernel", "exec").get_children()
+        tables = [table]
+        while tables:
+            scope = tables.pop()
+            tables += scope.get_children()
+            names.update((symbol.get_name(), None) for symbol in scope.get_symbols() if symbol.is_global())
+        arguments = self.tree.args
+        for default in (*arguments.defaults, *(each for each in arguments.kw_defaults if each is not None)):
+            names.update((name, None) for name in _names(default))
+        local = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_local()}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.AnnAssign):
+                names.update((name, None) for name in _names(node.annotation) if name not in local)
+        return tuple(name for name in names if self.scope_of(name) is not None or not hasattr(builtins, name))
+
+    def scope_of(self, name: str) -> Mapping[str, Any] | None:
+        """The variables in which a name of another thing is found: of enclosing functions, or of its module."""
+        if name in self.enclosing:
+            return self.enclosing
+        return self.function.__globals__ if name in self.function.__globals__ else None
+
+    @property
+    def enclosing(self) -> dict[str, Any]:
+        """The variables of enclosing functions that it uses."""
+        cells = zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True)
+        return {name: cell.cell_contents for name, cell in cells if _is_full(cell)}
+
+    def value_of(self, name: str) -> Any:
+        """What a name of another thing means now, MISSING if nothing."""
+        scope = self.scope_of(name)
+        return MISSING if scope is None else scope[name]
+
+
+def _text(kernel: Any, function: FunctionType) -> str:
+    """The definition, from `def` on."""
+    given = getattr(kernel, "src", None)
+    if not isinstance(given, str):
+        try:
+            given = inspect.getsource(function)
+        except (OSError, TypeError) as error:
+            raise NotStandalone(f"Python has no source of {function.__qualname__} ({error})") from None
+    text = textwrap.dedent(given)
+    try:
+        (definition,) = ast.parse(text).body
+    except (SyntaxError, ValueError) as error:
+        raise NotStandalone(f"the source of {function.__qualname__} is no definition ({error})") from None
+    if not isinstance(definition, ast.FunctionDef) or definition.name != function.__name__:
+        raise NotStandalone(f"the source of {function.__qualname__} is not that of a function of this name")
+    return "".join(text.splitlines(keepends=True)[definition.lineno - 1 : definition.end_lineno]).rstrip() + "\n"
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name):
+            yield each.id
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises if it is empty
+    except ValueError:
+        return False
+    return True

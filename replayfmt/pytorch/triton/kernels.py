@@ -1,0 +1,100 @@
+"""A Triton kernel as a capture holds it: a schema, its source, and metadata that say how its launches are made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .accesses import Accesses
+from .forms import LaunchForm
+from .sources import StandaloneSource
+
+VERSION = 1
+INTERPRETER = "interpreter"
+
+
+@dataclass(frozen=True)
+class KernelCode:
+    """A kernel that is written to a capture. `attached`: role, name and content of each attachment."""
+
+    schema: str
+    attached: tuple[tuple[str, str, bytes], ...]
+
+    @classmethod
+    def of_launch(
+        cls, name: str, source: StandaloneSource, form: LaunchForm, accesses: Accesses, configuration: str
+    ) -> KernelCode:
+        """The kernel of a launch under the interpreter. `configuration`: what an autotuner chose, "" if none did."""
+        import triton
+
+        metadata: dict[str, Any] = {
+            "kind": "triton",
+            "version": VERSION,
+            "function": source.name,
+            "parameters": form.parameters,
+            "grid": form.grid,
+            "options": form.options,
+            "dtypes": form.dtypes,
+            "source_sha256": hashlib.sha256(source.text.encode()).hexdigest(),
+        }
+        variant = _variant({**metadata, "types": form.types})
+        metadata |= {
+            "triton": triton.__version__,
+            "target": INTERPRETER,
+            "writes": "assumed" if accesses.written is None else "source",
+        }
+        if configuration:
+            metadata["configuration"] = configuration
+        return cls(
+            form.schema(name, variant, accesses.written),
+            (
+                ("source", f"{name}.py", source.text.encode()),
+                ("metadata", f"{name}.json", json.dumps(metadata, indent=1).encode()),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class StoredKernel:
+    """A kernel as it was read from a capture. Nothing of it was run."""
+
+    source: str
+    function: str
+    parameters: Mapping[str, Any]
+    grid: str
+    options: Mapping[str, str]
+    dtypes: Mapping[str, str]
+    target: Any
+    triton: str
+
+    @classmethod
+    def read(cls, contents: Mapping[str, bytes]) -> StoredKernel:
+        """From its attachments, by role. Raises ValueError that says what is wrong with them."""
+        for role in ("source", "metadata"):
+            if role not in contents:
+                raise ValueError(f"the capture has no {role} of it")
+        try:
+            metadata = json.loads(contents["metadata"])
+            source = contents["source"].decode()
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"its source or its metadata cannot be read ({error})") from None
+        if not isinstance(metadata, dict) or metadata.get("kind") != "triton" or metadata.get("version") != VERSION:
+            raise ValueError(f"its metadata are not those of a Triton kernel of version {VERSION}")
+        if hashlib.sha256(contents["source"]).hexdigest() != metadata.get("source_sha256"):
+            raise ValueError("its source does not match the hash in its metadata")
+        kinds = {"function": str, "parameters": dict, "grid": str, "options": dict, "dtypes": dict, "triton": str}
+        for key, kind in kinds.items():
+            if not isinstance(metadata.get(key), kind):
+                raise ValueError(f"its metadata have no {key}")
+        for key in ("options", "dtypes"):
+            if not all(isinstance(value, str) for value in metadata[key].values()):
+                raise ValueError(f"the {key} in its metadata are not names")
+        return cls(source, target=metadata.get("target"), **{key: metadata[key] for key in kinds})
+
+
+def _variant(identity: Mapping[str, Any]) -> str:
+    """The overload of a kernel: the beginning of its identity's SHA-256, after a letter."""
+    return "v" + hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,300 @@
+"""Sees launches of Triton kernels, and records each as an op.
+
+A kernel is recorded as the source that a replay needs, in a module of its own, with what Triton compiled of it. What an
+autotuner does to choose a configuration is not part of the capture: what its trial launches write is imported again.
+Inside an op (a custom operator that launches Triton, say) nothing is recorded: the replay calls the outer op as a
+whole. A launch that cannot be written down is one `unsupported` record that says why.
+
+The table at the end is the list of what is hooked. Nothing is imported just to be hooked (see hooks/patches.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from replayfmt.format.codes import KernelKind
+from replayfmt.pytorch.triton.accesses import accesses_of
+from replayfmt.pytorch.triton.forms import FormMaker, LaunchForm, NotRepresentable
+from replayfmt.pytorch.triton.functions import KernelFunction, NotStandalone, is_callable_of_triton, kernel_name
+from replayfmt.pytorch.triton.kernels import KernelCode
+from replayfmt.pytorch.triton.sources import StandaloneSource, standalone_source
+
+from ..dispatch.handles import is_address
+from ..dispatch.mode import RecordingMode
+from ..frames import leave_no_frames
+from ..hooks.patches import Patch, Patched, PatchSet
+from ..stream.records import Unrepresentable
+from .kernels import Attached, CodeKernel
+
+_T = TypeVar("_T")
+_Function = Callable[..., Any]
+REASON = "triton_launch"
+
+
+class _Known(NamedTuple):
+    """What is known of a decorated function: kept while its source holds."""
+
+    kernel: Any
+    function: KernelFunction
+    source: StandaloneSource
+    forms: FormMaker
+
+
+class _Described(NamedTuple):
+    """One launch: the function, its parameters by name, and its options."""
+
+    known: _Known
+    bound: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+class RecorderForLaunches(Protocol):
+    """What the hooks need from a recorder."""
+
+    def mode_here(self) -> RecordingMode | None:
+        """The mode that sees what this thread does now: the one that records it, or observes an operator."""
+        ...
+
+    def launching(self) -> bool:
+        """This thread is about to do work that cannot be recorded. Returns whether it is being recorded."""
+        ...
+
+    def hidden(self) -> AbstractContextManager[Any]: ...
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
+
+    def unsupported(self, reason: str, op: str, detail: str) -> None: ...
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> None: ...
+
+
+class TritonLaunches(Patched):
+    """The hooks of one capture."""
+
+    def __init__(self, recorder: RecorderForLaunches) -> None:
+        self._recorder = recorder
+        self._known: dict[tuple[int, ...], _Known] = {}
+        self._kernels: dict[Any, CodeKernel] = {}
+        self._now = threading.local()  # `tuner`: the autotuner that runs; `launch`: what the kernel's call does
+        self._patches = PatchSet(table(self), self._report_missing)
+
+    def _report_missing(self, patch: Patch) -> None:
+        """Work that goes through it would go unseen."""
+        detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
+        self._recorder.unsupported(REASON, patch.target, detail)
+
+    # -------------------------------------------------------------------------------------------------------- the hooks
+
+    def launch(self, original: _Function) -> _Function:
+        """Of a decorated function: `kernel[grid](…)`, compiled or interpreted."""
+
+        @functools.wraps(original)
+        def run(kernel: Any, /, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+            try:
+                mode = None if warmup else self._recorder.attempt(self._recorder.mode_here)
+                if mode is None:
+                    return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+                return self._launch(mode, kernel, original, args, grid, kwargs)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+
+        return run
+
+    def tune(self, original: _Function) -> _Function:
+        """Of an autotuner: the configuration that it chose is that of the launch inside."""
+
+        @functools.wraps(original)
+        def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
+            before = getattr(self._now, "tuner", None)
+            self._now.tuner = tuner
+            try:
+                return original(tuner, *args, **kwargs)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+            finally:
+                self._now.tuner = before
+
+        return run
+
+    def trial(self, original: _Function) -> _Function:
+        """Of an autotuner: it tries a configuration."""
+
+        @functools.wraps(original)
+        def bench(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if self._recorder.attempt(self._recorder.mode_here) is None:
+                return original(tuner, *args, **kwargs)
+            try:
+                with self._recorder.hidden():
+                    return original(tuner, *args, **kwargs)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+            finally:
+                for tensor in tensors_of(self._recorder.attempt(self._tried, tuner, args, kwargs)):
+                    self._recorder.mark_outside_write(tensor)
+
+        return bench
+
+    def _tried(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments that a trial launch may have written."""
+        given = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
+        kernel = tuner
+        while not is_callable_of_triton(kernel):
+            kernel = kernel.fn
+        try:
+            written = accesses_of(self._known_of(kernel, tuple(given.values())).source).written
+        except NotStandalone:
+            written = None
+        if written is None or tuner.user_defined_pre_hook or tuner.user_defined_post_hook:
+            return list(given.values())
+        written |= {*tuner.reset_to_zero, *tuner.restore_value}
+        return [value for name, value in given.items() if name in written]
+
+    # --------------------------------------------------------------------------------------------------------- a launch
+
+    def _launch(
+        self,
+        mode: RecordingMode,
+        kernel: Any,
+        original: _Function,
+        args: tuple[Any, ...],
+        grid: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        described = self._recorder.attempt(_explained, self._describe, kernel, args, kwargs)
+        if callable(grid) and isinstance(described, _Described):
+            grid = grid(dict(described.bound))
+        run = functools.partial(original, kernel, *args, grid=grid, warmup=False, **kwargs)
+        if described is None:  # recording has failed
+            return run()
+        why = described
+        if isinstance(described, _Described):
+            recorded = self._recorder.attempt(_explained, self._recorded_as, described, grid)
+            if recorded is None:
+                return run()
+            if isinstance(recorded, tuple):
+                self._now.launch = run
+                return mode.issue(recorded[0], (), recorded[1].arguments)
+            why = recorded
+        if self._recorder.launching():
+            self._recorder.attempt(self._tell, kernel, why)
+        try:
+            with self._recorder.hidden():
+                return run()
+        finally:
+            for tensor in tensors_of((args, kwargs)):
+                self._recorder.mark_outside_write(tensor)
+
+    def _call(self, **_arguments: Any) -> Any:
+        """What a kernel's call does. Nothing inside is recorded: the interpreter calls operators of its own."""
+        run, self._now.launch = self._now.launch, None
+        with self._recorder.hidden():
+            return run()
+
+    def _tell(self, kernel: Any, why: str) -> None:
+        function: Any = getattr(kernel, "fn", None)
+        code = getattr(function, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        detail = f"a Triton kernel{where} was launched that a replay could not launch: {why}"
+        self._recorder.unsupported(REASON, kernel_name(kernel), detail)
+
+    def _describe(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Described | str:
+        """The function, its parameters and the options of a launch, or why it cannot be recorded."""
+        if getattr(kernel, "pre_run_hooks", ()):
+            return "it has hooks that run before it, which may do anything"
+        try:
+            known = self._known_of(kernel, (*args, *kwargs.values()))
+        except (NotStandalone, NotRepresentable) as problem:
+            return str(problem)
+        signature = known.function.signature
+        names = signature.parameters
+        if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in names.values()):
+            return "it takes any number of arguments"
+        try:
+            bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name in names})
+        except TypeError as error:
+            return f"its arguments do not fit its parameters ({error})"
+        bound.apply_defaults()
+        options = {name: value for name, value in kwargs.items() if name not in names or name.startswith("num_")}
+        return _Described(known, bound.arguments, options)
+
+    def _known_of(self, kernel: Any, values: tuple[Any, ...]) -> _Known:
+        """What is known of a function and of those that it is given."""
+        functions = tuple({id(each): each for each in values if is_callable_of_triton(each)}.values())
+        key = (id(kernel), *map(id, functions))
+        known = self._known.get(key)
+        if known is None or not known.source.holds():
+            function, source = KernelFunction.of(kernel), standalone_source(kernel, functions)
+            known = self._known[key] = _Known((kernel, functions), function, source, FormMaker(function, source))
+        return known
+
+    def _recorded_as(self, launch: _Described, grid: Any) -> tuple[CodeKernel, LaunchForm] | str:
+        """The kernel of a launch, and its arguments."""
+        known = launch.known
+        try:
+            sizes = tuple(operator.index(each) for each in grid)
+            form = known.forms.lay_out(launch.bound, launch.options, sizes)
+        except NotRepresentable as problem:
+            return str(problem)
+        except TypeError:
+            return f"its grid {grid!r} is no tuple of integers"
+        for name, value in form.values.items():
+            if type(value) is int and is_address(value):
+                return f"its argument {name} is the address of something in this process, which a replay has elsewhere"
+        tensors = {form.owner[name] for name, kind in form.types.items() if kind == "Tensor"}
+        key = (known.source, repr((form.types, form.parameters, form.dtypes)))
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            accesses = accesses_of(known.source)
+            if accesses.makes_pointers or accesses.casts_to & tensors:
+                return "it turns integers into pointers, so that what it reads and writes is not known"
+            tuner: Any = getattr(self._now, "tuner", None)
+            chosen = str(tuner.best_config) if getattr(tuner, "best_config", None) is not None else ""
+            code = KernelCode.of_launch(known.function.name, known.source, form, accesses, chosen)
+            attached = [Attached(*each) for each in code.attached]
+            try:
+                kernel = self._kernels[key] = CodeKernel(KernelKind.triton, code.schema, self._call, attached)
+            except Unrepresentable as problem:
+                return problem.detail
+        return kernel, form
+
+
+def _explained(step: Callable[..., _T], *args: Any) -> _T | str:
+    """What a step returns, or why it cannot be done with this Triton."""
+    try:
+        return step(*args)
+    except (AttributeError, ImportError) as error:
+        return f"this version of Triton is not known to the recorder ({error})"
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in arguments: also inside lists, tuples, dicts and Triton's tensor descriptors."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(getattr(value, "base", None), torch.Tensor):
+        yield value.base
+
+
+def table(launches: TritonLaunches) -> list[Patch]:
+    """Every hook, for one capture."""
+    return [
+        Patch("triton.runtime.jit", "JITFunction.run", launches.launch, REASON, vital=True),
+        Patch("triton.runtime.interpreter", "InterpretedFunction.run", launches.launch, REASON, vital=True),
+        Patch("triton.runtime.autotuner", "Autotuner.run", launches.tune, REASON, vital=True),
+        Patch("triton.runtime.autotuner", "Autotuner._bench", launches.trial, REASON, vital=True),
+    ]

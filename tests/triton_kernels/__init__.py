@@ -1,0 +1,1 @@
+"""Triton kernels: recorded, replayed, compiled ahead of time, replaced."""

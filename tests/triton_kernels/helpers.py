@@ -1,0 +1,17 @@
+"""A module of another package, whose functions kernels call."""
+
+import triton
+import triton.language as tl
+
+SCALE = tl.constexpr(3)
+BLOCK = 4
+
+
+@triton.jit
+def scaled(x):
+    return x * SCALE
+
+
+@triton.jit
+def into(out, at, value, mask):
+    tl.store(out + at, value, mask=mask)
