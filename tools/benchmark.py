@@ -12,6 +12,7 @@ import click
 
 from replayfmt.errors import UsageError
 
+from .baseline import BaselineFlags, baseline_options, show_below
 from .command import reader_may_leave, run_tool, say, tool
 from .compare import refuse_with_compare, run_compare
 from .per_op import PerOpFlags, per_op_options, run_per_op
@@ -80,6 +81,7 @@ _REDRAW_S = 0.2
     help="Format of stdout: a table, or Google Benchmark's JSON or CSV.",
 )
 @click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
+@baseline_options
 @click.option(
     "--compare",
     is_flag=True,
@@ -104,6 +106,9 @@ def cli(
     benchmark_repetitions: int,
     benchmark_format: str,
     benchmark_out: str | None,
+    baseline: str | None,
+    fail_above: str | None,
+    noise_floor: bool,
     compare: bool,
     device_profiling_mode: str | None,
     device_profiling_output: str | None,
@@ -117,8 +122,8 @@ def cli(
     With --per-op, measure each of its ops on its own instead; with --compare, substituted kernels against the
     original ones.
 
-    Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match (then there are no results), 2 for
-    wrong usage, 3 if CAPTURE is missing, unreadable or not valid.
+    Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match (then there are no results), or if
+    --fail-above fails a row, 2 for wrong usage, 3 if CAPTURE is missing, unreadable or not valid.
     """
     from replayfmt.benchmark.min_time import parse_min_time
     from replayfmt.benchmark.precision import whole_precision
@@ -138,6 +143,7 @@ def cli(
         options = Options(
             min_time, benchmark_repetitions, benchmark_warmup, flags.verify, replay_scope, precision, inputs or "hot"
         )
+    against = BaselineFlags.of(baseline, fail_above, noise_floor)
     if benchmark_out is not None:
         refuse_input(_OUT, benchmark_out, capture)
     with ExitStack() as stack:
@@ -145,18 +151,19 @@ def cli(
         plan = stack.enter_context(flags.plan(capture, keep_going=per_op is not None))
         if per_op is not None:
             progress = stack.enter_context(_progress())
-            return run_per_op(plan, per_op, benchmark_format, progress, out.write if out is not None else None)
+            return run_per_op(plan, per_op, benchmark_format, progress, out.write if out is not None else None, against)
         if compare:
             progress = stack.enter_context(_progress())
             run_compare(plan, options, benchmark_format, progress, out.write if out is not None else None)
             return 0
         stack.enter_context(profiled(profiling, plan))
-        report = _measure(plan, options)
+        report, below, passes = against.apply(lambda: _measure(plan, options))
         if out is not None:
             out.write(report.json())
         with reader_may_leave():
             _show(report, benchmark_format)
-    return 0
+            show_below(below, benchmark_format)
+    return 0 if passes else 1
 
 
 def _measure(plan: Plan, options: Options) -> Report:

@@ -22,6 +22,9 @@ _NOT_WITH_COMPARE = (
     "benchmark_precision",
     "benchmark_max_time",
     "inputs",
+    "baseline",
+    "fail_above",
+    "noise_floor",
     "device_profiling_mode",
     "device_profiling_output",
 )

@@ -32,8 +32,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Verification": ("--verify", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels"),
     "Measurement": (
         "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",
-        "--benchmark-repetitions", "--warm", "--compare", "--per-op",
-        "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
+        "--benchmark-repetitions", "--warm", "--compare", "--baseline", "--fail-above",
+        "--noise-floor", "--per-op", "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),
     "Permissions": ("--allow-operator", "--allow-import", "--allow-incomplete", "--isolate"),
     "Help": ("--help", "--version", "--agents-md"),

@@ -10,11 +10,12 @@ import click
 
 from replayfmt.errors import UsageError
 
+from .baseline import BaselineFlags, show_below
 from .command import reader_may_leave, said_if_possible, say
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Progress
-    from replayfmt.benchmark.per_op.measuring import OpOptions
+    from replayfmt.benchmark.per_op.measuring import OpOptions, PerOpRun
     from replayfmt.benchmark.per_op.rows import GroupBy
     from replayfmt.benchmark.reports.rows import Report
     from replayfmt.replay.plan import Plan
@@ -127,10 +128,15 @@ class PerOpFlags:
 
 
 def run_per_op(
-    plan: Plan, flags: PerOpFlags, form: str, progress: Progress | None, write: Callable[[str], None] | None
+    plan: Plan,
+    flags: PerOpFlags,
+    form: str,
+    progress: Progress | None,
+    write: Callable[[str], None] | None,
+    against: BaselineFlags,
 ) -> int:
     """Measure and print; `write` receives the JSON for --benchmark-out. Returns the exit code: 1 if a requested op was
-    not measured, or differs from the capture."""
+    not run, differs from the capture, or fails `against` its baseline."""
     from replayfmt.benchmark.per_op.measuring import MeasuredOp, measure_ops
     from replayfmt.benchmark.per_op.report import make_op_report
     from replayfmt.benchmark.per_op.table import describe, progress_line
@@ -141,13 +147,20 @@ def run_per_op(
             for line in describe(op, plan.reader):
                 say(line, err=True)
 
-    run = measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=show if flags.verbose else None)
-    report = make_op_report(run, plan, group_by=flags.group_by, top=flags.top)
+    runs: list[PerOpRun] = []
+
+    def measured() -> Report:
+        shown = show if flags.verbose else None
+        runs.append(measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=shown))
+        return make_op_report(runs[-1], plan, group_by=flags.group_by, top=flags.top)
+
+    report, below, passes = against.apply(measured)
     if write is not None:
         write(report.json())
     with reader_may_leave():
         _show(report, form)
-    return 0 if run.complete else 1
+        show_below(below, form)
+    return 0 if passes and all(run.complete for run in runs) else 1
 
 
 def _show(report: Report, form: str) -> None:

@@ -59,7 +59,7 @@ def shape(line: str) -> str:
 
 
 def documents() -> list[str]:
-    return [name for name in ("README.md", "AGENTS.md") if (ROOT / name).exists()]
+    return [name for name in ("README.md", "AGENTS.md", "docs/measuring.md") if (ROOT / name).exists()]
 
 
 @pytest.mark.slow

@@ -1,3 +1,3 @@
 """Original against substituted kernels: `compare` measures both in turn, `paired` decides which is faster, `report`
-prints it.
+prints it. A benchmark against an earlier one, or against itself: `baseline`.
 """

@@ -18,7 +18,7 @@ import numpy as np
 from ..statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, Interval, median_interval
 
 Verdict = Literal["faster", "slower", "no measurable difference", "too noisy to tell", "not known"]
-_NOISY = 1.5  # an interval that contains 1 and is wider than this factor says nothing
+NOISY = 1.5  # an interval that contains 1 and is wider than this factor says nothing
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Comparison:
             return "faster"
         if self.interval.low > 1:
             return "slower"
-        return "too noisy to tell" if self.interval.high > _NOISY * self.interval.low else "no measurable difference"
+        return "too noisy to tell" if self.interval.high > NOISY * self.interval.low else "no measurable difference"
 
 
 def compare(original: Sequence[float] | np.ndarray, substituted: Sequence[float] | np.ndarray) -> Comparison:

@@ -22,6 +22,7 @@ import torch
 
 from replayfmt.format.printable import printable
 from replayfmt.pytorch import accelerators
+from replayfmt.pytorch.environment import describe_device
 from replayfmt.replay.plan import Plan
 
 from ..measure import Measurement, Run, Sample
@@ -71,10 +72,15 @@ class Report:
     context: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
     further: tuple[Quantity, ...] = ()  # the quantities measured besides times
+    sections: dict[str, Any] = field(default_factory=dict)  # what else the document says, by its key there
+
+    def document(self) -> dict[str, Any]:
+        """Google Benchmark's JSON document, with our own sections beside its rows."""
+        return {"context": self.context, "benchmarks": self.rows, **self.sections}
 
     def json(self) -> str:
-        """Google Benchmark's JSON document."""
-        return json.dumps({"context": self.context, "benchmarks": self.rows}, indent=2, allow_nan=False) + "\n"
+        """The document as text."""
+        return json.dumps(self.document(), indent=2, allow_nan=False) + "\n"
 
     def warnings(self) -> list[str]:
         """Reasons for doubt: the context's warnings, then those of each region once, with its name."""
@@ -132,6 +138,7 @@ def plan_context(plan: Plan) -> dict[str, Any]:
         "capture_torch_version": reader.session.torch_version,
         "torch_version": torch.__version__,
         "torch_num_threads": threads,
+        "processor": describe_device(torch.device("cpu")).name or None,
         "devices": [_device_name(device) for device in plan.devices],
         **_substitution(plan),
     }

@@ -1,0 +1,201 @@
+"""A benchmark against an earlier one: pairs, verdicts by interval, differences of the machines, and the gate for CI."""
+
+import json
+
+import pytest
+
+from replayfmt.benchmark.comparison.baseline import compare_with_baseline, noise_floor, read_baseline
+from replayfmt.errors import UsageError
+
+CONTEXT = {"json_schema_version": 1, "capture_session": "1234", "host_name": "here", "torch_version": "2.13.0"}
+
+
+def document(rows, **context):
+    return {"context": CONTEXT | context, "benchmarks": rows}
+
+
+def row(name, times, **fields):
+    return {"name": name, "run_type": "iteration", "samples": {"real_time": times}, **fields}
+
+
+def around(value):
+    """Ten times whose median is `value`, known to one percent."""
+    return [value * (1 + step / 1000) for step in (-10, -8, -5, -2, 0, 0, 2, 5, 8, 10)]
+
+
+def compared(before, after):
+    return compare_with_baseline("old.json", document([row("a", before)]), document([row("a", after)])).rows[0]
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"),
+    [(1.5, "slower"), (1.05, "slower"), (1.01, "no measurable difference"), (0.95, "faster"), (0.1, "faster")],
+)
+def test_the_verdict_is_that_of_the_intervals(factor, verdict):
+    found = compared(around(1000.0), around(1000.0 * factor))
+    assert found.verdict == verdict and found.ratio == pytest.approx(factor)
+    assert found.ratio_low < found.ratio < found.ratio_high
+    assert found.ratio_low == pytest.approx(factor * 0.992 / 1.008)  # ranks 2 and 9 of ten
+
+
+def test_times_that_vary_much_decide_nothing_and_do_not_pass_a_gate():
+    found = compared([500.0, 1500.0] * 10, [500.0, 1500.0] * 10)
+    assert found.verdict == "too noisy to tell" and "cannot be judged: the ratio lies between" in found.fails(0.5)
+
+
+def test_the_gate_fails_rows_that_are_measurably_slower_by_more_than_it_allows_and_those_it_cannot_judge():
+    assert compared(around(1000.0), around(1040.0)).fails(0.05) == ""
+    assert compared(around(1000.0), around(1100.0)).fails(0.05) == "1.100 x the baseline's time, more than 1.05 x"
+    assert compared(around(1000.0), around(1100.0)).fails(0.2) == ""
+    assert compared(around(1000.0), around(500.0)).fails(0.05) == ""
+    assert "here: 2 iterations cannot enclose" in compared(around(1000.0), [1.0, 2.0]).fails(0.05)
+    assert "in the baseline: 1 iterations cannot enclose" in compared([1.0], around(1.0)).fails(0.05)
+
+
+def test_all_times_of_one_name_count_together_and_aggregates_do_not():
+    ten = around(1000.0)
+    halves = [row("a", ten[:5]), row("a", ten[5:]), {"name": "a", "run_type": "aggregate", "real_time": 1.0}]
+    (found,) = compare_with_baseline("old.json", document([row("a", ten)]), document(halves)).rows
+    assert found.ratio == 1 and found.verdict == "no measurable difference"
+
+
+def test_a_sum_over_ops_is_compared_by_the_bounds_of_the_sum():
+    def kernel(value):
+        return {
+            "name": "BM_op/kernel:aten::mm.default",
+            "run_type": "iteration",
+            "estimated_us": value,
+            "estimated_us_low": value * 0.99,
+            "estimated_us_high": value * 1.01,
+        }
+
+    (found,) = compare_with_baseline("o", document([kernel(10.0)]), document([kernel(20.0)])).rows
+    assert found.verdict == "slower" and found.after.value == 20_000
+    unknown = kernel(10.0) | {"estimated_us_low": None, "estimated_us_low_reason": "too few samples for an interval"}
+    (found,) = compare_with_baseline("o", document([unknown]), document([kernel(20.0)])).rows
+    assert (found.verdict, found.reason) == ("not known", "in the baseline: too few samples for an interval")
+
+
+def test_rows_that_could_not_be_measured_are_not_known_with_their_reason():
+    wrong = {"name": "a", "run_type": "iteration", "error_occurred": True, "error_message": "unmeasurable: noise"}
+    (found,) = compare_with_baseline("o", document([row("a", around(1.0))]), document([wrong])).rows
+    assert found.verdict == "not known" and found.reason == "here: unmeasurable: noise"
+
+
+@pytest.mark.parametrize(
+    "times", [[1, 0, 1, 1, 1, 1], [1, -1, 1], ["1"] * 6, [True] * 6, [None] * 6, [], "123456", None]
+)
+def test_times_that_are_no_positive_numbers_are_not_known(times):
+    (found,) = compare_with_baseline("o", document([row("a", times)]), document([row("a", around(1.0))])).rows
+    assert found.verdict == "not known" and "no positive numbers" in found.reason
+
+
+def test_rows_without_a_partner_and_differences_of_the_machines_are_listed():
+    old = document([row("a", around(1.0)), row("gone", around(1.0))], devices=["cpu"])
+    new = document([row("a", around(1.0)), row("new", around(1.0))], devices=["cpu"], torch_version="2.14.0")
+    found = compare_with_baseline("old.json", old, new | {"context": new["context"] | {"host_name": "there"}})
+    assert (found.only_before, found.only_after) == (["gone"], ["new"])
+    assert found.differences == ["host: here then, there now", "torch: 2.13.0 then, 2.14.0 now"]
+    text = list(found.lines())
+    assert text[0] == "baseline  old.json" and text[1] == "  another host: here then, there now"
+    assert "only in the baseline: gone" in text and "not in the baseline: new" in text
+    assert text[-1] == (
+        "compared with the baseline: 1 rows: 0 slower, 0 faster, 1 no measurable difference; 2 without a partner"
+    )
+
+
+def test_a_baseline_that_has_nothing_in_common_is_refused():
+    with pytest.raises(UsageError, match="none of its rows was measured here .it has b."):
+        compare_with_baseline("old.json", document([row("b", around(1.0))]), document([row("a", around(1.0))]))
+
+
+def test_what_two_measurements_of_the_same_work_differ_by_is_no_difference_later():
+    first, again = document([row("a", around(1000.0))]), document([row("a", around(1030.0))])
+    found = noise_floor(first, again)
+    (share,) = found.shares().values()
+    assert share == pytest.approx(1.03 * 1.008 / 0.992 - 1)
+    assert list(found.lines()) == [
+        "noise     a: a difference of less than 4.7% is none (measured twice: 1.000 us and 1.030 us)"
+    ]
+    known = document([row("a", around(1000.0), noise_floor=share)])
+    for factor, verdict in ((1.05, "no measurable difference"), (1.08, "slower"), (0.92, "faster")):
+        (judged,) = compare_with_baseline("o", known, document([row("a", around(1000.0 * factor))])).rows
+        assert (judged.verdict, judged.noise_floor) == (verdict, share)
+    few = noise_floor(document([row("a", [1.0])]), document([row("a", [1.0])]))
+    assert few.shares() == {"a": None} and "not known: in the baseline: 1 iterations" in next(few.lines())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "has no context"),
+        ('{"context": {"json_schema_version": 2}}', "has the schema version 2, not 1"),
+        ('{"context": {"json_schema_version": 1}, "benchmarks": []}', "is of another benchmark"),
+        ('{"context": {"json_schema_version": 1, "capture_session": ""}, "benchmarks": [1]}', "no list of named rows"),
+    ],
+)
+def test_a_file_that_is_no_baseline_is_refused_in_one_line(tmp_path, text, words):
+    path = tmp_path / "old.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=words) as raised:
+        read_baseline(path)
+    assert "\n" not in str(raised.value)
+
+
+def scaled(path, factor):
+    """A document whose times were all `factor` times as long, and steady."""
+    made = json.loads(path.read_text())
+    for each in made["benchmarks"]:
+        steady = sorted(each["samples"]["real_time"])[len(each["samples"]["real_time"]) // 2]
+        each["samples"]["real_time"] = [steady * factor] * 6
+    path.write_text(json.dumps(made))
+
+
+def test_the_gate_of_the_tool_fails_with_exit_code_1_and_names_the_rows(tools, captured, tmp_path):
+    old = tmp_path / "old.json"
+    flags = ["--benchmark-min-time=6x", "--benchmark-warmup=0", "--verify=none"]
+    ran = tools("benchmark", captured, *flags, "--noise-floor", f"--benchmark-out={old}")
+    assert ran.code == 0 and "noise     BM_replay: a difference of less than " in ran.out
+    document = json.loads(old.read_text())
+    assert document["benchmarks"][0]["noise_floor"] >= 0 and document["noise_floor"]["rows"][0]["name"] == "BM_replay"
+    del document["benchmarks"][0]["noise_floor"]
+    old.write_text(json.dumps(document))
+
+    gate = [f"--baseline={old}", "--fail-above=400%"]
+    scaled(old, 1e6)  # now it is much faster, however busy the machine is
+    ran = tools("benchmark", captured, *flags, *gate)
+    assert ran.code == 0 and "1 rows: 0 slower, 1 faster" in ran.out and "FAILED" not in ran.out
+    scaled(old, 1e-12)
+    ran = tools("benchmark", captured, *flags, gate[0])
+    assert ran.code == 0 and "1 slower" in ran.out and "FAILED" not in ran.out
+    out = tmp_path / "new.json"
+    ran = tools("benchmark", captured, *flags, *gate, "--benchmark-format=json", f"--benchmark-out={out}")
+    assert ran.code == 1 and "FAILED: BM_replay: " in ran.err and "x the baseline's time" in ran.err
+    section = json.loads(ran.out)["baseline"]
+    assert section["rows"][0]["verdict"] == "slower" and section["failures"] and section["fail_above"] == 4.0
+    assert json.loads(out.read_text())["baseline"] == section
+
+
+def test_ops_are_compared_with_their_baseline_too(tools, captured, tmp_path):
+    old = tmp_path / "old.json"
+    flags = ["--per-op", "--op-filter=aten::tanh", "--benchmark-min-time=6x"]
+    assert tools("benchmark", captured, *flags, "--noise-floor", f"--benchmark-out={old}").code == 0
+    scaled(old, 1e-6)
+    ran = tools("benchmark", captured, *flags, f"--baseline={old}", "--fail-above=5%")
+    assert ran.code == 1 and "FAILED: BM_op/aten::tanh.default(float32[8,48]): " in ran.out
+
+
+def test_flags_that_make_no_sense_are_refused_before_anything_runs(tools, captured, tmp_path):
+    old = tmp_path / "old.json"
+    for flags, words in (
+        (["--fail-above=5%"], "needs --baseline"),
+        ([f"--baseline={old}"], "cannot be read"),
+        ([f"--baseline={old}", "--fail-above=5"], "expected a percentage"),
+        (["--compare", "--replay-kernel-substitution=aten::tanh=x.py", "--noise-floor"], "does not go with --compare"),
+    ):
+        ran = tools("benchmark", captured, *flags)
+        assert ran.code == 2 and words in ran.err and not ran.out

@@ -1,0 +1,97 @@
+"""--baseline, --fail-above and --noise-floor: a benchmark against an earlier one, and against itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replayfmt.errors import UsageError
+
+from .command import say
+
+if TYPE_CHECKING:
+    from replayfmt.benchmark.comparison.baseline import Document
+    from replayfmt.benchmark.reports.rows import Report
+
+
+def baseline_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags, as parameters baseline, fail_above and noise_floor."""
+    for option in (
+        click.option(
+            "--noise-floor",
+            is_flag=True,
+            help="Measure everything twice, as if it were two things, and print for each row what difference is none. "
+            "--benchmark-out keeps that for --baseline.",
+        ),
+        click.option(
+            "--fail-above",
+            metavar="PERCENT",
+            help="With --baseline: exit with 1 if a row is slower than there by more than that, or cannot be judged, "
+            "and name these rows.",
+        ),
+        click.option(
+            "--baseline",
+            metavar="FILE",
+            help="Compare each row with that of the same name in FILE, which --benchmark-out wrote: faster, slower, or "
+            "no measurable difference.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@dataclass(frozen=True)
+class BaselineFlags:
+    """The values of the flags. `document` is the baseline's content."""
+
+    path: str | None
+    document: Document | None
+    fail_above: float | None
+    noise_floor: bool
+
+    @staticmethod
+    def of(baseline: str | None, fail_above: str | None, noise_floor: bool) -> BaselineFlags:
+        """Read the baseline. Raises UsageError if it is none, and for --fail-above without it."""
+        from replayfmt.benchmark.comparison.baseline import read_baseline
+        from replayfmt.benchmark.precision import parse_share
+
+        if fail_above is not None and baseline is None:
+            raise UsageError(f"--fail-above={fail_above} needs --baseline=FILE: there is nothing to compare with")
+        above = None if fail_above is None else parse_share("--fail-above", fail_above)
+        return BaselineFlags(baseline, None if baseline is None else read_baseline(baseline), above, noise_floor)
+
+    def apply(self, measure: Callable[[], Report]) -> tuple[Report, list[str], bool]:
+        """Measure, once or twice, and compare. Returns the report, the lines to print below it, and whether it passes.
+
+        Raises UsageError if the baseline has no row of this measurement.
+        """
+        from replayfmt.benchmark.comparison.baseline import compare_with_baseline, noise_floor
+
+        report = measure()
+        lines: list[str] = []
+        if self.noise_floor:
+            found = noise_floor(report.document(), measure().document())
+            shares = found.shares()
+            for row in report.rows:
+                if row["name"] in shares:
+                    row["noise_floor"] = shares[row["name"]]
+            report.sections["noise_floor"] = found.comparison.as_json()
+            lines += found.lines()
+        if self.path is None or self.document is None:
+            return report, lines, True
+        comparison = compare_with_baseline(self.path, self.document, report.document())
+        report.sections["baseline"] = comparison.as_json()
+        failures = [] if self.fail_above is None else comparison.failures(self.fail_above)
+        if self.fail_above is not None:
+            report.sections["baseline"] |= {"fail_above": self.fail_above, "failures": failures}
+        lines += comparison.lines()
+        return report, [*lines, *(f"FAILED: {failure}" for failure in failures)], not failures
+
+
+def show_below(lines: list[str], form: str) -> None:
+    """Print them: below the table on stdout, beside a document for programs on stderr."""
+    for line in lines:
+        say(line, err=form != "console")
