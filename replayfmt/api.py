@@ -82,17 +82,23 @@ class Op:
         return op_values(self._reader, self.record, results=True, replay=replay, options=options)
 
     def replay(
-        self, device: str | None = None, *, file_remaps: Sequence[str] = (), initializers: Sequence[Initializer] = ()
+        self,
+        device: str | None = None,
+        *,
+        file_remaps: Sequence[str] = (),
+        initializers: Sequence[Initializer] = (),
+        allow_code: bool = False,
     ) -> Any:
         """Run this op alone on its captured inputs, and return its results as the kernel returns them.
 
-        `file_remaps` say where external files are now (CAPTURED=REPLAY), `initializers` fill what was not captured.
+        `file_remaps` say where external files are now (CAPTURED=REPLAY), `initializers` fill what was not captured,
+        `allow_code` lets code that is in the capture run (see Plan).
 
         Raises ReplayRefused if its inputs cannot be rebuilt from the capture.
         """
         from replayfmt.replay.single import replay_op
 
-        return replay_op(self._reader, self.ordinal, device, file_remaps, initializers)
+        return replay_op(self._reader, self.ordinal, device, file_remaps, initializers, allow_code)
 
     def __repr__(self) -> str:
         return f"<op {self.ordinal} {self.kernel.qualified_name}>"

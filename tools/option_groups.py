@@ -35,7 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--benchmark-repetitions", "--warm", "--compare", "--baseline", "--fail-above",
         "--noise-floor", "--per-op", "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),
-    "Permissions": ("--allow-operator", "--allow-import", "--allow-incomplete", "--isolate"),
+    "Permissions": ("--allow-operator", "--allow-import", "--allow-code", "--allow-incomplete", "--isolate"),
     "Help": ("--help", "--version", "--agents-md"),
 }
 # fmt: on

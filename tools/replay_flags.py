@@ -39,6 +39,12 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         isolate_option,
         click.option(
+            "--allow-code",
+            is_flag=True,
+            help="Run the code that is in the capture: Triton kernels, generated C++ and other kernels that are no "
+            "operators. It has your rights, and nothing confines it: only for captures that you trust.",
+        ),
+        click.option(
             "--allow-incomplete", is_flag=True, help="Replay as much as there is of a capture that was never closed."
         ),
         click.option(
@@ -164,6 +170,7 @@ class ReplayFlags:
     allow_incomplete: bool
     allow_imports: tuple[str, ...]
     allow_operators: tuple[str, ...]
+    allow_code: bool
     op_libraries: tuple[str, ...]
     opaque_results: tuple[str, ...]
 
@@ -196,6 +203,7 @@ class ReplayFlags:
                 initializer_options={} if self.moe_routing is None else {"moe-routing": self.moe_routing},
                 allow_imports=self.allow_imports,
                 allow_operators=self.allow_operators,
+                allow_code=self.allow_code,
                 opaque_results=self.opaque_results,
                 substitutions=self.replay_kernel_substitution,
                 substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol),

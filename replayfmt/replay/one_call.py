@@ -40,6 +40,7 @@ class PlanOptions(TypedDict, total=False):
     substitutions: Sequence[str | Substitution]
     allow_imports: Iterable[str]
     allow_operators: Iterable[str]
+    allow_code: bool
     opaque_results: Iterable[str]
 
 

@@ -6,7 +6,7 @@ unless the capture is very long), provides fresh content and issues the ops agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
@@ -22,10 +22,9 @@ from .codegen.call_templates import DirectFunctions, TemplateMaker
 from .codegen.lowering import Context, Lowering, Shapes
 from .codegen.op_lowering import lower_op
 from .codegen.windows import CodeCache, Window
-from .planning.kernels import ResolvedKernel
 from .planning.memory import MemoryWatch
 from .planning.scan import Scan
-from .planning.slices import Slice, Slicer
+from .planning.slices import Slice
 from .planning.window_cuts import WindowSize
 from .preparation import Preparation
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
@@ -72,6 +71,7 @@ class Plan(Preparation):
         substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
         allow_imports: Iterable[str] = (),
         allow_operators: Iterable[str] = (),
+        allow_code: bool = False,
         opaque_results: Iterable[str] = (),
         window: WindowSize = WindowSize(),  # noqa: B008 - frozen
     ) -> None:
@@ -82,8 +82,9 @@ class Plan(Preparation):
         kernels: texts as on the command line, Substitution objects, or a function that decides for each Call;
         how far their results may be off is `substitution_tolerance`. `allow_imports` names modules to import for the
         operators that they register; a capture never causes the import of any other. `allow_operators` names operators
-        that may run although they do more than compute on tensors (`aten::from_file`). `opaque_results` names results
-        that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are not compared.
+        that may run although they do more than compute on tensors (`aten::from_file`). `allow_code` lets machine code
+        and source that are in the capture run, with the rights of this process: nothing confines them (SECURITY.md).
+        `opaque_results` names results that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are not compared.
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
@@ -101,6 +102,7 @@ class Plan(Preparation):
             on_file_bytes=on_file_bytes,
             allow_imports=allow_imports,
             allow_operators=allow_operators,
+            allow_code=flag_of("allow_code", allow_code),
             substitutions=substitutions,
             opaque_results=opaque_results,
             window=window,
@@ -306,17 +308,6 @@ class Plan(Preparation):
         """Sentences that name ops whose results differ from run to run."""
         found = (f"ordinal {ordinal} ({self.describe(ordinal)[0]}): {how}" for ordinal, how in twice.unsteady.items())
         return (*found, *([twice.given_up] if twice.given_up else []))
-
-    def slice(self, ordinals: Collection[int]) -> Slice:
-        """What a replay of the ops at these ordinals needs from the capture, and can compare."""
-        scan = self.scan(checks=False)
-        imported = "import" in self.reader.session.policies  # it draws other numbers than the program did
-
-        def draws(number: int) -> bool:
-            kernel = self.kernels[number]
-            return not imported and isinstance(kernel, ResolvedKernel) and kernel.draws
-
-        return Slicer(self.reader, scan.effects, draws).slice(ordinals)
 
     def examine(self, on_op: Callable[[IsolatedOp], None], only: Slice | None = None) -> tuple[OpVerdict, ...]:
         """Run the ops one by one, unverified; before each that can be run, `on_op` is given it with its inputs. With

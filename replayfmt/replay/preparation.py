@@ -5,7 +5,7 @@ Kernels are resolved, devices mapped, files found and the records read once; eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike
@@ -23,6 +23,7 @@ from replayfmt.format.slots import SlotLayout
 from replayfmt.initializers import Registry
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 
+from .code.allowed import AllowedCode
 from .planning.allowed_imports import AllowedImports
 from .planning.devices import map_devices, map_generators
 from .planning.effects import Addresses, Effects, addresses_of, effects_of_missing
@@ -32,6 +33,7 @@ from .planning.kernels import ResolvedKernel
 from .planning.overview import Work, count_work, describe
 from .planning.resolve import resolve
 from .planning.scan import Scan
+from .planning.slices import Slice, Slicer
 from .planning.window_cuts import WindowSize
 from .results import OpaqueResult
 from .substitution.table import Asked, load
@@ -54,6 +56,7 @@ class Preparation:
         on_file_bytes: Callable[[int, int], None] | None,
         allow_imports: Iterable[str],
         allow_operators: Iterable[str],
+        allow_code: bool,
         substitutions: Asked,
         opaque_results: Iterable[str],
         window: WindowSize,
@@ -66,6 +69,7 @@ class Preparation:
             self.opaque = OpaqueResults([*_stated(self.reader), *_matching(self.reader, opaque_results)])
             self._opaque_results: tuple[OpaqueResult, ...] | None = None  # listed because the last one was found
             self._imports = AllowedImports(allow_imports, allow_operators)
+            self._allows_code = allow_code
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             self.replacements = load(substitutions)
             self.window = window
@@ -86,8 +90,9 @@ class Preparation:
             sentences.insert(
                 0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays what is there"
             )
+        code = AllowedCode(reader, self._allows_code, frozenset(device.type for device in self.device_map.in_use()))
         self.kernels: tuple[ResolvedKernel | str | None, ...] = tuple(
-            None if kernel is None else resolve(kernel, reader.session.torch_version, self._imports)
+            None if kernel is None else resolve(kernel, reader.session.torch_version, self._imports, code)
             for kernel in reader.kernels
         )
         self._effects: dict[int, Effects] = {}
@@ -116,6 +121,17 @@ class Preparation:
             reader.generators, self.device_map, bool(findings.notes)
         )
         """What stands for each captured generator, by id; None if its numbers cannot be drawn here."""
+
+    def slice(self, ordinals: Collection[int]) -> Slice:
+        """What a replay of the ops at these ordinals needs from the capture, and can compare."""
+        scan = self.scan(checks=False)
+        imported = "import" in self.reader.session.policies  # it draws other numbers than the program did
+
+        def draws(number: int) -> bool:
+            kernel = self.kernels[number]
+            return not imported and isinstance(kernel, ResolvedKernel) and kernel.draws
+
+        return Slicer(self.reader, scan.effects, draws).slice(ordinals)
 
     @property
     def devices(self) -> list[torch.device]:

@@ -20,10 +20,11 @@ def replay_op(
     device: str | None,
     file_remaps: Sequence[str] = (),
     initializers: Sequence[Initializer] = (),
+    allow_code: bool = False,
 ) -> Any:
     """What the kernel of the op at an ordinal returns, replayed on `device` (default: the captured ones).
 
-    `file_remaps` and `initializers` are those of a Plan.
+    `file_remaps`, `initializers` and `allow_code` are those of a Plan.
 
     Raises UsageError if there is no op at the ordinal, ReplayRefused if it or what it needs cannot be run here,
     ReplayFailed if it raises.
@@ -37,6 +38,7 @@ def replay_op(
         keep_going=True,
         file_remaps=file_remaps,
         initializers=initializers,
+        allow_code=allow_code,
     ) as plan:
         verdict, result = plan.run_single(ordinal)
     if verdict.verdict == "ok":

@@ -105,7 +105,8 @@ def test_the_limits_are_the_codes() -> None:
     assert limits["payload with codec zstd, decompressed"] == f"{frames.MAX_COMPRESSED_PAYLOAD_BYTES >> 20} MiB"
     assert limits["one string"] == f"{frames.MAX_STRING_BYTES >> 20} MiB"
     assert limits["records per frame"] == f"2^{frames.MAX_FRAME_RECORDS.bit_length() - 1}"
-    assert limits["nesting of values"] == str(frames.MAX_NESTING)
+    assert limits["nesting of values, annotations and metadata"] == str(frames.MAX_NESTING)
+    assert limits["attachments of one kernel"] == str(frames.MAX_ATTACHMENTS)
     assert limits["any length, offset, time, ordinal, size or stride"] == f"2^{frames.MAX_LENGTH.bit_length() - 1}"
 
 

@@ -67,6 +67,7 @@ FREE_DEFINITION_BYTES = 16 << 20  # … and for all definitions, of each of whic
 MAX_FRAME_RECORDS = 1 << 20  # records in one frame, of each of which a reader makes some 100 bytes
 MAX_STRING_BYTES = 16 << 20  # one string, so that a few always fit a frame
 MAX_NESTING = 64  # depth of lists in a record's values
+MAX_ATTACHMENTS = 1024  # of one kernel, which a reader makes one object of
 MAX_LENGTH = 1 << 60  # any length, offset, ordinal, time or id: so that sums fit 64 signed bits
 
 REQUIRED_KINDS = frozenset({FrameKind.head, FrameKind.tables, FrameKind.records, FrameKind.payload})

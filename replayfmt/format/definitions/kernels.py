@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..codes import KernelKind
+from ..container.frames import MAX_ATTACHMENTS
 from ..model import Kernel
 from ..operator_names import name_problem
 from ..operator_schema import canonical_schema
@@ -12,6 +13,7 @@ from .checks import TablesBody
 from .family import DefinedSoFar, DefinitionColumns, DefinitionRow, Family
 
 _LAST_KIND = int(max(KernelKind))
+_LIMIT = f"the limit is {MAX_ATTACHMENTS}"
 
 
 class KernelFamily(Family[Kernel]):
@@ -26,6 +28,8 @@ class KernelFamily(Family[Kernel]):
         problem = name_problem(name, overload) if definition.kind is not KernelKind.collective else ""
         if problem:
             raise ValueError(problem)
+        if len(attachments) > MAX_ATTACHMENTS:
+            raise ValueError(f"{definition.qualified_name} has {len(attachments)} attachments; {_LIMIT}")
         if len(set(attachments)) != len(attachments):
             raise ValueError(f"{definition.qualified_name} lists an attachment twice: {attachments}")
         values = (int(definition.kind), name, overload, definition.schema, len(attachments))
@@ -57,6 +61,8 @@ class KernelFamily(Family[Kernel]):
                 raise body.fail(problem)
         body.ids("kernel_attachment", "attachment")
         counts = body.columns["kernel_attachments"]
+        if len(counts) and int(counts.max()) > MAX_ATTACHMENTS:
+            raise body.fail(f"a kernel has {int(counts.max())} attachments; {_LIMIT}")
         listed = np.repeat(np.arange(len(counts)), counts) << 32 | body.columns["kernel_attachment"]
         listed.sort()
         if (listed[1:] == listed[:-1]).any():

@@ -16,16 +16,20 @@ from replayfmt.pytorch.operators import ALWAYS_THERE, acts_outside, operator_nam
 from replayfmt.pytorch.registry import find_overload, is_registered
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
+from ..code.allowed import AllowedCode
 from .allowed_imports import FLAG, OPERATOR_FLAG, AllowedImports
 from .kernels import OperatorKernel, ResolvedKernel
 
 
-def resolve(kernel: Kernel, captured_torch: str | None, imports: AllowedImports | None = None) -> ResolvedKernel | str:
-    """The operator for a captured kernel, or a sentence that says why there is none. `imports`: what the user allows to
-    be imported for an unknown operator."""
+def resolve(
+    kernel: Kernel, captured_torch: str | None, imports: AllowedImports | None = None, code: AllowedCode | None = None
+) -> ResolvedKernel | str:
+    """What a captured kernel is replayed with, or a sentence that says why there is nothing. `imports`: what the user
+    allows to be imported for an unknown operator; `code`: whether a kernel that is no operator may be made of the code
+    in the capture."""
     named = kernel.qualified_name
     if kernel.kind is not KernelKind.operator:
-        return f"{named} is a {kernel.kind.name} kernel; this version replays operators only"
+        return code.resolve(kernel) if code is not None else f"{named} is no operator, but a {kernel.kind.name} kernel"
     namespace = kernel.name.partition("::")[0]
     imports = imports or AllowedImports()
     does = acts_outside(kernel.name)
