@@ -159,7 +159,7 @@ _OVERWRITES_SELF = _ZEROES | {
     "copy_sparse_to_sparse_",
 }
 # In-place operators that write a part of their first argument, which part depends on data, and read none of it.
-_WRITES_SOME = frozenset(
+_WRITES_A_PART_OF_SELF = frozenset(
     {
         "index_put_",
         "_index_put_impl_",
@@ -172,6 +172,25 @@ _WRITES_SOME = frozenset(
         "fill_diagonal_",
     }
 )
+# Operators that do so to a copy.
+_WRITES_A_PART_OF_A_COPY = frozenset(
+    {
+        "index_put",
+        "_index_put_impl",
+        "_unsafe_index_put",
+        "scatter",
+        "index_copy",
+        "index_fill",
+        "masked_fill",
+        "masked_scatter",
+        "put",
+        "slice_scatter",
+        "select_scatter",
+        "diagonal_scatter",
+        "as_strided_scatter",
+    }
+)
+_WRITES_SOME = _WRITES_A_PART_OF_SELF | _WRITES_A_PART_OF_A_COPY
 ACCUMULATES = ("accumulate", "reduce")  # with one of these arguments set, the operators above read what they write
 # With beta=0 the first argument is not read.
 _BETA = frozenset(
@@ -191,8 +210,8 @@ _BETA = frozenset(
 )
 # Whose second argument lends only its shape or type.
 _LIKE_OTHER = frozenset({"expand_as", "view_as", "type_as", "reshape_as"})
-# The argument whose bytes are copied as they are, all of them, and nothing else.
-_COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0}
+# The argument whose bytes are copied as they are, all of them.
+_COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0, **dict.fromkeys(_WRITES_A_PART_OF_A_COPY, 0)}
 
 # Whose kernels call operators that autocast casts: they compute other things under autocast, though it does not cast
 # them themselves.

@@ -250,3 +250,42 @@ def test_out_of_place_forms_of_what_overwrites_a_tensor_do_not_read_it(capture: 
     assert captured.unsupported() == {}
     leave_behind(2.0)
     captured.replays()
+
+
+# What makes a copy of memory that nobody wrote, and overwrites a part of it: of 4 elements all, here.
+INTO_A_COPY: dict[str, Any] = {
+    "index_put": lambda new: torch.index_put(new, [torch.arange(4)], torch.ones(4)),
+    "scatter": lambda new: torch.scatter(new, 0, torch.arange(4), torch.ones(4)),
+    "index_copy": lambda new: torch.index_copy(new, 0, torch.arange(4), torch.ones(4)),
+    "index_fill": lambda new: torch.index_fill(new, 0, torch.arange(4), 3.0),
+    "masked_fill": lambda new: torch.masked_fill(new, torch.tensor([True] * 4), 3.0),
+    "masked_scatter": lambda new: torch.masked_scatter(new, torch.tensor([True] * 4), torch.ones(4)),
+    "put": lambda new: torch.ops.aten.put(new, torch.arange(4), torch.ones(4)),
+    "slice_scatter": lambda new: torch.slice_scatter(
+        torch.slice_scatter(new, torch.ones(2), 0, 0, 2), torch.ones(2), 0, 2
+    ),
+    "select_scatter": lambda new: torch.select_scatter(new[:1], torch.tensor(1.0), 0, 0),
+    "diagonal_scatter": lambda new: torch.diagonal_scatter(new.view(4, 1), torch.ones(1)),
+    "as_strided_scatter": lambda new: torch.as_strided_scatter(new, torch.ones(4), (4,), (1,)),
+}
+
+
+@pytest.mark.parametrize("operator", INTO_A_COPY.values(), ids=INTO_A_COPY.keys())
+def test_what_overwrites_a_part_of_a_copy_does_not_read_the_rest(capture: Capture, operator: Any) -> None:
+    def program() -> Any:
+        leave_behind(1e30)
+        made = operator(torch.empty(4))
+        return made[torch.arange(1)] + 1
+
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    leave_behind(2.0)
+    captured.replays()
+
+
+def test_what_adds_to_a_part_of_a_copy_reads_it(capture: Capture) -> None:
+    def program() -> Any:
+        leave_behind(1e30)
+        return torch.index_put(torch.empty(4), [torch.arange(4)], torch.ones(4), accumulate=True)
+
+    assert capture(program).unsupported() == {"unseen_write": 1}

@@ -307,8 +307,9 @@ class CallRecorder:
                 else:
                     self._wrote(use.tensor, kernel.writes_all(use.argument))
         elif unknown:
+            touched = kernel.operator.writes_some or all(unknown)
             for use in values.uses:
-                self._storages.wrote_anything(use.tracker, use.storage, touched=all(unknown))
+                self._storages.wrote_anything(use.tracker, use.storage, touched=touched)
         elif kernel.in_place_view or kernel.namespace != "aten":
             for use in call.values.uses:
                 state = use.tracker.state
