@@ -102,6 +102,9 @@ class JsonLines(Dialect):
         }
         return [known[number] for number in ids]
 
+    def placement(self, streams: list[tuple[str, int]]) -> str:
+        return f',"streams":{encode(dict(streams))}'
+
     def values(self, values: np.ndarray) -> str:
         return f',"value":{encode(values.tolist())}'
 

@@ -115,6 +115,7 @@ def _records(dialect: Dialect, number: int, frame: RecordFrame, chosen: Filter, 
         strict=False,
     )
     tail = dialect.tail(frame)
+    placements = None if frame.placement is None else frame.placement[which].tolist()
     notes = None if frame.annotation is None else frame.annotation[which].tolist()
     at_once = dialect.rows_at_once(frame, signatures, columns)
     for first in range(0, len(signatures), at_once):
@@ -124,6 +125,8 @@ def _records(dialect: Dialect, number: int, frame: RecordFrame, chosen: Filter, 
             function(o, s, h, n, d, g, t, i, f, T, I, F, R, L, D)
             for function, s, (o, h, n, d, g, t, i, f) in zip(functions, paths, records, strict=False)
         ]
+        if placements is not None:
+            rows = list(map(add, rows, dialect.placements.of(placements[first : first + at_once])))
         if notes is not None and any(notes[first : first + at_once]):
             rows = list(map(add, rows, dialect.annotations(notes[first : first + at_once])))
         rows.append("")

@@ -107,6 +107,9 @@ class TextRows(Dialect):
             known[number] = f"  # {printable(text, SHOWN_CHARACTERS)}" if text else ""
         return [known[number] for number in ids]
 
+    def placement(self, streams: list[tuple[str, int]]) -> str:
+        return f"  on {', '.join(f'{printable(each, SHOWN_CHARACTERS)} stream {number}' for each, number in streams)}"
+
     def values(self, values: np.ndarray) -> str:
         return f"={_shown(values.tolist())}"
 

@@ -101,6 +101,7 @@ class Dialect(ABC):
             lambda number: row_function(self.template(reader.signatures[number])), self._length
         )
         self.scopes: Made[str] = Made(self.scope, lambda _number: PATH_CHARACTERS)
+        self.placements: Made[str] = Made(self._placement, lambda _number: PATH_CHARACTERS)
 
     def _length(self, number: int) -> int:
         """An upper bound of what a signature's text adds to a row, in characters."""
@@ -112,6 +113,15 @@ class Dialect(ABC):
         # A character takes at most twelve in JSON: a pair of surrogates, each written as \\u and four digits.
         return 12 * text + 64 * len(signature.nodes) + 256
 
+    def _placement(self, number: int) -> str:
+        """A row's text for a placement; "" for 0. Raises InvalidCapture if it is longer than any real one."""
+        if not number:
+            return ""
+        devices, streams = self.reader.devices, self.reader.placements[number].streams
+        if sum(len(devices[device].kind) + 32 for device, _stream in streams) > PATH_CHARACTERS:
+            raise InvalidCapture(f"{self.reader.path}: placement {number} is over {PATH_CHARACTERS} characters long")
+        return self.placement([(str(devices[device]), stream) for device, stream in streams])
+
     def rows_at_once(self, frame: RecordFrame, signatures: list[int], columns: Columns) -> int:
         """How many of these records to write at once, so that their rows stay below CHUNK_CHARACTERS.
 
@@ -119,6 +129,8 @@ class Dialect(ABC):
         """
         path = 12 * PATH_CHARACTERS * bool(frame.scope.any())
         longest = max(self.lengths.of(signatures)) + path + columns.longest(frame)
+        if frame.placement is not None:
+            longest += max(map(len, self.placements.of(distinct(frame.placement).tolist())))
         if frame.annotation is not None:
             strings = self.reader.strings
             longest += 12 * max(len(strings[number] or "") for number in distinct(frame.annotation).tolist()) + 16
@@ -156,6 +168,10 @@ class Dialect(ABC):
     @abstractmethod
     def annotations(self, ids: list[int]) -> list[str]:
         """Rows' texts for their annotations, by id; "" for 0."""
+
+    @abstractmethod
+    def placement(self, streams: list[tuple[str, int]]) -> str:
+        """A row's text for the streams that were current, each with its device."""
 
     @abstractmethod
     def values(self, values: np.ndarray) -> str:

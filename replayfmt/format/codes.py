@@ -40,6 +40,11 @@ class RecordKind(IntEnum):
     synchronize = 11
     collective = 12
     unsupported = 13
+    event_record = 14
+    event_wait = 15
+    stream_use = 16
+    stream_synchronize = 17
+    event_synchronize = 18
 
 
 class KernelKind(IntEnum):

@@ -102,6 +102,18 @@ class Scope:
 
 
 @dataclass(frozen=True)
+class StreamPlacement:
+    """The streams that are current where a record is issued, as pairs of a device id and the stream's number on that
+    device, from 1, by ascending device. Of devices that are not there the default stream, number 0, is current."""
+
+    streams: tuple[tuple[int, int], ...]
+
+    def stream(self, device: int) -> int:
+        """The number of the current stream of a device."""
+        return dict(self.streams).get(device, 0)
+
+
+@dataclass(frozen=True)
 class TensorMeta:
     """Everything of a tensor but its storage and offset. `device` is a device id; strides are in elements."""
 
@@ -332,6 +344,7 @@ class Record:
     args: tuple[Value, ...]
     results: tuple[Value, ...]
     frame_offset: int
+    placement: int = 0  # placement id; 0: the default streams are current
     annotation: dict[str, Any] | None = None  # what is said about this record alone; FORMAT.md lists the keys
 
     @property

@@ -96,6 +96,7 @@ class CaptureReader:
         self.file_ranges = self.definitions.file_ranges
         self.recipes = self.definitions.recipes
         self.attachments = self.definitions.attachments
+        self.placements = self.definitions.placements
         self._positions = contents.of_kind(FrameKind.records)
         self._first_ordinals = contents.frames["first_ordinal"][self._positions].astype(np.int64)
         self._first_storages = contents.frames["first_storage"][self._positions].astype(np.int64)

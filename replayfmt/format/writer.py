@@ -30,6 +30,7 @@ from .definitions.generators import GENERATORS
 from .definitions.interning import InternedDefinitions
 from .definitions.kernels import KERNELS
 from .definitions.metas import METAS
+from .definitions.placements import PLACEMENTS
 from .definitions.recipes import RECIPES
 from .definitions.scopes import SCOPES
 from .definitions.signatures import SIGNATURES
@@ -45,6 +46,7 @@ from .model import (
     Scope,
     Session,
     Signature,
+    StreamPlacement,
     Summary,
     TensorMeta,
 )
@@ -159,6 +161,10 @@ class CaptureWriter:
         """The id of a recipe. Raises ValueError if its statistics count more elements than it has."""
         return self._define(RECIPES, recipe)
 
+    def placement(self, placement: StreamPlacement) -> int:
+        """The id of a placement. Raises ValueError for none, or one that names a device twice or its default stream."""
+        return self._define(PLACEMENTS, placement)
+
     def annotation(self, content: Mapping[str, Any]) -> int:
         """The id of what is said about one record, for RecordColumns.annotation. Raises ValueError if it is not
         JSON, or empty: a record without annotation has id 0."""
@@ -207,6 +213,7 @@ class CaptureWriter:
             definitions.count("meta"),
             definitions.count("device"),
             definitions.count("string"),
+            definitions.count("placement"),
             self._frames.next_storage,
             contents,
         )

@@ -24,6 +24,7 @@ from replayfmt.format.model import (
     Record,
     Signature,
     StorageValue,
+    StreamPlacement,
     TensorValue,
     Value,
 )
@@ -54,6 +55,7 @@ class Copier:
         self._kernels: dict[int, int] = {}
         self._attachments: dict[int, int] = {}
         self._scopes: dict[int, int] = {0: 0}
+        self._placements: dict[int, int] = {0: 0}
         self._metas: dict[int, int] = {}
         self._meta_ids: dict[int, int] = {}  # id() of a TensorMeta of the reader → meta of the writer
         self._signatures: dict[int, int] = {}
@@ -101,6 +103,14 @@ class Copier:
             assert scope is not None
             self._scopes[number] = self.writer.scope(self.scope(scope.parent), self._text(scope.name))
         return self._scopes[number]
+
+    def placement(self, number: int) -> int:
+        if number not in self._placements:
+            placement = self.reader.placements[number]
+            assert placement is not None
+            streams = tuple(sorted((self.device(device), stream) for device, stream in placement.streams))
+            self._placements[number] = self.writer.placement(StreamPlacement(streams))
+        return self._placements[number]
 
     def generator(self, number: int) -> int:
         if number not in self._generators:
@@ -260,8 +270,15 @@ class Copier:
         slots = RecordSlots()
         for value in values:
             self._take(value, slots)
-        times = record.start_ns, record.duration_ns, record.thread, self.scope(record.scope), record.device_duration_ns
-        return self._builder.add(signature, kind, Moment(*times), slots, annotation)
+        moment = Moment(
+            record.start_ns,
+            record.duration_ns,
+            record.thread,
+            self.scope(record.scope),
+            record.device_duration_ns,
+            self.placement(record.placement),
+        )
+        return self._builder.add(signature, kind, moment, slots, annotation)
 
     def _take(self, value: Value, slots: RecordSlots) -> None:
         """Collect the slots of one value. Enumerations are ints too, but constants: hence the exact types."""

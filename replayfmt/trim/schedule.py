@@ -106,6 +106,11 @@ class RecordShape:
             RecordKind.digest,
             RecordKind.host_read,
             RecordKind.synchronize,
+            RecordKind.event_record,
+            RecordKind.event_wait,
+            RecordKind.stream_use,
+            RecordKind.stream_synchronize,
+            RecordKind.event_synchronize,
             RecordKind.collective,
         )
 
@@ -296,6 +301,9 @@ class Planner:
             self._schedule.dropped.add(ordinal)
         elif kind in (RecordKind.digest, RecordKind.host_read):
             self._comparison(self._record(frame, row))
+        elif kind is RecordKind.stream_use:
+            if frame.storages[frame.tensor_first[row]] not in self._there:
+                self._schedule.dropped.add(ordinal)
         elif kind is RecordKind.unsupported:
             if self._schedule.kept_unsupported is None:
                 self._schedule.kept_unsupported = ordinal

@@ -13,6 +13,17 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.groups import SignatureIndex
 from replayfmt.format.signatures.text import parse_signature
 
+# Records that order what streams and the host do.
+EDGES = frozenset(
+    {
+        RecordKind.synchronize,
+        RecordKind.event_record,
+        RecordKind.event_wait,
+        RecordKind.stream_synchronize,
+        RecordKind.event_synchronize,
+    }
+)
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -66,7 +77,8 @@ def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
     chosen = Filter(reader, Selection(start, stop, wanted.scope, wanted.kernel))
     alike = None if wanted.signature is None else _with_signatures(reader, listed(wanted.signature), start, stop)
     is_op = np.array([False, *(each is not None and each.kind is RecordKind.op for each in reader.signatures[1:])])
-    parts, ops = [], 0
+    is_edge = np.array([False, *(each is not None and each.kind in EDGES for each in reader.signatures[1:])])
+    parts, edges, ops = [], [np.zeros(0, np.int64)], 0
     for index, info in enumerate(reader.record_frames):
         if info.first_ordinal + info.count <= start or (stop is not None and info.first_ordinal >= stop):
             continue
@@ -76,11 +88,16 @@ def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
             rows = rows[np.isin(rows + frame.first_ordinal, alike, assume_unique=True)]
         ops += int(np.count_nonzero(is_op[frame.signature[rows]]))
         parts.append(rows + frame.first_ordinal)
+        edges.append(np.flatnonzero(is_edge[frame.signature]) + frame.first_ordinal)
     if not ops:
         raise UsageError(
             f"{wanted.text}: selects no op of {reader.path}; opreplay-dump with the same flags shows what there is"
         )
-    return Kept(np.concatenate(parts).astype(np.int64), ops)
+    ordinals = np.concatenate(parts).astype(np.int64)
+    # What orders the streams' work stays, also among records that do not: without it the kept ones might race.
+    ordering = np.concatenate(edges)
+    ordering = ordering[(ordering > ordinals[0]) & (ordering < ordinals[-1])]
+    return Kept(np.union1d(ordinals, ordering), ops)
 
 
 def _with_signatures(reader: CaptureReader, texts: tuple[str, ...], start: int, stop: int | None) -> np.ndarray:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._utils import CallbackRegistry
 
 from replayfmt.native.building import compile_library
 
@@ -30,6 +31,25 @@ def _built() -> Any:
         return module
 
 
+def _trace() -> ModuleType:
+    """What PyTorch tells of streams and events, as `torch.cuda._gpu_trace` has it."""
+    trace: Any = ModuleType("torch.sim._gpu_trace")
+    for what in (
+        "EventCreation",
+        "EventDeletion",
+        "EventRecord",
+        "EventWait",
+        "MemoryAllocation",
+        "MemoryDeallocation",
+        "StreamCreation",
+        "DeviceSynchronization",
+        "StreamSynchronization",
+        "EventSynchronization",
+    ):
+        setattr(trace, f"{what}Callbacks", CallbackRegistry(f"sim {what}"))
+    return trace  # type: ignore[no-any-return]
+
+
 def register() -> Any:
     """The module `torch.sim`. Raises NotAvailable where it cannot be built."""
     simulated = _built()
@@ -38,6 +58,8 @@ def register() -> Any:
     for name, value in vars(simulated).items():
         if not name.startswith("_"):
             setattr(module, name, value)
+
+    module._gpu_trace = _trace()
 
     def stream(of: torch.Stream) -> AbstractContextManager[Any]:
         return of

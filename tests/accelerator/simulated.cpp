@@ -3,7 +3,8 @@
 // Memory is the host's, but protected while no copy runs: a kernel of the CPU that is given it ends the process, as a
 // pointer of a GPU's would. Operators run as PyTorch's CPU fallback does it: arguments are copied to the host, results
 // back. Everything runs at once, in the order in which it is issued; streams and events keep vector clocks, and an
-// operator that uses memory which another stream last touched, without an event between the two, raises.
+// operator that uses memory which another stream last touched, without an event between the two, raises (or is counted,
+// where races are tolerated). What streams and events do is told to PyTorch's trace, as the guard of CUDA does.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -17,6 +18,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/GPUTrace.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -58,6 +60,8 @@ struct Block {
   size_t mapped;
   c10::DeviceIndex device;
   Touched touched;
+  Place home{0, 0};      // the stream that was current when it was allocated, which gets it again
+  std::set<Place> used;  // streams that record_stream named: they are waited for
 };
 
 struct Event {
@@ -72,6 +76,9 @@ std::map<char*, Block> blocks;
 std::vector<std::string> log_of_launches;
 size_t allocated[kDevices], peak[kDevices];
 c10::StreamId next_stream = 1;
+bool tolerates_races = false;
+int64_t races = 0, unsafe_frees = 0;
+thread_local bool by_fallback = false;  // copies are part of an operator that the host runs
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {0, 0};
 
@@ -86,6 +93,20 @@ void merge(Clock& into, const Clock& from) {
     into[place] = std::max(into[place], tick);
   }
 }
+
+// Tells PyTorch's trace, as CUDA's guard does. Without the lock: what listens is written in Python.
+template <typename... Values>
+void tell(void (c10::impl::PyInterpreterVTable::*what)(c10::DeviceType, Values...) const, Values... values) {
+  if (const auto* interpreter = c10::impl::GPUTrace::get_trace()) {
+    ((**interpreter).*what)(kKind, values...);
+  }
+}
+
+using Table = c10::impl::PyInterpreterVTable;
+
+uintptr_t handle_of(const void* event) { return reinterpret_cast<uintptr_t>(event); }
+
+uintptr_t handle_of(const c10::Stream& stream) { return static_cast<uintptr_t>(stream.id()); }
 
 void check_index(c10::DeviceIndex index) { TORCH_CHECK(0 <= index && index < kDevices, "sim: no device ", int(index)); }
 
@@ -121,41 +142,75 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[stream.device_index()] = stream.id();
     return before;
   }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return reinterpret_cast<void*>(handle_of(stream));
+  }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
-    std::lock_guard lock(mutex);
-    const Place place{stream.device_index(), stream.id()};
-    if (!*event) {
-      *event = new Event;
+    {
+      std::lock_guard lock(mutex);
+      const Place place{stream.device_index(), stream.id()};
+      if (!*event) {
+        *event = new Event;
+      }
+      *static_cast<Event*>(*event) = {clocks[place], now_ns()};
     }
-    *static_cast<Event*>(*event) = {clocks[place], now_ns()};
+    const OnDevice here(stream.device());
+    tell(&Table::trace_gpu_event_record, handle_of(*event), handle_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    std::lock_guard lock(mutex);
-    if (event) {
+    if (!event) {
+      return;
+    }
+    {
+      std::lock_guard lock(mutex);
       merge(clocks[{stream.device_index(), stream.id()}], static_cast<Event*>(event)->clock);
     }
+    const OnDevice here(stream.device());
+    tell(&Table::trace_gpu_event_wait, handle_of(event), handle_of(stream));
   }
   bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  void synchronizeEvent(void* event) const override {
-    std::lock_guard lock(mutex);
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     if (event) {
+      tell(&Table::trace_gpu_event_deletion, handle_of(event));
+    }
+    delete static_cast<Event*>(event);
+  }
+  void synchronizeEvent(void* event) const override {
+    if (!event) {
+      return;
+    }
+    {
+      std::lock_guard lock(mutex);
       wait_for(static_cast<Event*>(event)->clock);
     }
+    tell(&Table::trace_gpu_event_synchronization, handle_of(event));
   }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override {
-    std::lock_guard lock(mutex);
-    wait_for(clocks[{stream.device_index(), stream.id()}]);
+    {
+      std::lock_guard lock(mutex);
+      wait_for(clocks[{stream.device_index(), stream.id()}]);
+    }
+    const OnDevice here(stream.device());
+    tell(&Table::trace_gpu_stream_synchronization, handle_of(stream));
   }
   void synchronizeDevice(c10::DeviceIndex index) const override {
-    std::lock_guard lock(mutex);
-    for (auto& [place, clock] : std::map<Place, Clock>(clocks)) {
-      if (place.device == index) {
-        wait_for(clock);
+    {
+      std::lock_guard lock(mutex);
+      for (auto& [place, clock] : std::map<Place, Clock>(clocks)) {
+        if (place.device == index) {
+          wait_for(clock);
+        }
       }
     }
+    const OnDevice here({kKind, index});
+    tell(&Table::trace_gpu_device_synchronization);
   }
+  struct OnDevice {  // what listens asks for the current device
+    explicit OnDevice(c10::Device device) : before(std::exchange(current_device, device.index())) {}
+    ~OnDevice() { current_device = before; }
+    const c10::DeviceIndex before;
+  };
   // The host waited: whatever is issued from now on comes after.
   static void wait_for(const Clock& clock) {
     const Clock known = clock;
@@ -187,7 +242,8 @@ struct Allocator final : c10::Allocator {
     void* memory = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(memory != MAP_FAILED, "sim: out of memory");
     std::lock_guard lock(mutex);
-    blocks[static_cast<char*>(memory)] = {bytes, mapped, current_device, {}};
+    blocks[static_cast<char*>(memory)] = {
+        bytes, mapped, current_device, {}, {current_device, current_stream[current_device]}, {}};
     allocated[current_device] += bytes;
     peak[current_device] = std::max(peak[current_device], allocated[current_device]);
     return {memory, memory, &release, device};
@@ -200,6 +256,14 @@ struct Allocator final : c10::Allocator {
     }
     std::lock_guard lock(mutex);
     const auto found = blocks.find(static_cast<char*>(memory));
+    const Block& block = found->second;
+    const Clock& known = clocks[block.home];
+    const auto is_free = [&](const std::pair<Place, int64_t>& touch) {
+      const auto tick = known.find(touch.first);
+      return touch.second == 0 || block.used.count(touch.first) || (tick != known.end() && tick->second >= touch.second);
+    };
+    unsafe_frees += !is_free(block.touched.written) ||
+                    !std::all_of(block.touched.read.begin(), block.touched.read.end(), is_free);
     allocated[found->second.device] -= found->second.bytes;
     munmap(memory, found->second.mapped);
     blocks.erase(found);
@@ -252,6 +316,9 @@ at::Tensor on_host(const at::Tensor& tensor) {
 // nothing says that it is done.
 void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at::Tensor>& read,
            const std::vector<at::Tensor>& written) {
+  if (by_fallback) {
+    return;
+  }
   std::lock_guard lock(mutex);
   const Place here{device, current_stream[device]};
   Clock& clock = clocks[here];
@@ -260,7 +327,9 @@ void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at:
   const auto check = [&](const std::pair<Place, int64_t>& touch, const char* how) {
     if (touch.second > 0 && (touch.first < here || here < touch.first)) {
       const auto found = clock.find(touch.first);
-      TORCH_CHECK(found != clock.end() && found->second >= touch.second, "sim: ", op, " on stream ", here.stream,
+      const bool ordered = found != clock.end() && found->second >= touch.second;
+      races += !ordered;
+      TORCH_CHECK(ordered || tolerates_races, "sim: ", op, " on stream ", here.stream,
                   " of device ", int(device), " uses memory that stream ", touch.first.stream, " of device ",
                   int(touch.first.device), " ", how, " last, and no event lies between them");
     }
@@ -287,6 +356,23 @@ void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at:
   launched[here]++;
   log_of_launches.push_back(op);
 }
+
+// An operator on the current stream of `device`, the last one, made this tensor.
+void came_to_be(c10::DeviceIndex device, const at::Tensor& tensor) {
+  std::lock_guard lock(mutex);
+  const Place here{device, current_stream[device]};
+  if (auto* block = tensor.defined() && tensor.device().type() == kKind ? block_of(tensor.storage().data()) : nullptr) {
+    if (block->second.touched.written.second == 0) {
+      block->second.touched.written = {here, clocks[here][here]};
+    }
+  }
+}
+
+// What runs meanwhile is part of one operator.
+struct AsOne {
+  AsOne() { by_fallback = true; }
+  ~AsOne() { by_fallback = false; }
+};
 
 // ---------------------------------------------------------------------------------------------------------- operators
 
@@ -357,11 +443,12 @@ void wait_for_current_stream(c10::DeviceIndex of, c10::DeviceIndex by) {
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
   const auto on_device = [](const at::Tensor& tensor) { return tensor.device().type() == kKind; };
   const auto device = (on_device(to) ? to : self).device().index();
-  if (on_device(to) && on_device(self)) {  // between two devices, both their current streams wait for each other
+  if (!by_fallback && on_device(to) && on_device(self)) {  // between two devices, both their current streams wait for each other
     wait_for_current_stream(self.device().index(), device);
   }
   touch("copy", device, {self}, {to});
-  if (on_device(to) && on_device(self)) {
+  if (by_fallback) {
+  } else if (on_device(to) && on_device(self)) {
     wait_for_current_stream(device, self.device().index());
   } else if (!on_device(to)) {
     Guard().synchronizeStream(Guard::stream_of(device, current_stream[device]));
@@ -385,6 +472,13 @@ at::Scalar local_scalar(const at::Tensor& self) {
   Guard().synchronizeStream(Guard::stream_of(device, current_stream[device]));
   const Open open(self.storage().data());
   return at::native::_local_scalar_dense_cpu(on_host(self));
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  std::lock_guard lock(mutex);
+  if (auto* block = block_of(self.storage().data())) {
+    block->second.used.insert({stream.device_index(), stream.id()});
+  }
 }
 
 struct Generator final : at::CPUGeneratorImpl {
@@ -452,7 +546,18 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   const c10::DeviceGuard guard(c10::Device(kKind, device));
   touch(schema.name(), device, read, written);
-  at::native::cpu_fallback(op, stack);
+  {
+    const AsOne one;
+    at::native::cpu_fallback(op, stack);
+  }
+  for (size_t index = stack->size() - schema.returns().size(); index < stack->size(); index++) {
+    const c10::IValue& value = (*stack)[index];
+    for (const at::Tensor& tensor : value.isTensor()       ? std::vector<at::Tensor>{value.toTensor()}
+                                    : value.isTensorList() ? value.toTensorVector()
+                                                           : std::vector<at::Tensor>{}) {
+      came_to_be(device, tensor);
+    }
+  }
   for (auto& [given, host] : drawn) {
     given.set_state(host.get_state());
   }
@@ -478,6 +583,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar);
+  library.impl("record_stream", record_stream);
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
@@ -543,6 +649,11 @@ PYBIND11_MODULE(simulated_accelerator, module) {
     std::lock_guard lock(mutex);
     return log_of_launches;
   });
+  module.def("tolerate_races", [](bool tolerate) { tolerates_races = tolerate; });
+  // How many races there were, and how often memory was freed that another stream may still use.
+  module.def("races", [] { return races; });
+  module.def("unsafe_frees", [] { return unsafe_frees; });
+  module.def("forget_races", [] { races = unsafe_frees = 0; });
   module.def("memory_allocated", [](int index) { return allocated[index]; });
   module.def("max_memory_allocated", [](int index) { return peak[index]; });
   module.def("reset_peak_memory_stats", [](int index) { peak[index] = allocated[index]; });

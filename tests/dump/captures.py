@@ -31,6 +31,7 @@ from replayfmt.format.model import (
     Session,
     Signature,
     Statistics,
+    StreamPlacement,
     TensorMeta,
 )
 from replayfmt.format.records.columns import RecordColumns
@@ -102,6 +103,7 @@ class Builder:
         self.floats: list[float] = []
         self.born: list[tuple[int, int, int, int]] = []
         self.annotations: list[int] = []
+        self.placements: list[int] = []
 
     def storage(self, size: int, device: int, origin: StorageOrigin = StorageOrigin.op, payload: int = 0) -> int:
         self.born.append((size, device, origin, payload))
@@ -123,6 +125,7 @@ class Builder:
         scope: int = 0,
         thread: int = 0,
         annotation: int = 0,
+        placement: int = 0,
     ) -> int:
         self.signatures.append(self.writer.signature(signature))
         self.scopes.append(scope)
@@ -132,6 +135,7 @@ class Builder:
         self.ints += ints
         self.floats += floats
         self.annotations.append(annotation)
+        self.placements.append(placement)
         self.ordinal += 1
         return self.ordinal - 1
 
@@ -154,6 +158,7 @@ class Builder:
                 storage_device=born[:, 1].astype(np.uint32),
                 storage_origin=born[:, 2].astype(np.uint8),
                 storage_payload=born[:, 3].astype(np.uint32),
+                placement=np.array(self.placements, np.uint32) if any(self.placements) else None,
                 annotation=np.array(self.annotations, np.uint32) if any(self.annotations) else None,
                 device_duration_ns=None if device_durations is None else np.array(device_durations, np.uint64),
             )
@@ -416,6 +421,15 @@ def every_kind(path: Path) -> Path:
             ints=[b.storage(size, cpu, origin, number), number, 0],
             annotation=note if number == piece else 0,
         )
+    aside = w.placement(StreamPlacement(((cuda, 2),)))
+    stream = (Node(V.device, "device", cuda), Node(V.int, "stream"))
+    event = Node(V.int, "event")
+    b.record(Signature(RecordKind.event_record, (event, *stream)), ints=[1, 0])
+    b.record(Signature(RecordKind.event_wait, (event, *stream)), ints=[1, 2])
+    b.record(call, [w_row, w_column, product], placement=aside)
+    b.record(Signature(RecordKind.stream_use, (Node(V.tensor, "tensor"), *stream)), [w_row], [2], placement=aside)
+    b.record(Signature(RecordKind.stream_synchronize, stream), ints=[2])
+    b.record(Signature(RecordKind.event_synchronize, (event,)), ints=[1])
     b.record(Signature(RecordKind.scope_end, (text,)), scope=execute)
     b.frame()
     return b.close()

@@ -116,7 +116,13 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
     kind, signature = record.kind, record.signature
     start: dict[str, Any] = {"kind": kind.name, "ordinal": record.ordinal}
     scope = reader.scope_path(record.scope)
-    said = {} if record.annotation is None else {"annotation": exact(record.annotation)}
+    placement = reader.placements[record.placement] if record.placement else None
+    said: dict[str, Any] = (
+        {}
+        if placement is None
+        else {"streams": {str(reader.devices[device]): stream for device, stream in placement.streams}}
+    )
+    said |= {} if record.annotation is None else {"annotation": exact(record.annotation)}
     if kind == RecordKind.op:
         kernel = reader.kernels[signature.kernel]
         tensors = tensors_in(list(record.results)) or tensors_in(list(record.args))

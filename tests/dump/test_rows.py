@@ -151,7 +151,7 @@ def test_definitions_say_what_the_capture_defines(every: Path) -> None:
         assert session["argv"] == ["train.py", "--steps", "2"]
         assert session["settings"] == SESSION.settings
         assert [row["name"] for row in of_kind(every, "kernel")][:2] == ["aten::mm", "test::every"]
-        assert of_kind(every, "kernel")[0]["calls"] == 3
+        assert of_kind(every, "kernel")[0]["calls"] == 4
         payload = of_kind(every, "payload")[0]
         where = payload["range"]
         assert where["compression"] in ("none", "zstd")

@@ -45,7 +45,7 @@ def test_the_summary_comes_first_and_says_what_matters(plain: Path, every: Path)
 
 
 def test_every_record_is_one_aligned_line(every: Path, plain: Path) -> None:
-    for path, count in ((every, 86), (plain, 102)):
+    for path, count in ((every, 92), (plain, 102)):
         lines = record_lines(path)
         assert [int(line[:6]) for line in lines] == list(range(count))
         assert all(line[6:8] == "  " for line in lines)
@@ -86,6 +86,8 @@ def test_a_line_shows_what_a_value_is(every: Path) -> None:
     assert lines[14].endswith(
         "[global_state] grad_enabled=False, num_threads=2, min=0.25, precision='high', nothing=None"
     )
+    assert lines[-7].endswith("[event_record] event=1, device=cuda:0, stream=0")
+    assert lines[-5].endswith("-> %3 f32[16,64]@cpu  on cuda:0 stream 2")
     assert lines[16].endswith(
         "[unsupported] reason='compiled_region', op='CompiledFxGraph', detail='fused kernels are not seen'"
     )

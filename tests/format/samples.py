@@ -32,6 +32,7 @@ from replayfmt.format.model import (
     Session,
     Signature,
     Statistics,
+    StreamPlacement,
     TensorMeta,
 )
 from replayfmt.format.records.columns import RecordColumns
@@ -73,6 +74,7 @@ class Records:
     slots: tuple[list[int], list[int], list[float]] = field(default_factory=lambda: ([], [], []))
     born: list[tuple[int, int, int, int]] = field(default_factory=list)
     annotations: list[int] = field(default_factory=list)
+    placements: list[int] = field(default_factory=list)
 
     def tensor(self, storage: int, offset: int, meta: int) -> int:
         """The global tensor id of these."""
@@ -96,10 +98,12 @@ class Records:
         start: int | None = None,
         duration: int = 0,
         annotation: int = 0,
+        placement: int = 0,
     ) -> None:
         start = 1000 * len(self.rows) if start is None else start
         self.rows.append((self.writer.signature(signature), scope, thread, start, duration))
         self.annotations.append(annotation)
+        self.placements.append(placement)
         for column, values in zip(self.slots, (tensors, ints, floats), strict=True):
             column.extend(values)
 
@@ -115,10 +119,11 @@ class Records:
                 self.next_storage,
                 *(born[:, i] for i in range(4)),
                 annotation=self.annotations if any(self.annotations) else None,
+                placement=self.placements if any(self.placements) else None,
             )
         )
         self.next_storage += len(self.born)
-        self.rows, self.slots, self.born, self.annotations = [], ([], [], []), [], []
+        self.rows, self.slots, self.born, self.annotations, self.placements = [], ([], [], []), [], [], []
 
 
 def op(
@@ -339,6 +344,30 @@ def write_everything(path: Path) -> None:
     records.add(digest, (a,), (-1, -1, *ints), tuple(floats), scope=step, start=20_000_000_003)
     records.add(IMPORT, ints=(fresh, tokens, 0), scope=step, start=20_000_000_004)
     records.add(Signature(RecordKind.synchronize, (Node(V.device, "device", cuda),)), scope=step, start=20_000_000_005)
+    aside = writer.placement(StreamPlacement(((cuda, 1),)))
+    apart = writer.placement(StreamPlacement(((cpu, 7), (cuda, 2))))
+    stream = (Node(V.device, "device", cuda), Node(V.int, "stream"))
+    event = Node(V.int, "event")
+    for kind, tensors, whole in (
+        (RecordKind.event_record, (), (1, 0)),
+        (RecordKind.event_wait, (), (1, 1)),
+        (RecordKind.stream_use, (c,), (1,)),
+        (RecordKind.stream_synchronize, (), (1,)),
+        (RecordKind.event_synchronize, (), (1,)),
+    ):
+        nodes = {
+            RecordKind.stream_use: (Node(V.tensor, "tensor"), *stream),
+            RecordKind.stream_synchronize: stream,
+            RecordKind.event_synchronize: (event,),
+        }.get(kind, (event, *stream))
+        records.add(
+            Signature(kind, nodes),
+            tensors,
+            whole,
+            scope=step,
+            start=20_000_000_005,
+            placement=aside if tensors else apart,
+        )
     records.add(Signature(RecordKind.collective, (Node(V.process_group, "group", "world"),)), scope=step)
     for reason in ("compiled_region", "compiled_region", "triton_launch"):
         records.add(

@@ -118,7 +118,7 @@ def _newer(frame: Frame, body: bytes) -> Frame:
     ("kind", "name", "value", "match"),
     [
         (FrameKind.tables, "node_kind", 21, "node_kind holds 21"),
-        (FrameKind.tables, "signature_kind", 14, "signature_kind holds 14"),
+        (FrameKind.tables, "signature_kind", 19, "signature_kind holds 19"),
         (FrameKind.tables, "meta_dtype", 47, "meta_dtype holds 47"),
         (FrameKind.tables, "meta_flags", 16, "meta_flags holds 16"),
         (FrameKind.records, "storage_origin", 7, "storage_origin 7"),

@@ -73,7 +73,7 @@ RECORDS = table_layout(
     tensors:[uint] ints:[long] floats:[double]
     tensor_id:[ulong] tensor_storage:[ulong] tensor_offset:[long] tensor_meta:[uint]
     first_storage:ulong storage_bytes:[ulong] storage_device:[uint] storage_origin:[ubyte] storage_payload:[uint]
-    annotation:[uint] untimed:[uint]
+    annotation:[uint] untimed:[uint] placement:[uint]
 """,
 )
 

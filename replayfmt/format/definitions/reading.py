@@ -26,6 +26,7 @@ from .files import FILES
 from .generators import GENERATORS
 from .kernels import KERNELS
 from .metas import METAS
+from .placements import PLACEMENTS
 from .recipes import RECIPES
 from .scopes import SCOPES
 from .signatures import SIGNATURES, unsupported_reasons
@@ -137,6 +138,7 @@ class Frozen:
         self.file_ranges = self._lazy(FILE_RANGES)
         self.recipes = self._lazy(RECIPES)
         self.attachments = self._lazy(ATTACHMENTS)
+        self.placements = self._lazy(PLACEMENTS)
         # Slots of each signature by id: int64[3, signatures + 1] (tensors, ints, floats), 0 unused.
         counted = slot_counts(self.column("node_kind"), self.column("signature_nodes"))
         self.slots = np.concatenate((np.zeros((3, 1), np.int64), counted), axis=1)

@@ -21,6 +21,8 @@ CONTAINERS = frozenset({V.list, V.tuple, V.composite})
 TEXT_CONSTANTS = frozenset({V.string, V.process_group, V.opaque, V.composite})
 CODE_CONSTANTS: dict[ValueKind, int] = {V.dtype: max(DType), V.layout: max(Layout), V.memory_format: max(MemoryFormat)}
 
+_STREAM = (("device", frozenset({V.device})), ("stream", frozenset({V.int})))  # which stream: its number on a device
+
 # The leading arguments that a record of each kind has, in order, with the value kinds each may have.
 ARGUMENTS: dict[RecordKind, tuple[tuple[str, frozenset[ValueKind]], ...]] = {
     RecordKind.scope_begin: (("name", frozenset({V.string})),),
@@ -37,6 +39,11 @@ ARGUMENTS: dict[RecordKind, tuple[tuple[str, frozenset[ValueKind]], ...]] = {
     RecordKind.host_read: (("method", frozenset({V.string})), ("tensor", frozenset({V.tensor}))),
     RecordKind.digest: (("tensor", frozenset({V.tensor})), ("of", frozenset({V.int})), ("result", frozenset({V.int}))),
     RecordKind.synchronize: (("device", frozenset({V.device})),),
+    RecordKind.event_record: (("event", frozenset({V.int})), *_STREAM),
+    RecordKind.event_wait: (("event", frozenset({V.int})), *_STREAM),
+    RecordKind.stream_use: (("tensor", frozenset({V.tensor})), *_STREAM),
+    RecordKind.stream_synchronize: _STREAM,
+    RecordKind.event_synchronize: (("event", frozenset({V.int})),),
     RecordKind.unsupported: (
         ("reason", frozenset({V.string})),
         ("op", frozenset({V.string})),
@@ -57,6 +64,11 @@ AMOUNTS: dict[RecordKind, dict[str, int]] = {
     RecordKind.storage_resize: {"bytes": 1},
     RecordKind.digest: {"elements": 4, "nan": 5, "inf": 6},
     RecordKind.host_read: {"elements": 2, "nan": 3, "inf": 4},
+    RecordKind.event_record: {"event": 0, "stream": 1},
+    RecordKind.event_wait: {"event": 0, "stream": 1},
+    RecordKind.stream_use: {"stream": 0},
+    RecordKind.stream_synchronize: {"stream": 0},
+    RecordKind.event_synchronize: {"event": 0},
 }
 SETTING_KINDS = frozenset({V.none, V.bool, V.int, V.float, V.string})
 

@@ -21,6 +21,7 @@ from .files import FILES
 from .generators import GENERATORS
 from .kernels import KERNELS
 from .metas import METAS
+from .placements import PLACEMENTS
 from .recipes import RECIPES
 from .scopes import SCOPES
 from .signatures import SIGNATURES
@@ -36,6 +37,7 @@ FAMILIES: tuple[Family[Any], ...] = (
     FILE_RANGES,
     RECIPES,
     ATTACHMENTS,
+    PLACEMENTS,
 )
 # What has ids, by the names of the schema's first_x fields.
 NUMBERED = ("string", *(family.name for family in FAMILIES))

@@ -27,6 +27,7 @@ class Moment:
     thread: int = 0
     scope: int = 0
     device_duration_ns: int | None = None
+    placement: int = 0
 
 
 @dataclass
@@ -49,6 +50,7 @@ class _Pending:
     duration: array = field(default_factory=lambda: array("q"))
     device_duration: array = field(default_factory=lambda: array("Q"))
     annotation: array = field(default_factory=lambda: array("I"))
+    placement: array = field(default_factory=lambda: array("I"))
     tensors: array = field(default_factory=lambda: array("Q"))
     ints: array = field(default_factory=lambda: array("q"))
     floats: array = field(default_factory=lambda: array("d"))
@@ -102,6 +104,7 @@ class RecordBuilder:
             pending.timed = True
         pending.device_duration.append(UNKNOWN_DEVICE_NS if device is None else device)
         pending.annotation.append(annotation)
+        pending.placement.append(moment.placement)
         pending.tensors.extend(slots.tensors)
         pending.ints.extend(slots.ints)
         pending.floats.extend(slots.floats)
@@ -136,6 +139,7 @@ class RecordBuilder:
                 storage_payload=pending.storage_payload,
                 device_duration_ns=_unless_all(pending.device_duration, UNKNOWN_DEVICE_NS),
                 annotation=_unless_all(pending.annotation, 0),
+                placement=_unless_all(pending.placement, 0),
             )
         )
         self._first_storage = self._next_storage

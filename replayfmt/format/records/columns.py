@@ -36,10 +36,10 @@ class RecordColumns:
     """Consecutive records. Arrays are only read, during the call that takes them.
 
     `start_ns` are nanoseconds since the session's start; `duration_ns` nanoseconds, saturated at 2^32 - 1, or None if
-    not measured; of a single op, UNKNOWN_NS says so (other records have 0). `device_duration_ns` and `annotation`
-    are None if no record has one; 2^64 - 1 and 0 say so of a single record. `tensors` are global tensor ids in
-    record order, `tensor_definitions` maps each of them to (storage id, offset in elements, meta id), or is an
-    int64[n, 4] of (tensor id, storage id, offset, meta id) by ascending id. The storages born in this frame have
+    not measured; of a single op, UNKNOWN_NS says so (other records have 0). `device_duration_ns`, `annotation`
+    and `placement` are None if no record has one; 2^64 - 1, 0 and 0 say so of a single record. `tensors` are global
+    tensor ids in record order, `tensor_definitions` maps each of them to (storage id, offset in elements, meta id), or
+    is an int64[n, 4] of (tensor id, storage id, offset, meta id) by ascending id. The storages born in this frame have
     consecutive ids from `first_storage`.
     """
 
@@ -59,6 +59,7 @@ class RecordColumns:
     storage_payload: Column = field(default_factory=_empty)
     device_duration_ns: Column | None = None
     annotation: Column | None = None
+    placement: Column | None = None
 
 
 def pieces(given: RecordColumns, slot_counts: np.ndarray) -> Iterator[RecordColumns]:
@@ -97,6 +98,7 @@ def pieces(given: RecordColumns, slot_counts: np.ndarray) -> Iterator[RecordColu
             duration_ns=part(given.duration_ns),
             device_duration_ns=part(given.device_duration_ns),
             annotation=part(given.annotation),
+            placement=part(given.placement),
             tensors=slot(0),
             ints=slot(1),
             floats=slot(2),
@@ -122,6 +124,7 @@ class Bounds:
     metas: int
     devices: int
     strings: int
+    placements: int
     next_storage: int
     contents: Referable
 
@@ -189,6 +192,12 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray
         annotation = _column(annotation, np.uint32, "annotation")
         _same_length("record", count, annotation)
         _limit(annotation, 0, bounds.strings, "annotation")
+    placement = given.placement
+    if placement is not None:
+        placement = _column(placement, np.uint32, "placement")
+        _same_length("record", count, placement)
+        _limit(placement, 0, bounds.placements, "placement")
+        placement = placement if placement.any() else None
 
     tensors = _column(given.tensors, np.uint64, "tensors")
     ints, floats = _column(given.ints, np.int64, "ints"), _column(given.floats, np.float64, "floats")
@@ -241,6 +250,7 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray
             "storage_origin": storage_origin,
             "storage_payload": storage_payload,
             "annotation": annotation,
+            "placement": placement,
             "untimed": untimed if untimed.size else None,
             "start_base_ns": base,
             "first_storage": bounds.next_storage,

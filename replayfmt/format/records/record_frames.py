@@ -63,6 +63,7 @@ class RecordFrame:
     storage_device: np.ndarray
     storage_origin: np.ndarray
     storage_payload: np.ndarray
+    placement: np.ndarray | None  # placement ids, 0: the default streams; None: of all records
     annotation: np.ndarray | None  # ids for CaptureReader.annotation, 0 for none; None: no record here has one
 
 
@@ -182,6 +183,9 @@ class _Decoding:
         start = self._start(count)
         duration = self._durations(signature, count)
         device_duration = self._optional("device_duration_ns", count)
+        placement = self._optional("placement", count)
+        if placement is not None:
+            self._range("placement", placement, 0, self._counts["placement"], self._record)
         annotation = self._optional("annotation", count)
         if annotation is not None:
             self._range("annotation", annotation, 0, self._counts["string"], self._record)
@@ -262,6 +266,7 @@ class _Decoding:
             device,
             origin,
             payload,
+            placement,
             annotation,
         )
 

@@ -112,6 +112,7 @@ def decode_record(frame: RecordFrame, row: int, definitions: Frozen) -> Record:
         args=tuple(slots.value(node) for node in signature.args),
         results=tuple(slots.value(node) for node in signature.results),
         frame_offset=frame.offset,
+        placement=0 if frame.placement is None else int(frame.placement[row]),
         annotation=None if frame.annotation is None else definitions.annotation(int(frame.annotation[row])),
     )
 

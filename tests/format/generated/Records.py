@@ -605,7 +605,34 @@ class Records(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(48))
         return o == 0
 
-def RecordsStart(builder): builder.StartObject(23)
+    # Records
+    def Placement(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(50))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Records
+    def PlacementAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(50))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Records
+    def PlacementLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(50))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Records
+    def PlacementIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(50))
+        return o == 0
+
+def RecordsStart(builder): builder.StartObject(24)
 def Start(builder):
     return RecordsStart(builder)
 def RecordsAddSignature(builder, signature): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(signature), 0)
@@ -740,6 +767,12 @@ def AddUntimed(builder, untimed):
 def RecordsStartUntimedVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def StartUntimedVector(builder, numElems):
     return RecordsStartUntimedVector(builder, numElems)
+def RecordsAddPlacement(builder, placement): builder.PrependUOffsetTRelativeSlot(23, flatbuffers.number_types.UOffsetTFlags.py_type(placement), 0)
+def AddPlacement(builder, placement):
+    return RecordsAddPlacement(builder, placement)
+def RecordsStartPlacementVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartPlacementVector(builder, numElems):
+    return RecordsStartPlacementVector(builder, numElems)
 def RecordsEnd(builder): return builder.EndObject()
 def End(builder):
     return RecordsEnd(builder)

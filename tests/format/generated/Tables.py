@@ -1688,8 +1688,96 @@ class Tables(object):
         return o == 0
 
     # Tables
-    def KernelAttachments(self, j):
+    def FirstPlacement(self):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(144))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, o + self._tab.Pos)
+        return 0
+
+    # Tables
+    def PlacementDevices(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint16Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 2))
+        return 0
+
+    # Tables
+    def PlacementDevicesAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint16Flags, o)
+        return 0
+
+    # Tables
+    def PlacementDevicesLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def PlacementDevicesIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        return o == 0
+
+    # Tables
+    def PlacementDevice(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(148))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
+        return 0
+
+    # Tables
+    def PlacementDeviceAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(148))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
+        return 0
+
+    # Tables
+    def PlacementDeviceLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(148))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def PlacementDeviceIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(148))
+        return o == 0
+
+    # Tables
+    def PlacementStream(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(150))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 8))
+        return 0
+
+    # Tables
+    def PlacementStreamAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(150))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint64Flags, o)
+        return 0
+
+    # Tables
+    def PlacementStreamLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(150))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Tables
+    def PlacementStreamIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(150))
+        return o == 0
+
+    # Tables
+    def KernelAttachments(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(152))
         if o != 0:
             a = self._tab.Vector(o)
             return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
@@ -1697,26 +1785,26 @@ class Tables(object):
 
     # Tables
     def KernelAttachmentsAsNumpy(self):
-        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(144))
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(152))
         if o != 0:
             return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
         return 0
 
     # Tables
     def KernelAttachmentsLength(self):
-        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(144))
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(152))
         if o != 0:
             return self._tab.VectorLen(o)
         return 0
 
     # Tables
     def KernelAttachmentsIsNone(self):
-        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(144))
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(152))
         return o == 0
 
     # Tables
     def KernelAttachment(self, j):
-        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(154))
         if o != 0:
             a = self._tab.Vector(o)
             return self._tab.Get(flatbuffers.number_types.Uint32Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 4))
@@ -1724,24 +1812,24 @@ class Tables(object):
 
     # Tables
     def KernelAttachmentAsNumpy(self):
-        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(154))
         if o != 0:
             return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint32Flags, o)
         return 0
 
     # Tables
     def KernelAttachmentLength(self):
-        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(154))
         if o != 0:
             return self._tab.VectorLen(o)
         return 0
 
     # Tables
     def KernelAttachmentIsNone(self):
-        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(146))
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(154))
         return o == 0
 
-def TablesStart(builder): builder.StartObject(72)
+def TablesStart(builder): builder.StartObject(76)
 def Start(builder):
     return TablesStart(builder)
 def TablesAddFirstString(builder, firstString): builder.PrependUint32Slot(0, firstString, 0)
@@ -2131,13 +2219,34 @@ def AddAttachmentPayload(builder, attachmentPayload):
 def TablesStartAttachmentPayloadVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def StartAttachmentPayloadVector(builder, numElems):
     return TablesStartAttachmentPayloadVector(builder, numElems)
-def TablesAddKernelAttachments(builder, kernelAttachments): builder.PrependUOffsetTRelativeSlot(70, flatbuffers.number_types.UOffsetTFlags.py_type(kernelAttachments), 0)
+def TablesAddFirstPlacement(builder, firstPlacement): builder.PrependUint32Slot(70, firstPlacement, 0)
+def AddFirstPlacement(builder, firstPlacement):
+    return TablesAddFirstPlacement(builder, firstPlacement)
+def TablesAddPlacementDevices(builder, placementDevices): builder.PrependUOffsetTRelativeSlot(71, flatbuffers.number_types.UOffsetTFlags.py_type(placementDevices), 0)
+def AddPlacementDevices(builder, placementDevices):
+    return TablesAddPlacementDevices(builder, placementDevices)
+def TablesStartPlacementDevicesVector(builder, numElems): return builder.StartVector(2, numElems, 2)
+def StartPlacementDevicesVector(builder, numElems):
+    return TablesStartPlacementDevicesVector(builder, numElems)
+def TablesAddPlacementDevice(builder, placementDevice): builder.PrependUOffsetTRelativeSlot(72, flatbuffers.number_types.UOffsetTFlags.py_type(placementDevice), 0)
+def AddPlacementDevice(builder, placementDevice):
+    return TablesAddPlacementDevice(builder, placementDevice)
+def TablesStartPlacementDeviceVector(builder, numElems): return builder.StartVector(4, numElems, 4)
+def StartPlacementDeviceVector(builder, numElems):
+    return TablesStartPlacementDeviceVector(builder, numElems)
+def TablesAddPlacementStream(builder, placementStream): builder.PrependUOffsetTRelativeSlot(73, flatbuffers.number_types.UOffsetTFlags.py_type(placementStream), 0)
+def AddPlacementStream(builder, placementStream):
+    return TablesAddPlacementStream(builder, placementStream)
+def TablesStartPlacementStreamVector(builder, numElems): return builder.StartVector(8, numElems, 8)
+def StartPlacementStreamVector(builder, numElems):
+    return TablesStartPlacementStreamVector(builder, numElems)
+def TablesAddKernelAttachments(builder, kernelAttachments): builder.PrependUOffsetTRelativeSlot(74, flatbuffers.number_types.UOffsetTFlags.py_type(kernelAttachments), 0)
 def AddKernelAttachments(builder, kernelAttachments):
     return TablesAddKernelAttachments(builder, kernelAttachments)
 def TablesStartKernelAttachmentsVector(builder, numElems): return builder.StartVector(4, numElems, 4)
 def StartKernelAttachmentsVector(builder, numElems):
     return TablesStartKernelAttachmentsVector(builder, numElems)
-def TablesAddKernelAttachment(builder, kernelAttachment): builder.PrependUOffsetTRelativeSlot(71, flatbuffers.number_types.UOffsetTFlags.py_type(kernelAttachment), 0)
+def TablesAddKernelAttachment(builder, kernelAttachment): builder.PrependUOffsetTRelativeSlot(75, flatbuffers.number_types.UOffsetTFlags.py_type(kernelAttachment), 0)
 def AddKernelAttachment(builder, kernelAttachment):
     return TablesAddKernelAttachment(builder, kernelAttachment)
 def TablesStartKernelAttachmentVector(builder, numElems): return builder.StartVector(4, numElems, 4)
