@@ -30,6 +30,7 @@ SCRIPTS = (
     "growth",
     "per_op_sum",
     "import_coverage",
+    "probe_reports",
 )
 
 

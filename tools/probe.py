@@ -8,6 +8,8 @@ import os
 import click
 
 from replayfmt.errors import UsageError
+from replayfmt.probes.evaluations.block_times import unwatched
+from replayfmt.probes.evaluations.memory import PredictedLaunch
 from replayfmt.probes.evaluations.tables import as_json, as_text
 from replayfmt.probes.reporting import KINDS, NamedFile, ReportOptions, evaluate, write_report
 
@@ -18,6 +20,8 @@ from .progress import record_bar
 @tool(
     "opreplay-probe",
     ("opreplay-probe report schedule run/result/0.731200.bin -o reports", "How were the blocks of a launch scheduled?"),
+    ("opreplay-probe report overhead dmat=run1 block_sched=run2", "What did two probes cost?"),
+    ("opreplay-probe report memory --predict=fill:32768,1,1:128,1,1:16:warp", "How much memory will a probe need?"),
 )
 @click.argument("action", type=click.Choice(["report"]))
 @click.argument("words", metavar="[KIND FILES…]", nargs=-1)
@@ -33,11 +37,33 @@ from .progress import record_bar
     help="Whose records to evaluate, where a recording holds those of several probes.",
 )
 @click.option(
+    "--tensors",
+    metavar="FILE",
+    type=click.Path(),
+    help="report dmat: which memory is which tensor's, a tensor.trace. Without it, that of the recording's run.",
+)
+@click.option(
+    "--predict",
+    "predicted",
+    metavar="NAME:GX,GY,GZ:BX,BY,BZ:BYTES[:warp]",
+    multiple=True,
+    help="report memory: predict what a probe needs that saves BYTES for each thread, or each warp, of a launch. "
+    "Repeatable; needs no FILES.",
+)
+@click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What is printed."
 )
 @click.option("--force", is_flag=True, help="Replace files of DIR.")
 def cli(
-    action: str, words: tuple[str, ...], output: str | None, no_picture: bool, section: int, form: str, force: bool
+    action: str,
+    words: tuple[str, ...],
+    output: str | None,
+    no_picture: bool,
+    section: int,
+    tensors: str | None,
+    predicted: tuple[str, ...],
+    form: str,
+    force: bool,
 ) -> None:
     """Evaluate recordings of probes: `report KIND FILES…`.
 
@@ -49,7 +75,8 @@ def cli(
     files = [NamedFile.parse(word) for word in words[1:]]
     records = sum(os.path.getsize(file.path) // 16 for file in files if os.path.isfile(file.path))
     with record_bar(f"evaluating {words[0]}", records) as show:
-        result = evaluate(words[0], files, ReportOptions(section), show or (lambda _done, _total: None))
+        options = ReportOptions(section, tensors, tuple(map(PredictedLaunch.parse, predicted)))
+        result = evaluate(words[0], files, options, show or unwatched)
     written = write_report(result, output, picture=not no_picture, force=force) if output is not None else []
     with reader_may_leave():
         if form == "json":

@@ -13,12 +13,22 @@ from replayfmt.errors import CaptureFailed, UsageError
 from replayfmt.format.container.output import check_place
 
 from .evaluations.block_times import Progress, unwatched
+from .evaluations.dmat import evaluate_dmat
+from .evaluations.latency import evaluate_latency
+from .evaluations.memory import PredictedLaunch, evaluate_memory
+from .evaluations.overhead import evaluate_overhead
 from .evaluations.schedule import evaluate_schedule
 from .evaluations.tables import Evaluated, as_json, as_text
+from .evaluations.warps import evaluate_warps
+from .pictures import bars
+from .pictures import dmat as dmat_picture
 from .pictures import schedule as schedule_picture
+from .pictures import warps as warps_picture
 from .pictures.style import pictures_of
+from .recordings.access_maps import AccessMap
 from .recordings.files import new_file
 from .recordings.folders import TraceFolder
+from .recordings.logs import TensorAddresses, read_tensors
 from .recordings.results import ProbeRecording, ProbeSection
 
 
@@ -42,9 +52,13 @@ class NamedFile:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """How to evaluate. `section`: whose records, from 0, where a recording holds those of several probes."""
+    """How to evaluate. `section`: whose records, from 0, where a recording holds those of several probes. `tensors`: a
+    `tensor.trace` (None: that of the recording's run). `predictions`: launches whose probes' memory is to be
+    predicted."""
 
     section: int = 0
+    tensors: str | None = None
+    predictions: tuple[PredictedLaunch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,10 +81,16 @@ def evaluate(
         raise UsageError(f"{kind}: expected a kind of report, one of {', '.join(KINDS)}")
     chosen = KINDS[kind]
     least, most = chosen.files
-    if len(files) < least or (most is not None and len(files) > most):
+    given = options or ReportOptions()
+    for flag, value, of in (("--tensors", given.tensors, "dmat"), ("--predict", given.predictions, "memory")):
+        if value and kind != of:
+            raise UsageError(f"{flag} is an option of report {of}; report {kind} does not use it")
+    if given.section and kind not in ("schedule", "dmat", "warps"):
+        raise UsageError(f"--section chooses records of a recording; report {kind} has none")
+    if len(files) < (0 if given.predictions else least) or (most is not None and len(files) > most):
         wanted = f"{least}" if least == most else f"at least {least}" if most is None else f"{least} or {most}"
         raise UsageError(f"report {kind}: expected {wanted}: {chosen.what}; got {len(files)}")
-    result: Evaluated = chosen.evaluate(files, options or ReportOptions(), progress)
+    result: Evaluated = chosen.evaluate(files, given, progress)
     return result
 
 
@@ -122,6 +142,40 @@ def _schedule(files: list[NamedFile], options: ReportOptions, progress: Progress
     return evaluate_schedule(_section(files[0], options), progress)
 
 
+def _dmat(files: list[NamedFile], options: ReportOptions, progress: Progress) -> Evaluated:
+    path = _one_recording(files[0].path)
+    source = AccessMap.open(path) if path.endswith(".dmat") else ProbeRecording.open(path).section(options.section)
+    return evaluate_dmat(source, _tensors(path, options), progress)
+
+
+def _tensors(path: str, options: ReportOptions) -> list[TensorAddresses] | None:
+    """The list of tensors that the user names, else that of the run whose `result/` the recording is in."""
+    beside = Path(path).resolve().parent.parent / "tensor.trace"
+    if options.tensors is None and not (beside.parent / "result" == Path(path).resolve().parent and beside.is_file()):
+        return None
+    return read_tensors(options.tensors if options.tensors is not None else beside)
+
+
+def _warps(files: list[NamedFile], options: ReportOptions, progress: Progress) -> Evaluated:
+    names = ("exclusive", "shared") if len(files) == 2 else ("recording",)
+    return evaluate_warps(
+        [(file.label or name, _section(file, options)) for file, name in zip(files, names, strict=True)], progress
+    )
+
+
+def _overhead(files: list[NamedFile], _options: ReportOptions, _progress: Progress) -> Evaluated:
+    return evaluate_overhead([(file.label, file.path) for file in files])
+
+
+def _memory(files: list[NamedFile], options: ReportOptions, _progress: Progress) -> Evaluated:
+    return evaluate_memory([(file.label, file.path) for file in files], options.predictions)
+
+
+def _latency(files: list[NamedFile], _options: ReportOptions, _progress: Progress) -> Evaluated:
+    return evaluate_latency(files[0].path)
+
+
+_BARS = (bars.WIDTH_INCHES, bars.HEIGHT_INCHES)
 KINDS: dict[str, ReportKind] = {
     "schedule": ReportKind(
         _schedule,
@@ -129,5 +183,24 @@ KINDS: dict[str, ReportKind] = {
         (schedule_picture.WIDTH_INCHES, schedule_picture.HEIGHT_INCHES),
         (1, 1),
         "a recording of block_sched, or the folder of a run with one",
-    )
+    ),
+    "dmat": ReportKind(
+        _dmat,
+        dmat_picture.draw_dmat,
+        (dmat_picture.WIDTH_INCHES, dmat_picture.HEIGHT_INCHES),
+        (1, 1),
+        "a .dmat file, a recording of dmat, or the folder of a run with one",
+    ),
+    "overhead": ReportKind(_overhead, bars.draw_overhead, _BARS, (1, None), "folders of runs, or logs, as PROBE=PATH"),
+    "memory": ReportKind(
+        _memory, bars.draw_memory, _BARS, (1, None), "folders of runs, as MODEL/TEST=DIR, or --predict"
+    ),
+    "latency": ReportKind(_latency, bars.draw_latency, _BARS, (1, 1), "a CSV file"),
+    "warps": ReportKind(
+        _warps,
+        warps_picture.draw_warps,
+        (warps_picture.WIDTH_INCHES, warps_picture.HEIGHT_INCHES),
+        (1, 2),
+        "a recording of block_sched, or two to compare, as NAME=PATH",
+    ),
 }

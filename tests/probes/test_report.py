@@ -40,6 +40,7 @@ def is_picture(folder: Path, kind: str) -> bool:
     return width >= 900 and height >= 500 and len(png) > 10_000
 
 
+@pytest.mark.slow
 def test_a_report_is_printed_and_written_as_text_json_and_pictures(
     recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_report_is_printed_and_written_as_text_json_and_pictures(
     assert is_picture(folder, "schedule")
 
 
+@pytest.mark.slow
 def test_the_same_recording_gives_the_same_bytes(
     recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +67,7 @@ def test_the_same_recording_gives_the_same_bytes(
         assert len({(tmp_path / name / f"schedule.{ending}").read_bytes() for name in ("a", "b")}) == 1, ending
 
 
+@pytest.mark.slow
 def test_files_are_replaced_only_with_force_and_none_is_written_beside_one_that_stays(
     recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

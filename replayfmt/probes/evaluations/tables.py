@@ -15,6 +15,8 @@ class Unmeasured:
     reason: str
 
 
+_ROWS_ACROSS = 4  # a table of so few rows and more columns is turned
+
 Cell: TypeAlias = "int | float | str | Unmeasured"
 
 
@@ -67,7 +69,8 @@ def _plain(cell: Cell) -> Any:
 
 
 def as_text(result: Evaluated) -> list[str]:
-    """A result as lines: a table of one row as names and figures, the others with a line of names above."""
+    """A result as lines: a table of one row as names and figures, the others with a line of names above; with a column
+    for each row where there are few."""
     found = [f"{result.kind}: {', '.join(result.sources)}"]
     for table in result.tables:
         found += ["", table.name]
@@ -76,6 +79,9 @@ def as_text(result: Evaluated) -> list[str]:
             found += [
                 f"  {name:{width}}  {shown(cell)}" for name, cell in zip(table.columns, table.rows[0], strict=True)
             ]
+        elif len(table.rows) <= _ROWS_ACROSS < len(table.columns):
+            turned = list(zip(table.columns, *table.rows, strict=True))
+            found += _grid(ResultTable(table.name, tuple(map(shown, turned[0])), turned[1:]))
         elif table.rows:
             found += _grid(table)
         else:
