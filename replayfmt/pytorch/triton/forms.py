@@ -47,7 +47,7 @@ class NotRepresentable(Exception):
 class LaunchForm:
     """A launch laid out: the arguments of its schema by name, in order, with their types; the parameters' forms.
 
-    `written_by`: for each tensor argument, the parameter that it belongs to.
+    `owner`: the parameter that each argument belongs to. `grid`: the argument that is the grid.
     """
 
     types: dict[str, str] = field(default_factory=dict)
@@ -71,6 +71,11 @@ class LaunchForm:
         if kind == "Tensor" and (written is None or self.owner[name] in written):
             kind = f"Tensor(a{index}!)"
         return f"{kind} {name}"
+
+    @property
+    def tensor_owners(self) -> frozenset[str]:
+        """The parameters that are tensors, or hold some."""
+        return frozenset(self.owner[name] for name, kind in self.types.items() if kind == "Tensor")
 
     @property
     def dtypes(self) -> dict[str, str]:

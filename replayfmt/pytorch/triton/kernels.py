@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .accesses import Accesses
-from .forms import LaunchForm
+from .compiled import BINARIES, STAGES, StoredBinary, attached_stages, compiled_accesses, compiled_metadata
+from .forms import LaunchForm, NotRepresentable
 from .sources import StandaloneSource
 
 VERSION = 1
@@ -25,9 +26,16 @@ class KernelCode:
 
     @classmethod
     def of_launch(
-        cls, name: str, source: StandaloneSource, form: LaunchForm, accesses: Accesses, configuration: str
+        cls,
+        name: str,
+        source: StandaloneSource,
+        form: LaunchForm,
+        accesses: Accesses,
+        configuration: str,
+        compiled: Any = None,
     ) -> KernelCode:
-        """The kernel of a launch under the interpreter. `configuration`: what an autotuner chose, "" if none did."""
+        """The kernel of a launch. `configuration`: what an autotuner chose, "" if none did. `compiled`: what Triton
+        compiled for it, None under the interpreter. Raises NotRepresentable."""
         import triton
 
         metadata: dict[str, Any] = {
@@ -40,19 +48,30 @@ class KernelCode:
             "dtypes": form.dtypes,
             "source_sha256": hashlib.sha256(source.text.encode()).hexdigest(),
         }
-        variant = _variant({**metadata, "types": form.types})
-        metadata |= {
-            "triton": triton.__version__,
-            "target": INTERPRETER,
-            "writes": "assumed" if accesses.written is None else "source",
-        }
+        written, how = accesses.written, "assumed" if accesses.written is None else "source"
+        makes_pointers = accesses.makes_pointers or bool(accesses.casts_to & form.tensor_owners)
+        stages: list[tuple[str, bytes]] = []
+        if compiled is None:
+            variant = _variant({**metadata, "types": form.types})
+            metadata["target"] = INTERPRETER
+        else:
+            metadata |= compiled_metadata(compiled)
+            stages = attached_stages(compiled)
+            variant = _variant({**metadata, "types": form.types})
+            found = compiled_accesses(compiled)
+            if found is not None:
+                (written, makes_pointers), how = found, "ir"
+        if makes_pointers:
+            raise NotRepresentable("it turns integers into pointers, so that what it reads and writes is not known")
+        metadata |= {"triton": triton.__version__, "writes": how}
         if configuration:
             metadata["configuration"] = configuration
         return cls(
-            form.schema(name, variant, accesses.written),
+            form.schema(name, variant, written),
             (
                 ("source", f"{name}.py", source.text.encode()),
                 ("metadata", f"{name}.json", json.dumps(metadata, indent=1).encode()),
+                *((role, f"{name}.{role}", content) for role, content in stages),
             ),
         )
 
@@ -69,6 +88,7 @@ class StoredKernel:
     dtypes: Mapping[str, str]
     target: Any
     triton: str
+    binary: StoredBinary | None
 
     @classmethod
     def read(cls, contents: Mapping[str, bytes]) -> StoredKernel:
@@ -92,7 +112,13 @@ class StoredKernel:
         for key in ("options", "dtypes"):
             if not all(isinstance(value, str) for value in metadata[key].values()):
                 raise ValueError(f"the {key} in its metadata are not names")
-        return cls(source, target=metadata.get("target"), **{key: metadata[key] for key in kinds})
+        stages = {role: content for role, content in contents.items() if role in STAGES}
+        return cls(
+            source,
+            target=metadata.get("target"),
+            binary=StoredBinary(metadata, stages) if any(role in stages for role in BINARIES) else None,
+            **{key: metadata[key] for key in kinds},
+        )
 
 
 def _variant(identity: Mapping[str, Any]) -> str:

@@ -47,6 +47,16 @@ class _Known(NamedTuple):
     forms: FormMaker
 
 
+class _Launch(NamedTuple):
+    """One launch as the program makes it. `run` makes it with a grid, `compiled` has Triton compile for it."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    run: _Function
+    compiled: _Function
+
+
 class _Described(NamedTuple):
     """One launch: the function, its parameters by name, and its options."""
 
@@ -97,16 +107,46 @@ class TritonLaunches(Patched):
 
         @functools.wraps(original)
         def run(kernel: Any, /, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+            def with_grid(sizes: Any) -> Any:
+                return original(kernel, *args, grid=sizes, warmup=False, **kwargs)
+
+            def compiled(sizes: Any) -> Any:
+                return original(kernel, *args, grid=sizes, warmup=True, **kwargs)
+
             try:
                 mode = None if warmup else self._recorder.attempt(self._recorder.mode_here)
                 if mode is None:
                     return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
-                return self._launch(mode, kernel, original, args, grid, kwargs)
+                return self._launch(mode, _Launch(kernel, args, kwargs, with_grid, compiled), grid)
             except BaseException as error:
                 leave_no_frames(error)
                 raise
 
         return run
+
+    def bind(self, original: _Function) -> _Function:
+        """Of a compiled kernel: `compiled[grid](…)`, which passes the decorated function by."""
+
+        @functools.wraps(original)
+        def bound(compiled: Any, grid: Any) -> _Function:
+            runner = original(compiled, grid)
+
+            @functools.wraps(runner)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    mode = self._recorder.attempt(self._recorder.mode_here)
+                    if mode is None:
+                        return runner(*args, **kwargs)
+                    kernel = getattr(compiled.src, "fn", compiled)
+                    launch = _Launch(kernel, args, {}, lambda _grid: runner(*args, **kwargs), lambda _grid: compiled)
+                    return self._launch(mode, launch, grid)
+                except BaseException as error:
+                    leave_no_frames(error)
+                    raise
+
+            return run
+
+        return bound
 
     def tune(self, original: _Function) -> _Function:
         """Of an autotuner: the configuration that it chose is that of the launch inside."""
@@ -161,24 +201,20 @@ class TritonLaunches(Patched):
 
     # --------------------------------------------------------------------------------------------------------- a launch
 
-    def _launch(
-        self,
-        mode: RecordingMode,
-        kernel: Any,
-        original: _Function,
-        args: tuple[Any, ...],
-        grid: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        described = self._recorder.attempt(_explained, self._describe, kernel, args, kwargs)
+    def _launch(self, mode: RecordingMode, launch: _Launch, grid: Any) -> Any:
+        described = self._recorder.attempt(_explained, self._describe, launch)
         if callable(grid) and isinstance(described, _Described):
             grid = grid(dict(described.bound))
-        run = functools.partial(original, kernel, *args, grid=grid, warmup=False, **kwargs)
+        run = functools.partial(launch.run, grid)
         if described is None:  # recording has failed
             return run()
         why = described
         if isinstance(described, _Described):
-            recorded = self._recorder.attempt(_explained, self._recorded_as, described, grid)
+            compiled = None
+            if hasattr(launch.kernel, "device_caches"):
+                with self._recorder.hidden():
+                    compiled = launch.compiled(grid)
+            recorded = self._recorder.attempt(_explained, self._recorded_as, described, grid, compiled)
             if recorded is None:
                 return run()
             if isinstance(recorded, tuple):
@@ -186,12 +222,12 @@ class TritonLaunches(Patched):
                 return mode.issue(recorded[0], (), recorded[1].arguments)
             why = recorded
         if self._recorder.launching():
-            self._recorder.attempt(self._tell, kernel, why)
+            self._recorder.attempt(self._tell, launch.kernel, why)
         try:
             with self._recorder.hidden():
                 return run()
         finally:
-            for tensor in tensors_of((args, kwargs)):
+            for tensor in tensors_of((launch.args, launch.kwargs)):
                 self._recorder.mark_outside_write(tensor)
 
     def _call(self, **_arguments: Any) -> Any:
@@ -207,8 +243,9 @@ class TritonLaunches(Patched):
         detail = f"a Triton kernel{where} was launched that a replay could not launch: {why}"
         self._recorder.unsupported(REASON, kernel_name(kernel), detail)
 
-    def _describe(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Described | str:
+    def _describe(self, launch: _Launch) -> _Described | str:
         """The function, its parameters and the options of a launch, or why it cannot be recorded."""
+        kernel, args, kwargs = launch.kernel, launch.args, launch.kwargs
         if getattr(kernel, "pre_run_hooks", ()):
             return "it has hooks that run before it, which may do anything"
         try:
@@ -237,8 +274,8 @@ class TritonLaunches(Patched):
             known = self._known[key] = _Known((kernel, functions), function, source, FormMaker(function, source))
         return known
 
-    def _recorded_as(self, launch: _Described, grid: Any) -> tuple[CodeKernel, LaunchForm] | str:
-        """The kernel of a launch, and its arguments."""
+    def _recorded_as(self, launch: _Described, grid: Any, compiled: Any) -> tuple[CodeKernel, LaunchForm] | str:
+        """The kernel of a launch, and its arguments. `compiled`: what Triton compiled for it, if it did."""
         known = launch.known
         try:
             sizes = tuple(operator.index(each) for each in grid)
@@ -250,19 +287,18 @@ class TritonLaunches(Patched):
         for name, value in form.values.items():
             if type(value) is int and is_address(value):
                 return f"its argument {name} is the address of something in this process, which a replay has elsewhere"
-        tensors = {form.owner[name] for name, kind in form.types.items() if kind == "Tensor"}
-        key = (known.source, repr((form.types, form.parameters, form.dtypes)))
+        key = (known.source, compiled, repr((form.types, form.parameters, form.dtypes)))
         kernel = self._kernels.get(key)
         if kernel is None:
-            accesses = accesses_of(known.source)
-            if accesses.makes_pointers or accesses.casts_to & tensors:
-                return "it turns integers into pointers, so that what it reads and writes is not known"
             tuner: Any = getattr(self._now, "tuner", None)
             chosen = str(tuner.best_config) if getattr(tuner, "best_config", None) is not None else ""
-            code = KernelCode.of_launch(known.function.name, known.source, form, accesses, chosen)
-            attached = [Attached(*each) for each in code.attached]
+            name, source = known.function.name, known.source
             try:
+                code = KernelCode.of_launch(name, source, form, accesses_of(source), chosen, compiled)
+                attached = [Attached(*each) for each in code.attached]
                 kernel = self._kernels[key] = CodeKernel(KernelKind.triton, code.schema, self._call, attached)
+            except NotRepresentable as problem:
+                return str(problem)
             except Unrepresentable as problem:
                 return problem.detail
         return kernel, form
@@ -295,6 +331,7 @@ def table(launches: TritonLaunches) -> list[Patch]:
     return [
         Patch("triton.runtime.jit", "JITFunction.run", launches.launch, REASON, vital=True),
         Patch("triton.runtime.interpreter", "InterpretedFunction.run", launches.launch, REASON, vital=True),
+        Patch("triton.compiler.compiler", "CompiledKernel.__getitem__", launches.bind, REASON),
         Patch("triton.runtime.autotuner", "Autotuner.run", launches.tune, REASON, vital=True),
         Patch("triton.runtime.autotuner", "Autotuner._bench", launches.trial, REASON, vital=True),
     ]

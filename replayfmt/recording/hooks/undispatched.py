@@ -292,26 +292,6 @@ def _launch(recorder: RecorderForHooks, original: Function) -> Function:
     return run
 
 
-def _bound_launch(recorder: RecorderForHooks, original: Function) -> Function:
-    """`compiled_kernel[grid]` returns a launcher that bypasses JITFunction.run."""
-
-    @functools.wraps(original)
-    def bind(self: Any, grid: Any) -> Function:
-        runner = original(self, grid)
-
-        @functools.wraps(runner)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.launching():
-                return runner(*args, **kwargs)
-            recorder.attempt(_record_launch, recorder, self, (args, kwargs))
-            with recorder.paused():
-                return runner(*args, **kwargs)
-
-        return run
-
-    return bind
-
-
 def _record_launch(recorder: RecorderForHooks, kernel: Any, arguments: Any) -> None:
     function: Any = getattr(kernel, "fn", None)
     while hasattr(function, "fn"):  # an autotuner around a kernel
@@ -410,7 +390,6 @@ def table(recorder: RecorderForHooks) -> list[Patch]:
         Patch("torch._C._aoti", "AOTIModel*.boxed_run", hook(_region, _class_name), "compiled_region"),
         Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
         Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
-        Patch("triton.compiler.compiler", "CompiledKernel.__getitem__", hook(_bound_launch), "triton_launch"),
         Patch(heuristics, "CachingAutotuner.run", hook(_launch), "triton_launch", vital=True),
         Patch(graphs, "CUDAGraph.replay", hook(_graph_replay), "cuda_graph", vital=True),
         Patch(graphs, "CUDAGraph.capture_begin", hook(_graph_begin, pauses), "cuda_graph"),
