@@ -5,7 +5,7 @@ Kernels are resolved, devices mapped, files found and the records read once; eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike
@@ -39,6 +39,8 @@ from .results import OpaqueResult
 from .substitution.table import Asked, load
 from .synthesis.assignment import Synthesis
 from .synthesis.captured_content import CapturedContent
+
+_SHOWN_KERNELS = 5
 
 
 class Preparation:
@@ -148,7 +150,24 @@ class Preparation:
         """What a user has to know about how the capture is replayed."""
         threads = len(self.scan(checks=False).threads)
         serialized = (f"the work of {threads} threads is replayed by one, in capture order",) if threads > 1 else ()
-        return (*serialized, *self._draw_notes, *self.files.notes, *self.synthesis.notes, *self.reader.warnings)
+        return (
+            *serialized,
+            *self._code_notes(),
+            *self._draw_notes,
+            *self.files.notes,
+            *self.synthesis.notes,
+            *self.reader.warnings,
+        )
+
+    def _code_notes(self) -> Iterator[str]:
+        """What runs the kernels that are no operators."""
+        found: dict[str, list[str]] = {}
+        for kernel, resolved in zip(self.reader.kernels, self.kernels, strict=True):
+            if kernel is not None and isinstance(resolved, ResolvedKernel) and resolved.how:
+                found.setdefault(f"{kernel.kind.name} kernel%s {resolved.how}", []).append(kernel.name)
+        for what, names in found.items():
+            plural = "s are" if len(names) > 1 else " is"
+            yield f"{len(names)} {what % plural}: {', '.join(sorted(set(names))[:_SHOWN_KERNELS])}"
 
     def scan(self, *, checks: bool) -> Scan:
         """The first pass over the records, made once for replays that verify and once for those that do not."""

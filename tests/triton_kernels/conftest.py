@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 
-def run_interpreted(*arguments: str, interpret: str = "1") -> subprocess.CompletedProcess[str]:
-    """A Python program in a process in which Triton interprets."""
-    environment = {**os.environ, "TRITON_INTERPRET": interpret, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+def run_python(*arguments: str, interpret: str | None = None) -> subprocess.CompletedProcess[str]:
+    """A Python process, in which Triton is told to interpret or not, or (None) is told nothing."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    environment.pop("TRITON_INTERPRET", None)
+    if interpret is not None:
+        environment["TRITON_INTERPRET"] = interpret
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
 
 
@@ -23,6 +26,6 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """The directory of the captures, and for each whether its program computes the same without one."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("triton")
-    done = run_interpreted("-m", "tests.triton_kernels.programs", str(folder))
+    done = run_python("-m", "tests.triton_kernels.programs", str(folder), interpret="1")
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout)

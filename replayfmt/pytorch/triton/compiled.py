@@ -134,13 +134,14 @@ class StoredBinary:
             return f"it was compiled by Triton {self.triton}, this is {version}"
         return ""
 
-    def difference(self, signature: Any, constants: Any, attrs: Any) -> str:
-        """How arguments differ from those that it was compiled for, or ""."""
+    def difference(self, signature: Any, constants: Any, attrs: Any, options: Mapping[str, Any]) -> str:
+        """How arguments and options differ from those that it was compiled for, or ""."""
         given = specialization(signature, constants, attrs)
-        parts = [key for key in given if given[key] != self._specialization.get(key)]
-        return "; ".join(
-            f"{part}: compiled for {self._specialization.get(part)}, given {given[part]}" for part in parts
-        )
+        chosen = {name: value for name, value in options.items() if name in self._compiled and name not in _LOCAL}
+        given |= json.loads(json.dumps(chosen, default=str))
+        compiled = {**self._compiled, **self._specialization}
+        parts = [key for key in given if given[key] != compiled.get(key)]
+        return "; ".join(f"{part}: compiled for {compiled.get(part)}, given {given[part]}" for part in parts)
 
     def kernel(self, source: Any) -> Any:
         """Triton's object for it. `source`: what it was compiled from."""

@@ -36,6 +36,7 @@ from .kernels import Attached, CodeKernel
 _T = TypeVar("_T")
 _Function = Callable[..., Any]
 REASON = "triton_launch"
+_COMPILED_FOR = ("num_warps", "num_ctas", "num_stages")
 
 
 class _Known(NamedTuple):
@@ -276,10 +277,12 @@ class TritonLaunches(Patched):
 
     def _recorded_as(self, launch: _Described, grid: Any, compiled: Any) -> tuple[CodeKernel, LaunchForm] | str:
         """The kernel of a launch, and its arguments. `compiled`: what Triton compiled for it, if it did."""
-        known = launch.known
+        known, options = launch.known, launch.options
+        if compiled is not None:
+            options = {**{name: getattr(compiled.metadata, name) for name in _COMPILED_FOR}, **options}
         try:
             sizes = tuple(operator.index(each) for each in grid)
-            form = known.forms.lay_out(launch.bound, launch.options, sizes)
+            form = known.forms.lay_out(launch.bound, options, sizes)
         except NotRepresentable as problem:
             return str(problem)
         except TypeError:

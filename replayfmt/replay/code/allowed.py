@@ -15,6 +15,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.reader import CaptureReader
 
 from ..planning.kernels import ResolvedKernel
+from .triton_kernels import resolve_triton
 
 FLAG = "--allow-code"
 # What makes a kernel of its attachments, by role (replayfmt.format.attachments says which roles are given), for a
@@ -22,7 +23,7 @@ FLAG = "--allow-code"
 # compile, load and import what it is given: it is called only where the user allowed that.
 Resolver = Callable[[Kernel, Callable[[], Mapping[str, bytes]], frozenset[str]], ResolvedKernel | str]
 
-RESOLVERS: dict[KernelKind, Resolver] = {}
+RESOLVERS: dict[KernelKind, Resolver] = {KernelKind.triton: resolve_triton}
 
 
 class AllowedCode:

@@ -43,9 +43,11 @@ def effects_of_missing(layout: SlotLayout, schema: str) -> Effects:
         return Effects(tuple(slot for each in layout.args for slot in each.tensors), (), (), ())
 
 
-def effects_of_schema(layout: SlotLayout, schema: torch.FunctionSchema, in_place_view: bool) -> Effects:
+def effects_of_schema(
+    layout: SlotLayout, schema: torch.FunctionSchema, in_place_view: bool, *, complete: bool = False
+) -> Effects:
     """Read from alias annotations, and from what is known to be written without one. `in_place_view`: what it writes
-    is the metadata of its arguments."""
+    is the metadata of its arguments. `complete`: nothing else than the schema says is written, whatever its name."""
     operator = operator_named(schema.name)
     by_name = {argument.name: argument for argument in schema.arguments}
     returns = schema.returns
@@ -59,7 +61,7 @@ def effects_of_schema(layout: SlotLayout, schema: torch.FunctionSchema, in_place
         if alias is None or not alias.is_write:
             if each.node.name in operator.quiet_writes:
                 writes += each.tensors
-            elif not operator.own:
+            elif not (operator.own or complete):
                 unsure += each.tensors
             continue
         writes += each.tensors

@@ -30,6 +30,8 @@ class ResolvedKernel(ABC):
 
     own: bool
     draws: bool
+    how: str = ""
+    """What was made of code in the capture to run it, as "run by …"; "" for operators."""
 
     @property
     @abstractmethod

@@ -1,0 +1,211 @@
+"""Triton kernels in a replay: their source is loaded, and launched by Triton itself.
+
+On the CPU Triton's interpreter runs them, which is chosen when Triton is imported, for the whole process. On other
+devices the stored binary is launched if it is one for this target and this Triton; else the source is compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from replayfmt.errors import ReplayFailed
+from replayfmt.format.model import Kernel
+from replayfmt.format.slots import SlotLayout
+from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.triton.forms import Assembly
+from replayfmt.pytorch.triton.functions import is_callable_of_triton
+from replayfmt.pytorch.triton.kernels import INTERPRETER, StoredKernel
+from replayfmt.pytorch.triton.sources import load_source
+
+from ..planning.effects import Effects, effects_of_schema
+from ..planning.kernels import ResolvedKernel
+
+_SWITCH = "TRITON_INTERPRET"
+_MOST_PROGRAMS = (1 << 31) - 1
+_MOST_FURTHER = 65535  # in the second and third dimension of a grid, on devices
+
+
+def resolve_triton(
+    kernel: Kernel, contents: Callable[[], Mapping[str, bytes]], device_types: frozenset[str]
+) -> ResolvedKernel | str:
+    """The kernel of a capture whose code the user has allowed to run, or a sentence that says why there is none.
+    `contents` are its attachments by role, `device_types` those that the replay uses."""
+    named = kernel.qualified_name
+    try:
+        stored = StoredKernel.read(contents())
+        schema = parse_schema(kernel.schema)
+    except (RuntimeError, ValueError) as error:
+        return f"{named} cannot be launched: {str(error).strip().partition(chr(10))[0]}"
+    interpreted = device_types <= {"cpu"}
+    problem = _provide(interpreted)
+    if problem:
+        return f"{named} is a Triton kernel: {problem}"
+    try:
+        module = load_source(stored.source, named)
+    except Exception as error:
+        return f"{named}: its source cannot be loaded: {type(error).__name__}: {error}"
+    try:
+        resolved = TritonKernel(named, stored, schema, module, interpreted=interpreted)
+        if not interpreted:
+            resolved.use_binary()
+    except (RuntimeError, ValueError) as error:
+        return f"{named} cannot be launched: {error}"
+    return resolved
+
+
+def _provide(interpreted: bool) -> str:
+    """Import Triton, to interpret or to compile. Returns why that cannot be, or ""."""
+    if sys.modules.get("triton") is None:
+        before = os.environ.get(_SWITCH)
+        os.environ[_SWITCH] = "1" if interpreted else "0"
+        try:
+            import triton
+        except ImportError as error:
+            return f"Triton is not installed here ({error}); pip install triton"
+        finally:
+            if before is None:
+                del os.environ[_SWITCH]
+            else:
+                os.environ[_SWITCH] = before
+    import triton.language
+
+    if (type(triton.language.sum).__name__ == "InterpretedFunction") is not interpreted:
+        way = "interpret" if interpreted else "compile"
+        return (
+            f"this process has imported Triton to {'compile' if interpreted else 'interpret'} kernels, and cannot "
+            f"{way} them now; set {_SWITCH}={int(interpreted)} before it is imported"
+        )
+    if interpreted:
+        triton.knobs.runtime.interpret = True  # what Triton asks when it decorates and calls functions
+    return ""
+
+
+class TritonKernel(ResolvedKernel):
+    """One kernel, loaded. `how` says what runs it."""
+
+    own = True
+    draws = False
+
+    def __init__(
+        self, named: str, stored: StoredKernel, schema: torch.FunctionSchema, module: ModuleType, *, interpreted: bool
+    ) -> None:
+        """Raises ValueError if metadata, schema and source do not fit each other."""
+        self._named, self._stored, self._schema, self._interpreted = named, stored, schema, interpreted
+        self._names = [argument.name for argument in schema.arguments]
+        arguments = frozenset(self._names)
+        function: Any = vars(module).get(stored.function)
+        if not is_callable_of_triton(function):
+            raise ValueError(f"its source has no kernel {stored.function!a}")
+        self._function: Any = function
+        given = [stored.grid, *stored.options.values(), *stored.dtypes]
+        missing = [name for name in given if name not in arguments]
+        if missing:
+            raise ValueError(f"its metadata name arguments that its schema does not have ({', '.join(missing)})")
+        self._assembly = Assembly(stored.parameters, arguments, module)
+        parameters = list(function.arg_names)
+        if parameters != list(stored.parameters):
+            raise ValueError(f"its metadata have the parameters {list(stored.parameters)}, its source {parameters}")
+        self._options = [(name, given) for name, given in stored.options.items() if name not in parameters]
+        signature = inspect.signature(function.fn)
+        self._keywords = [each.name for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
+        self._dtypes = {name: getattr(torch, kind, None) for name, kind in stored.dtypes.items()}
+        self.how = "run by Triton's interpreter" if interpreted else "compiled by Triton from the stored source"
+        if interpreted and stored.target != INTERPRETER:
+            self.how += ", which did not run it when it was captured"
+
+    @property
+    def schema(self) -> torch.FunctionSchema:
+        return self._schema
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        return self.launch
+
+    def effects(self, layout: SlotLayout) -> Effects:
+        return effects_of_schema(layout, self._schema, False, complete=True)
+
+    @property
+    def content_decides_sizes(self) -> bool:
+        return False
+
+    @property
+    def makes_unchecked_views(self) -> bool:
+        return False
+
+    def runs_on(self, device_type: str) -> bool:
+        return self._interpreted == (device_type == "cpu")
+
+    def use_binary(self) -> None:
+        """Launch the stored binary, if it is one for the current device. Raises RuntimeError if there is none that
+        Triton compiles for."""
+        import triton
+
+        binary = self._stored.binary
+        target = triton.runtime.driver.active.get_current_target()
+        if binary is None:
+            return
+        problem = binary.mismatch(target, triton.__version__)
+        if problem:
+            self.how += f": {problem}"
+            return
+        self.how = "launched from the stored binary"
+        function, named = self._function, self._named
+
+        def stored(key: Any, signature: Any, device: Any, constants: Any, options: Any, attrs: Any, warmup: Any) -> Any:
+            """In place of Triton's compiler."""
+            difference = binary.difference(signature, constants, attrs, vars(options))
+            if difference:
+                raise ReplayFailed(f"{named} is given what its binary was not compiled for: {difference}")
+            kernel = binary.kernel(function.ASTSource(function, signature, constants, attrs))
+            function.device_caches[device][0][key] = kernel
+            return kernel
+
+        function._do_compile = stored
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        """Launch it with the arguments of its schema. Raises ReplayFailed, before the launch, for those that it cannot
+        be launched with."""
+        values = dict(zip(self._names, args, strict=False))
+        values.update(kwargs)
+        missing = [name for name in self._names if name not in values]
+        if missing:
+            raise ReplayFailed(f"{self._named} was not given {', '.join(missing)}")
+        grid = self._grid(values[self._stored.grid])
+        for name, dtype in self._dtypes.items():
+            given = values[name]
+            if not isinstance(given, torch.Tensor) or given.dtype is not dtype:
+                what = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
+                raise ReplayFailed(f"{self._named} takes a tensor of {dtype} as {name}, not {what}")
+        parameters = self._assembly.assemble(values)
+        given = {name: values[option] for name, option in self._options}
+        given |= {name: parameters.pop(name) for name in self._keywords}
+        with self._device(values):
+            self._function.run(*parameters.values(), grid=grid, warmup=False, **given)
+
+    def _device(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """The current device has to be that of the tensors."""
+        if self._interpreted or torch.accelerator.device_count() < 2:
+            return nullcontext()
+        device = next((values[name].device for name in self._dtypes if values[name].device.type != "cpu"), None)
+        if device is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+        return context
+
+    def _grid(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        grid = tuple(sizes)
+        if not 1 <= len(grid) <= 3 or min(grid) < 0:
+            raise ReplayFailed(f"{self._named} has the grid {list(grid)}; expected one to three sizes from 0 on")
+        too_wide = not self._interpreted and max((0, *grid[1:])) > _MOST_FURTHER
+        if prod(grid) > _MOST_PROGRAMS or too_wide:
+            raise ReplayFailed(f"{self._named} has a grid of {prod(grid):,} programs, {list(grid)}, which is too large")
+        return grid
