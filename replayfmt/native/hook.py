@@ -25,6 +25,9 @@ class OperatorForHook(NamedTuple):
     watches: tuple[int, ...]  # the settings that it depends on, as indices into numeric_state.WATCHED
     dropout: int | None  # index of its dropout argument: without dropout it draws no random numbers
     takes_numbers: bool  # even where its schema says tensors
+    fills: bool  # it writes every element of its first argument, and reads none of them
+    empty: bool  # it returns memory that nothing has been written to
+    draws: bool  # it fills its first argument with random numbers
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,6 @@ def _check_pytorch() -> None:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if not first <= (major, minor) <= last:
         raise NotAvailable("not made for this PyTorch", f"{known_pytorch()} is known, this is {torch.__version__}")
-    kernels = torch._C._dispatch_get_registrations_for_dispatch_key("Fake")
+    kernels = torch._C._dispatch_get_registrations_for_dispatch_key("Fake") if _loaded is None else []
     if kernels:
         raise NotAvailable("its dispatch key is in use", f"Fake has a kernel of {kernels[0]}")

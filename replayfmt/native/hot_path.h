@@ -4,10 +4,10 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/util/SmallVector.h>
 
 #include <bit>
 #include <optional>
+#include <string_view>
 
 #include "session.h"
 
@@ -17,14 +17,25 @@ namespace opreplay {
 enum class Kind : uint8_t { tensor, tensors, number, integer, real, boolean, integers, reals, booleans, dtype, layout,
                             memory_format, device, text, other };
 
+// What a signature's key, and the slots of a row, have of values.
+struct Encoded {
+  Key key;
+  c10::SmallVector<int64_t, 16> ints;
+  c10::SmallVector<double, 4> floats;
+};
+
 struct Operator {
   bool plain = false;  // Python says that its calls may be recorded here
   std::vector<Kind> kinds;
+  std::vector<std::optional<Encoded>> defaults;  // of arguments, where they have one that can be told here
   size_t keywords = 0;               // index of the first keyword-only argument
   std::vector<size_t> writes;        // indices of the arguments that it writes
   std::vector<size_t> watches;       // the settings that it depends on, by number
   std::optional<size_t> dropout;     // index of the argument without which it draws no random numbers
   bool takes_numbers = false;        // also where its schema says tensors
+  bool fills = false;                // it writes all of its first argument, and reads nothing of it
+  bool empty = false;                // it returns memory that nothing was written to
+  bool draws = false;                // it fills its first argument with random numbers
   int64_t number = 0;                // tells operators apart in keys
 };
 
@@ -58,7 +69,7 @@ inline Kind kind_of(c10::TypePtr type) {
 
 // Tokens of a signature's key. What a signature holds besides (constants in its nodes) follows the token.
 enum Token : int64_t { kTensor = 1, kNone, kFalse, kTrue, kInt, kFloat, kList, kDtype, kLayout, kMemoryFormat, kDevice,
-                       kText, kResults };
+                       kText, kUndefined, kResults };
 
 inline bool is_plain(const at::Tensor& tensor) {
   const auto keys = tensor.key_set();
@@ -68,126 +79,170 @@ inline bool is_plain(const at::Tensor& tensor) {
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
+// One call, from its arguments to its record. Values come as a stack has them, or as C++ does; both say the same. All of it
+// is used with the session's mutex held.
 class HotCall {
  public:
-  HotCall(Session& session, const Operator& op) : session_(session), op_(op) {}
+  HotCall(Session& session, const Operator& op) : session_(session), op_(op) {
+    said_.key.push_back(op.number);
+    said_.key.push_back(0);  // number of positional arguments
+    end_ = here();
+  }
 
-  // Whether all that the arguments are is known. Makes tensor ids for new views. With the mutex held.
-  bool take_arguments(const c10::FunctionSchema& schema, const c10::IValue* values) {
-    const auto& arguments = schema.arguments();
-    const auto has_default = [&](size_t index) {
-      const auto& given = arguments[index].default_value();
-      return given.has_value() && *given == values[index];
-    };
-    size_t positional = op_.keywords;
-    while (positional > 0 && has_default(positional - 1)) {
-      positional--;
+  // Takes the next argument. Whether it is known. Makes tensor ids for new views.
+  template <typename Value>
+  bool take(const Value& value) {
+    const size_t index = next_++;
+    const bool keyword = index >= op_.keywords;
+    const Place begin = here();
+    if (keyword) {
+      said_.key.push_back(-static_cast<int64_t>(index) - 1);
     }
-    if (op_.dropout && !(values[*op_.dropout].isDouble() && values[*op_.dropout].toDouble() == 0.0)) {
+    const size_t from = said_.key.size();
+    if (!take_value(index, value) ||
+        (op_.dropout == index && !(said_.key.back() == kFloat && said_.floats.back() == 0.0))) {
       return false;
     }
-    key_.push_back(op_.number);
-    key_.push_back(static_cast<int64_t>(positional));
-    for (size_t index = 0; index < positional; index++) {
-      if (!take(index, values[index])) {
-        return false;
-      }
+    // Left out as Python has it: what is as the schema says, positional arguments only at the end.
+    const bool is_default = op_.defaults[index] && says(*op_.defaults[index], from, begin);
+    if (keyword && is_default) {
+      go_back(begin);
+    } else if (!keyword && !is_default) {
+      end_ = here();
+      said_.key[1] = static_cast<int64_t>(next_);
     }
-    for (size_t index = op_.keywords; index < arguments.size(); index++) {
-      if (!has_default(index)) {
-        key_.push_back(-static_cast<int64_t>(index) - 1);
-        if (!take(index, values[index])) {
-          return false;
-        }
-      }
+    if (next_ == op_.keywords) {
+      go_back(end_);
     }
     return true;
   }
 
-  // Whether all that the results are is known, apart from new storages and views. With the mutex held.
-  bool take_results(const c10::IValue* values, size_t count) {
-    key_.push_back(kResults);
-    for (size_t index = 0; index < count; index++) {
-      const c10::IValue& value = values[index];
-      if (value.isTensor()) {
-        if (!take_result(value.toTensor())) {
-          return false;
-        }
-      } else if (value.isTensorList()) {
-        const auto tensors = value.toTensorList();
-        key_.push_back(kList);
-        key_.push_back(static_cast<int64_t>(tensors.size()));
-        for (const at::Tensor& tensor : tensors) {
-          if (!take_result(tensor)) {
-            return false;
-          }
-        }
-      } else if (value.isInt() && value.toInt() >> 32 > 0) {
-        return false;  // it may be an address
-      } else if (session_.scalars ? !take_number(value) : !take_nothing(value)) {
+  // Whether a call that draws random numbers is known as a whole, before it runs: it returns its first argument, and the
+  // generator is as it would be in a replay.
+  bool draws_as_told() {
+    said_.key.push_back(kResults);
+    said_.key.push_back(kTensor);
+    const bool known = session_.signature_of(said_.key) != 0;
+    said_.key.resize(said_.key.size() - 2);
+    return known && device_ == at::kCPU && session_.drawn && *session_.drawn == Draws::now();
+  }
+
+  // The next result, likewise: known apart from new storages and views.
+  bool take_result(const at::Tensor& tensor) {
+    begin_results();
+    if (!tensor.defined()) {
+      said_.key.push_back(kUndefined);
+      return true;
+    }
+    if (!is_plain(tensor)) {
+      return false;
+    }
+    c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    const Meta* meta = session_.meta_of(tensor);
+    if (!meta) {
+      return false;
+    }
+    Storage* storage = session_.storage_of(impl);
+    const int64_t offset = tensor.storage_offset();
+    if (!storage) {
+      if (impl->nbytes() != 0 && !tensor.is_meta() && impl->data() == nullptr) {
         return false;
       }
+    } else if (storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
+               (!storage->new_views && !storage->find(meta->id, offset))) {
+      return false;
     }
+    said_.key.push_back(kTensor);
+    made_.push_back({impl, storage, *meta, offset});
     return true;
+  }
+  bool take_result(const std::vector<at::Tensor>& tensors) { return take_results(tensors); }
+  template <typename... Values>
+  bool take_result(const std::tuple<Values...>& values) {
+    return std::apply([this](const auto&... each) { return (take_result(each) && ...); }, values);
+  }
+  bool take_result(const c10::IValue& value) {
+    if (value.isTensor()) {
+      return take_result(value.toTensor());
+    }
+    if (value.isTensorList()) {
+      return take_results(value.toTensorVector());
+    }
+    begin_results();
+    if (value.isInt() && value.toInt() >> 32 > 0) {
+      return false;  // it may be an address
+    }
+    if (!session_.scalars) {  // a number that is not recorded
+      said_.key.push_back(kNone);
+      return value.isBool() || value.isInt() || value.isDouble();
+    }
+    return take_number(value);
   }
 
   // The signature that Python gave calls like this one; 0 where it has seen none.
-  int64_t signature() const {
-    const auto found = session_.signatures.find(key_);
-    return found == session_.signatures.end() ? 0 : found->second;
+  int64_t signature() {
+    begin_results();
+    return session_.signature_of(said_.key);
   }
 
-  // Append the record, and what is new. With the mutex held.
+  // Append the record, and what is new.
   void record(int64_t signature, int64_t context, int64_t started_ns, int64_t ended_ns) {
-    for (size_t index = 0; index < made_.size(); index++) {
-      const Made& made = made_[index];
-      int64_t tensor = 0;
-      auto found = session_.storages.find(made.impl);
-      if (found == session_.storages.end()) {
-        auto weak = c10::weak_intrusive_ptr<c10::StorageImpl>(
-            c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(made.impl));
-        const auto bytes = static_cast<int64_t>(made.impl->nbytes());
-        const int64_t id = session_.next_storage.next();
-        found = session_.storages.emplace(made.impl, Storage{std::move(weak), id, bytes, false, true, {}, {}}).first;
-        session_.born++;
-        const int64_t birth[] = {id, bytes, made.meta.device, kOriginOp, 0};
-        session_.births.add(birth, 5);
-      } else {
-        tensor = found->second.find(made.meta.id, made.offset);
-      }
-      results_.push_back(tensor ? tensor : new_view(found->second, made.meta.id, made.offset));
-    }
-    for (const auto& [impl, tensor] : written_) {
-      const auto found = session_.storages.find(impl);
-      if (found != session_.storages.end()) {  // not so where another thread had Python look after it meanwhile
-        found->second.note_written(tensor);
-      }
-    }
-    c10::SmallVector<int64_t, 48> row{signature, context, started_ns - session_.began_ns, ended_ns - started_ns};
+    Key row{signature, context, started_ns - session_.began_ns, ended_ns - started_ns};
     row.append(tensors_.begin(), tensors_.end());
-    row.append(results_.begin(), results_.end());
-    row.append(ints_.begin(), ints_.end());
-    for (double value : floats_) {
+    for (const Made& made : made_) {
+      row.push_back(number_of(made));
+    }
+    row.append(said_.ints.begin(), said_.ints.end());
+    for (double value : said_.floats) {
       row.push_back(std::bit_cast<int64_t>(value));
     }
     session_.rows.add(row.data(), row.size());
+    for (const auto& [impl, tensor] : written_) {
+      if (Storage* storage = session_.storage_of(impl)) {  // none where another thread had Python look after it meanwhile
+        storage->note_written(tensor);
+        storage->unwritten = false;
+      }
+    }
+    if (op_.draws) {
+      session_.drawn = Draws::now();
+    }
   }
 
-  const Words& key() const { return key_; }
+  // As a key, the values of the calls that Python gave a signature.
+  Words key() {
+    begin_results();
+    return Words(said_.key.begin(), said_.key.end());
+  }
+  // What a value says that stands alone, as an argument; nothing where it cannot be told here.
+  std::optional<Encoded> encoded(size_t index, const c10::IValue& value) {
+    go_back({0, 0, 0});
+    return take_value(index, value) ? std::optional(said_) : std::nullopt;
+  }
 
  private:
-  static constexpr int64_t kOriginOp = 1;
+  static constexpr int64_t kOriginOp = 1, kOriginUninitialized = 2;
 
   struct Made {
     c10::StorageImpl* impl;
+    Storage* storage;  // none: it is new
     Meta meta;
     int64_t offset;
   };
+  struct Place {
+    size_t key, ints, floats;
+  };
 
-  const Meta* meta_of(const at::Tensor& tensor) {
-    Session::meta_key(tensor, scratch_);
-    const auto found = session_.metas.find(scratch_);
-    return found == session_.metas.end() ? nullptr : &found->second;
+  Place here() const { return {said_.key.size(), said_.ints.size(), said_.floats.size()}; }
+  void go_back(const Place& place) {
+    said_.key.resize(place.key);
+    said_.ints.resize(place.ints);
+    said_.floats.resize(place.floats);
+  }
+  // Whether what was said since a place is this.
+  bool says(const Encoded& value, size_t key, const Place& begin) const {
+    return std::equal(said_.key.begin() + key, said_.key.end(), value.key.begin(), value.key.end()) &&
+           std::equal(said_.ints.begin() + begin.ints, said_.ints.end(), value.ints.begin(), value.ints.end()) &&
+           std::equal(said_.floats.begin() + begin.floats, said_.floats.end(), value.floats.begin(), value.floats.end());
   }
 
   int64_t new_view(Storage& storage, int64_t meta, int64_t offset) {
@@ -198,10 +253,37 @@ class HotCall {
     return tensor;
   }
 
-  bool take_tensor(size_t index, const at::Tensor& tensor) {
+  int64_t number_of(const Made& made) {
+    Storage* storage = made.storage ? made.storage : session_.storage_of(made.impl);  // another result may have made it
+    if (!storage) {
+      const auto bytes = static_cast<int64_t>(made.impl->nbytes());
+      const int64_t id = session_.next_storage.next();
+      const bool unwritten = op_.empty && !fills_empty();
+      storage = &session_.add(made.impl, id, bytes, false, true);
+      storage->unwritten = unwritten && bytes != 0 && made.impl->device_type() != at::kMeta;
+      const int64_t birth[] = {id, bytes, made.meta.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
+      session_.births.add(birth, 5);
+    }
+    const int64_t tensor = storage->find(made.meta.id, made.offset);
+    return tensor ? tensor : new_view(*storage, made.meta.id, made.offset);
+  }
+
+  void begin_results() {
+    if (!has_results_) {
+      has_results_ = true;
+      said_.key.push_back(kResults);
+    }
+  }
+  bool take_results(const std::vector<at::Tensor>& tensors) {
+    begin_results();
+    return take_list(tensors, [this](const at::Tensor& tensor) { return take_result(tensor); });
+  }
+
+  // ---------------------------------------------------------------------------------------------- values as C++ has them
+
+  bool take_value(size_t index, const at::Tensor& tensor) {
     if (!tensor.defined()) {
-      key_.push_back(kNone);
-      return true;
+      return take_token(kUndefined);
     }
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
       return op_.takes_numbers && take_wrapped_number(tensor);
@@ -210,120 +292,150 @@ class HotCall {
       return false;
     }
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    const auto found = session_.storages.find(impl);
-    const Meta* meta = meta_of(tensor);
-    if (found == session_.storages.end() || !meta || found->second.bytes != static_cast<int64_t>(impl->nbytes())) {
+    Storage* storage = session_.storage_of(impl);
+    const Meta* meta = session_.meta_of(tensor);
+    if (!storage || !meta || storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
+        (storage->unwritten && !fills(index, tensor, *storage))) {
       return false;
     }
-    int64_t number = found->second.find(meta->id, tensor.storage_offset());
+    if (index == 0) {
+      device_ = tensor.device().type();
+    }
+    int64_t number = storage->find(meta->id, tensor.storage_offset());
     if (!number) {
-      if (!found->second.new_views) {
+      if (!storage->new_views) {
         return false;
       }
-      number = new_view(found->second, meta->id, tensor.storage_offset());
+      number = new_view(*storage, meta->id, tensor.storage_offset());
     }
-    key_.push_back(kTensor);
     tensors_.push_back(number);
     if (std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end()) {
       written_.emplace_back(impl, number);
     }
+    return take_token(kTensor);
+  }
+  bool take_value(size_t, bool value) { return take_token(value ? kTrue : kFalse); }
+  bool take_value(size_t, int64_t value) {
+    said_.ints.push_back(value);
+    return take_token(kInt);
+  }
+  bool take_value(size_t, double value) {
+    said_.floats.push_back(value);
+    return take_token(kFloat);
+  }
+  bool take_value(size_t index, const c10::SymInt& value) {
+    return !value.is_heap_allocated() && take_value(index, value.as_int_unchecked());
+  }
+  bool take_value(size_t index, const at::Scalar& value) {
+    switch (value.isSymbolic() ? at::kComplexDouble : value.type()) {
+      case at::kBool: return take_value(index, value.toBool());
+      case at::kLong: return take_value(index, value.toLong());
+      case at::kDouble: return take_value(index, value.toDouble());
+      default: return false;
+    }
+  }
+  bool take_value(size_t, at::ScalarType value) { return take_constant(kDtype, static_cast<int64_t>(value)); }
+  bool take_value(size_t, at::Layout value) { return take_constant(kLayout, static_cast<int64_t>(value)); }
+  bool take_value(size_t, at::MemoryFormat value) { return take_constant(kMemoryFormat, static_cast<int64_t>(value)); }
+  bool take_value(size_t, at::Device value) {
+    return take_constant(kDevice, (static_cast<int64_t>(value.type()) << 16) | static_cast<uint8_t>(value.index()));
+  }
+  bool take_value(size_t, std::string_view text) {
+    take_constant(kText, static_cast<int64_t>(text.size()));
+    said_.key.append(text.begin(), text.end());
     return true;
   }
-
-  bool take_result(const at::Tensor& tensor) {
-    if (!tensor.defined()) {
-      key_.push_back(kNone);
-      return true;
-    }
-    if (!is_plain(tensor)) {
-      return false;
-    }
-    c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    const Meta* meta = meta_of(tensor);
-    if (!meta) {
-      return false;
-    }
-    const auto found = session_.storages.find(impl);
-    if (found == session_.storages.end()) {
-      if (impl->nbytes() != 0 && !tensor.is_meta() && impl->data() == nullptr) {
-        return false;
-      }
-    } else if (found->second.bytes != static_cast<int64_t>(impl->nbytes()) ||
-               (!found->second.new_views && !found->second.find(meta->id, tensor.storage_offset()))) {
-      return false;
-    }
-    key_.push_back(kTensor);
-    made_.push_back({impl, *meta, tensor.storage_offset()});
-    return true;
+  bool take_value(size_t, const at::Generator&) { return false; }
+  template <typename Value>
+  bool take_value(size_t index, const std::optional<Value>& value) {
+    return value.has_value() ? take_value(index, *value) : take_token(kNone);
+  }
+  template <typename Value>
+  bool take_value(size_t index, const at::OptionalArrayRef<Value>& value) {
+    return value.has_value() ? take_value(index, *value) : take_token(kNone);
+  }
+  template <typename Value>
+  bool take_value(size_t index, const c10::ArrayRef<Value>& list) {
+    return take_list(list, [&](const Value& item) { return take_value(index, item); });
+  }
+  bool take_value(size_t index, const at::ITensorListRef& list) {
+    return take_list(list, [&](const at::Tensor& item) { return take_value(index, item); });
+  }
+  bool take_value(size_t index, const c10::List<std::optional<at::Tensor>>& list) {
+    return take_list(list, [&](const std::optional<at::Tensor>& item) { return take_value(index, item); });
   }
 
-  bool take(size_t index, const c10::IValue& value) {
+  // Whether the operator writes all of a storage.
+  bool fills(size_t index, const at::Tensor& tensor, const Storage& storage) const {
+    return op_.fills && index == 0 && tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
+           static_cast<int64_t>(tensor.nbytes()) == storage.bytes;
+  }
+
+  // ----------------------------------------------------------------------------------------------- and as a stack does
+
+  bool take_value(size_t index, const c10::IValue& value) {
     if (value.isNone()) {
-      key_.push_back(kNone);
-      return true;
+      return take_token(kNone);
     }
     switch (op_.kinds[index]) {
       case Kind::tensor:
-        return take_tensor(index, value.toTensor());
-      case Kind::tensors: {
-        if (value.isTensorList()) {
-          const auto tensors = value.toTensorList();
-          key_.push_back(kList);
-          key_.push_back(static_cast<int64_t>(tensors.size()));
-          for (const at::Tensor& tensor : tensors) {
-            if (!take_tensor(index, tensor)) {
-              return false;
-            }
-          }
-          return true;
-        }
-        if (!value.isOptionalTensorList()) {
-          return false;
-        }
-        const auto tensors = value.toOptionalTensorVector();
-        key_.push_back(kList);
-        key_.push_back(static_cast<int64_t>(tensors.size()));
-        for (const auto& tensor : tensors) {
-          if (!take_tensor(index, tensor.has_value() ? *tensor : at::Tensor())) {
-            return false;
-          }
-        }
-        return true;
-      }
+        return take_value(index, value.toTensor());
+      case Kind::tensors:
+        return value.isTensorList() ? take_value(index, at::TensorList(value.toTensorVector()))
+                                    : value.isOptionalTensorList() && take_value(index, value.toOptionalTensorList());
       case Kind::number:
       case Kind::integer:
       case Kind::real:
       case Kind::boolean:
         return take_number(value);
       case Kind::integers:
-        return value.isIntList() && take_list(value.toIntVector());
+        return value.isIntList() && take_value(index, at::IntArrayRef(value.toIntVector()));
       case Kind::reals:
-        return value.isDoubleList() && take_list(value.toDoubleVector());
+        return value.isDoubleList() && take_value(index, at::ArrayRef<double>(value.toDoubleVector()));
       case Kind::booleans:
-        return value.isBoolList() && take_list(value.toBoolList());
+        return value.isBoolList() && take_list(value.toBoolList(), [&](bool item) { return take_value(index, item); });
       case Kind::dtype:
-        return take_constant(kDtype, value);
+        return value.isInt() && take_constant(kDtype, value.toInt());
       case Kind::layout:
-        return take_constant(kLayout, value);
+        return value.isInt() && take_constant(kLayout, value.toInt());
       case Kind::memory_format:
-        return take_constant(kMemoryFormat, value);
-      case Kind::device: {
-        const auto device = value.toDevice();
-        key_.push_back(kDevice);
-        key_.push_back((static_cast<int64_t>(device.type()) << 16) | static_cast<uint8_t>(device.index()));
-        return true;
-      }
-      case Kind::text: {
-        const std::string& text = value.toStringRef();
-        key_.push_back(kText);
-        key_.push_back(static_cast<int64_t>(text.size()));
-        key_.insert(key_.end(), text.begin(), text.end());
-        return true;
-      }
+        return value.isInt() && take_constant(kMemoryFormat, value.toInt());
+      case Kind::device:
+        return take_value(index, value.toDevice());
+      case Kind::text:
+        return take_value(index, std::string_view(value.toStringRef()));
       case Kind::other:
         return false;
     }
     return false;
+  }
+  bool take_number(const c10::IValue& value) {
+    return value.isBool()     ? take_value(0, value.toBool())
+           : value.isInt()    ? take_value(0, value.toInt())
+           : value.isDouble() ? take_value(0, value.toDouble())
+                              : false;
+  }
+
+  // ------------------------------------------------------------------------------------------------------ their parts
+
+  bool take_token(Token token) {
+    said_.key.push_back(token);
+    return true;
+  }
+  bool take_constant(Token token, int64_t value) {
+    said_.key.push_back(token);
+    said_.key.push_back(value);
+    return true;
+  }
+  template <typename List, typename Take>
+  bool take_list(const List& list, const Take& take_item) {
+    take_constant(kList, static_cast<int64_t>(list.size()));
+    for (const auto& item : list) {
+      if (!take_item(item)) {
+        return false;
+      }
+    }
+    return true;
   }
 
   // A number that C++ code made a tensor of.
@@ -332,70 +444,36 @@ class HotCall {
       return false;
     }
     switch (tensor.scalar_type()) {
-      case at::kDouble:
-        key_.push_back(kFloat);
-        floats_.push_back(*tensor.const_data_ptr<double>());
-        return true;
-      case at::kLong:
-        key_.push_back(kInt);
-        ints_.push_back(*tensor.const_data_ptr<int64_t>());
-        return true;
-      case at::kBool:
-        key_.push_back(*tensor.const_data_ptr<bool>() ? kTrue : kFalse);
-        return true;
-      default:
-        return false;
+      case at::kDouble: return take_value(0, *tensor.const_data_ptr<double>());
+      case at::kLong: return take_value(0, *tensor.const_data_ptr<int64_t>());
+      case at::kBool: return take_value(0, *tensor.const_data_ptr<bool>());
+      default: return false;
     }
-  }
-
-  bool take_constant(Token token, const c10::IValue& value) {
-    if (!value.isInt()) {
-      return false;
-    }
-    key_.push_back(token);
-    key_.push_back(value.toInt());
-    return true;
-  }
-
-  template <typename List>
-  bool take_list(const List& numbers) {
-    key_.push_back(kList);
-    key_.push_back(static_cast<int64_t>(numbers.size()));
-    for (const auto& number : numbers) {
-      take_number(c10::IValue(static_cast<typename List::value_type>(number)));
-    }
-    return true;
-  }
-
-  // A number that is not recorded.
-  bool take_nothing(const c10::IValue& value) {
-    key_.push_back(kNone);
-    return value.isBool() || value.isInt() || value.isDouble();
-  }
-
-  bool take_number(const c10::IValue& value) {
-    if (value.isBool()) {
-      key_.push_back(value.toBool() ? kTrue : kFalse);
-    } else if (value.isInt()) {
-      key_.push_back(kInt);
-      ints_.push_back(value.toInt());
-    } else if (value.isDouble()) {
-      key_.push_back(kFloat);
-      floats_.push_back(value.toDouble());
-    } else {
-      return false;
-    }
-    return true;
   }
 
   Session& session_;
   const Operator& op_;
-  Words key_;
-  Words scratch_;
-  c10::SmallVector<int64_t, 16> tensors_, results_, ints_;
-  c10::SmallVector<double, 4> floats_;
+  size_t next_ = 0;           // index of the next argument
+  Place end_;                 // of the positional arguments that are not left out
+  bool has_results_ = false;
+  at::DeviceType device_ = at::kMeta;  // of the first argument
+  Encoded said_;
+  c10::SmallVector<int64_t, 16> tensors_;
   c10::SmallVector<Made, 4> made_;
   c10::SmallVector<std::pair<c10::StorageImpl*, int64_t>, 4> written_;
 };
+
+// Describe what its schema says of an operator.
+inline void read_schema(Operator& op, Session& session, const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  for (const auto& argument : arguments) {
+    op.kinds.push_back(kind_of(argument.real_type()));
+    op.keywords += !argument.kwarg_only();
+  }
+  for (size_t index = 0; index < arguments.size(); index++) {
+    const auto& value = arguments[index].default_value();
+    op.defaults.push_back(value ? HotCall(session, op).encoded(index, *value) : std::nullopt);
+  }
+}
 
 }  // namespace opreplay

@@ -11,18 +11,15 @@
 //
 // All that Python calls is declared at the end, with C linkage; building.py compiles this file, hook.py calls it.
 
+#include <ATen/Operators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/Layout.h>
-#include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/utils/tensor_dtypes.h>
 #include <torch/library.h>
 
 #include "hot_path.h"
+#include "python_values.h"
 
 #include <array>
 #include <atomic>
@@ -36,26 +33,9 @@ namespace {
 using namespace opreplay;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
-using c10::FunctionSchema;
-using c10::OperatorHandle;
-using torch::jit::Stack;
 
 // PyTorch has this key for fake tensors written in C++, which nothing makes on plain tensors.
 constexpr DispatchKey kKey = DispatchKey::Fake;
-
-struct Functions {
-  PyObject* before = nullptr;       // (operator or its name, args, kwargs) -> what to do, see below
-  PyObject* after = nullptr;        // (call, result, started_ns, ended_ns) -> the record's signature, or None
-  PyObject* raised = nullptr;       // (call, exception of Python or None, started_ns, ended_ns)
-  PyObject* interrupted = nullptr;  // (call or None, args, kwargs, result or None): one of the others raised
-  PyObject* run = nullptr;          // (operator, args, kwargs) -> result
-  PyObject* describe = nullptr;     // (operator) -> an OperatorForHook (hook.py), or None
-  PyObject* context = nullptr;      // () -> the number of the calling thread and the scope that it is in
-  PyObject* late = nullptr;         // (operator, args, kwargs, result, started_ns, ended_ns) -> signature, or None
-  PyObject* late_raised = nullptr;  // (operator, args, kwargs, exception or None, started_ns, ended_ns)
-  PyObject* pump = nullptr;         // () after a record: something waits to be written, or told
-  PyObject* unknown = nullptr;      // (type as text) -> what stands for a value that Python cannot have
-};
 
 // In the order in which Python gives them (hook.py).
 std::array<PyObject**, 11> places(Functions& of) {
@@ -92,172 +72,6 @@ std::shared_ptr<Capture> capture_in_progress() {
 int64_t now_ns() {  // the clock of time.perf_counter_ns
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
-}
-
-// ------------------------------------------------------------------------------------------------------------ to Python
-
-// Calls a function of a capture's; None where the capture has ended, which may be whenever Python runs. What it raises
-// passes on through PyTorch as an exception of C++.
-template <typename... Values>
-py::object call(PyObject* function, const Values&... values) {
-  if (!function) {
-    return py::none();
-  }
-  const py::object held = py::reinterpret_borrow<py::object>(function);  // the capture may end meanwhile
-  PyObject* arguments[] = {values.ptr()..., nullptr};
-  PyObject* result = PyObject_Vectorcall(function, arguments, sizeof...(values), nullptr);
-  if (!result) {
-    python_error error;
-    error.persist();
-    throw error;
-  }
-  return py::reinterpret_steal<py::object>(result);
-}
-
-// The recorder's own tensor on the same memory, so that a tensor of the program's which has no Python object does not get
-// one: a subclass that is made of it later could not be.
-at::Tensor own_view(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() ||
-      tensor.layout() != at::kStrided || tensor.is_nested()) {
-    return tensor;  // others warn once when they are made, and that is the program's
-  }
-  auto* impl = tensor.unsafeGetTensorImpl();
-  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
-}
-
-// `numbers`: numbers that C++ code made tensors of are numbers in Python.
-c10::IValue own_views(const c10::IValue& value, bool numbers = true) {
-  if (value.isTensor()) {
-    const at::Tensor& tensor = value.toTensor();
-    at::Tensor view = own_view(tensor);
-    if (!numbers && tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-      view.unsafeGetTensorImpl()->set_wrapped_number(false);
-    }
-    return view;
-  }
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> views;
-    for (const at::Tensor& tensor : value.toTensorVector()) {
-      views.push_back(own_view(tensor));
-    }
-    return views;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> views;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-      views.push_back(tensor.has_value() ? std::optional(own_view(*tensor)) : std::nullopt);
-    }
-    return views;
-  }
-  return value;
-}
-
-// An operator as Python names it; its name as text where Python has none for it.
-py::object function_of(const OperatorHandle& op) {
-  try {
-    return py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
-  } catch (const std::exception&) {
-    return py::str(toString(op.operator_name()));
-  }
-}
-
-// A value for the recorder, or for the program where `recorder` is null.
-py::object converted(const c10::TypePtr& type, const c10::IValue& value, const Functions* recorder, bool numbers) {
-  if (!recorder) {
-    return torch::jit::toPyObject(value);
-  }
-  try {
-    return torch::jit::toPyObject(own_views(value, numbers));
-  } catch (const python_error&) {
-    throw;  // a signal handler's
-  } catch (const std::exception&) {
-    return recorder->unknown ? call(recorder->unknown, py::str(type->str())) : py::none();
-  }
-}
-
-py::object to_python(const c10::Argument& argument, const c10::IValue& value, const Functions* recorder,
-                     bool numbers) {
-  if (value.isNone()) {
-    return py::none();
-  }
-  c10::TypePtr type = argument.real_type();
-  if (auto optional = type->cast<c10::OptionalType>()) {
-    type = optional->getElementType();
-  }
-  switch (type->kind()) {  // numbers on the stack, types of their own in Python
-    case c10::TypeKind::ScalarTypeType:
-      return py::reinterpret_borrow<py::object>(
-          reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<c10::ScalarType>(value.toInt()))));
-    case c10::TypeKind::LayoutType:
-      return py::reinterpret_borrow<py::object>(
-          reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<c10::Layout>(value.toInt()))));
-    case c10::TypeKind::MemoryFormatType:
-      return py::cast(static_cast<c10::MemoryFormat>(value.toInt()));
-    default:
-      return converted(argument.real_type(), value, recorder, numbers);
-  }
-}
-
-struct PythonArguments {
-  py::tuple args;
-  py::dict kwargs;
-};
-
-// What a dispatch mode is given for these values: trailing arguments that have their schema's default are left out.
-// For the recorder they are views of its own.
-PythonArguments python_arguments(const FunctionSchema& schema, const c10::IValue* values, const Functions* recorder,
-                                 bool numbers = true) {
-  const auto& arguments = schema.arguments();
-  const auto has_default = [&](size_t index) {
-    const auto& given = arguments[index].default_value();
-    return given.has_value() && *given == values[index];
-  };
-  size_t keywords = arguments.size();
-  while (keywords > 0 && arguments[keywords - 1].kwarg_only()) {
-    keywords--;
-  }
-  size_t positional = keywords;
-  while (positional > 0 && has_default(positional - 1)) {
-    positional--;
-  }
-  PythonArguments made{py::tuple(positional), py::dict()};
-  for (size_t index = 0; index < positional; index++) {
-    made.args[index] = to_python(arguments[index], values[index], recorder, numbers);
-  }
-  for (size_t index = keywords; index < arguments.size(); index++) {
-    if (!has_default(index)) {
-      made.kwargs[py::str(arguments[index].name())] = to_python(arguments[index], values[index], recorder, numbers);
-    }
-  }
-  return made;
-}
-
-py::object python_results(const FunctionSchema& schema, const Stack& stack, const Functions& recorder) {
-  const size_t count = schema.returns().size();
-  if (count == 0) {
-    return py::none();
-  }
-  const size_t first = stack.size() - count;
-  if (count == 1) {
-    return converted(schema.returns()[0].real_type(), stack[first], &recorder, true);
-  }
-  py::tuple results(count);
-  for (size_t index = 0; index < count; index++) {
-    results[index] = converted(schema.returns()[index].real_type(), stack[first + index], &recorder, true);
-  }
-  return results;
-}
-
-void push_results(const FunctionSchema& schema, py::handle result, Stack* stack) {
-  const auto& returns = schema.returns();
-  if (returns.size() == 1) {
-    stack->push_back(torch::jit::toIValue(result, returns[0].real_type()));
-  } else if (returns.size() > 1) {
-    auto items = py::cast<py::sequence>(result);
-    for (size_t index = 0; index < returns.size(); index++) {
-      stack->push_back(torch::jit::toIValue(items[index], returns[index].real_type()));
-    }
-  }
 }
 
 // ------------------------------------------------------------------------------------------------------------- the hook
@@ -352,15 +166,15 @@ const Operator& described(const OperatorHandle& op, const Capture& capture) {
         made->watches = py::cast<std::vector<size_t>>(said[2]);
         made->dropout = py::cast<std::optional<size_t>>(said[3]);
         made->takes_numbers = py::cast<bool>(said[4]);
+        made->fills = py::cast<bool>(said[5]);
+        made->empty = py::cast<bool>(said[6]);
+        made->draws = py::cast<bool>(said[7]);
       }
     }
   }
-  for (const auto& argument : schema.arguments()) {
-    made->kinds.push_back(kind_of(argument.real_type()));
-    made->keywords += !argument.kwarg_only();
-  }
   std::lock_guard<std::mutex> lock(of.mutex);
   made->number = static_cast<int64_t>(of.operators.size());
+  read_schema(*made, of, schema);
   return *of.operators.emplace(&schema, std::move(made)).first->second;
 }
 
@@ -385,26 +199,31 @@ bool find_context(const Capture& capture, int64_t* context) {
 }
 
 // Remember which signature Python gave a call, where calls like it can be recorded here.
-void learn(Session& of, const Operator& known, const FunctionSchema& schema, const c10::IValue* arguments,
-           const Stack& stack, py::handle signature) {
+void learn(Session& of, const Operator& known, c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results,
+           py::handle signature) {
   if (signature.is_none()) {
     return;
   }
-  const size_t results = schema.returns().size();
   std::lock_guard<std::mutex> lock(of.mutex);
   HotCall made(of, known);
-  if (made.take_arguments(schema, arguments) && made.take_results(stack.data() + stack.size() - results, results)) {
+  if (std::all_of(arguments.begin(), arguments.end(), [&](const c10::IValue& value) { return made.take(value); }) &&
+      std::all_of(results.begin(), results.end(), [&](const c10::IValue& value) { return made.take_result(value); })) {
     of.signatures.emplace(made.key(), py::cast<int64_t>(signature));
   }
 }
 
+// The last `count` values of a stack.
+c10::ArrayRef<c10::IValue> last(const Stack& stack, size_t count) {
+  return c10::ArrayRef<c10::IValue>(stack).slice(stack.size() - count);
+}
+
 using Saved = c10::SmallVector<c10::IValue, 12>;
 
-// Calls Python with what an exception of Python's is, and lets the exception pass.
-template <typename Call, typename Tell>
-void telling(const Call& run, const Tell& tell) {
+// Runs an operator, calls Python with what an exception of Python's is, and lets the exception pass.
+template <typename Run, typename Tell>
+decltype(auto) telling(const Run& run, const Tell& tell) {
   try {
-    run();
+    return run();
   } catch (const python_error& error) {
     py::gil_scoped_acquire lock;
     tell(error.value ? py::handle(error.value) : py::handle(Py_None));
@@ -420,66 +239,130 @@ void telling(const Call& run, const Tell& tell) {
   }
 }
 
-// Records a call without Python, as far as that goes. Whether it has run.
-bool record_hot(const Capture& capture, const OperatorHandle& op, DispatchKeySet below, Stack* stack, size_t first) {
-  Session& of = *capture.session;
-  const FunctionSchema& schema = op.schema();
-  const Operator& known = described(op, capture);
-  int64_t context = 0;
-  if (!known.plain || !of.is_settled(known.watches) || !find_context(capture, &context)) {
-    return false;
-  }
-  HotCall made(of, known);
-  {
-    std::lock_guard<std::mutex> lock(of.mutex);
-    if (!made.take_arguments(schema, stack->data() + first)) {
+// A call that is recorded without Python, as far as that goes: Python hears of it afterwards where something was new.
+class HotRun {
+ public:
+  HotRun(const Capture& capture, const OperatorHandle& op)
+      : capture_(capture), of_(*capture.session), op_(op), known_(described(op, capture)), made_(of_, known_) {}
+
+  // Whether it may begin. `take`: gives the call its arguments; whether all of them are known.
+  template <typename Take>
+  bool begins(const Take& take) {
+    if (!known_.plain || !of_.is_settled(known_.watches) || !find_context(capture_, &context_)) {
       return false;
     }
+    std::lock_guard<std::mutex> lock(of_.mutex);
+    if (!take(made_)) {
+      return false;
+    }
+    if (known_.draws) {  // in the order of records: others wait for it before they draw
+      drawing_ = of_.hot.load(std::memory_order_relaxed) && made_.draws_as_told();
+      of_.drawing += drawing_;
+      return drawing_;
+    }
+    return true;
   }
-  const Saved saved(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
-  const int64_t started = now_ns();
-  telling(
-      [&] { op.redispatchBoxed(below, stack); },
-      [&](py::handle error) {
-        const int64_t ended = now_ns();
-        if (capture.functions.late_raised) {
-          py::object function = function_of(op);
-          const auto arguments = [&] { return python_arguments(schema, saved.data(), &capture.functions, known.takes_numbers); };
-          PythonArguments given = arguments();
-          around(capture, [&] { call(capture.functions.late_raised, function, given.args, given.kwargs, error, py::int_(started),
-                            py::int_(ended)); },
-                 py::none(), arguments, py::none());
+
+  ~HotRun() { stop_drawing(); }
+
+  // Runs the operator. `arguments`: them as a stack has them, for Python.
+  template <typename Run, typename Arguments>
+  decltype(auto) runs(const Run& run, const Arguments& arguments) {
+    started_ = now_ns();
+    return telling(run, [&](py::handle error) {
+      const int64_t ended = now_ns();
+      stop_drawing();
+      const Functions& functions = capture_.functions;
+      if (functions.late_raised) {
+        const auto values = arguments();
+        around(capture_, [&] { call_with(functions.late_raised, given(values), error, py::int_(started_), py::int_(ended)); },
+               py::none(), [&] { return given(values); }, py::none());
+      }
+    });
+  }
+
+  // It returned. `take`: gives the call its results. `arguments`, `results`: them as a stack has them, for Python.
+  template <typename Take, typename Arguments, typename Results>
+  void returned(const Take& take, const Arguments& arguments, const Results& results) {
+    const int64_t ended = now_ns();
+    bool recorded = false, waits = false;
+    {
+      std::lock_guard<std::mutex> lock(of_.mutex);
+      if ((drawing_ || of_.hot.load(std::memory_order_relaxed)) && take(made_)) {
+        if (const int64_t signature = made_.signature()) {
+          made_.record(signature, context_, started_, ended);
+          if (of_.drains() && of_.release_head) {
+            of_.release_dead(context_, ended);
+          }
+          recorded = true;
+          waits = of_.waits();
         }
-      });
-  const int64_t ended = now_ns();
-  const size_t results = schema.returns().size();
-  bool recorded = false, waits = false;
-  {
-    std::lock_guard<std::mutex> lock(of.mutex);
-    if (of.hot.load(std::memory_order_relaxed) && made.take_results(stack->data() + stack->size() - results, results)) {
-      if (const int64_t signature = made.signature()) {
-        made.record(signature, context, started, ended);
-        recorded = true;
-        waits = of.waits();
       }
     }
-  }
-  if (!recorded || waits) {
+    stop_drawing();
+    if (recorded && !waits) {
+      return;
+    }
     py::gil_scoped_acquire lock;
-    if (!recorded && capture.functions.late) {
-      py::object function = function_of(op);
-      const auto arguments = [&] { return python_arguments(schema, saved.data(), &capture.functions, known.takes_numbers); };
-      PythonArguments given = arguments();
-      py::object result = python_results(schema, *stack, capture.functions);
+    const Functions& functions = capture_.functions;
+    if (!recorded && functions.late) {
+      const auto values = arguments();
+      const Stack found = results();
+      py::object result = python_results(op_.schema(), found, functions);
       py::object signature = py::none();
-      around(capture, [&] { signature = call(capture.functions.late, function, given.args, given.kwargs, result, py::int_(started),
-                                    py::int_(ended)); },
-             py::none(), arguments, result);
-      learn(of, known, schema, saved.data(), *stack, signature);
-    } else if (capture.functions.pump) {
-      call(capture.functions.pump);
+      around(capture_,
+             [&] { signature = call_with(functions.late, given(values), result, py::int_(started_), py::int_(ended)); },
+             py::none(), [&] { return given(values); }, result);
+      learn(of_, known_, values, found, signature);
+    } else if (functions.pump) {
+      call(functions.pump);
     }
   }
+
+ private:
+  void stop_drawing() {
+    if (std::exchange(drawing_, false)) {
+      std::lock_guard<std::mutex> lock(of_.mutex);
+      of_.drawing--;
+      of_.drew.notify_all();
+    }
+  }
+  template <typename Values>
+  PythonArguments given(const Values& values) const {
+    return python_arguments(op_.schema(), values.data(), &capture_.functions, known_.takes_numbers);
+  }
+  template <typename... More>
+  py::object call_with(PyObject* function, const PythonArguments& given, const More&... more) const {
+    return call(function, function_of(op_), given.args, given.kwargs, more...);
+  }
+
+  const Capture& capture_;
+  Session& of_;
+  const OperatorHandle& op_;
+  const Operator& known_;
+  HotCall made_;
+  int64_t context_ = 0, started_ = 0;
+  bool drawing_ = false;
+};
+
+// Whether it has run.
+bool record_hot(const Capture& capture, const OperatorHandle& op, DispatchKeySet below, Stack* stack, size_t first) {
+  HotRun run(capture, op);
+  const auto arguments = c10::ArrayRef<c10::IValue>(*stack).slice(first);
+  if (!run.begins([&](HotCall& made) {
+        return std::all_of(arguments.begin(), arguments.end(), [&](const auto& value) { return made.take(value); });
+      })) {
+    return false;
+  }
+  const Saved saved(arguments.begin(), arguments.end());
+  const auto given = [&]() -> const Saved& { return saved; };
+  run.runs([&] { op.redispatchBoxed(below, stack); }, given);
+  const auto results = last(*stack, op.schema().returns().size());
+  run.returned(
+      [&](HotCall& made) {
+        return std::all_of(results.begin(), results.end(), [&](const auto& value) { return made.take_result(value); });
+      },
+      given, [&] { return Stack(results.begin(), results.end()); });
   return true;
 }
 
@@ -565,9 +448,69 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     around(capture, [&] { signature = call(capture.functions.after, made.get(), result, py::int_(started), py::int_(ended)); }, made.get(),
            arguments, result);
     if (known && known->plain) {
-      learn(of, *known, schema, saved.data(), *stack, signature);
+      learn(of, *known, saved, last(*stack, schema.returns().size()), signature);
     }
   }
+}
+
+// ------------------------------------------------------------------------------------- operators whose calls stay unboxed
+
+bool is_for_others(const at::Tensor& tensor) { return tensor.key_set().has(DispatchKey::Python); }
+bool is_for_others(const std::optional<at::Tensor>& tensor) { return tensor && is_for_others(*tensor); }
+bool is_for_others(at::ITensorListRef list) {
+  return std::any_of(list.begin(), list.end(), [](const at::Tensor& tensor) { return is_for_others(tensor); });
+}
+template <typename Value>
+bool is_for_others(const Value&) {
+  return false;
+}
+
+// The same as `recorded`, with arguments and results as C++ has them: tensors are not counted once more, which for one
+// that has a Python object takes the interpreter's lock. What the hot path does not know goes the way of all others.
+template <typename Result, typename... Args>
+Result recorded_unboxed(const c10::TypedOperatorHandle<Result(Args...)>& op, DispatchKeySet keys, Args... args) {
+  const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
+  const std::shared_ptr<Capture> found = capture_in_progress();
+  if (!found || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python) || (is_for_others(args) || ...)) {
+    return op.redispatch(below, std::forward<Args>(args)...);
+  }
+  if (found->session->hot.load(std::memory_order_relaxed)) {
+    c10::impl::ExcludeDispatchKeyGuard hidden(kKey);
+    HotRun run(*found, op);
+    if (run.begins([&](HotCall& made) { return (made.take(args) && ...); })) {
+      const auto given = [&] { return c10::impl::boxArgs<Args...>(args...); };
+      Result result = run.runs([&]() -> Result { return op.redispatch(below, args...); }, given);
+      run.returned([&](HotCall& made) { return made.take_result(result); }, given, [&] {
+        Stack stack;
+        c10::impl::push_outputs<Result, true>::copy(result, &stack);
+        return stack;
+      });
+      return result;
+    }
+  }
+  static const auto boxed = c10::BoxedKernel::makeFromFunction<&recorded>();
+  return c10::impl::BoxedKernelWrapper<Result(Args...)>::call(boxed, op, keys, std::forward<Args>(args)...);
+}
+
+template <typename Op, typename Schema = typename Op::schema>
+struct Unboxed;
+template <typename Op, typename Result, typename... Args>
+struct Unboxed<Op, Result(Args...)> {
+  static Result call(DispatchKeySet keys, Args... args) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name).template typed<Result(Args...)>();
+    return recorded_unboxed<Result, Args...>(op, keys, std::forward<Args>(args)...);
+  }
+  static void keep(torch::Library& library) {
+    const std::string overload(Op::overload_name);
+    library.impl((overload.empty() ? std::string(Op::name) : std::string(Op::name) + "." + overload).c_str(),
+                 TORCH_FN(call));
+  }
+};
+
+template <typename... Ops>
+void keep_unboxed(torch::Library& library) {
+  (Unboxed<Ops>::keep(library), ...);
 }
 
 }  // namespace
@@ -580,8 +523,20 @@ EXPORTED int opreplay_recorder_take_key() {
     if (c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(kKey)) {
       return false;  // a second fallback would end the process
     }
-    static torch::Library library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-    library.fallback(torch::CppFunction::makeFromBoxedFunction<&recorded>());
+    static torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    all.fallback(torch::CppFunction::makeFromBoxedFunction<&recorded>());
+    static torch::Library commonest(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+    namespace ops = at::_ops;
+    keep_unboxed<
+        ops::_local_scalar_dense, ops::_safe_softmax, ops::_softmax, ops::_softmax_backward_data, ops::_to_copy,
+        ops::_unsafe_view, ops::add_Scalar, ops::add_Tensor, ops::add__Tensor, ops::addcdiv_, ops::addcmul_,
+        ops::addmm, ops::alias, ops::bmm, ops::cat, ops::clone, ops::copy_, ops::detach, ops::div_Scalar,
+        ops::div_Tensor, ops::div__Scalar, ops::div__Tensor, ops::embedding, ops::exp, ops::expand, ops::fill__Scalar,
+        ops::gelu, ops::gelu_backward, ops::index_Tensor, ops::lerp__Scalar, ops::mean_dim, ops::mm, ops::mul_Scalar,
+        ops::mul_Tensor, ops::mul__Scalar, ops::mul__Tensor, ops::native_layer_norm, ops::native_layer_norm_backward,
+        ops::neg, ops::permute, ops::pow_Tensor_Scalar, ops::relu, ops::rsqrt, ops::select_int, ops::sigmoid,
+        ops::silu, ops::slice_Tensor, ops::split_Tensor, ops::sqrt, ops::sub_Tensor, ops::sum_dim_IntList, ops::t,
+        ops::tanh, ops::tanh_backward, ops::transpose_int, ops::unsqueeze, ops::view, ops::where_self, ops::zero_>(commonest);
     return true;
   }();
   return taken;
@@ -625,6 +580,10 @@ EXPORTED PyObject* opreplay_recorder_types() {
       .def("unadopted", &Session::unadopted)
       .def("drains", &Session::drains_now)
       .def("dead", &Session::dead)
+      .def_property("release_head", [](Session& self) { return self.release_head.load(); },
+                    [](Session& self, int64_t head) { self.release_head = head; })
+      .def("note_drawn", &Session::note_drawn)
+      .def("drawn_state", &Session::drawn_state)
       .def("settle", &Session::settle)
       .def("move_scopes", &Session::move_scopes)
       .def("clear", &Session::clear)

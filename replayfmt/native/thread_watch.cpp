@@ -205,7 +205,8 @@ std::unique_ptr<at::ObserverContext> started(const at::RecordFunction& function)
   if (capture == 0) {
     return nullptr;
   }
-  if (std::strcmp(function.name(), kGuardLookup) == 0) {
+  const char* name = function.name();
+  if (name[0] == kGuardLookup[0] && std::strcmp(name, kGuardLookup) == 0) {
     return has_key() ? std::make_unique<GuardLookup>() : nullptr;
   }
   Thread* thread = self();

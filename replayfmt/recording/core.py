@@ -134,7 +134,7 @@ class Core:
         self.storages = Storages(
             self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit, native=native
         )
-        self.generators = Generators(self.buffer, self.records, states=self.contents.recorded)
+        self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
         self.numeric = NumericState(self.records)
         if native is not None:
             native.settle()
@@ -300,22 +300,24 @@ class Core:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         autocast: Callable[[bool], dict[str, str]] = autocast_below_mode,
+        drawn: list[tuple[torch.Generator, bytes, bytes]] | None = None,
     ) -> OpCall | Unrepresentable | None:
         """Before an op: record what it needs. Returns Unrepresentable if the call cannot be recorded, None if it is not
-        to be."""
+        to be. `drawn`: see `CallRecorder.before`."""
         with self.lock:
             if not self.on:  # another thread may have ended the capture since this call began
                 return None
             try:
-                return self.calls.before(kernel, args, kwargs, autocast=autocast)
+                return self.calls.before(kernel, args, kwargs, drawn, autocast)
             except Unrepresentable as problem:
                 return problem
 
     @_attempted
     def ran(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> int | None:
-        """The complete path for an op that has already run. Its record's signature; None if it has no record."""
+        """The complete path for an op that has already run, under the settings that the stream states. Its record's
+        signature; None if it has no record."""
         with self.lock:
-            call = self.before(kernel, args, kwargs)
+            call = self.before(kernel, args, kwargs, autocast_below_mode, [])
             if isinstance(call, Unrepresentable):
                 self.unsupported_op(kernel, args, kwargs, call)
                 return None

@@ -14,6 +14,7 @@ import replayfmt
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import TensorValue
+from replayfmt.recording import recorder
 from replayfmt.recording.dispatch.native_mode import NativeMode
 
 from . import programs
@@ -206,6 +207,88 @@ def test_a_setting_that_changes_is_stated_before_the_next_op_that_it_concerns(
     kinds = [record.kind for record in captured.records(RecordKind.op, RecordKind.global_state)]
     assert kinds[-2:] == [RecordKind.global_state, RecordKind.op]
     captured.replays()
+
+
+def test_draws_take_it_while_the_generator_is_where_a_replay_will_be(capture: Capture, cold: list[str]) -> None:
+    x = torch.ones(64)
+    took_complete_path = []
+
+    def program() -> Any:
+        torch.manual_seed(0)
+        drawn = []
+        for number in range(12):
+            if number == 2:
+                cold.clear()
+            if number == 4:
+                took_complete_path.append(list(cold))
+                drawn.append(torch.rand(3))  # on the complete path
+            if number == 6:
+                torch.rand(1, generator=torch.default_generator)
+            if number == 8:
+                torch.manual_seed(3)
+            if number == 10:
+                torch.set_rng_state(torch.get_rng_state())
+            drawn.append(torch.nn.functional.dropout(x) + torch.empty_like(x).normal_())
+        return drawn
+
+    captured = capture(program)
+    assert took_complete_path == [[]]  # empty_like, bernoulli_ and div_ of dropout included
+    states = captured.records(RecordKind.generator_state)
+    assert len(states) == 2  # at the first draw, and after the second seed
+    assert not captured.unsupported()
+    captured.replays()
+    with_digests = capture(program, digests="ops")  # never on the hot path
+    assert told(captured) == told(with_digests)
+    assert len(with_digests.records(RecordKind.generator_state)) == 2
+
+
+def test_a_draw_that_the_capture_does_not_see_is_made_up_for(capture: Capture) -> None:
+    x = torch.empty(8)
+
+    def program() -> list[torch.Tensor]:
+        drawn = []
+        for number in range(6):
+            if number > 3:
+                assert recorder._active is not None
+                with recorder._active.paused():
+                    torch.rand(2)
+            drawn.append(x.uniform_().clone())
+        return drawn
+
+    captured = capture(program)
+    assert len(captured.records(RecordKind.generator_state)) == 3
+    captured.replays()
+
+
+def test_unwritten_memory_stays_on_it_only_while_it_is_filled(capture: Capture, cold: list[str]) -> None:
+    x = torch.ones(4, 4)
+    took_complete_path = []
+
+    def program() -> list[torch.Tensor]:
+        made = []
+        for number in range(10):
+            if number == 4:
+                cold.clear()
+            if number == 7:
+                took_complete_path.append(list(cold))
+            y = torch.empty_like(x)
+            if number == 7:
+                y[:2].fill_(1)  # a part of it
+                y[2:].fill_(2)
+            elif number == 8:
+                torch.add(x, 1, out=y)
+            elif number == 9:
+                y = y + 0  # read before anything was written
+            else:
+                y.fill_(number)
+            made.append(y * 2)
+        return made
+
+    captured = capture(program)
+    assert took_complete_path == [[]]
+    with_digests = capture(program, digests="ops")  # never on the hot path
+    assert told(captured) == told(with_digests)
+    assert captured.unsupported() == with_digests.unsupported() == {"unseen_write": 1}
 
 
 def test_a_storage_of_its_own_is_adopted_where_python_meets_it(capture: Capture) -> None:

@@ -169,23 +169,36 @@ class NativeMode(ObservingMode):
     def _describe(self, func: Any) -> OperatorForHook | None:
         kernel = self.core.calls.kernel_of(func)
         operator = kernel.operator
+        fills = kernel.writes == (0,) and operator.overwrites_self and kernel.writes_all(0)
+        draws = kernel.random and kernel.dropout < 0
+        returns = func._schema.returns
+        in_place = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
         plain = (
             kernel.namespace == "aten"
             and kernel.action is Action.record
             and kernel.body is None
-            and not (kernel.random and kernel.dropout < 0)
+            and not (draws and not (fills and in_place))
             and not (kernel.opaque_results or kernel.unnameable or kernel.in_place_view)
-            and not (kernel.mixed_lists or kernel.only_with or operator.empty or operator.moves_memory)
+            and not (kernel.mixed_lists or kernel.only_with or operator.moves_memory)
             and not (operator.casts_inside or operator.resizes or operator.changes_view or operator.lifts)
             and not operator.makes_tensor_of
             and not (kernel.view and self.core.options.payload == "integers")
             # An op may resize its out= argument, so the complete path has to see it before the call.
             and not any(kernel.arguments[index].keyword_only for index in kernel.writes)
             and not any(part in kernel.name for part in ("quantize", "fbgemm", "meta"))
-            and all(isinstance(each.type, _HOT_RESULTS) for each in func._schema.returns)
+            and all(isinstance(each.type, _HOT_RESULTS) for each in returns)
         )
         dropout = kernel.dropout if kernel.random and kernel.dropout >= 0 else None
-        return OperatorForHook(plain, kernel.writes, watched_indices(kernel.name), dropout, not kernel.tensor_places)
+        return OperatorForHook(
+            plain,
+            kernel.writes,
+            watched_indices(kernel.name),
+            dropout,
+            not kernel.tensor_places,
+            fills,
+            operator.empty,
+            draws,
+        )
 
     def context(self) -> int:
         """The calling thread's context id."""

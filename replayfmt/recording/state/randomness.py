@@ -22,18 +22,23 @@ _REMEMBERED = 4096  # generators; if a program makes more, the oldest get new id
 
 
 class _RecordedGenerator:
-    __slots__ = ("expected", "number")
+    """`native`: the session of the hot path, if ops there draw from it."""
 
-    def __init__(self, number: int) -> None:
+    __slots__ = ("expected", "native", "number")
+
+    def __init__(self, number: int, native: Any) -> None:
         self.number = number
-        self.expected: bytes | None = None
+        self.native = native
+        self.expected: bytes | None = None  # the state that a replay's will be in, as far as the complete path knows
 
 
 class Generators:
     """The generators of the program. Callers hold the recorder's lock."""
 
-    def __init__(self, buffer: RecordBuffer, records: Records, states: bool = True) -> None:
-        """`states`: record the states. Otherwise a record says only that the generator is in another state."""
+    def __init__(self, buffer: RecordBuffer, records: Records, states: bool = True, native: Any = None) -> None:
+        """`states`: record the states. Otherwise a record says only that the generator is in another state. `native`:
+        the session of the hot path, where ops draw from the default generator of the CPU."""
+        self._native = native
         self._buffer = buffer
         self._records = records
         self._states = states
@@ -52,7 +57,8 @@ class Generators:
             default = default_generator(generator.device)
             is_default = default is not None and address(default) == address(generator)
             device = self._records.device(generator.device)
-            entry = _RecordedGenerator(self._buffer.writer.generator(Generator(device, is_default)))
+            native = self._native if is_default and generator.device.type == "cpu" else None
+            entry = _RecordedGenerator(self._buffer.writer.generator(Generator(device, is_default)), native)
             if len(self._recorded) >= _REMEMBERED:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = entry
@@ -68,9 +74,11 @@ class Generators:
         entry = self._entry(generator)
         self._state(entry, before)
         entry.expected = after
+        if entry.native is not None:
+            entry.native.note_drawn(generator_state(generator) == after)
 
     def _state(self, entry: _RecordedGenerator, state: bytes) -> None:
-        if state != entry.expected:
+        if state != entry.expected and state != _drawn_state(entry):
             payload = self._buffer.writer.payload(state) if self._states else 0
             self._records.generator_state(entry.number, payload)
             entry.expected = state
@@ -78,7 +86,10 @@ class Generators:
     def after(self, generators: list[torch.Generator]) -> None:
         """The op drew."""
         for generator in generators:
-            self._entry(generator).expected = generator_state(generator)
+            entry = self._entry(generator)
+            entry.expected = generator_state(generator)
+            if entry.native is not None:
+                entry.native.note_drawn(True)
 
 
 def address(generator: torch.Generator) -> int:
@@ -91,7 +102,19 @@ def generator_state(generator: torch.Generator) -> bytes:
 
 
 def _state_bytes(generator: torch.Generator) -> bytes:
-    storage = generator.get_state().untyped_storage()  # keeps it alive while it is read; the view does not
+    return _bytes_of(generator.get_state())
+
+
+def _drawn_state(entry: _RecordedGenerator) -> bytes | None:
+    """The state that a replay's generator will be in after the draws on the hot path, if there were any."""
+    if entry.native is None:
+        return None
+    drawn: torch.Tensor | None = call_undispatched(entry.native.drawn_state)
+    return None if drawn is None else call_undispatched(_bytes_of, drawn)
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    storage = state.untyped_storage()  # keeps it alive while it is read; the view does not
     return bytes(host_view(storage))
 
 

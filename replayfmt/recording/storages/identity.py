@@ -77,10 +77,12 @@ class Storages:
         found = adopted(self._native, storage)
         if found is None:
             return None
-        number, length, views, written = found
+        number, length, views, written, unwritten = found
         tracker = self.live[number] = self._track(storage, number, length)
         assert isinstance(tracker, NativeTracker)
         tracker.take_over(views, written)
+        if unwritten:
+            self._begin_coverage(tracker, length)
         return tracker
 
     def adopt_all(self) -> None:
@@ -166,9 +168,13 @@ class Storages:
             return self._bear(storage, length, device, StorageOrigin.op, 0, readable)
         tracker = self._bear(storage, length, device, StorageOrigin.uninitialized, 0, readable)
         if length and readable:
-            self.state(tracker).coverage = Coverage(length)
-            tracker.size = -1
+            self._begin_coverage(tracker, length)
         return tracker
+
+    def _begin_coverage(self, tracker: Tracker, length: int) -> None:
+        """Nothing has been written to it."""
+        self.state(tracker).coverage = Coverage(length)
+        tracker.size = -1
 
     def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, reason: str = "first_use") -> Tracker:
         """A storage that no captured op produced, at its first use, as `dtype` (None: as a bare storage): its content
@@ -443,6 +449,7 @@ class Storages:
                 if state.coverage.complete:
                     state.coverage = None
                     tracker.settle()
+                    tracker.publish(meta, offset, tensor)
             else:
                 state.coverage.touched = True
         if everything and state.unexplained is not None:
@@ -470,6 +477,8 @@ class Storages:
             self._memory.forget(number)
         if ids:
             self._records.storage_releases(ids)
+            if self._native is not None:
+                self._native.release_head = self._records.release_head()  # from now on the hot path tells its own
 
     def _forget(self, tracker: Tracker) -> bool:
         """A storage that needed care, or an alias, died. Returns whether its id ends with it."""

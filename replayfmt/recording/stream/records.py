@@ -108,10 +108,13 @@ class Records:
 
     def storage_releases(self, storages: Sequence[int]) -> None:
         """One release record for each storage, in one go."""
-        kind = RecordKind.storage_release
-        signature = self.signature((kind,), lambda: Signature(kind, argument_nodes(kind)))
-        run = packer(len(storages), 0)(RELEASES + signature, self.context(), self.now(), 0, *storages)
+        run = packer(len(storages), 0)(self.release_head(), self.context(), self.now(), 0, *storages)
         self._buffer.append(run, len(storages))
+
+    def release_head(self) -> int:
+        """The first word of such a run."""
+        kind = RecordKind.storage_release
+        return RELEASES + self.signature((kind,), lambda: Signature(kind, argument_nodes(kind)))
 
     # ---------------------------------------------------------------------------------------------------------- state
 

@@ -1,0 +1,104 @@
+// What ops depend on besides their arguments: settings of PyTorch's, and where random numbers come from.
+
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <c10/core/GradMode.h>
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace opreplay {
+
+// What the default generator of the CPU draws next.
+struct Draws {
+  at::mt19937_data_pod engine;
+  std::optional<float> next_float;
+  std::optional<double> next_double;
+
+  static Draws now() {
+    auto* generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+    std::lock_guard<std::mutex> lock(generator->mutex_);
+    return {generator->engine().data(), generator->next_float_normal_sample(), generator->next_double_normal_sample()};
+  }
+  at::Tensor state() const {  // as `torch.Generator.get_state` has it
+    at::CPUGeneratorImpl generator;
+    at::mt19937 same;
+    same.set_data(engine);
+    generator.set_engine(same);
+    generator.set_next_float_normal_sample(next_float);
+    generator.set_next_double_normal_sample(next_double);
+    return at::Tensor(generator.get_state());
+  }
+  bool operator==(const Draws& other) const {
+    return engine.seed_ == other.engine.seed_ && engine.left_ == other.engine.left_ &&
+           engine.seeded_ == other.engine.seeded_ && engine.next_ == other.engine.next_ &&
+           engine.state_ == other.engine.state_ && next_float == other.next_float && next_double == other.next_double;
+  }
+};
+
+// Whether memory that nothing was written to has a known content.
+inline bool fills_empty() {
+  const auto& context = at::globalContext();
+  return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
+}
+
+// The settings that any op may depend on.
+inline uint64_t general_settings() {
+  const auto& context = at::globalContext();
+  uint64_t bits = static_cast<uint64_t>(at::get_num_threads());
+  const auto add = [&bits](uint64_t value, int width) { bits = (bits << width) | value; };
+  add(static_cast<uint64_t>(c10::typeMetaToScalarType(at::get_default_dtype())), 8);
+  static const bool has_cuda = at::hasCUDA();  // what nothing depends on without it
+  add(has_cuda ? static_cast<uint64_t>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL)) : 0, 3);
+  add(c10::GradMode::is_enabled(), 1);
+  add(context.deterministicAlgorithms(), 1);
+  add(context.deterministicAlgorithmsWarnOnly(), 1);
+#if defined(__x86_64__)
+  add((_mm_getcsr() & 0x8040) != 0, 1);  // denormals are flushed to zero
+#endif
+  return bits;
+}
+
+// Those that some ops depend on: number `index` of the settings that Python watches (state/numeric_state.py, WATCHED).
+constexpr size_t kWatched = 23;
+
+inline uint8_t watched_setting(size_t index) {
+  const auto& context = at::globalContext();
+  const auto precision = [&context](at::Float32Backend backend, at::Float32Op op) {
+    return static_cast<uint8_t>(context.float32Precision(backend, op));
+  };
+  switch (index) {
+    case 0: return context.userEnabledMkldnn();
+    case 1: return context.deterministicMkldnn();
+    case 2: return context.userEnabledNNPACK();
+    case 3: return precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
+    case 4: return precision(at::Float32Backend::MKLDNN, at::Float32Op::CONV);
+    case 5: return precision(at::Float32Backend::MKLDNN, at::Float32Op::RNN);
+    case 6: return context.allowFP16ReductionCPU();
+    case 7: return context.userEnabledFlashSDP();
+    case 8: return context.userEnabledMemEfficientSDP();
+    case 9: return context.userEnabledMathSDP();
+    case 10: return context.userEnabledCuDNNSDP();
+    case 11: return context.allowFP16BF16ReductionMathSDP();
+    case 12: return context.deterministicFillUninitializedMemory();
+    case 13: return static_cast<uint8_t>(context.qEngine());
+    case 14: return precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+    case 15: return precision(at::Float32Backend::CUDA, at::Float32Op::CONV);
+    case 16: return precision(at::Float32Backend::CUDA, at::Float32Op::RNN);
+    case 17: return static_cast<uint8_t>(context.allowFP16ReductionCuBLAS());
+    case 18: return static_cast<uint8_t>(context.allowBF16ReductionCuBLAS());
+    case 19: return context.allowFP16AccumulationCuBLAS();
+    case 20: return context.userEnabledCuDNN();
+    case 21: return context.benchmarkCuDNN();
+    default: return context.deterministicCuDNN();
+  }
+}
+
+}  // namespace opreplay

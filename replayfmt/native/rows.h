@@ -1,0 +1,85 @@
+// Rows on their way from any thread to the writer, and the ids that they are given.
+
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+namespace opreplay {
+
+namespace py = pybind11;
+
+using Words = std::vector<int64_t>;
+
+// Rows of 64-bit words, which Python appends to and takes away as `bytes`.
+class Rows {
+ public:
+  explicit Rows(std::mutex& mutex) : mutex_(mutex) {}
+
+  // With the mutex held.
+  void add(const int64_t* words, size_t count) {
+    words_.insert(words_.end(), words, words + count);
+    ends_.push_back(words_.size());
+  }
+  size_t size() const { return ends_.size(); }
+
+  // From Python.
+  void append(const py::bytes& row) {
+    char* content = nullptr;
+    Py_ssize_t length = 0;
+    PyBytes_AsStringAndSize(row.ptr(), &content, &length);
+    Words words(length / sizeof(int64_t));
+    std::memcpy(words.data(), content, words.size() * sizeof(int64_t));
+    std::lock_guard<std::mutex> lock(mutex_);
+    add(words.data(), words.size());
+  }
+  size_t length() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return ends_.size();
+  }
+  // The words of the first `count` rows, and where each row ends.
+  py::tuple first(size_t count) {
+    Words words, ends;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      count = std::min(count, ends_.size());
+      ends.assign(ends_.begin(), ends_.begin() + static_cast<std::ptrdiff_t>(count));
+      words.assign(words_.begin(), words_.begin() + static_cast<std::ptrdiff_t>(count ? ends_[count - 1] : 0));
+    }
+    const auto bytes = [](const Words& from) {
+      return py::bytes(reinterpret_cast<const char*>(from.data()), from.size() * sizeof(int64_t));
+    };
+    return py::make_tuple(bytes(words), bytes(ends));
+  }
+  void drop(size_t count) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    count = std::min(count, ends_.size());
+    if (count == 0) {
+      return;
+    }
+    const size_t gone = ends_[count - 1];
+    words_.erase(words_.begin(), words_.begin() + gone);
+    ends_.erase(ends_.begin(), ends_.begin() + count);
+    for (size_t& end : ends_) {
+      end -= gone;
+    }
+  }
+
+ private:
+  std::mutex& mutex_;
+  Words words_;
+  std::vector<size_t> ends_;
+};
+
+struct Counter {
+  std::atomic<int64_t> value{1};
+  int64_t next() { return value.fetch_add(1); }
+};
+
+}  // namespace opreplay
