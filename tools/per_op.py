@@ -16,6 +16,7 @@ from .command import reader_may_leave, said_if_possible, say
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Progress
     from replayfmt.benchmark.per_op.measuring import OpOptions, PerOpRun
+    from replayfmt.benchmark.per_op.roofline import PeaksOf
     from replayfmt.benchmark.per_op.rows import GroupBy
     from replayfmt.benchmark.reports.rows import Report
     from replayfmt.replay.plan import Plan
@@ -23,7 +24,18 @@ if TYPE_CHECKING:
 _DEFAULT_MIN_TIME = "0.05s"
 # Flags for measuring whole replays.
 _WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode", "device_profiling_output")
-_NEEDS_PER_OP = ("op_filter", "op_limit", "op_instances", "group_by", "top", "stop_on_error", "verbose")
+_NEEDS_PER_OP = (
+    "op_filter",
+    "op_limit",
+    "op_instances",
+    "group_by",
+    "top",
+    "stop_on_error",
+    "verbose",
+    "roofline",
+    "peak_flops",
+    "peak_bandwidth",
+)
 
 
 def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,6 +60,23 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(["kernel", "signature", "scope"]),
             help="With --per-op: one row for each operator, each signature, or each scope (the ops directly in "
             "it). Default: a row for each op that is measured.",
+        ),
+        click.option(
+            "--peak-bandwidth",
+            metavar="BYTES",
+            help="With --roofline: the bytes a second that the device can move (2.0T), instead of measuring it.",
+        ),
+        click.option(
+            "--peak-flops",
+            metavar="FLOPS",
+            help="With --roofline: the floating-point operations a second that the device can do (19.5T), instead of "
+            "measuring it.",
+        ),
+        click.option(
+            "--roofline",
+            is_flag=True,
+            help="With --per-op: print achieved FLOP/s and B/s of each op, the share of what its device can do for "
+            "such an op, and what bounds it. Peaks are measured once and kept in the user's cache, or given.",
         ),
         click.option(
             "--op-instances",
@@ -89,6 +118,7 @@ class PerOpFlags:
     group_by: GroupBy | None
     top: int | None
     verbose: bool
+    peaks: PeaksOf | None
 
     @staticmethod
     def of(context: click.Context, verify: Any) -> PerOpFlags | None:
@@ -124,7 +154,7 @@ class PerOpFlags:
             op_precision(values["benchmark_precision"], values["benchmark_max_time"], floor),
             values["inputs"],
         )
-        return PerOpFlags(options, values["group_by"], values["top"], values["verbose"])
+        return PerOpFlags(options, values["group_by"], values["top"], values["verbose"], _peaks(values))
 
 
 def run_per_op(
@@ -152,7 +182,7 @@ def run_per_op(
     def measured() -> Report:
         shown = show if flags.verbose else None
         runs.append(measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=shown))
-        return make_op_report(runs[-1], plan, group_by=flags.group_by, top=flags.top)
+        return make_op_report(runs[-1], plan, group_by=flags.group_by, top=flags.top, peaks=flags.peaks)
 
     report, below, passes = against.apply(measured)
     if write is not None:
@@ -177,6 +207,21 @@ def _show(report: Report, form: str) -> None:
 
 def _unseen(_what: str, _done: int, _of: int | None) -> None:
     """Progress that is not shown."""
+
+
+def _peaks(values: dict[str, Any]) -> PeaksOf | None:
+    """The peaks of a device, with --roofline."""
+    from replayfmt.benchmark.peaks import Peaks, parse_rate
+
+    given = {name: values[name] for name in ("peak_flops", "peak_bandwidth") if values[name] is not None}
+    if not values["roofline"]:
+        for name in given:
+            raise UsageError(f"{_flag(name)} needs --roofline")
+        return None
+    if values["group_by"] is not None:
+        raise UsageError("--roofline places single ops; it does not go with --group-by")
+    rates = {name: parse_rate(_flag(name), text) for name, text in given.items()}
+    return lambda device, threads: Peaks(device, threads, rates.get("peak_flops"), rates.get("peak_bandwidth"))
 
 
 def _flag(name: str) -> str:

@@ -210,6 +210,20 @@ _BETA = frozenset(
 )
 # Whose second argument lends only its shape or type.
 _LIKE_OTHER = frozenset({"expand_as", "view_as", "type_as", "reshape_as"})
+# What puts elements elsewhere, repeats or chooses them, and computes nothing with them.
+_MOVES_ELEMENTS = frozenset({
+    "_foreach_copy_", "cat", "channel_shuffle", "column_stack", "constant_pad_nd", "contiguous", "diag_embed",
+    "embedding", "fill_", "flip", "full", "full_like", "gather", "hstack", "im2col", "index", "index_copy",
+    "index_copy_", "index_fill", "index_fill_", "index_put", "index_put_", "index_select", "masked_fill",
+    "masked_fill_", "masked_scatter", "masked_scatter_", "masked_select", "narrow_copy", "new_full", "new_ones",
+    "new_zeros", "ones", "ones_like", "pad", "pixel_shuffle", "pixel_unshuffle", "put", "put_",
+    "reflection_pad1d", "reflection_pad2d", "repeat", "repeat_interleave", "replication_pad1d",
+    "replication_pad2d", "roll", "rot90", "scatter", "scatter_", "select_scatter", "slice_scatter",
+    "split_with_sizes_copy", "stack", "take", "tile", "tril", "tril_", "triu", "triu_", "unfold_copy", "vstack",
+    "zero_", "zeros", "zeros_like",
+})  # fmt: skip
+# What reads only those elements of its first argument, or with `embedding` of its weight, that it returns.
+_CHOOSES = frozenset({"embedding", "gather", "index", "index_select", "masked_select", "take"})
 # The argument whose bytes are copied as they are, all of them.
 _COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0, **dict.fromkeys(_WRITES_A_PART_OF_A_COPY, 0)}
 
@@ -306,7 +320,9 @@ class Operator:
     not read). `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it
     computes may depend on autocast. `for_gradients`: index of the result that it computes only where an input requires
     gradients, and leaves empty otherwise; -1 for none. `makes_tensor_of`: the list argument of which PyTorch's
-    composite around it makes a tensor without an operator; "" for none.
+    composite around it makes a tensor without an operator; "" for none. `moves_elements`: it moves, repeats or chooses
+    elements and computes nothing with them (as does one that `copies`); `chooses`: of its first argument it reads what
+    it returns.
     """
 
     own: bool
@@ -336,6 +352,8 @@ class Operator:
     casts_inside: bool
     makes_tensor_of: str
     for_gradients: int
+    moves_elements: bool
+    chooses: bool
 
 
 @functools.lru_cache(1 << 14)  # names may come from a file
@@ -372,6 +390,8 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         casts_inside=namespace not in OWN or named in _CASTS_INSIDE,
         makes_tensor_of=_MADE_TENSORS_OF.get(name, ""),
         for_gradients=_FOR_GRADIENTS.get(name, -1),
+        moves_elements=named in _MOVES_ELEMENTS,
+        chooses=named in _CHOOSES,
     )
 
 

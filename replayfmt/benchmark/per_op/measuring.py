@@ -32,6 +32,7 @@ from ..min_time import MOST_ITERATIONS, MinTime
 from ..precision import NarrowEnough, Precision
 from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize, why_unmeasurable
 from .groups import Chosen, OpGroup, choose
+from .work import CallWork, work_of
 
 # A sample of calls that leave their inputs unchanged takes at least this long, so that reading the clock does not
 # matter.
@@ -93,6 +94,7 @@ class MeasuredOp:
     returned: tuple[str, ...] | None = None  # what a call returned here, a text per result
     samples: tuple[float, ...] = ()  # nanoseconds per call, in order
     unmeasurable: str = ""
+    work: CallWork | None = None  # of one call
 
     @property
     def status(self) -> str:
@@ -316,7 +318,10 @@ class _OpMeasurement:
             op.restore()
             op.calls(1)
         op.restore()
-        measured.returned = _shown(op.result())
+        called = op.called()
+        measured.returned = _shown(called.result)
+        measured.work = work_of(measured.group.kernel, called)
+        del called
         self._synchronize()
         op.restore()
         first = self._sample(op, 1)

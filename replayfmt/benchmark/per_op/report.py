@@ -16,6 +16,7 @@ from ..meters.meter import NotMeasured, Quantity
 from ..reports.rows import Report, further_fields, plan_context, statistics_fields, unmeasurable_fields
 from ..reports.units import call_count, duration
 from .measuring import MeasuredOp, PerOpRun
+from .roofline import PeaksOf, above_the_roof, row_work
 from .rows import WIDE, GroupBy, OpRow, make_rows
 
 # Captured times include recording, so a replay is rarely slower at all.
@@ -24,8 +25,11 @@ _MUCH_SLOWER = 5
 _SMALL = 0.01
 
 
-def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None, top: int | None = None) -> Report:
+def make_op_report(
+    run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None, top: int | None = None, peaks: PeaksOf | None = None
+) -> Report:
     """The report of the measured ops of `plan`, grouped by `group_by`, with only the `top` first rows that have times.
+    With `peaks`, each row of one op is placed on the roofline of its device.
 
     Rows without times are always included: they may be the most expensive of all.
     """
@@ -62,7 +66,13 @@ def make_op_report(run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None
         "complete": run.complete,
         "warnings": _warnings(run, shown, total),
     }
-    reported = [_row(row, index, total, group_by) for index, row in enumerate([*shown, *others])]
+    reported = [
+        _row(row, index, total, group_by) | row_work(row, group_by is None, peaks, context["torch_num_threads"])
+        for index, row in enumerate([*shown, *others])
+    ]
+    if peaks is not None:
+        context["roofline"] = True
+        context["warnings"] += above_the_roof(reported)
     further = dict.fromkeys(quantity for op in run.ops for quantity in op.further)
     return Report(context, reported, tuple(further))
 

@@ -14,12 +14,14 @@ from replayfmt.format.signatures.text import signature_of
 
 from ..meters.meter import Quantity
 from ..reports.rows import Report
-from ..reports.units import call_count, duration, figure, ran_on, verified
+from ..reports.units import call_count, duration, figure, ran_on, rate, verified
 from .measuring import MeasuredOp
 from .rows import GroupBy
 
 _NOT_MEASURED = "not measured"
 _MOST_LISTED = 20
+# With --roofline; the columns are empty without it.
+_WORK_HEADS = ("FLOP/s", "B/s", "of roof", "bound", "class")
 _HEADS = ("rank", "estimated", "share", "interval", "with inner", "calls", "time/call", "captured", "verdict")
 
 
@@ -38,8 +40,8 @@ def table_lines(report: Report) -> Iterator[str]:
     others = [row for row in report.rows if "estimated_us" not in row]
     yield from _aligned(
         [
-            (*_HEADS, *(quantity.title for quantity in report.further), group_by or "op"),
-            *(_cells(row, group_by, report.further) for row in measured),
+            (*_HEADS, *_WORK_HEADS, *(quantity.title for quantity in report.further), group_by or "op"),
+            *(_cells(row, context, report.further) for row in measured),
             *(_unmeasured(row, group_by, report.further) for row in others[:_MOST_LISTED]),
         ]
     )
@@ -75,7 +77,19 @@ def table_lines(report: Report) -> Iterator[str]:
     yield verified(printable(context["verified"]))
 
 
-def _cells(row: dict[str, Any], group_by: GroupBy | None, further: Sequence[Quantity]) -> tuple[str, ...]:
+def _work_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """Achieved rates, and where the call lies under its roof."""
+    return (
+        rate(row.get("flops_per_second")),
+        rate(row.get("bytes_per_second")),
+        f"{row['share_of_roof']:.1%}" if "share_of_roof" in row else "-",
+        row.get("bound", "-"),
+        row.get("kernel_class", "-"),
+    )
+
+
+def _cells(row: dict[str, Any], context: dict[str, Any], further: Sequence[Quantity]) -> tuple[str, ...]:
+    group_by: GroupBy | None = context["group_by"]
     ranks = sorted({row["rank_low"], row["rank_high"]})
     estimated, low, high = row["estimated_us"], row["estimated_us_low"], row["estimated_us_high"]
     left_out = row.get("not_measured", 0)
@@ -91,6 +105,7 @@ def _cells(row: dict[str, Any], group_by: GroupBy | None, further: Sequence[Quan
         duration(estimated * 1e3 / measured),
         "-" if row["captured_us"] is None else duration(row["captured_us"] * 1e3),
         "" if row["verdict"] == "ok" else row["verdict"],
+        *(_work_cells(row) if context.get("roofline") else ("",) * len(_WORK_HEADS)),
         *(figure(row[quantity.name]) for quantity in further),
         f"{_label(row, group_by)}{reason}",
     )
@@ -107,6 +122,7 @@ def _unmeasured(row: dict[str, Any], group_by: GroupBy | None, further: Sequence
         "-",
         "-",
         row["verdict"],
+        *("" for _ in _WORK_HEADS),
         *("-" for _ in further),
         f"{_label(row, group_by)}: {row['reason']}",
     )

@@ -39,7 +39,7 @@ _AGGREGATED = ("host_time", "median_real_time", "min_real_time", "max_real_time"
 # What an unmeasurable row does not say: no single number stands for its times.
 _SINGLE_FIGURES = ("real_time", "cpu_time", "ops_per_second", "median_real_time")
 # Fields that are not single figures are left out of the CSV.
-_NOT_COUNTERS = frozenset({"samples", "warnings"})
+_NOT_COUNTERS = frozenset({"samples", "warnings", "kernel_classes", *_CSV_FIELDS_NOT_OURS})
 _SCHEMA_FIELDS = frozenset(
     {
         "name",

@@ -7,6 +7,7 @@ inputs that it only reads are the replay's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +15,15 @@ import torch
 
 from .copies import copied, copy_bytes, moved, storages_of
 from .steps import Step, Touched
+
+
+@dataclass(frozen=True)
+class IsolatedCall:
+    """One call of a kernel: its arguments, by position and by name, and what it returned."""
+
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    result: Any
 
 
 class IsolatedOp:
@@ -52,16 +62,18 @@ class IsolatedOp:
         """Run the op once; what it returns is in the result until that is dropped. Raises whatever the op raises."""
         return self._function(list(self._arguments), None)
 
-    def result(self) -> Any:
-        """Run the op once; what its kernel returned, also what the replay does not need. Raises whatever it raises."""
+    def called(self) -> IsolatedCall:
+        """Run the op once: what its kernel was given, and what it returned, also what the replay does not need. Raises
+        whatever it raises."""
         function, place = self._function, self._kernel
         assert isinstance(function, FunctionType) and function.__defaults__ is not None and place is not None
-        constants, kept = list(function.__defaults__), []
+        constants: list[Any] = list(function.__defaults__)
+        kept: list[IsolatedCall] = []
         kernel = constants[place]
 
         def keep(*arguments: Any, **named: Any) -> Any:
-            kept.append(kernel(*arguments, **named))
-            return kept[-1]
+            kept.append(IsolatedCall(arguments, named, kernel(*arguments, **named)))
+            return kept[-1].result
 
         constants[place] = keep
         FunctionType(function.__code__, function.__globals__, "window", tuple(constants))(list(self._arguments), None)
