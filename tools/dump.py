@@ -21,6 +21,7 @@ from .command import run_tool, tool
     "opreplay-dump",
     ("opreplay-dump --summary step.opreplay", "What is in it:"),
     ("opreplay-dump --scope=execute --kernel='aten::addmm*' step.opreplay", "One kernel in one scope:"),
+    ("opreplay-dump --attachment=3 -o kernel.py step.opreplay", "The source of a kernel:"),
     ("opreplay-dump --jq 'select(.kind == \"op\") | .op' step.opreplay", "Rows for scripts:"),
 )
 @click.argument("capture", type=click.Path())
@@ -90,6 +91,13 @@ from .command import run_tool, tool
     help="Print a Python file to start a replacement kernel from, for --replay-kernel-substitution of other "
     "tools. The kernel is given by id or name (aten::mm, aten::mm.default).",
 )
+@click.option(
+    "--attachment",
+    metavar="ID",
+    help="Write the attachment of a kernel with this id, as it is: its source, a binary or what else belongs to it.",
+)
+@click.option("-o", "--output", metavar="FILE", help="With --attachment: write it to FILE instead of stdout.")
+@click.option("--force", is_flag=True, help="With --output: replace an existing FILE.")
 def cli(
     capture: str,
     form: str | None,
@@ -103,6 +111,9 @@ def cli(
     summary: bool,
     signatures: bool,
     kernel_skeleton: str | None,
+    attachment: str | None,
+    output: str | None,
+    force: bool,
 ) -> None:
     """Show what is in CAPTURE.
 
@@ -112,10 +123,15 @@ def cli(
         raise UsageError("--jq works on rows: omit --format, or give --format=jsonl")
     if query is None and (raw or slurp):
         raise UsageError(f"{'--raw-output' if raw else '--slurp'} is for --jq")
-    if kernel_skeleton is not None and (
-        summary or signatures or scopes or kernels or (form, query, ops) != (None,) * 3
-    ):
+    selects = summary or signatures or scopes or kernels or (form, query, ops) != (None,) * 3
+    if kernel_skeleton is not None and (selects or attachment is not None):
         raise UsageError(f"--kernel-skeleton={kernel_skeleton} prints a Python file; it goes with no other flag")
+    if attachment is not None and selects:
+        raise UsageError(f"--attachment={attachment} writes one attachment as it is; it goes with --output alone")
+    if output is not None and attachment is None:
+        raise UsageError("--output is for --attachment")
+    if force and output is None:
+        raise UsageError("--force is for --output")
     if summary and signatures:
         raise UsageError("--summary and --signatures print different things; give one of them")
     if summary and (ops is not None or scopes or kernels):
@@ -130,6 +146,10 @@ def cli(
             from replayfmt.dump.skeleton import kernel_skeleton as skeleton
 
             write([skeleton(reader, kernel_skeleton)])
+        elif attachment is not None:
+            from replayfmt.dump.attachments import attachment_content
+
+            write_bytes(attachment_content(reader, attachment), capture, output, force)
         elif signatures:
             from replayfmt.dump.signatures import signature_lines, signature_text_lines
 
@@ -151,6 +171,29 @@ def write(chunks: Iterable[str]) -> None:
     for chunk in chunks:
         output.write(chunk.encode("utf-8", "backslashreplace"))
         output.flush()
+
+
+def write_bytes(content: bytes | memoryview, capture: str, output: str | None, force: bool) -> None:
+    """Write bytes as they are, to a file or to stdout, where a terminal would act on them."""
+    if output is None:
+        if sys.stdout.isatty():
+            raise UsageError(
+                "--attachment writes bytes as they are, and a terminal acts on them; use --output or a pipe"
+            )
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+        return
+    from replayfmt.format.container.output import Output, same_file
+
+    if same_file(capture, output):
+        raise UsageError(f"{output}: is the capture itself; name another file")
+    target = Output(output, force, doing="extracting")
+    try:
+        target.write([content])
+        target.finish()
+    except BaseException:
+        target.discard()
+        raise
 
 
 def main() -> None:

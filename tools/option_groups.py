@@ -14,8 +14,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Selection": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
-        "--values", "--kernel-skeleton", "--start-op", "--stop-op", "--start-scope", "--stop-scope", "--steps",
-        "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
+        "--values", "--kernel-skeleton", "--attachment", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
+        "--steps", "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
         "--section", "--tensors", "--predict",
     ),
     "Scopes": ("--mark", "--module-scopes"),

@@ -1,8 +1,8 @@
 """What a capture contains that its owner may not want to share, determined from all of its content, not from its
 policies.
 
-Content is what payloads, digests and recorded values hold; the rest reveals who made the capture and where. Paths,
-users and stacks are what redaction.py takes out.
+Content is what payloads (those of kernels' code apart), digests and recorded values hold; the rest reveals who made the
+capture and where. Paths, users and stacks are what redaction.py takes out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from replayfmt.format.distinct import distinct
 from replayfmt.format.printable import counted
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import has_path, has_stack, users_in
+
+from .attachments import code_in
 
 _AT_ONCE = 1024
 _SHOWN_NAME = 40
@@ -43,6 +45,8 @@ class Contained:
     user_names: tuple[str, ...]
     working_directory: bool
     command_line: bool
+    code_bytes: int
+    code_sources: int
 
     def row(self) -> dict[str, Any]:
         return {**vars(self), "user_names": list(self.user_names)}
@@ -62,9 +66,9 @@ def contained(reader: CaptureReader) -> Contained:
         for text in texts[number * _AT_ONCE : (number + 1) * _AT_ONCE]
     ]
     users = {user for text in telling for user in users_in(text)}
-    nodes = _Nodes(reader)
+    nodes, code = _Nodes(reader), code_in(reader)
     return Contained(
-        content_bytes=reader.summary.storage_payload_bytes,
+        content_bytes=reader.summary.storage_payload_bytes - code.bytes,
         digests=reader.summary.records.get(RecordKind.digest, 0)
         + (reader.summary.records.get(RecordKind.host_read, 0) if nodes.host_reads_with_digest() else 0),
         scalar_results=sum(reader.summary.kernel_calls.get(kernel, 0) for kernel in nodes.scalar_kernels()),
@@ -79,6 +83,8 @@ def contained(reader: CaptureReader) -> Contained:
         user_names=tuple(sorted(users)),
         working_directory=session.working_directory is not None,
         command_line=bool(session.argv),
+        code_bytes=code.bytes,
+        code_sources=code.sources,
     )
 
 
@@ -132,6 +138,8 @@ def statement(found: Contained) -> tuple[str, str]:
     names = [name if len(name) <= _SHOWN_NAME else name[:_SHOWN_NAME] + "…" for name in found.user_names]
     facts = [
         (found.content_bytes, _bytes(found.content_bytes), "content"),
+        (found.code_bytes, f"{counted(found.code_bytes, 'byte')} of kernels' code", ""),
+        (found.code_sources, f"{counted(found.code_sources, 'source')} of kernels", ""),
         (found.digests, f"{counted(found.digests, 'digest')} of content, with up to 64 elements each", "digests"),
         (found.scalar_results, f"values that {counted(found.scalar_results, 'op')} returned", "values of results"),
         (found.recipe_statistics, f"statistics of {counted(found.recipe_statistics, 'tensor')}", "statistics"),

@@ -12,13 +12,14 @@ from datetime import UTC, datetime
 from itertools import count, islice
 from typing import Any
 
-from replayfmt.format.codes import Codec, KernelKind, RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.codes import KernelKind, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.container.frames import MAX_NESTING
 from replayfmt.format.json_values import nested_deeper
 from replayfmt.format.model import Device, Session
 from replayfmt.format.printable import counted, printable, scope_count
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
+from .attachments import attachment_rows, code_in, payload_range
 from .contained import contained, statement
 from .files import Needs, file_rows, files_row, state, validation
 from .json_text import encode, integers, quote
@@ -58,10 +59,11 @@ def obstacles(reader: CaptureReader) -> list[str]:
     if any(node.kind == ValueKind.opaque for signature in used for node in signature.nodes):
         found.append("opaque arguments")
     if any(
-        kernel.kind != KernelKind.operator and reader.summary.kernel_calls.get(number)
+        (kernel.kind == KernelKind.collective or kernel.kind != KernelKind.operator and not kernel.attachments)
+        and reader.summary.kernel_calls.get(number)
         for number, kernel in enumerate(reader.kernels[1:], start=1)
     ):
-        found.append("kernels that are not operators")
+        found.append("kernels without code")
     if reader.summary.records.get(RecordKind.collective):
         found.append("collectives")
     if Needs(reader).unconfirmed(reader):
@@ -93,6 +95,7 @@ def summary_row(reader: CaptureReader) -> Row:
         "origin_bytes": _by_origin(summary.origin_bytes),
         "annotated": summary.annotated,
         "contains": contained(reader).row(),
+        "code": vars(code_in(reader)),
     }
 
 
@@ -145,7 +148,8 @@ def fingerprint(device: Device) -> Any:
 
 
 def definition_rows(reader: CaptureReader) -> Iterator[Row]:
-    """The session, then devices, kernels, generators, scopes, payloads, external files, ranges and recipes by id."""
+    """The session, then devices, kernels, generators, scopes, payloads, external files, ranges, recipes and attachments
+    by id."""
     yield session_row(reader.session)
     names = [None, *(str(device) for device in reader.devices[1:])]
     for number, device in enumerate(reader.devices[1:], start=1):
@@ -167,6 +171,7 @@ def definition_rows(reader: CaptureReader) -> Iterator[Row]:
             "schema": kernel.schema,
             "calls": reader.summary.kernel_calls.get(number, 0),
             "kernel_kind": kernel.kind.name,
+            "attachments": list(kernel.attachments),
         }
     for number, generator in enumerate(reader.generators[1:], start=1):
         yield {"kind": "generator", "id": number, "device": names[generator.device], "default": generator.default}
@@ -184,13 +189,10 @@ def definition_rows(reader: CaptureReader) -> Iterator[Row]:
             "id": payload.id,
             "bytes": payload.raw_bytes,
             "digest": payload.digest,
-            "range": {
-                "offset": payload.offset,
-                "length": payload.stored_bytes,
-                "compression": Codec(payload.codec).name,
-            },
+            "range": payload_range(payload),
         }
     yield from file_rows(reader, Needs(reader))
+    yield from attachment_rows(reader)
 
 
 def lines(rows: Iterator[Row]) -> Iterator[str]:
@@ -312,6 +314,7 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
         memory.append(f"{recipes} synthesized by a recipe")
         made_up += summary.origins[StorageOrigin.initializer]
     has, lacks = statement(contained(reader))
+    code = code_in(reader)
     unsupported = [f"{count:,} {reason}" for reason, count in sorted(summary.unsupported.items())]
     against = obstacles(reader)
     return [
@@ -322,6 +325,7 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
         *_file_facts_outside(reader),
         ("contains", has),
         ("lacks", lacks),
+        ("code", str(code) if code.attachments else ""),
         ("unsupported", ", ".join(unsupported) or "none"),
         (
             "strict replay",

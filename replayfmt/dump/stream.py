@@ -12,6 +12,7 @@ import numpy as np
 from replayfmt.format.codes import UNKNOWN_NS
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
+from .attachments import attachment_lines
 from .definitions import definition_rows, file_row, lines, storage_lines, summary_row, summary_text
 from .jsonl import JsonLines
 from .selection import Filter, Selection, selects_nothing
@@ -56,7 +57,8 @@ def text_chunks(
         yield summary_text(reader)
         return
     dialect = TextRows(reader)
-    head = iter([summary_text(reader), LEGEND])
+    attachments = attachment_lines(reader) if selection.everything else iter(())
+    head = chain([summary_text(reader)], attachments, [LEGEND])
     yield from _with_records(head, reader, dialect, chosen, selection, SmallValues(reader, values, dialect.values))
 
 

@@ -289,6 +289,7 @@ def test_the_schema_knows_every_kind_and_no_other() -> None:
         "external_file",
         "range",
         "recipe",
+        "attachment",
         "signature",
         "storage",
     }

@@ -29,6 +29,8 @@ def test_there_are_golden_captures() -> None:
         "reference-1.1.opreplay",
         "everything-1.2.opreplay",
         "recovered-1.2.opreplay",
+        "everything-1.3.opreplay",
+        "recovered-1.3.opreplay",
     }
 
 
@@ -84,17 +86,18 @@ def _assert_has(new: object, old: object) -> None:
 
 
 def test_the_golden_captures_have_every_kind_of_record_and_value() -> None:
-    added = {"1.0": set(), "1.1": {ValueKind.range, ValueKind.recipe}, "1.2": set()}
-    of_streams = {kind for kind in RecordKind if kind >= RecordKind.event_record}  # later than all of these
+    added = {"1.0": set(), "1.1": {ValueKind.range, ValueKind.recipe}, "1.2": set(), "1.3": set()}
+    of_streams = {kind for kind in RecordKind if kind >= RecordKind.event_record}  # since 1.3
     kinds = set(ValueKind) - {kind for later in added.values() for kind in later}
     for version, more in added.items():
         kinds |= more
+        records = set(RecordKind) - {RecordKind.none} - (of_streams if version < "1.3" else set())
         with open_capture(GOLDEN / f"everything-{version}.opreplay") as reader:
-            assert {record.kind for record in reader.records()} == set(RecordKind) - {RecordKind.none} - of_streams
+            assert {record.kind for record in reader.records()} == records
             assert {node.kind for signature in reader.signatures[1:] for node in signature.nodes} == kinds
 
 
-@pytest.mark.parametrize("version", [(1, 0), (1, 1), (1, 2)])
+@pytest.mark.parametrize("version", [(1, 0), (1, 1), (1, 2), (1, 3)])
 def test_a_recovered_capture_stays_of_its_version(tmp_path: Path, version: tuple[int, int]) -> None:
     cut, out = tmp_path / "cut.opreplay", tmp_path / "out.opreplay"
     cut.write_bytes((GOLDEN / f"everything-{version[0]}.{version[1]}.opreplay").read_bytes()[:-64])
@@ -104,6 +107,19 @@ def test_a_recovered_capture_stays_of_its_version(tmp_path: Path, version: tuple
         for position in range(len(reader.contents.frames)):
             assert reader.read_frame(position)[0].minor == version[1]
         assert (reader.summary.origins is None) == (version == (1, 0))
+
+
+@pytest.mark.parametrize("name", ["everything-1.3", "recovered-1.3"])
+def test_kernels_of_a_golden_capture_have_their_attachments(name: str) -> None:
+    with open_capture(GOLDEN / f"{name}.opreplay") as reader:
+        attachments = [reader.attachments[number] for number in reader.kernels[4].attachments]
+        assert [(each.role, each.name) for each in attachments] == [
+            ("source", "twice.py"),
+            ("cubin", ""),
+            ("from_the_future", "später.bin"),
+        ]
+        assert bytes(reader.payload(attachments[0].payload)) == b"def twice(x):\n    ...\n"
+        assert reader.kernels[5].attachments == (1,)
 
 
 def test_what_a_version_did_not_count_is_unknown_and_not_zero() -> None:

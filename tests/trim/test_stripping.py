@@ -283,6 +283,7 @@ def test_a_selection_that_names_a_path_is_redacted_too(tmp_path: Path) -> None:
         "recovered-1.1",
         "step-1.0",
         "everything-1.2",
+        "everything-1.3",
         "reference-1.1",
     ],
 )
