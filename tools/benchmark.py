@@ -18,6 +18,7 @@ from .compare import refuse_with_compare, run_compare
 from .per_op import PerOpFlags, per_op_options, run_per_op
 from .precision_flags import precision_options
 from .profiling_flags import profiled, profiling_options, profiling_request
+from .reconcile import check_reconcile, reconcile_options, run_reconcile
 from .replay_flags import ReplayFlags, replay_options
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ _REDRAW_S = 0.2
     help="With --replay-kernel-substitution: measure original and substituted kernels in alternation, and "
     "report for the whole replay, its scopes and each signature whether there is a difference.",
 )
+@reconcile_options
 @per_op_options
 @profiling_options
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
@@ -110,6 +112,9 @@ def cli(
     fail_above: str | None,
     noise_floor: bool,
     compare: bool,
+    reconcile: bool,
+    program: str | None,
+    program_runs: int,
     device_profiling_mode: str | None,
     device_profiling_output: str | None,
     force: bool,
@@ -143,11 +148,23 @@ def cli(
         options = Options(
             min_time, benchmark_repetitions, benchmark_warmup, flags.verify, replay_scope, precision, inputs or "hot"
         )
+    check_reconcile(context, replay_scope)
     against = BaselineFlags.of(baseline, fail_above, noise_floor)
     if benchmark_out is not None:
         refuse_input(_OUT, benchmark_out, capture)
     with ExitStack() as stack:
         out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
+        if reconcile:
+            run_reconcile(
+                lambda keep_going: flags.plan(capture, keep_going=keep_going),
+                options,
+                benchmark_format,
+                stack.enter_context(_progress()),
+                out.write if out is not None else None,
+                program,
+                program_runs,
+            )
+            return 0
         plan = stack.enter_context(flags.plan(capture, keep_going=per_op is not None))
         if per_op is not None:
             progress = stack.enter_context(_progress())

@@ -34,7 +34,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Measurement": (
         "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",
         "--benchmark-repetitions", "--warm", "--compare", "--baseline", "--fail-above",
-        "--noise-floor", "--per-op", "--roofline", "--peak-flops",
+        "--noise-floor", "--reconcile", "--program",
+        "--program-runs", "--per-op", "--roofline", "--peak-flops",
         "--peak-bandwidth", "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),
     "Permissions": ("--allow-operator", "--allow-import", "--allow-code", "--allow-incomplete", "--isolate"),
