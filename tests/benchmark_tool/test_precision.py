@@ -135,7 +135,7 @@ def test_the_tool_takes_the_flags_and_says_what_it_did(tools, captured):
     document = json.loads(tools("benchmark", captured, *flags, *given).out)
     assert (document["context"]["precision"], document["context"]["max_time"]) == (9.0, "30s")
     assert document["context"]["inputs"].startswith("cold: cpu: ")
-    assert document["benchmarks"][0]["iterations"] == 6
+    assert document["benchmarks"][0]["iterations"] >= 6  # what an interval takes, more on a busy machine
     refused = tools("benchmark", captured, *flags, "--benchmark-max-time=1s")
     assert refused.code == 2 and "has no effect" in refused.err
     few = ["--per-op", "--op-limit=1", "--benchmark-precision=900%", "--inputs=cold"]
