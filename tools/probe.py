@@ -1,4 +1,4 @@
-"""opreplay-probe: what happens inside a kernel: evaluate recordings of probes."""
+"""opreplay-probe: what happens inside a kernel: the probes there are, and reports of their recordings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import click
 
 from replayfmt.errors import UsageError
+from replayfmt.probes.definitions import find_probe, probe_row, shipped_probes
 from replayfmt.probes.evaluations.block_times import unwatched
 from replayfmt.probes.evaluations.memory import PredictedLaunch
 from replayfmt.probes.evaluations.tables import as_json, as_text
@@ -21,10 +22,11 @@ from .progress import record_bar
     "opreplay-probe",
     ("opreplay-probe report schedule run/result/0.731200.bin -o reports", "How were the blocks of a launch scheduled?"),
     ("opreplay-probe report overhead dmat=run1 block_sched=run2", "What did two probes cost?"),
+    ("opreplay-probe list", "Which probes are there?"),
     ("opreplay-probe report memory --predict=fill:32768,1,1:128,1,1:16:warp", "How much memory will a probe need?"),
 )
-@click.argument("action", type=click.Choice(["report"]))
-@click.argument("words", metavar="[KIND FILES…]", nargs=-1)
+@click.argument("action", type=click.Choice(["report", "list"]))
+@click.argument("words", metavar="[KIND FILES… | PROBES…]", nargs=-1)
 @click.option(
     "-o", "--output", metavar="DIR", type=click.Path(), help="Write KIND.txt, .json, .svg and .png to this folder."
 )
@@ -65,11 +67,15 @@ def cli(
     form: str,
     force: bool,
 ) -> None:
-    """Evaluate recordings of probes: `report KIND FILES…`.
+    """Evaluate recordings of probes (`report KIND FILES…`), or show what probes there are (`list`, and `list
+    FILE.toml` for your own).
 
     Exits with 0 once the report is printed and written, with 1 if it could not be written, with 3 if a recording is
     missing or not valid.
     """
+    if action == "list":
+        _list(words, form, bool(output or no_picture or section or tensors or predicted or force))
+        return
     if not words:
         raise UsageError(f"report: expected a KIND, one of {', '.join(KINDS)}, and its FILES")
     files = [NamedFile.parse(word) for word in words[1:]]
@@ -86,6 +92,19 @@ def cli(
                 say(line)
         for path in written:
             say(f"written: {path}", err=True)
+
+
+def _list(names: tuple[str, ...], form: str, others: bool) -> None:
+    if others:
+        raise UsageError("list: takes names or files of probes, and --format; other options are those of report")
+    probes = [find_probe(name) for name in names] or shipped_probes()
+    for probe in probes:
+        if form == "json":
+            click.echo(json.dumps(probe_row(probe)))
+            continue
+        say(f"{probe.name}: {probe.about}")
+        for name, text in list(probe_row(probe).items())[2:]:
+            say(f"  {name:13} {', '.join(text) if isinstance(text, list) else text}")
 
 
 def main() -> None:

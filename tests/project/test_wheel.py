@@ -81,7 +81,9 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     library = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "replayfmt").rglob("*") if path.suffix in {".py", ".cpp", ".h"}
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "replayfmt").rglob("*")
+        if path.suffix in {".py", ".cpp", ".h", ".toml"}
     }
     tools = {f"opreplay_tools/{path.name}" for path in (ROOT / "tools").iterdir() if path.suffix in {".py", ".md"}}
     programs = {f"opreplay_tools/programs/{path.name}" for path in (ROOT / "examples").glob("*.py")}
