@@ -138,22 +138,18 @@ class HotCall {
       return false;
     }
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    const Meta* meta = session_.meta_of(tensor);
-    if (!meta) {
+    Storage* storage = session_.storage_of(impl);
+    const int64_t seen = storage ? storage->find(tensor) : 0;
+    const auto* meta = seen ? nullptr : session_.meta_of(tensor);
+    if (!seen && !meta) {
       return false;
     }
-    Storage* storage = session_.storage_of(impl);
-    const int64_t offset = tensor.storage_offset();
-    if (!storage) {
-      if (impl->nbytes() != 0 && !tensor.is_meta() && impl->data() == nullptr) {
-        return false;
-      }
-    } else if (storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
-               (!storage->new_views && !storage->find(meta->id, offset))) {
+    if (storage ? storage->bytes != static_cast<int64_t>(impl->nbytes()) || (!storage->new_views && !seen)
+                : impl->nbytes() != 0 && !tensor.is_meta() && impl->data() == nullptr) {
       return false;
     }
     said_.key.push_back(kTensor);
-    made_.push_back({impl, storage, *meta, offset});
+    made_.push_back({impl, storage, meta, tensor.storage_offset(), seen});
     return true;
   }
   bool take_result(const std::vector<at::Tensor>& tensors) { return take_results(tensors); }
@@ -225,8 +221,9 @@ class HotCall {
   struct Made {
     c10::StorageImpl* impl;
     Storage* storage;  // none: it is new
-    Meta meta;
+    const Metas::value_type* meta;
     int64_t offset;
+    int64_t seen;      // as this tensor; 0: not yet
   };
   struct Place {
     size_t key, ints, floats;
@@ -245,15 +242,18 @@ class HotCall {
            std::equal(said_.floats.begin() + begin.floats, said_.floats.end(), value.floats.begin(), value.floats.end());
   }
 
-  int64_t new_view(Storage& storage, int64_t meta, int64_t offset) {
-    const int64_t tensor = session_.next_tensor.next();
-    const int64_t definition[] = {tensor, storage.id, offset, meta};
+  int64_t new_view(Storage& storage, const Metas::value_type* meta, int64_t offset) {
+    const int64_t tensor = session_.next_tensor.next(), id = meta->second.id;
+    const int64_t definition[] = {tensor, storage.id, offset, id};
     session_.definitions.add(definition, 4);
-    storage.views.push_back({meta, offset, tensor});
+    storage.views.push_back({id, offset, tensor, meta});
     return tensor;
   }
 
   int64_t number_of(const Made& made) {
+    if (made.seen) {
+      return made.seen;
+    }
     Storage* storage = made.storage ? made.storage : session_.storage_of(made.impl);  // another result may have made it
     if (!storage) {
       const auto bytes = static_cast<int64_t>(made.impl->nbytes());
@@ -261,11 +261,11 @@ class HotCall {
       const bool unwritten = op_.empty && !fills_empty();
       storage = &session_.add(made.impl, id, bytes, false, true);
       storage->unwritten = unwritten && bytes != 0 && made.impl->device_type() != at::kMeta;
-      const int64_t birth[] = {id, bytes, made.meta.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
+      const int64_t birth[] = {id, bytes, made.meta->second.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
       session_.births.add(birth, 5);
     }
-    const int64_t tensor = storage->find(made.meta.id, made.offset);
-    return tensor ? tensor : new_view(*storage, made.meta.id, made.offset);
+    const int64_t tensor = storage->find(made.meta->second.id, made.offset);
+    return tensor ? tensor : new_view(*storage, made.meta, made.offset);
   }
 
   void begin_results() {
@@ -293,20 +293,20 @@ class HotCall {
     }
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
-    const Meta* meta = session_.meta_of(tensor);
-    if (!storage || !meta || storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
+    if (!storage || storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
         (storage->unwritten && !fills(index, tensor, *storage))) {
       return false;
     }
     if (index == 0) {
       device_ = tensor.device().type();
     }
-    int64_t number = storage->find(meta->id, tensor.storage_offset());
+    int64_t number = storage->find(tensor);
     if (!number) {
-      if (!storage->new_views) {
+      const auto* meta = storage->new_views ? session_.meta_of(tensor) : nullptr;
+      if (!meta) {
         return false;
       }
-      number = new_view(*storage, meta->id, tensor.storage_offset());
+      number = new_view(*storage, meta, tensor.storage_offset());
     }
     tensors_.push_back(number);
     if (std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end()) {

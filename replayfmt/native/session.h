@@ -59,8 +59,30 @@ struct WordsEqual {
 template <typename Value>
 using ByWords = std::unordered_map<Words, Value, WordsHash, WordsEqual>;
 
+struct Meta {
+  int64_t id;
+  int64_t device;
+};
+
+// What a tensor looks like, apart from where in its storage it lies: dtype and device, sizes, strides.
+inline int64_t dtype_and_device(const at::TensorImpl& tensor) {
+  const auto device = tensor.device();
+  return (static_cast<int64_t>(c10::typeMetaToScalarType(tensor.dtype())) << 32) |
+         (static_cast<int64_t>(device.type()) << 16) | static_cast<uint8_t>(device.index());
+}
+using Metas = ByWords<Meta>;
+
 struct View {
   int64_t meta, offset, tensor;
+  const Metas::value_type* looks;
+
+  bool is_of(const at::TensorImpl& impl) const {
+    const auto sizes = impl.sizes(), strides = impl.strides();
+    const Words& words = looks->first;
+    return offset == impl.storage_offset() && words.size() == 1 + 2 * sizes.size() &&
+           words[0] == dtype_and_device(impl) && std::equal(sizes.begin(), sizes.end(), words.begin() + 1) &&
+           std::equal(strides.begin(), strides.end(), words.begin() + 1 + static_cast<std::ptrdiff_t>(sizes.size()));
+  }
 };
 
 // A storage that needs no care: its bytes come from recorded ops or from an import, and all that can happen to it is to
@@ -83,16 +105,20 @@ struct Storage {
     }
     return 0;
   }
+  // The view that a tensor is; 0 where it is none of them.
+  int64_t find(const at::Tensor& tensor) const {
+    for (const View& view : views) {
+      if (view.is_of(*tensor.unsafeGetTensorImpl())) {
+        return view.tensor;
+      }
+    }
+    return 0;
+  }
   void note_written(int64_t tensor) {
     if (std::find(written.begin(), written.end(), tensor) == written.end()) {
       written.push_back(tensor);
     }
   }
-};
-
-struct Meta {
-  int64_t id;
-  int64_t device;
 };
 
 class Session {
@@ -101,7 +127,8 @@ class Session {
   Rows rows{mutex}, births{mutex}, definitions{mutex};
   Counter next_storage, next_tensor;
   std::unordered_map<const c10::StorageImpl*, Storage> storages;
-  ByWords<Meta> metas;
+  Metas metas;
+  std::vector<const Metas::value_type*> metas_by_id;
   ByWords<int64_t> signatures;
   std::unordered_map<const c10::FunctionSchema*, std::shared_ptr<Operator>> operators;
   std::atomic<bool> hot{false};          // calls may be recorded here; written with the mutex held
@@ -135,19 +162,17 @@ class Session {
   }
 
   static Key meta_key(const at::Tensor& tensor) {
-    const auto* impl = tensor.unsafeGetTensorImpl();
-    const auto device = impl->device();
-    Key key{(static_cast<int64_t>(tensor.scalar_type()) << 32) | (static_cast<int64_t>(device.type()) << 16) |
-            static_cast<uint8_t>(device.index())};
-    key.append(impl->sizes().begin(), impl->sizes().end());
-    key.append(impl->strides().begin(), impl->strides().end());
+    const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    Key key{dtype_and_device(impl)};
+    key.append(impl.sizes().begin(), impl.sizes().end());
+    key.append(impl.strides().begin(), impl.strides().end());
     return key;
   }
 
   // With the mutex held.
-  const Meta* meta_of(const at::Tensor& tensor) const {
+  const Metas::value_type* meta_of(const at::Tensor& tensor) const {
     const auto found = metas.find(std::span<const int64_t>(meta_key(tensor)));
-    return found == metas.end() ? nullptr : &found->second;
+    return found == metas.end() ? nullptr : &*found;
   }
   int64_t signature_of(const Key& key) const {
     const auto found = signatures.find(std::span<const int64_t>(key));
@@ -179,7 +204,9 @@ class Session {
   void note_meta(const at::Tensor& tensor, int64_t id, int64_t device) {
     const Key key = meta_key(tensor);
     std::lock_guard<std::mutex> lock(mutex);
-    metas.emplace(Words(key.begin(), key.end()), Meta{id, device});
+    const auto& made = *metas.emplace(Words(key.begin(), key.end()), Meta{id, device}).first;
+    metas_by_id.resize(std::max(metas_by_id.size(), static_cast<size_t>(id) + 1));
+    metas_by_id[id] = &made;
   }
 
   // Once this has set it to false, no call appends a row any more without Python, and none draws random numbers.
@@ -221,8 +248,8 @@ class Session {
     Storage& storage = known ? *known : add(impl, id, bytes, true, new_views);
     storage.bytes = bytes;
     storage.new_views = new_views;
-    if (!storage.find(meta, offset)) {
-      storage.views.push_back({meta, offset, tensor});
+    if (!storage.find(meta, offset) && static_cast<size_t>(meta) < metas_by_id.size() && metas_by_id[meta]) {
+      storage.views.push_back({meta, offset, tensor, metas_by_id[meta]});
     }
     return !known;
   }
@@ -338,6 +365,7 @@ class Session {
     drawn.reset();
     storages.clear();
     metas.clear();
+    metas_by_id.clear();
     signatures.clear();
   }
 

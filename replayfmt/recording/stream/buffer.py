@@ -114,7 +114,8 @@ class RecordBuffer:
         count = min(len(self.rows), self.chunk_records)
         batch = RowBatch(self.rows.first(count), self._slots, self._entering)
         self._define()
-        newest = max(batch.newest_storage, self._newest_of(batch.tensors))
+        # All storages that are defined: their births are known, too, or their ids were lost.
+        newest = max(batch.newest_storage, int(self._live_definitions[:, 1].max(initial=0)))
         births = self._born()
         in_turn = int(np.count_nonzero(births[:, 0] == np.arange(len(births)) + self._first_storage))
         if newest >= self._first_storage + in_turn:
@@ -159,15 +160,6 @@ class RecordBuffer:
         if len(definitions) > 1:
             definitions = definitions[np.concatenate((definitions[1:, 0] != definitions[:-1, 0], [True]))]
         self._live_definitions = definitions
-
-    def _newest_of(self, tensors: np.ndarray) -> int:
-        """The largest storage id among defined tensors."""
-        if not len(tensors) or not len(self._live_definitions):
-            return 0
-        places = np.minimum(
-            np.searchsorted(self._live_definitions[:, 0], np.unique(tensors)), len(self._live_definitions) - 1
-        )
-        return int(self._live_definitions[places, 1].max())
 
 
 class RowBatch:
