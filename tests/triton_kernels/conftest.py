@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 
 
-def run_python(*arguments: str, interpret: str | None = None) -> subprocess.CompletedProcess[str]:
-    """A Python process, in which Triton is told to interpret or not, or (None) is told nothing."""
+def run_python(
+    *arguments: str, interpret: str | None = None, cache: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A Python process, in which Triton is told to interpret or not, or (None) is told nothing. `cache`: where it keeps
+    what it compiles."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
     environment.pop("TRITON_INTERPRET", None)
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache)
     if interpret is not None:
         environment["TRITON_INTERPRET"] = interpret
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)

@@ -1,0 +1,123 @@
+"""Launches of compiled kernels, recorded and launched again on a device that is not there. As a script it works in the
+directory that it is given, and prints what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import replayfmt
+from replayfmt.errors import ReplayFailed
+from replayfmt.format.attachments import contents_of
+from replayfmt.format.codes import KernelKind
+from replayfmt.format.reader import CaptureReader
+from replayfmt.replay.code.triton_kernels import resolve_triton
+from tests.triton_kernels import programs
+from tests.triton_kernels.fake_device import install
+
+
+def double(x: torch.Tensor, n: int, block: int) -> None:
+    x[:n] *= 2
+
+
+def fill(out: torch.Tensor, value: float, n: int, block: int) -> None:
+    out[:n] += value
+
+
+DOES = {"double_kernel": double, "fill_kernel": fill}
+
+
+def record(path: Path) -> list[float]:
+    x = torch.arange(8.0)
+    with replayfmt.capture(path, digests="ops"):
+        programs.double_kernel[(2,)](x, 8, BLOCK=4, num_warps=2)
+        programs.double_kernel[(2,)](x, 8, BLOCK=4, num_warps=2)
+        programs.double_kernel[(1,)](x[1:], 3, BLOCK=4)  # of another alignment
+        compiled = programs.double_kernel.warmup(x, 8, BLOCK=8, grid=(1,))
+        compiled[(1, 1, 1)](x, 8, 8)  # past the decorated function
+        programs.tuned_kernel[lambda meta: (triton.cdiv(8, meta["BLOCK"]),)](x, 0.5, 8)
+    return x.tolist()
+
+
+def kernels_of(path: Path) -> list[dict[str, Any]]:
+    with CaptureReader(path) as reader:
+        assert reader.summary is not None and not reader.summary.unsupported, reader.summary.unsupported
+        kernels = [kernel for kernel in reader.kernels if kernel is not None and kernel.kind is KernelKind.triton]
+        return [{"kernel": kernel, "contents": contents_of(reader, kernel)} for kernel in kernels]
+
+
+def launched(kernel: Any, contents: dict[str, bytes], *arguments: Any, **options: Any) -> dict[str, Any]:
+    """What comes of launching a captured kernel."""
+    resolved = resolve_triton(kernel, lambda: contents, frozenset({"cuda"}))
+    if isinstance(resolved, str):
+        return {"refused": resolved}
+    try:
+        resolved.call(*arguments, **options)
+    except ReplayFailed as error:
+        return {"how": resolved.how, "failed": str(error)}
+    return {"how": resolved.how}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    found: dict[str, Any] = {}
+    for arch in (80, 90):
+        driver = install(arch, DOES)
+        programs.double_kernel.device_caches.clear()
+        programs.fill_kernel.device_caches.clear()
+        path = folder / f"sm{arch}.opreplay"
+        result = record(path)
+        made = [(name, grid, warps) for name, grid, warps in driver.launches]
+        found[f"sm{arch}"] = {
+            "result": result,
+            "launches": made,
+            "kernels": [
+                {
+                    "name": each["kernel"].qualified_name,
+                    "schema": each["kernel"].schema,
+                    "roles": sorted(each["contents"]),
+                    "metadata": json.loads(each["contents"]["metadata"]),
+                    "elf": each["contents"]["cubin"][:4] == b"\x7fELF",
+                }
+                for each in kernels_of(path)
+            ],
+        }
+    here = kernels_of(folder / "sm90.opreplay")
+    first = here[0]
+    kernel, contents = first["kernel"], first["contents"]
+    options = {"BLOCK": 4, "grid": [2], "num_warps": 2, "num_ctas": 1, "num_stages": 3}
+    cases: dict[str, Any] = {}
+
+    def case(name: str, arch: int, contents: dict[str, bytes], x: torch.Tensor, **changed: Any) -> None:
+        driver = install(arch, DOES)
+        cases[name] = {
+            **launched(kernel, contents, x, 8, **{**options, **changed}),
+            "launches": driver.launches,
+            "stored": [binary == first["contents"]["cubin"] for binary in driver.loaded],
+            "x": x.tolist(),
+        }
+
+    case("same device", 90, contents, torch.ones(8))
+    case("another device", 80, contents, torch.ones(8))
+    changed = json.loads(contents["metadata"])
+    changed["compiled"]["triton_version"] = "3.0.0"
+    case("another Triton", 90, {**contents, "metadata": json.dumps(changed).encode()}, torch.ones(8))
+    case("without a binary", 90, {role: contents[role] for role in ("source", "metadata")}, torch.ones(8))
+    case("another binary", 90, {**contents, "cubin": contents["cubin"] + b"\0"}, torch.ones(8))
+    case("another dtype", 90, contents, torch.ones(8, dtype=torch.float64))
+    case("another alignment", 90, contents, torch.ones(9)[1:])
+    case("another constant", 90, contents, torch.ones(8), BLOCK=8)
+    case("other options", 90, contents, torch.ones(8), num_warps=4)
+    case("too many programs", 90, contents, torch.ones(8), grid=[1 << 40])
+    case("too many programs beside each other", 90, contents, torch.ones(8), grid=[1, 1 << 16])
+    found["cases"] = cases
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

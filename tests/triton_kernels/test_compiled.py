@@ -1,0 +1,99 @@
+"""Launches of kernels that Triton compiled, ahead of time for devices that are not there: a driver of the tests' own
+notes what Triton launches and does it on the CPU. Everything else is Triton's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.triton_kernels.conftest import run_python
+
+STAGES = {"source", "metadata", "ttir", "ttgir", "llir", "ptx", "cubin"}
+DOUBLED, AS_IT_WAS = [2.0] * 8, [1.0] * 8
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    triton = pytest.importorskip("triton")
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    if not ptxas.exists() and shutil.which("ptxas") is None:
+        pytest.skip("Triton has no ptxas here")
+    folder = tmp_path_factory.mktemp("compiled")
+    done = run_python(
+        "-m", "tests.triton_kernels.compiled_programs", str(folder), interpret="0", cache=folder / "cache"
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_keep_what_was_compiled_for_the_target(found: dict[str, Any], arch: int) -> None:
+    kernels = found[f"sm{arch}"]["kernels"]
+    assert [each["name"].partition(".")[0] for each in kernels] == ["triton::double_kernel"] * 3 + [
+        "triton::fill_kernel"
+    ]
+    assert len({each["name"] for each in kernels}) == 4
+    for each in kernels:
+        said = each["metadata"]
+        assert set(each["roles"]) == STAGES and each["elf"]
+        assert said["target"] == {"backend": "cuda", "arch": arch, "warp_size": 32}
+        assert set(said["sha256"]) == STAGES - {"source", "metadata"}
+        assert said["writes"] == "ir"
+        assert "(Tensor(a0!) " in each["schema"] and "int num_warps, int num_ctas, int num_stages" in each["schema"]
+    specializations = [each["metadata"]["specialization"] for each in kernels[:2]]
+    assert specializations[0]["signature"] == {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+    aligned, shifted = ([kind for _, kind in each["attributes"]][0] for each in specializations)
+    assert (aligned, shifted) == ([["tt.divisibility", 16]], [])
+    assert "BLOCK: 32, num_warps: 8" in kernels[3]["metadata"]["configuration"]
+
+
+def test_every_launch_was_made_once(found: dict[str, Any]) -> None:
+    """What was recorded made no launch of its own; the autotuner's were not changed."""
+    plain = [["double_kernel", [2, 1, 1], 2]] * 2 + [["double_kernel", [1, 1, 1], 4]] * 2
+    trials = [["fill_kernel", [1, 1, 1], warps] for warps in (2, 4, 8)]
+    assert found["sm80"]["launches"] == [*plain, *trials, ["fill_kernel", [1, 1, 1], 8]]
+    assert found["sm90"]["launches"] == [*plain, ["fill_kernel", [1, 1, 1], 8]]
+    assert found["sm80"]["result"] == found["sm90"]["result"]
+
+
+def test_the_stored_binary_is_launched_where_device_and_version_match(found: dict[str, Any]) -> None:
+    case = found["cases"]["same device"]
+    assert (case["how"], case["stored"], case["x"]) == ("launched from the stored binary", [True], DOUBLED)
+    assert case["launches"] == [["double_kernel", [2, 1, 1], 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("another device", ": it was compiled for cuda:90, this is cuda:80"),
+        ("another Triton", ": it was compiled by Triton 3.0.0, this is "),
+        ("without a binary", ""),
+    ],
+)
+def test_elsewhere_the_stored_source_is_compiled(found: dict[str, Any], name: str, why: str) -> None:
+    case = found["cases"][name]
+    assert case["how"].startswith("compiled by Triton from the stored source" + why)
+    assert (case["stored"], case["x"]) == ([False], DOUBLED)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("another binary", "its cubin does not match the hash in its metadata"),
+        ("another dtype", "takes a tensor of torch.float32 as x, not torch.float64"),
+        ("another alignment", "its binary was not compiled for: attributes"),
+        ("another constant", "its binary was not compiled for: constants"),
+        ("other options", "num_warps: compiled for 2, given 4"),
+        ("too many programs", "a grid of 1,099,511,627,776 programs"),
+        ("too many programs beside each other", "a grid of 65,536 programs"),
+    ],
+)
+def test_what_a_binary_is_not_for_is_refused_before_the_launch(found: dict[str, Any], name: str, why: str) -> None:
+    case = found["cases"][name]
+    assert why in case.get("refused", "") + case.get("failed", "")
+    assert (case["launches"], case["x"]) == ([], AS_IT_WAS)
