@@ -75,6 +75,12 @@ _COUNT = click.IntRange(min=0)
 )
 @click.option("--redact", is_flag=True, help="Leave out host name, user, command line, and the directories of files.")
 @click.option(
+    "--no-sources",
+    is_flag=True,
+    help="Leave out the source of kernels that are no operators, intermediate code that names files, and the paths in "
+    "their metadata: a replay needs binaries that fit its machine.",
+)
+@click.option(
     "--digests",
     type=click.Choice(DIGESTS),
     default="live",
@@ -162,6 +168,7 @@ def cli(
     file_policy: str | None,
     file_validation: str | None,
     redact: bool,
+    no_sources: bool,
     digests: str,
     audit: bool,
     compiled: str,
@@ -193,6 +200,7 @@ def cli(
         file_policy=file_policy,
         file_validation=file_validation,
         redact=redact,
+        sources=not no_sources,
         digests=digests,
         audit=audit,
         compiled=compiled,

@@ -20,7 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Scopes": ("--mark", "--module-scopes"),
     "Content": (
-        "--payload", "--redact", "--file", "--file-policy", "--file-validation", "--replay-file-remap",
+        "--payload", "--redact", "--no-sources", "--file", "--file-policy", "--file-validation", "--replay-file-remap",
         "--replay-initializer", "--list-initializers", "--moe-routing", "--script", "--script-data", "--vectors",
         "--recover", "--add-digests",
     ),

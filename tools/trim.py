@@ -6,6 +6,7 @@ import getpass
 import os
 from dataclasses import replace
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import click
 
@@ -64,6 +65,12 @@ from .replay_flags import ReplayFlags, flag_of, replay_options
 )
 @click.option("--redact", is_flag=True, help="Leave out host name, user, command line, and the directories of files.")
 @click.option(
+    "--no-sources",
+    is_flag=True,
+    help="Leave out the source of kernels that are no operators, intermediate code that names files, and the paths in "
+    "their metadata: a replay needs binaries that fit its machine.",
+)
+@click.option(
     "--script",
     metavar="OUT.py",
     help="Write the selected ops as a Python script that needs only torch, instead of a capture: one op per "
@@ -99,6 +106,7 @@ def cli(
     signatures: tuple[str, ...],
     payload: str,
     redact: bool,
+    no_sources: bool,
     script: str | None,
     script_data: str | None,
     vectors: str | None,
@@ -127,8 +135,9 @@ def cli(
         raise UsageError("--partial is for --vectors")
     if sum(each is not None for each in (script, vectors, out)) != 1:
         raise UsageError("name one output: OUT for a capture, --script=OUT.py, or --vectors=DIR")
-    if redact and out is None:
-        raise UsageError("--redact is for captures")
+    for flag, given in (("--redact", redact), ("--no-sources", no_sources)):
+        if given and out is None:
+            raise UsageError(f"{flag} is for captures")
     if vectors is not None:
         if payload != "full":
             raise UsageError(f"--payload={payload} is for captures; test vectors are content")
@@ -142,26 +151,26 @@ def cli(
     assert out is not None
     if payload == "none":
         _replays_nothing(flags, "--payload=none")
-        _strip(capture, out, wanted, force, flags)
+        _strip(capture, out, wanted, force, flags, not no_sources)
         return
-    less = redact or payload == "integers"
-    if wanted.everything and less:
-        _replays_nothing(flags, "--redact or --payload=integers without a selection")
-        _report(_copy(capture, out, redact, payload, force, flags.allow_incomplete))
+    less = Less(redact, payload == "integers", not no_sources)
+    if wanted.everything and less != Less():
+        _replays_nothing(flags, "--redact, --no-sources or --payload=integers without a selection")
+        _report(_copy(capture, out, less, force, flags.allow_incomplete))
         return
     if wanted.everything:
         raise UsageError(
             "nothing is selected: give --ops, --scope, --kernel or --signature (or --payload=none, "
-            "--payload=integers or --redact, to keep everything, with less in it)"
+            "--payload=integers, --redact or --no-sources, to keep everything, with less in it)"
         )
-    if not less:
+    if less == Less():
         _report(_trim(capture, out, wanted, force, flags))
         return
     check_place(out, force)
     with TemporaryDirectory(prefix=".trim-", dir=os.path.dirname(out) or ".") as folder:
         part = os.path.join(folder, os.path.basename(out))
         trimmed = _trim(capture, part, wanted, force, flags)
-        _report(_copy(part, out, redact, payload, force, allow_incomplete=False), trimmed)
+        _report(_copy(part, out, less, force, allow_incomplete=False), trimmed)
 
 
 def _replays_nothing(flags: ReplayFlags, why: str) -> None:
@@ -175,7 +184,7 @@ def _replays_nothing(flags: ReplayFlags, why: str) -> None:
         raise UsageError(f"{why} replays nothing: leave {', '.join(given)} out")
 
 
-def _strip(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
+def _strip(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags, sources: bool) -> None:
     with open_capture(capture) as reader:
         _report(
             strip_capture(
@@ -185,23 +194,26 @@ def _strip(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFla
                 force=force,
                 allow_incomplete=flags.allow_incomplete,
                 words=_user(),
+                sources=sources,
                 on_prediction=_predicted,
             )
         )
 
 
-def _copy(capture: str, out: str, redact: bool, payload: str, force: bool, allow_incomplete: bool) -> TrimResult:
+class Less(NamedTuple):
+    """What a copy of a whole capture is to have less in it."""
+
+    redact: bool = False
+    integers_only: bool = False
+    sources: bool = True
+
+
+def _copy(capture: str, out: str, less: Less, force: bool, allow_incomplete: bool) -> TrimResult:
     from replayfmt.trim.redacting import copy_capture
 
     with open_capture(capture) as reader:
         return copy_capture(
-            reader,
-            out,
-            redact=redact,
-            integers_only=payload == "integers",
-            force=force,
-            allow_incomplete=allow_incomplete,
-            words=_user(),
+            reader, out, **less._asdict(), force=force, allow_incomplete=allow_incomplete, words=_user()
         )
 
 

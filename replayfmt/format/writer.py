@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from .definitions.recipes import RECIPES
 from .definitions.scopes import SCOPES
 from .definitions.signatures import SIGNATURES
 from .json_values import nested_deeper
+from .kept_attachments import KeptAttachments
 from .model import (
     Attachment,
     Device,
@@ -80,6 +81,7 @@ class CaptureWriter:
         self._payloads = PayloadOutput(self._frames)
         self._definitions = InternedDefinitions(self._whole, self._payloads.length)
         self._tally = Tally()
+        self.keeps = KeptAttachments()  # what `attach` writes
         self.summary: Summary | None = None  # of all that the capture holds, once it is closed
         self._closed = False
         with self._whole():
@@ -125,6 +127,17 @@ class CaptureWriter:
         """The id of an attachment, for Kernel.attachments. Raises ValueError for a role that is no identifier, or if
         there is no such payload."""
         return self._define(ATTACHMENTS, attachment)
+
+    def attach(self, attachments: Iterable[tuple[str, str, bytes | memoryview]]) -> tuple[int, ...]:
+        """The ids of attachments, each given by role, name and content, for Kernel.attachments: of those that this
+        capture keeps, in the form in which it keeps them."""
+        forms = ((role, self.keeps.form(role, name, content)) for role, name, content in attachments)
+        kept = (
+            self.attachment(Attachment(role, form[0], self.payload(form[1])))
+            for role, form in forms
+            if form is not None
+        )
+        return tuple(dict.fromkeys(kept))
 
     def kernel(self, kernel: Kernel) -> int:
         """The id of a kernel. Raises ValueError for a name that no operator can have, or an attachment that is not

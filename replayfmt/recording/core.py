@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from replayfmt.errors import CaptureFailed, OpReplayError
+from replayfmt.format.kept_attachments import KeptAttachments
 from replayfmt.format.model import Session
 from replayfmt.format.printable import printable
 from replayfmt.format.redaction import Redaction
@@ -118,6 +119,9 @@ class Core:
             self.writer = CaptureWriter(path, session, force=options.force)
         else:
             self.writer = RedactedWriter(path, session, redaction, force=options.force)
+        if redaction is not None or not options.sources:
+            redaction_of_code = redaction or Redaction(session, user_names())
+            self.writer.keeps = KeptAttachments(redaction_of_code, options.sources)
         self.started = time.perf_counter_ns()
         scalars = options.payload == "full"
         native = None if self.hook is None else self.hook.session(self.started, options.chunk_records, scalars)

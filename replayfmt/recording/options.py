@@ -9,6 +9,7 @@ from typing import Any
 
 from replayfmt.errors import UsageError
 from replayfmt.format.arguments import choice_of, flag_of, paths_of, shown, text_of, texts_of
+from replayfmt.format.kept_attachments import WITHOUT_SOURCES
 from replayfmt.format.policies import OPAQUE_RESULTS
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.operators import is_pytorchs
@@ -45,21 +46,23 @@ class CaptureOptions:
     replay recognizes a file, by its `identity` (device, inode, length, modification time) or by a `digest` of all its
     content; None: `identity`.
 
-    `redact`: leave out host name, user, command line, and the directories of files. `digests`: what verification will
-    compare. `audit`: hash every op's inputs before it runs, and import again what was written from outside. `compiled`:
-    torch.compile'd regions run as they would (`keep`) or as their operators (`eager`). `opaque_results` names results
-    that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are never compared. `inside` and `whole`: operators
-    of other packages (`vllm::unified_attention`, or a pattern, `vllm::*`) to record as the operators inside them, or
-    always as one op. Operators named by neither are observed if they are written in Python (observing.py). `native`:
-    `auto` counts the operators of threads that cannot be recorded, with a library that is built once; `off` does not
-    count them; None: what the environment variable OPREPLAY_NATIVE says, or `auto`. `recorder`: `native` sees operators
-    below autograd, through a library that is built once, and leaves the program as it is; `python` is a dispatch mode;
-    `auto` is `native` if that library is available; None: what OPREPLAY_RECORDER says, or `auto`. `start_op` and
-    `stop_op` count ops from 0; ops in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names:
-    recording starts when the first is entered for the first time, and stops for good when the second is next left;
-    `NAME#N` means the scope of that name that begins as number N, counted from 0 and from the start of the capture.
-    `steps`: `A:B` records the steps A up to, not including, B of a training loop, counted from 0; a step ends when the
-    `step()` of a PyTorch optimizer returns. `force` overwrites an existing file. `chunk_records`: records per frame.
+    `redact`: leave out host name, user, command line, and the directories of files. `sources`: keep the source of
+    kernels that are no operators; without it, intermediate code that names files and the paths in their metadata are
+    left out, too. `digests`: what verification will compare. `audit`: hash every op's inputs before it runs, and import
+    again what was written from outside. `compiled`: torch.compile'd regions run as they would (`keep`) or as their
+    operators (`eager`). `opaque_results` names results that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they
+    are never compared. `inside` and `whole`: operators of other packages (`vllm::unified_attention`, or a pattern,
+    `vllm::*`) to record as the operators inside them, or always as one op. Operators named by neither are observed if
+    they are written in Python (observing.py). `native`: `auto` counts the operators of threads that cannot be recorded,
+    with a library that is built once; `off` does not count them; None: what the environment variable OPREPLAY_NATIVE
+    says, or `auto`. `recorder`: `native` sees operators below autograd, through a library that is built once, and
+    leaves the program as it is; `python` is a dispatch mode; `auto` is `native` if that library is available; None:
+    what OPREPLAY_RECORDER says, or `auto`. `start_op` and `stop_op` count ops from 0; ops in [start_op, stop_op) are
+    recorded. `start_scope` and `stop_scope` are scope names: recording starts when the first is entered for the first
+    time, and stops for good when the second is next left; `NAME#N` means the scope of that name that begins as number
+    N, counted from 0 and from the start of the capture. `steps`: `A:B` records the steps A up to, not including, B of a
+    training loop, counted from 0; a step ends when the `step()` of a PyTorch optimizer returns. `force` overwrites an
+    existing file. `chunk_records`: records per frame.
     """
 
     payload: str = "full"
@@ -67,6 +70,7 @@ class CaptureOptions:
     file_policy: str | None = None
     file_validation: str | None = None
     redact: bool = False
+    sources: bool = True
     digests: str = "live"
     audit: bool = False
     compiled: str = "keep"
@@ -111,7 +115,7 @@ class CaptureOptions:
                 )
             object.__setattr__(self, "digests", "none")
         self._check_files()
-        for name in ("redact", "audit", "force"):
+        for name in ("redact", "sources", "audit", "force"):
             object.__setattr__(self, name, flag_of(name, getattr(self, name)))
         given = texts_of("opaque_results", self.opaque_results)
         object.__setattr__(self, "opaque_results", given)
@@ -207,6 +211,8 @@ class CaptureOptions:
             "compiled": self.compiled,
         }
         stated |= {name: " ".join(getattr(self, name)) for name in ("inside", "whole") if getattr(self, name)}
+        if not self.sources:
+            stated |= WITHOUT_SOURCES
         for name in (*_LIMITS, "steps"):
             if getattr(self, name) is not None:
                 stated[name] = getattr(self, name)

@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from replayfmt.errors import InvalidCapture
+from replayfmt.format.attachments import attachments_of
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
+from replayfmt.format.kept_attachments import KeptAttachments
 from replayfmt.format.model import (
     CompositeValue,
     ExternalFile,
@@ -28,6 +30,7 @@ from replayfmt.format.model import (
     TensorValue,
     Value,
 )
+from replayfmt.format.printable import counted
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.records.builder import Moment, RecordBuilder, RecordSlots
 from replayfmt.format.redaction import Redaction
@@ -44,16 +47,20 @@ class Copier:
     `rewrite` may change the form of a record's signature, arguments and results; it depends on the signature alone.
     """
 
-    def __init__(self, reader: CaptureReader, writer: CaptureWriter, redaction: Redaction | None = None) -> None:
+    def __init__(
+        self, reader: CaptureReader, writer: CaptureWriter, redaction: Redaction | None = None, *, sources: bool = True
+    ) -> None:
+        """`sources`: whether sources of kernels are kept."""
         self.reader = reader
         self.writer = writer
+        self.writer.keeps = KeptAttachments(redaction if sources else redaction or Redaction(reader.session), sources)
+        self.attachments_kept = self.attachments_left_out = 0  # of all kernels together
         self._redaction = redaction
         self.rewrite: Callable[[Signature, Values, Values], tuple[Signature, Values, Values]] | None = None
         self._builder = RecordBuilder(writer)
         self.storages: dict[int, int] = {}  # storage of the reader → storage of the writer
         self._devices: dict[int, int] = {}
         self._kernels: dict[int, int] = {}
-        self._attachments: dict[int, int] = {}
         self._scopes: dict[int, int] = {0: 0}
         self._placements: dict[int, int] = {0: 0}
         self._metas: dict[int, int] = {}
@@ -84,18 +91,14 @@ class Copier:
         if number not in self._kernels:
             kernel = self.reader.kernels[number]
             assert kernel is not None
-            attachments = tuple(self.attachment(each) for each in kernel.attachments)
+            attachments = self.writer.attach(
+                (each.role, each.name, self.reader.payload(each.payload))
+                for each in attachments_of(self.reader, kernel)
+            )
+            self.attachments_kept += len(attachments)
+            self.attachments_left_out += len(kernel.attachments) - len(attachments)
             self._kernels[number] = self.writer.kernel(replace(kernel, attachments=attachments))
         return self._kernels[number]
-
-    def attachment(self, number: int) -> int:
-        """Copy an attachment of a kernel with its bytes, exactly."""
-        if number not in self._attachments:
-            attachment = self.reader.attachments[number]
-            assert attachment is not None
-            payload = self.writer.payload(self.reader.payload(attachment.payload))
-            self._attachments[number] = self.writer.attachment(replace(attachment, payload=payload))
-        return self._attachments[number]
 
     def scope(self, number: int) -> int:
         if number not in self._scopes:
@@ -310,6 +313,23 @@ class Copier:
         if self._builder.bears_nothing_but_storages:
             raise InvalidCapture(f"{self.reader.path}: storages without a record that uses them")
         self._builder.flush()
+
+
+def notes_on_code(copier: Copier, *, redacted: bool) -> list[str]:
+    """What a user has to know about the code that a copy holds, or does not."""
+    kept, left_out = copier.attachments_kept, copier.attachments_left_out
+    notes = []
+    if left_out:
+        notes.append(
+            f"{counted(left_out, 'attachment')} of kernels left out (source, and what names files): a replay takes a "
+            "binary that fits its machine, and refuses a kernel without one"
+        )
+    if redacted and kept:
+        notes.append(
+            f"{counted(kept, 'attachment')} of kernels kept: code is as it was written, with the names and paths in it"
+            + ("" if left_out else "; --no-sources leaves source out")
+        )
+    return notes
 
 
 def nested_values(values: Iterable[Value]) -> Iterator[Value]:

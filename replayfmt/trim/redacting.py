@@ -14,11 +14,12 @@ from typing import Any
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import DType, RecordKind, StorageOrigin
+from replayfmt.format.kept_attachments import WITHOUT_SOURCES
 from replayfmt.format.model import GeneratorValue, PayloadValue, RangeValue, Recipe, RecipeValue, Record
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import Redaction
 
-from .copying import Copier
+from .copying import Copier, notes_on_code
 from .schedule import Enter, Planner
 from .selection import Wanted, resolve
 from .trimming import TrimResult, output, refuse_incomplete, writer_of
@@ -33,13 +34,15 @@ def copy_capture(
     *,
     redact: bool,
     integers_only: bool,
+    sources: bool = True,
     force: bool = False,
     allow_incomplete: bool = False,
     words: tuple[str, ...] = (),
 ) -> TrimResult:
     """Rewrite the capture: with `redact` without host name, user, command line and directories, and with `words`,
     further names, removed from texts; with `integers_only` without floating-point content, of which only statistics
-    remain, and without anything to verify a replay with.
+    remain, and without anything to verify a replay with; without `sources` without the sources of kernels that are no
+    operators.
 
     Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and the errors of
     reading and writing.
@@ -56,14 +59,17 @@ def copy_capture(
         )
         if integers_only:
             session = replace(session, policies={**session.policies, "payload": "integers", "digests": "none"})
+        if not sources:
+            session = replace(session, policies={**session.policies, **WITHOUT_SOURCES})
         with writer_of(partial, session) as writer:
-            copier = Copier(reader, writer, redaction)
+            copier = Copier(reader, writer, redaction, sources=sources)
             contents = _Contents(copier, _UsedDtypes(reader) if integers_only else None)
             _Copying(copier, schedule, kept, contents, annotate=False, values=not integers_only).finish()
             writer.close(reader.summary.ended_ns or 0)
         result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes)
     if redaction is not None:
         result.notes += _lost_strings(reader, redaction)
+    result.notes += notes_on_code(copier, redacted=redaction is not None)
     return result
 
 

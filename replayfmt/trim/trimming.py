@@ -17,6 +17,7 @@ from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, Replay
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.container.output import check_place, remove_unfinished, same_file
 from replayfmt.format.external.file_remap import FileRemaps
+from replayfmt.format.kept_attachments import WITHOUT_SOURCES
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
 from replayfmt.format.policies import (
     OPAQUE_RESULTS,
@@ -30,7 +31,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 
-from .copying import Copier
+from .copying import Copier, notes_on_code
 from .producers import givers, with_producers
 from .schedule import Planner, Schedule
 from .selection import Kept, Wanted, resolve
@@ -125,9 +126,11 @@ def strip_capture(
     force: bool = False,
     allow_incomplete: bool = False,
     words: tuple[str, ...] = (),
+    sources: bool = True,
     on_prediction: Callable[[Prediction], None] = lambda prediction: None,
 ) -> TrimResult:
-    """Write only the metadata of a capture, or of a part of it. `words` are names to remove from texts.
+    """Write only the metadata of a capture, or of a part of it, without `sources` without the sources of kernels that
+    are no operators. `words` are names to remove from texts.
 
     Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and the errors of
     reading and writing.
@@ -145,11 +148,14 @@ def strip_capture(
         session = replace(
             session, session_id=str(uuid.uuid4()), settings=settings, policies={**session.policies, **POLICIES}
         )
+        if not sources:
+            session = replace(session, policies={**session.policies, **WITHOUT_SOURCES})
         with writer_of(partial, session) as writer:
-            copier = Copier(reader, writer, redaction)
+            copier = Copier(reader, writer, redaction, sources=sources)
             write_stripped(copier, schedule, kept, annotate=not wanted.everything)
             writer.close(reader.summary.ended_ns or 0)
-        return TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, 0)
+        notes = notes_on_code(copier, redacted=True)
+        return TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, 0, notes=notes)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from format.reseal import change_tables
 from format.samples import IMPORT, Records, op
+from in_process import Tools
 
 import replayfmt
 from replayfmt.errors import InvalidCapture, ReplayRefused, UsageError
@@ -197,6 +198,39 @@ def test_metadata_that_names_a_module_imports_nothing(
     assert "--allow-code" in refusal(path, allow_code=False)
     assert replayfmt.run(path, verify="none", allow_code=True).outcome == "ok"
     assert not (tmp_path / "imported").exists() and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run",),
+        ("run", "--keep-going"),
+        ("benchmark", "--benchmark-min-time=1x"),
+        ("benchmark", "--per-op", "--benchmark-min-time=1x"),
+        ("trim", "--ops=0:2"),
+        ("trim", "--ops=0:2", "--vectors=vectors"),
+        ("trim", "--ops=0:2", "--script=script.py", "--script-data=data.safetensors"),
+    ],
+    ids=" ".join,
+)
+def test_no_tool_runs_code_without_leave(
+    tmp_path: Path, resolver: Negating, tools: Tools, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "code.opreplay")
+    tool, *flags = arguments
+    out = ["out.opreplay"] if arguments == ("trim", "--ops=0:2") else []
+    ran = tools(tool, *flags, path, *out)
+    assert ran.code == 1 and "--allow-code" in ran.out + ran.err
+    assert resolver.seen == [] and not (tmp_path / "ran").exists()
+
+
+def test_the_flag_lets_code_run(tmp_path: Path, resolver: Negating, tools: Tools) -> None:
+    path = write(tmp_path / "code.opreplay", kernels=2)
+    ran = tools("run", "--allow-code", "--verify=none", path)
+    assert (ran.code, ran.err) == (0, "") and len(resolver.seen) == 2
+    ran = tools("benchmark", "--allow-code", "--verify=none", "--benchmark-min-time=1x", path)
+    assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize(("count", "fits"), [(1024, True), (1025, False), (1 << 20, False)])

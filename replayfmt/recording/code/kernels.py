@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from replayfmt.format.codes import KernelKind
-from replayfmt.format.model import Attachment, Kernel
+from replayfmt.format.model import Kernel
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch import operators
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
@@ -83,7 +83,4 @@ class CodeKernel(CapturedKernel):
 
     def definition(self, writer: CaptureWriter) -> Kernel:
         """The kernel's definition in a capture, its attachments written."""
-        attachments = tuple(
-            writer.attachment(Attachment(each.role, each.name, writer.payload(each.content))) for each in self._attached
-        )
-        return Kernel(self.name, self.overload, self.schema, self._kind, attachments)
+        return Kernel(self.name, self.overload, self.schema, self._kind, writer.attach(self._attached))
