@@ -71,30 +71,30 @@ class Preparation:
             self.opaque = OpaqueResults([*_stated(self.reader), *_matching(self.reader, opaque_results)])
             self._opaque_results: tuple[OpaqueResult, ...] | None = None  # listed because the last one was found
             self._imports = AllowedImports(allow_imports, allow_operators)
-            self._allows_code = allow_code
+            self.device_map, self._unmapped = map_devices(self.reader.devices, texts_of("devices", devices))
+            types = frozenset(device.type for device in self.device_map.in_use())
+            self._code = AllowedCode(self.reader, allow_code, types)
+            self._code.prepare()
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             self.replacements = load(substitutions)
             self.window = window
-            self._prepare(devices, allow_incomplete, keep_going, on_file_bytes, registry)
+            self._prepare(allow_incomplete, keep_going, on_file_bytes, registry)
             self._opened = opened.pop_all()
 
     def _prepare(
         self,
-        devices: Sequence[str],
         allow_incomplete: bool,
         keep_going: bool,
         on_file_bytes: Callable[[int, int], None] | None,
         registry: Registry,
     ) -> None:
-        reader = self.reader
-        self.device_map, sentences = map_devices(reader.devices, texts_of("devices", devices))
+        reader, sentences = self.reader, list(self._unmapped)
         if not reader.complete and not allow_incomplete:
             sentences.insert(
                 0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays what is there"
             )
-        code = AllowedCode(reader, self._allows_code, frozenset(device.type for device in self.device_map.in_use()))
         self.kernels: tuple[ResolvedKernel | str | None, ...] = tuple(
-            None if kernel is None else resolve(kernel, reader.session.torch_version, self._imports, code)
+            None if kernel is None else resolve(kernel, reader.session.torch_version, self._imports, self._code)
             for kernel in reader.kernels
         )
         self._effects: dict[int, Effects] = {}

@@ -15,7 +15,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.reader import CaptureReader
 
 from ..planning.kernels import ResolvedKernel
-from .triton_kernels import resolve_triton
+from .triton_kernels import prepare_triton, resolve_triton
 
 FLAG = "--allow-code"
 # What makes a kernel of its attachments, by role (replayfmt.format.attachments says which roles are given), for a
@@ -31,6 +31,13 @@ class AllowedCode:
 
     def __init__(self, reader: CaptureReader, allowed: bool, device_types: frozenset[str]) -> None:
         self._reader, self._allowed, self._device_types = reader, allowed, device_types
+
+    def prepare(self) -> None:
+        """Before anything of the user's is imported: have libraries imported as the kernels need them."""
+        if self._allowed and any(
+            kernel is not None and kernel.kind is KernelKind.triton for kernel in self._reader.kernels
+        ):
+            prepare_triton(self._device_types)
 
     def resolve(self, kernel: Kernel) -> ResolvedKernel | str:
         """The kernel, or a sentence that says why there is none."""

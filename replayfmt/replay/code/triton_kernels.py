@@ -6,6 +6,7 @@ devices the stored binary is launched if it is one for this target and this Trit
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import sys
@@ -22,7 +23,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.pytorch.triton.forms import Assembly
-from replayfmt.pytorch.triton.functions import is_callable_of_triton
+from replayfmt.pytorch.triton.functions import KernelFunction, is_callable_of_triton
 from replayfmt.pytorch.triton.kernels import INTERPRETER, StoredKernel
 from replayfmt.pytorch.triton.sources import load_source
 
@@ -46,7 +47,7 @@ def resolve_triton(
     except (RuntimeError, ValueError) as error:
         return f"{named} cannot be launched: {str(error).strip().partition(chr(10))[0]}"
     interpreted = device_types <= {"cpu"}
-    problem = _provide(interpreted)
+    problem = provide(interpreted)
     if problem:
         return f"{named} is a Triton kernel: {problem}"
     try:
@@ -62,7 +63,18 @@ def resolve_triton(
     return resolved
 
 
-def _provide(interpreted: bool) -> str:
+def _constexprs(function: Any) -> list[str]:
+    kinds = KernelFunction.of(function).parameter_types
+    return [name for name, kind in kinds.items() if kind == "constexpr"]
+
+
+def prepare_triton(device_types: frozenset[str]) -> None:
+    """Import Triton as a replay on these devices needs it, before anybody else does. What fails is found again when
+    kernels are resolved."""
+    provide(device_types <= {"cpu"})
+
+
+def provide(interpreted: bool) -> str:
     """Import Triton, to interpret or to compile. Returns why that cannot be, or ""."""
     if sys.modules.get("triton") is None:
         before = os.environ.get(_SWITCH)
@@ -121,6 +133,20 @@ class TritonKernel(ResolvedKernel):
         self.how = "run by Triton's interpreter" if interpreted else "compiled by Triton from the stored source"
         if interpreted and stored.target != INTERPRETER:
             self.how += ", which did not run it when it was captured"
+
+    def with_function(self, function: Any) -> TritonKernel:
+        """The kernel with another function, which is launched as this one is."""
+        if not is_callable_of_triton(function):
+            raise ValueError("it is not decorated by triton.jit (an autotuner has to choose its configuration before)")
+        parameters, expected = list(function.arg_names), list(self._function.arg_names)
+        if parameters != expected:
+            raise ValueError(f"it takes the parameters {parameters}, the kernel takes {expected}")
+        constexprs = [_constexprs(each) for each in (function, self._function)]
+        if constexprs[0] != constexprs[1]:
+            raise ValueError(f"its constexprs are {constexprs[0]}, those of the kernel are {constexprs[1]}")
+        other = copy.copy(self)
+        other._function = function
+        return other
 
     @property
     def schema(self) -> torch.FunctionSchema:

@@ -48,6 +48,11 @@ class ResolvedKernel(ABC):
         those at the positions `tensors` are tensors."""
         return self.call
 
+    def with_function(self, function: Any) -> ResolvedKernel:
+        """This kernel with a function of the user's own kind of code in place of the captured code. Raises ValueError,
+        with the reason, for one that cannot take its place."""
+        raise ValueError("it is no Triton kernel")
+
     @abstractmethod
     def effects(self, layout: SlotLayout) -> Effects:
         """What a call of a signature may do to its arguments."""

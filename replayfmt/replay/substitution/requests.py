@@ -20,9 +20,10 @@ from replayfmt.format.signatures.values import SignatureText
 
 FLAG = "--replay-kernel-substitution"
 FORM = "SELECTOR[@FORMAT]=PATH[:NAME]"
-Format = Literal["python", "torch-library"]
-FORMATS: tuple[Format, ...] = ("python", "torch-library")
+Format = Literal["python", "torch-library", "triton"]
+FORMATS: tuple[Format, ...] = ("python", "torch-library", "triton")
 ALL = "all"
+_ANY = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
 _LIBRARY_ENDINGS = (".so", ".dylib", ".dll", ".pyd")
 _OPERATOR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*::[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)?\Z")
@@ -120,11 +121,11 @@ def _split_format(left: str, told: str) -> tuple[str, Format | None]:
     if not at:
         return left, None
     if not form:
-        raise UsageError(f"{told}: the format is empty; expected {' or '.join(FORMATS)} after the @")
+        raise UsageError(f"{told}: the format is empty; expected {_ANY} after the @")
     for known in FORMATS:
         if form == known:
             return left[:end] + head, known
-    raise UsageError(f"{told}: {form!r} is not a format; expected {' or '.join(FORMATS)}")
+    raise UsageError(f"{told}: {form!r} is not a format; expected {_ANY}")
 
 
 def split_path(text: str) -> tuple[str, str | None]:

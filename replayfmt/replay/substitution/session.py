@@ -133,11 +133,9 @@ class SubstitutionSession:
 
     def __init__(self, plan: Planned, loaded: LoadedRequests, tolerance: Tolerance) -> None:
         """Raises UsageError if what was requested does not fit the capture."""
-        schemas = {
-            number: kernel.schema for number, kernel in enumerate(plan.kernels) if isinstance(kernel, ResolvedKernel)
-        }
+        kernels = {number: kernel for number, kernel in enumerate(plan.kernels) if isinstance(kernel, ResolvedKernel)}
         self.table = Substitutions(
-            plan.reader, loaded, schemas, plan.scan(checks=False).signature_calls.tolist(), plan.device_map.target
+            plan.reader, loaded, kernels, plan.scan(checks=False).signature_calls.tolist(), plan.device_map.target
         )
         self.replace = Replace(plan.reader, self.table, plan.describe)
         self.report: SubstitutionReport | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from replayfmt.format.model import Kernel, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.groups import Key, KeyedOps, SignatureIndex
 
-from .binding import check_binding
+from ..planning.kernels import ResolvedKernel
+from .binding import check_binding, schema_signature
 from .loading import Library, Loader, Replacement, replacement_of
 from .requests import Substitution, SubstitutionRequest, parse_request
 
@@ -99,15 +100,15 @@ class Substitutions:
         self,
         reader: CaptureReader,
         loaded: LoadedRequests,
-        schemas: Mapping[int, torch.FunctionSchema],
+        kernels: Mapping[int, ResolvedKernel],
         calls: Sequence[int],
         device_of: Callable[[int], torch.device],
     ) -> None:
-        """`schemas` has the operator of each kernel id that is available here, `calls` the number of calls of each
+        """`kernels` has what is available here, by kernel id, `calls` the number of calls of each
         signature id, `device_of` the device that a captured one is mapped to. Raises UsageError."""
         self.index = SignatureIndex(reader)
         self.replaced: dict[str, list[str]] = {}
-        self._reader, self._schemas, self._device_of = reader, schemas, device_of
+        self._reader, self._kernels, self._device_of = reader, kernels, device_of
         self._called = {
             signature.kernel
             for number, signature in enumerate(reader.signatures)
@@ -169,7 +170,7 @@ class Substitutions:
             chosen = self._offered(request, library)
         else:
             numbers = self._selected(request)
-            chosen = [(number, self._replacement(request, library, self._kernel(number))) for number in numbers]
+            chosen = [(number, self._replacement(request, library, number)) for number in numbers]
         for number, replacement in chosen:
             other = self._owner.get(number) or self._parts.get(number)
             if other is not None:
@@ -225,6 +226,10 @@ class Substitutions:
         """The meaning of `all`: every called kernel for which the file has a function."""
         if library is None:
             raise UsageError(f"{request.told}: all takes a file that has functions by operator name, not one function")
+        if request.format == "triton":
+            raise UsageError(
+                f"{request.told}: all does not take functions of Triton: name the kernel that one replaces"
+            )
         if request.name:
             raise UsageError(f"{request.told}: all takes no name: the file's functions have the operators' names")
         found = [(number, library.offer(self._kernel(number))) for number in sorted(self._called)]
@@ -236,15 +241,26 @@ class Substitutions:
             )
         return chosen
 
-    def _replacement(self, request: SubstitutionRequest, library: Library | None, kernel: Kernel) -> Replacement:
+    def _replacement(self, request: SubstitutionRequest, library: Library | None, number: int) -> Replacement:
         if request.function is not None:
             return replacement_of(request.function, request.name)
         assert library is not None
-        return library.find(request.name or kernel.name.rpartition("::")[2], request.told)
+        kernel = self._kernel(number)
+        found = library.find(request.name or kernel.name.rpartition("::")[2], request.told)
+        resolved = self._kernels.get(number)
+        if request.format != "triton" or resolved is None:
+            return found
+        try:
+            launched = resolved.with_function(found.call)
+        except ValueError as error:
+            what = f"{found.label} cannot stand for {kernel.qualified_name}"
+            raise UsageError(f"{request.told}: {what}: {error}") from None
+        return replace(found, call=launched.call, signature=schema_signature(launched.schema))
 
     def _check(self, told: str, number: int, replacement: Replacement) -> None:
         kernel = self._kernel(number)
-        schema = self._schemas.get(number)
+        resolved = self._kernels.get(number)
+        schema = None if resolved is None else resolved.schema
         if schema is not None:  # without it the plan is refused: the original is needed to judge by
             check_binding(
                 replacement.signature, schema, f"{told}: {replacement.label} cannot stand for {kernel.qualified_name}"
@@ -269,7 +285,7 @@ class Substitutions:
             if replacement is None:
                 if ops.kernel in self._owner:
                     self._overlap(request, self._owner[ops.kernel], pattern.kernel)
-                replacement = self._replacement(request, library, self._kernel(ops.kernel))
+                replacement = self._replacement(request, library, ops.kernel)
                 self._check(request.told, ops.kernel, replacement)
                 self._parts.setdefault(ops.kernel, request)
             self._take(request, ops, replacement, each=pattern.asks_for_values)
