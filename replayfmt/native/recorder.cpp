@@ -248,7 +248,7 @@ class HotRun {
   // Whether it may begin. `take`: gives the call its arguments; whether all of them are known.
   template <typename Take>
   bool begins(const Take& take) {
-    if (!known_.plain || !of_.is_settled(known_.watches) || !find_context(capture_, &context_)) {
+    if (!known_.plain || !of_.on_default_streams() || !of_.is_settled(known_.watches) || !find_context(capture_, &context_)) {
       return false;
     }
     std::lock_guard<std::mutex> lock(of_.mutex);
@@ -586,6 +586,7 @@ EXPORTED PyObject* opreplay_recorder_types() {
       .def("drawn_state", &Session::drawn_state)
       .def("settle", &Session::settle)
       .def("move_scopes", &Session::move_scopes)
+      .def("watch_streams", &Session::watch_streams)
       .def("clear", &Session::clear)
       .def("forked", &Session::forked);
   return scope.release().ptr();

@@ -32,6 +32,7 @@ from replayfmt.native.watching import thread_watch
 from replayfmt.pytorch.environment import session_fields
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.settings import read_settings
+from replayfmt.pytorch.streams import followed_kind
 from replayfmt.pytorch.tensors.looks import storage_of
 from replayfmt.pytorch.tensors.statistics import use_native
 
@@ -47,6 +48,7 @@ from .options import CaptureOptions
 from .state.autocast import autocast_below_mode
 from .state.numeric_state import NumericState
 from .state.randomness import Generators
+from .state.streams import Streams, stream_policies
 from .storages.content import FirstContents
 from .storages.external_files import FileBackedStorages
 from .storages.identity import RELEASE_BATCH, Storages
@@ -106,6 +108,7 @@ class Core:
         policies = {
             **options.policies(),
             **hook_policies(),
+            **stream_policies(),
             "thread-watch": self.thread_watch.state,
             "recorder": recorder,
         }
@@ -131,6 +134,10 @@ class Core:
         self.scopes = Scopes(self.buffer, self.threads)
         self.records = Records(self.buffer, self.scopes.current, self.started)
         self.scopes.records = self.records
+        followed = followed_kind()
+        self.streams = Streams(self.buffer, self.records, followed, native) if followed else None
+        if self.streams is not None:
+            self.scopes.placement = self.streams.placement
         self.metas = TensorMetas(self.buffer, self.records, native)
         files = FileBackedStorages(self.writer, options, redaction) if options.file_policy is not None else None
         self.contents = FirstContents(self.writer, options, files)
@@ -328,6 +335,13 @@ class Core:
             return None if call is None else self.recorded(call, result, started, ended)
 
     # -------------------------------------------------------------------------------------------------- after an op ran
+
+    @_attempted
+    def stream_used(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        """The program said that a stream uses a tensor's memory."""
+        with self.lock:
+            if self.on and self.streams is not None:
+                self.outside.used_on(tensor, *self.streams.of(stream))
 
     @_attempted
     def recorded(self, call: OpCall, result: Any, started: int, ended: int) -> int | None:

@@ -6,9 +6,11 @@ Imports no torch.
 from __future__ import annotations
 
 import os
-from types import CodeType, TracebackType
+import sys
+from types import CodeType, FrameType, TracebackType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PROGRAM = _HERE + "program" + os.sep
 _OPERATORS = os.path.join("torch", "_ops.py")
 
 
@@ -45,6 +47,20 @@ def _is_ours(entry: TracebackType) -> bool:
         return True
     caller = frame.f_back
     return frame.f_code.co_filename.endswith(_OPERATORS) and caller is not None and is_recorders(caller.f_code)
+
+
+def in_recorders_work() -> bool:
+    """Whether one of the calling thread's frames, apart from the innermost ones, is of the recorder's work around ops.
+    What starts the program, and stands around all of it, is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_recorders(frame.f_code):
+        frame = frame.f_back
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_HERE) and not name.startswith(_PROGRAM):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_recorders(code: CodeType) -> bool:

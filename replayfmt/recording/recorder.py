@@ -33,6 +33,7 @@ from .custom_operators.observing import ObservingMode
 from .custom_operators.whole_composites import WholeComposites
 from .dispatch.mode import RecordingMode
 from .dispatch.mode_stack import mode_stack, remove_finished_modes
+from .frames import in_recorders_work
 from .hooks import direct_writes
 from .hooks.construction import Construction
 from .hooks.direct_writes import DirectWrites
@@ -44,6 +45,7 @@ from .program.presence import HookPresence, ModePresence, Presence
 from .program.replacement import ProgramReplacement
 from .program.termination import Termination
 from .program.threads import FLUSHING, Threads
+from .state.streams import StreamTrace
 from .stream.implicit_scope import ImplicitScope
 from .stream.records import Unrepresentable
 
@@ -57,6 +59,7 @@ Patches = (
     | DeclaredWork
     | Construction
     | ProgramReplacement
+    | StreamTrace
 )
 _FLUSH_PERIOD_S = 0.5
 _active: Recorder | None = None
@@ -132,6 +135,7 @@ class Recorder:
             WholeComposites(self),
             DeclaredWork(self, self._core),
             ProgramReplacement(self._on_replacement),
+            *([] if core.streams is None else [StreamTrace(self, core.streams, core.lock)]),
         ]
         for patches in self._patches:
             patches.install()
@@ -326,6 +330,13 @@ class Recorder:
             if isinstance(mode, RecordingMode) and mode.core is core:
                 mode.launched = True
         return self.recording()
+
+    def inside(self) -> bool:
+        """Whether this thread is inside an op, or in the recorder's own work. Threads of PyTorch's that do not take
+        part just now (at the end of a backward pass) are not."""
+        core, presence = self._core, self._presence
+        hidden = presence is not None and presence.joined() and self._mode_now() is None
+        return core is None or not core.on or hidden or in_recorders_work()
 
     def recording(self) -> bool:
         """Whether an op that this thread issued now would be recorded."""

@@ -33,6 +33,7 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def devices_as_they_were() -> Iterator[None]:
     sim.set_device(0)
     sim.forget_launches()
+    sim.forget_races()
     yield
     torch.accelerator.synchronize()
 
@@ -237,3 +238,107 @@ def test_custom_operators_composites_and_autocast_replay(tmp_path: Path) -> None
     with Plan(path) as plan:
         result = plan.execute(verify="bitwise")
     assert result.outcome == "ok" and result.verification.digests > 0
+
+
+# -------------------------------------------------------------------------------------------------- streams and events
+
+
+def on_two_streams(device: str = "sim:0", *, edge: bool = True, back: bool = True) -> list[float]:
+    """A forward pass on a stream of its own, and a backward pass. Without `edge` it does not wait for what it reads,
+    without `back` the rest does not wait for it."""
+    torch.manual_seed(0)
+    main, other = torch.accelerator.current_stream(device), torch.Stream(device)
+    x = torch.randn(4, 4, device=device)
+    weight = torch.randn(4, 4, device=device, requires_grad=True)
+    if edge:
+        other.wait_stream(main)
+    with other:
+        y = (x @ weight).relu()
+        x.record_stream(other)
+        loss = y.square().sum()
+    if back:
+        main.wait_stream(other)
+    loss.backward()
+    assert weight.grad is not None
+    doubled = weight.grad * 2
+    return [loss.item(), doubled.sum().item()]
+
+
+def of_streams(path: Path) -> list[Record]:
+    return [record for record in open_capture(path).records() if record.kind >= RecordKind.event_record]
+
+
+def streams_of(path: Path) -> dict[str, set[int]]:
+    """The streams on which each operator ran."""
+    reader, found = open_capture(path), dict[str, set[int]]()
+    for name, record in ops(path):
+        placement = reader.placements[record.placement] if record.placement else None
+        found.setdefault(name, set()).add(placement.streams[0][1] if placement else 0)
+    return found
+
+
+def test_ops_know_their_stream_and_what_orders_streams_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    expected = on_two_streams()
+    with replayfmt.capture(path):
+        assert on_two_streams() == expected
+        torch.Stream("sim:0").synchronize()
+        torch.accelerator.synchronize()
+    streams = streams_of(path)
+    assert streams["aten::randn"] == {0} and streams["aten::relu"] == {1}
+    assert streams["aten::threshold_backward"] == {1}, "a backward pass runs on the stream of the forward one"
+    kinds = [record.kind for record in of_streams(path)]
+    K = RecordKind
+    # Into the stream and back by the program, into it and out of it by the backward pass.
+    edges = [K.event_record, K.event_wait]
+    assert kinds == [*edges, K.stream_use, *edges, *edges, *edges, K.stream_synchronize]
+    assert open_capture(path).summary.records[K.synchronize] == 1
+    assert not open_capture(path).summary.unsupported
+
+
+def test_what_waits_inside_an_op_is_the_ops_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        assert (torch.ones(3, device="sim:0") * 2).to("sim:1").sum().item() == 6
+    assert of_streams(path) == []
+
+
+def test_a_capture_leaves_pytorchs_trace_as_it_was_and_default_streams_leave_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    trace = torch.sim._gpu_trace  # type: ignore[attr-defined]
+    with replayfmt.capture(path):
+        training("sim:0", 1)
+        assert trace.EventRecordCallbacks.callback_list
+    assert not trace.EventRecordCallbacks.callback_list
+    trace.EventRecordCallbacks.add_callback(seen := list[Any]().append)
+    torch.Event("sim:0").record()
+    trace.EventRecordCallbacks.callback_list.remove(seen)
+    assert not seen.__self__, "the trace is off"  # type: ignore[attr-defined]
+    reader = open_capture(path)
+    assert not reader.definitions.counts["placement"]
+    assert all(reader.frame(index).placement is None for index in range(len(reader.record_frames)))
+
+
+def test_streams_of_two_devices_are_numbered_on_each(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        one, two = torch.Stream("sim:0"), torch.Stream("sim:1")
+        with one, two:
+            x = torch.ones(3, device="sim:0") + 1
+            y = x.to("sim:1") * 2
+            assert y.tolist() == [4, 4, 4]
+    reader = open_capture(path)
+    devices = {str(device): number for number, device in enumerate(reader.devices) if device is not None}
+    assert [set(each.streams) for each in reader.placements[1:]][-1] == {(devices["sim:0"], 1), (devices["sim:1"], 1)}
+
+
+def test_a_device_that_tells_nothing_of_its_streams_is_said_to_tell_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.sim, "_gpu_trace")  # type: ignore[attr-defined]
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        on_two_streams()
+    reader = open_capture(path)
+    assert "not followed" in reader.session.policies["streams"]
+    assert not reader.definitions.counts["placement"] and not of_streams(path)

@@ -34,6 +34,7 @@ class Action(Enum):
     collective = 4  # run it, record that it cannot be reproduced
     scope_enter = 5  # torch.profiler.record_function
     scope_exit = 6
+    stream_use = 7  # record_stream: says that a stream uses memory
 
 
 _KNOWN_OPAQUE = OpaqueResults()
@@ -139,6 +140,8 @@ class CapturedKernel:
             if base.startswith("_record_function_enter"):
                 return Action.scope_enter
             return Action.scope_exit if base.startswith("_record_function_exit") else Action.ignore
+        if self.func.name() == "aten::record_stream":
+            return Action.stream_use
         if self.operator.collective:
             return Action.collective
         if self.operator.maps_files:

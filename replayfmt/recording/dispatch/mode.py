@@ -202,6 +202,8 @@ class RecordingMode(TorchDispatchMode):
             core.scope_begin(str(args[0]), user=False, token="record_function")
         elif kernel.action is Action.scope_exit:
             core.attempt(self._leave_function)
+        elif kernel.action is Action.stream_use:
+            core.stream_used(*args)
         return result
 
     def _leave_function(self) -> None:

@@ -139,6 +139,8 @@ class NativeMode(ObservingMode):
             core.scope_begin(str(begun.args[0]), user=False, token="record_function")
         elif begun.kernel.action is Action.scope_exit:
             core.attempt(self._leave_function)
+        elif begun.kernel.action is Action.stream_use:
+            core.stream_used(*begun.args)
         return signature
 
     # ---------------------------------------------------------------------------------------------- for the hot path
@@ -201,9 +203,9 @@ class NativeMode(ObservingMode):
         )
 
     def context(self) -> int:
-        """The calling thread's context id."""
+        """The calling thread's context id; calls on other streams than the default ones take the complete path."""
         try:
-            return self.core.attempt(self.core.scopes.current) or 0
+            return self.core.attempt(self.core.scopes.on_default_streams) or 0
         except BaseException as error:
             self._end_or_pass(error)
             return 0

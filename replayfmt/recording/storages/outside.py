@@ -43,6 +43,15 @@ class Outside:
             self._storages.watch(tracker, windowed=True)
             self._storages.synchronize(tracker, storage)
 
+    def used_on(self, tensor: torch.Tensor, device: torch.device, stream: int) -> None:
+        """A stream uses a tensor's memory. Nothing is recorded for storages that no captured op has touched."""
+        for plain in plain_parts(tensor):
+            tracker = self._storages.tracker_of(storage_of(plain))
+            if tracker is not None and not is_zerotensor(plain):
+                meta = self._metas.of(plain)
+                number = self._storages.view(tracker, meta, int(offset_of(plain)), self._metas.params[meta].item)
+                self._records.stream_use(number, device, stream)
+
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
         """A value left the device for the host. Nothing is recorded for storages that no captured op has touched."""
         for plain in plain_parts(tensor):

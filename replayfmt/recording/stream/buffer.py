@@ -4,7 +4,7 @@ A record is one row, appended in one step that no signal handler interrupts: a r
 
     signature, context, start_ns, duration_ns, tensor slots..., int slots..., float slots (as doubles)...
 
-A context identifies a thread and the scope that it is in. One kind of row is more compact:
+A context identifies a thread, the scope that it is in and its current streams. One kind of row is more compact:
 
     release run  RELEASES + signature, context, now, 0, storage id...: one release record for each
 
@@ -77,7 +77,7 @@ class RecordBuffer:
         self._first_storage = 1
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
         self._entering = array("q", [0])  # by signature id: whether its records let a storage's content enter
-        self._contexts = array("q")  # by context id: thread, scope
+        self._contexts = array("q")  # by context id: thread, scope, placement
         self._births = np.zeros((0, 5), np.int64)  # that arrived out of order
         self._live_definitions = np.zeros((0, 4), np.int64)  # tensor definitions, by tensor id
 
@@ -88,11 +88,16 @@ class RecordBuffer:
                 column.extend([0] * (number + 1 - len(column)))
                 column[number] = count
 
-    def context(self, thread: int, scope: int) -> int:
-        """A context id for a thread and the scope it is in."""
+    def context(self, thread: int, scope: int, placement: int = 0) -> int:
+        """A context id for a thread, the scope it is in, and its current streams."""
         with self.lock:
-            self._contexts.extend((thread, scope))  # a single step, which no signal handler interrupts
-            return len(self._contexts) // 2 - 1
+            self._contexts.extend((thread, scope, placement))  # a single step, which no signal handler interrupts
+            return len(self._contexts) // 3 - 1
+
+    def placed(self, context: int, placement: int) -> int:
+        """A context id for the thread and scope of another one, with other current streams."""
+        thread, scope = self._contexts[3 * context : 3 * context + 2]
+        return self.context(thread, scope, placement)
 
     def append(self, row: bytes, records: int = 1) -> None:
         """Add a row of the complete path. The caller holds the lock."""
@@ -127,7 +132,7 @@ class RecordBuffer:
             self._live_definitions = definitions[~np.isin(definitions[:, 1], batch.released)]
         first, self._first_storage, self._births = self._first_storage, self._first_storage + in_turn, births[in_turn:]
         births = births[:in_turn]
-        threads, scopes = np.frombuffer(self._contexts, np.int64).reshape(-1, 2)[batch.context].T
+        threads, scopes, placements = np.frombuffer(self._contexts, np.int64).reshape(-1, 3)[batch.context].T
         self.writer.records(
             RecordColumns(
                 signature=batch.signature,
@@ -144,6 +149,7 @@ class RecordBuffer:
                 storage_device=births[:, 2],
                 storage_origin=births[:, 3],
                 storage_payload=births[:, 4],
+                placement=placements if placements.any() else None,
             )
         )
         return batch.rows

@@ -46,6 +46,7 @@ class Records:
         self._signatures: dict[Any, int] = {}
         self._devices: dict[torch.device, int] = {}
         self._details: set[tuple[str, str, str]] = set()
+        self.new_device: Callable[[torch.device, int], None] | None = None  # called with each device and its id
 
     def signature(self, key: Any, make: Callable[[], Signature]) -> int:
         """The id of the signature identified by `key`, made at first use."""
@@ -64,6 +65,8 @@ class Records:
         if number is None:
             with self._lock:
                 number = self._devices[device] = self._writer.device(describe_device(device))
+                if self.new_device is not None:
+                    self.new_device(device, number)
         return number
 
     def plain_device(self, device: Device) -> int:
@@ -150,6 +153,44 @@ class Records:
             (RecordKind.unsupported, reason, op, detail),
             lambda: argument_nodes(RecordKind.unsupported, reason=reason, op=op, detail=detail),
         )
+
+    # -------------------------------------------------------------------------------------------------------- streams
+
+    def _on_stream(
+        self, kind: RecordKind, device: torch.device, *, tensor: Sequence[int] = (), ints: Sequence[int] = ()
+    ) -> None:
+        number = self.device(device)
+
+        def nodes() -> tuple[Node, ...]:
+            return tuple(
+                Node(ValueKind.device, "device", number) if node.kind is ValueKind.device else node
+                for node in argument_nodes(kind)
+            )
+
+        self._constant((kind, number), nodes, (*tensor, *ints))
+
+    def event_record(self, event: int, device: torch.device, stream: int) -> None:
+        self._on_stream(RecordKind.event_record, device, ints=(event, stream))
+
+    def event_wait(self, event: int, device: torch.device, stream: int) -> None:
+        self._on_stream(RecordKind.event_wait, device, ints=(event, stream))
+
+    def stream_use(self, tensor: int, device: torch.device, stream: int) -> None:
+        """A stream uses the memory of a tensor."""
+        self._on_stream(RecordKind.stream_use, device, tensor=(tensor,), ints=(stream,))
+
+    def stream_synchronize(self, device: torch.device, stream: int) -> None:
+        """The host waited for a stream."""
+        self._on_stream(RecordKind.stream_synchronize, device, ints=(stream,))
+
+    def event_synchronize(self, event: int) -> None:
+        """The host waited for an event."""
+        kind = RecordKind.event_synchronize
+        self._constant((kind,), lambda: argument_nodes(kind), (event,))
+
+    def synchronize(self, device: torch.device) -> None:
+        """The host waited for a device."""
+        self._on_stream(RecordKind.synchronize, device)
 
     # -------------------------------------------------------------------------------------------------------- digests
 

@@ -65,6 +65,8 @@ class Scopes:
         self.records: Records | None = None
         self.not_alone: Callable[[], None] | None = None  # called when a second thread records
         self.first_record: Callable[[int], None] | None = None  # called with a thread's ident before its first record
+        self.placement: Callable[[], int] | None = None  # the calling thread's current streams
+        self._placed_ids: dict[tuple[int, int], int] = {}
         self.recorded = False
         self._main = get_ident()
         self._stacks: dict[int, list[OpenScope]] = {self._main: []}
@@ -75,7 +77,20 @@ class Scopes:
 
     def current(self) -> int:
         """The context id of the calling thread."""
+        context = self.contexts[get_ident()]
+        placement = self.placement() if self.placement is not None else 0
+        return self._placed(context, placement) if placement else context
+
+    def on_default_streams(self) -> int:
+        """The context id of the calling thread where the default streams are current."""
         return self.contexts[get_ident()]
+
+    def _placed(self, context: int, placement: int) -> int:
+        known = self._placed_ids.get((context, placement))
+        if known is None:
+            with self._buffer.lock:
+                known = self._placed_ids[context, placement] = self._buffer.placed(context, placement)
+        return known
 
     def stand_in(self) -> None:
         """The calling thread is the recorder's own: its records count as the main thread's."""

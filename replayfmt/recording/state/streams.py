@@ -1,0 +1,176 @@
+"""Streams of accelerators: which are current where a record is issued, and what orders the work on them.
+
+PyTorch's trace says when events are recorded and waited for, and when the host waits, also where C++ code of its own
+does it (a backward pass runs on the streams of the forward one). What happens inside an op belongs to the op. Devices
+that tell nothing are recorded as if all their work were on the default stream; the session then says so.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from replayfmt.format.model import StreamPlacement
+from replayfmt.pytorch.streams import Callbacks, Trace, current_streams, followed_kind, handle_of
+
+from ..stream.buffer import RecordBuffer
+from ..stream.records import Records
+
+
+class RecorderForStreams(Protocol):
+    """What the streams need from a recorder."""
+
+    def inside(self) -> bool:
+        """Whether this thread is inside an op, or in the recorder's own work."""
+        ...
+
+    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run recorder code: a failure in it ends the recording, not the program."""
+        ...
+
+
+class Streams:
+    """The streams and events of a capture by number. Callers hold the recorder's lock."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records, kind: str, native: Any) -> None:
+        """`kind`: of the accelerators that are followed. `native`: the session of the hot path."""
+        self._buffer = buffer
+        self._records = records
+        self.kind = kind
+        self._native = native
+        self._indices: list[int] = []  # of the devices that the capture has used
+        self._devices: dict[int, int] = {}  # their ids, by index
+        self._numbers: dict[int, dict[int, int]] = {}  # of streams, by device index and native handle
+        self._homes: dict[int, int] = {}  # device index of each native handle but that of default streams
+        self._placements: dict[tuple[tuple[int, int], ...], int] = {}
+        self._events: dict[int, int] = {}  # numbers of recorded events, by native handle
+        self._free: list[int] = []  # numbers of events that are gone
+        records.new_device = self.device_seen
+
+    def device_seen(self, device: torch.device, number: int) -> None:
+        """The capture uses a device."""
+        if device.type == self.kind and device.index is not None:
+            self._indices.append(device.index)
+            self._devices[device.index] = number
+            if self._native is not None:
+                self._native.watch_streams(device)
+
+    def placement(self) -> int:
+        """The id of the calling thread's current streams; 0 if all are default ones."""
+        if not self._indices:
+            return 0
+        streams = current_streams(self._indices)
+        if not streams:
+            return 0
+        key = tuple(
+            sorted(
+                (self._devices[each.device_index], self._number(each.device_index, handle_of(each))) for each in streams
+            )
+        )
+        known = self._placements.get(key)
+        if known is None:
+            with self._buffer.lock:
+                known = self._placements[key] = self._buffer.writer.placement(StreamPlacement(key))
+        return known
+
+    def of(self, stream: torch.Stream) -> tuple[torch.device, int]:
+        """A stream's device and number."""
+        number = self._number(stream.device_index, handle_of(stream)) if stream.stream_id else 0
+        return stream.device, number
+
+    def _number(self, index: int, handle: int) -> int:
+        numbers = self._numbers.setdefault(index, {})
+        self._homes[handle] = index
+        return numbers.setdefault(handle, len(numbers) + 1)
+
+    def _stream(self, handle: int) -> tuple[torch.device, int]:
+        """The device and number of the stream with a handle; that of a default stream is 0 on every device."""
+        index = self._homes.get(handle)
+        if index is None:
+            index = torch.accelerator.current_device_index()
+        default = not handle or handle == self._default_handle(index)
+        return torch.device(self.kind, index), 0 if default else self._number(index, handle)
+
+    def _default_handle(self, index: int) -> int:
+        current = torch.accelerator.current_stream(index)
+        return 0 if current.stream_id else handle_of(current)
+
+    # -------------------------------------------------------------------------------------------------------- the trace
+
+    def recorded(self, event: int, stream: int) -> None:
+        device, number = self._stream(stream)
+        known = self._events.get(event)
+        if known is None:
+            known = heapq.heappop(self._free) if self._free else len(self._events) + 1
+            self._events[event] = known
+        self._records.event_record(known, device, number)
+
+    def waited(self, event: int, stream: int) -> None:
+        known = self._events.get(event)
+        if known is not None:  # or it was recorded before the capture: what it stands for is done
+            self._records.event_wait(known, *self._stream(stream))
+
+    def deleted(self, event: int) -> None:
+        known = self._events.pop(event, None)
+        if known is not None:
+            heapq.heappush(self._free, known)
+
+    def synchronized_event(self, event: int) -> None:
+        known = self._events.get(event)
+        if known is not None:
+            self._records.event_synchronize(known)
+
+    def synchronized_stream(self, stream: int) -> None:
+        self._records.stream_synchronize(*self._stream(stream))
+
+    def synchronized_device(self) -> None:
+        self._records.synchronize(torch.device(self.kind, torch.accelerator.current_device_index()))
+
+
+class StreamTrace:
+    """Follows the streams of one capture while it is installed."""
+
+    def __init__(self, recorder: RecorderForStreams, streams: Streams, lock: Any) -> None:
+        self._recorder = recorder
+        self._lock = lock
+        self._trace = Trace(
+            streams.kind,
+            Callbacks(
+                self._telling(streams.recorded),
+                self._telling(streams.waited),
+                self._telling(streams.deleted, always=True),
+                self._telling(streams.synchronized_event),
+                self._telling(streams.synchronized_stream),
+                self._telling(streams.synchronized_device),
+            ),
+        )
+
+    def install(self) -> None:
+        self._trace.install()
+
+    def remove(self) -> None:
+        self._trace.remove()
+
+    def _telling(self, what: Callable[..., None], *, always: bool = False) -> Callable[..., None]:
+        """`what`, for what the program does outside of ops; `always`: whoever does it."""
+        recorder, lock = self._recorder, self._lock
+
+        def step(*handles: int) -> None:
+            with lock:
+                what(*handles)
+
+        def tell(*handles: int) -> None:
+            if always or not recorder.inside():
+                recorder.attempt(step, *handles)
+
+        return tell
+
+
+def stream_policies() -> dict[str, str]:
+    """What the session says of streams: that those of an accelerator cannot be followed."""
+    if not torch.accelerator.is_available() or followed_kind():
+        return {}
+    return {"streams": "not followed: PyTorch's module for the accelerator has no _gpu_trace"}
