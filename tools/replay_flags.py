@@ -123,6 +123,14 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "(addresses, unwritten memory): neither compare nor embed them. Repeatable.",
         ),
         click.option(
+            "--streams",
+            type=click.Choice(("captured", "serial")),
+            default="captured",
+            show_default=True,
+            help="Give a device's work to as many streams as were captured, ordered by the captured events and waits, "
+            "or all of it to the default stream, in the order of the capture.",
+        ),
+        click.option(
             "--verify",
             type=click.Choice(_MODES),
             default="auto",
@@ -160,6 +168,7 @@ class ReplayFlags:
     """The values of the flags of `replay_options`."""
 
     device: tuple[str, ...]
+    streams: Literal["captured", "serial"]
     verify: Literal["auto", "bitwise", "close", "none"]
     replay_initializer: tuple[str, ...]
     moe_routing: str | None
@@ -203,6 +212,7 @@ class ReplayFlags:
                 initializer_options={} if self.moe_routing is None else {"moe-routing": self.moe_routing},
                 allow_imports=self.allow_imports,
                 allow_operators=self.allow_operators,
+                streams=self.streams,
                 allow_code=self.allow_code,
                 opaque_results=self.opaque_results,
                 substitutions=self.replay_kernel_substitution,

@@ -178,7 +178,7 @@ def _replays_nothing(flags: ReplayFlags, why: str) -> None:
     given = [
         flag_of(name)
         for name, value in vars(flags).items()
-        if value and name != "allow_incomplete" and (name, value) != ("verify", "auto")
+        if value and name != "allow_incomplete" and (name, value) not in (("verify", "auto"), ("streams", "captured"))
     ]
     if given:
         raise UsageError(f"{why} replays nothing: leave {', '.join(given)} out")

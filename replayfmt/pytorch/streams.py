@@ -95,7 +95,7 @@ def keeps_memory_for_streams(kind: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key))
 
 
-class CurrentStreams:
+class SetStreams:
     """Sets the current streams of some accelerators. What a replay calls where the captured program had others."""
 
     def __init__(self, streams: list[torch.Stream]) -> None:

@@ -38,6 +38,7 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         lines += plan.substitution.report.as_text()
     for each in result.memory:
         lines += _memory(each)
+    lines += _streams(plan)
     lines += _initialized(plan)
     lines += [f"note: {note}" for note in result.notes]
     if result.verdicts is not None:
@@ -97,6 +98,19 @@ def _verification(result: ReplayResult) -> list[str]:
     ]
 
 
+def _streams(plan: Plan) -> list[str]:
+    """How the capture's streams were replayed, and whether its program raced."""
+    streams = plan.context.streams
+    if streams is None:
+        return []
+    counts = ", ".join(f"{counted(len(streams.of(device)), 'stream')} of {device}" for device in streams.accelerators())
+    if streams.captured:
+        how = f"{counts}, as captured"
+    else:
+        how = f"one for each device, in capture order: {plan.stream_problem or '--streams=serial'}"
+    return [f"streams: {how}", *(f"race: {each.text(plan.reader)}" for each in plan.races)]
+
+
 def _initialized(plan: Plan) -> list[str]:
     """What filled storages that were not captured: by initializer and what it is for, the most first."""
     filled = plan.synthesis.initialized
@@ -145,6 +159,10 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "structures": verification.structures,
             "tolerances": verification.tolerances,
         },
+        "streams": None
+        if plan.context.streams is None
+        else ("captured" if plan.context.streams.captured else "serial"),
+        "races": [each.text(plan.reader) for each in plan.races],
         "divergence": None
         if divergence is None
         else {

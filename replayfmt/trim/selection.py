@@ -13,12 +13,13 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.groups import SignatureIndex
 from replayfmt.format.signatures.text import parse_signature
 
-# Records that order what streams and the host do.
+# Records that order what streams and the host do, and keep memory for streams.
 EDGES = frozenset(
     {
         RecordKind.synchronize,
         RecordKind.event_record,
         RecordKind.event_wait,
+        RecordKind.stream_use,
         RecordKind.stream_synchronize,
         RecordKind.event_synchronize,
     }

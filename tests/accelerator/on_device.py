@@ -11,12 +11,14 @@ import pytest
 import torch
 from device import register
 from in_process import Tools
+from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt import Plan
 from replayfmt.errors import ReplayRefused, SubstitutionRejected
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
+from replayfmt.format.races import find_races
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.substitution.requests import Substitution
 
@@ -248,8 +250,8 @@ def on_two_streams(device: str = "sim:0", *, edge: bool = True, back: bool = Tru
     without `back` the rest does not wait for it."""
     torch.manual_seed(0)
     main, other = torch.accelerator.current_stream(device), torch.Stream(device)
-    x = torch.randn(4, 4, device=device)
-    weight = torch.randn(4, 4, device=device, requires_grad=True)
+    x = torch.randn(4, 4).to(device) * 2
+    weight = (torch.randn(4, 4).to(device) * 2).requires_grad_()
     if edge:
         other.wait_stream(main)
     with other:
@@ -258,10 +260,11 @@ def on_two_streams(device: str = "sim:0", *, edge: bool = True, back: bool = Tru
         loss = y.square().sum()
     if back:
         main.wait_stream(other)
+    shown = loss * 1
     loss.backward()
     assert weight.grad is not None
     doubled = weight.grad * 2
-    return [loss.item(), doubled.sum().item()]
+    return [shown.item(), doubled.sum().item()]
 
 
 def of_streams(path: Path) -> list[Record]:
@@ -285,7 +288,7 @@ def test_ops_know_their_stream_and_what_orders_streams_is_recorded(tmp_path: Pat
         torch.Stream("sim:0").synchronize()
         torch.accelerator.synchronize()
     streams = streams_of(path)
-    assert streams["aten::randn"] == {0} and streams["aten::relu"] == {1}
+    assert streams["aten::_to_copy"] == {0} and streams["aten::relu"] == {1}
     assert streams["aten::threshold_backward"] == {1}, "a backward pass runs on the stream of the forward one"
     kinds = [record.kind for record in of_streams(path)]
     K = RecordKind
@@ -342,3 +345,121 @@ def test_a_device_that_tells_nothing_of_its_streams_is_said_to_tell_nothing(
     reader = open_capture(path)
     assert "not followed" in reader.session.policies["streams"]
     assert not reader.definitions.counts["placement"] and not of_streams(path)
+
+
+def without(path: Path, out: Path, kind: RecordKind, which: int) -> Path:
+    """A copy of a capture without one of the records of a kind."""
+    gone = [record.ordinal for record in open_capture(path).records() if record.kind is kind][which]
+    return rewrite(path, out, change=lambda record, _ints, _floats: record.ordinal != gone)
+
+
+@pytest.mark.parametrize("mode", ["captured", "serial"])
+def test_streams_are_replayed_with_the_edges_that_were_captured(tmp_path: Path, tools: Tools, mode: str) -> None:
+    path = tmp_path / "a.opreplay"
+    expected = on_two_streams()
+    with replayfmt.capture(path), replayfmt.scope("execute"):
+        assert on_two_streams() == expected
+    current = torch.accelerator.current_stream()
+    for device in (None, "sim:1"):
+        sim.forget_launches()
+        sim.forget_races()
+        done = tools("run", "--verify=bitwise", f"--streams={mode}", *([f"--device={device}"] if device else []), path)
+        assert done.code == 0, done.err
+        used = {stream for _device, stream in sim.launched()}
+        assert len(used) == (2 if mode == "captured" else 1), used
+        assert (sim.races(), sim.unsafe_frees()) == (0, 0)
+        assert ("2 streams of sim" in done.out and "as captured" in done.out) == (mode == "captured")
+        assert "race" not in done.out
+        assert torch.accelerator.current_stream() == current
+    assert tools("run", "--verify=bitwise", "--device=cpu", path).code == 0
+    assert "race" not in tools("check", path).out
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_race_of_the_program_is_said_by_check_and_run(tmp_path: Path, tools: Tools, which: int) -> None:
+    path = tmp_path / "a.opreplay"
+    sim.tolerate_races(True)
+    try:
+        with replayfmt.capture(path):
+            on_two_streams(edge=which != 0, back=which != 1)
+        assert sim.races() > 0
+        checked, ran = tools("check", path), tools("run", path)
+        assert "nothing orders them" in checked.out and checked.code == 0
+        assert "race: ordinal" in ran.out
+        row = json.loads(tools("run", "--format=jsonl", path).out.splitlines()[0])
+        assert row["races"] and row["streams"] == "captured"
+    finally:
+        sim.tolerate_races(False)
+    assert tools("run", "--streams=serial", "--verify=bitwise", path).code == 0, "in capture order nothing races"
+
+
+def test_an_edge_that_is_taken_out_of_a_capture_is_missed(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        on_two_streams()
+    with open_capture(path) as reader:
+        assert find_races(reader) == []
+    racing = []
+    for which in range(4):
+        cut = without(path, tmp_path / f"{which}.opreplay", RecordKind.event_wait, which)
+        with open_capture(cut) as reader:
+            racing.append(bool(find_races(reader)))
+        sim.forget_races()
+        sim.tolerate_races(True)
+        try:
+            with Plan(cut) as plan:
+                plan.execute()
+        finally:
+            sim.tolerate_races(False)
+        assert (sim.races() > 0) == racing[-1], f"the analysis and the device agree about wait {which}"
+    assert racing[:2] == [True, True] and racing[3]
+
+
+def test_memory_that_another_stream_uses_is_not_reused_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        main, other = torch.accelerator.current_stream("sim:0"), torch.Stream("sim:0")
+        x = torch.ones(8, device="sim:0") * 2
+        other.wait_stream(main)
+        with other:
+            y = x + 1
+        torch.accelerator.synchronize()  # the program needs no record_stream: it waits before it lets go
+        del x
+        assert y.sum().item() == 24
+    sim.forget_races()
+    with Plan(path) as plan:
+        assert plan.execute(verify="bitwise").outcome == "ok"
+        assert plan.execute().outcome == "ok"
+    assert sim.unsafe_frees() == 0
+
+
+def test_events_between_two_devices_order_them_in_both_modes(tmp_path: Path) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        one, two = torch.Stream("sim:0"), torch.Stream("sim:1")
+        with one, two:
+            x = torch.ones(4, device="sim:0") * 3
+            y = x.to("sim:1")
+            event = torch.Event("sim:0")
+            event.record(one)
+            two.wait_event(event)
+            event.synchronize()
+            z = y + 1
+        two.synchronize()
+        assert z.sum().item() == 16
+    for streams in ("captured", "serial"):
+        with Plan(path, streams=streams) as plan:
+            assert plan.execute(verify="bitwise").outcome == "ok"
+            assert not plan.races
+
+
+def test_a_trimmed_capture_keeps_its_streams_and_what_orders_them(tmp_path: Path, tools: Tools) -> None:
+    path, out = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
+    with replayfmt.capture(path):
+        on_two_streams()
+    done = tools("trim", "--payload=none", "--kernel=aten::*", path, out)
+    assert done.code == 0, done.err
+    assert [record.kind for record in of_streams(out)] == [record.kind for record in of_streams(path)]
+    assert streams_of(out) == streams_of(path)
+    with open_capture(out) as reader:
+        assert find_races(reader) == []

@@ -440,7 +440,7 @@ void wait_for_current_stream(c10::DeviceIndex of, c10::DeviceIndex by) {
   merge(clocks[{by, current_stream[by]}], Clock(clocks[{of, current_stream[of]}]));
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   const auto on_device = [](const at::Tensor& tensor) { return tensor.device().type() == kKind; };
   const auto device = (on_device(to) ? to : self).device().index();
   if (!by_fallback && on_device(to) && on_device(self)) {  // between two devices, both their current streams wait for each other
@@ -450,7 +450,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
   if (by_fallback) {
   } else if (on_device(to) && on_device(self)) {
     wait_for_current_stream(device, self.device().index());
-  } else if (!on_device(to)) {
+  } else if (!non_blocking) {
     Guard().synchronizeStream(Guard::stream_of(device, current_stream[device]));
   }
   const Open one(on_device(self) ? self.storage().data() : nullptr);

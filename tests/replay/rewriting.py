@@ -75,6 +75,9 @@ def rewrite(
         for info in reader.payloads:
             content = bytes(reader.payload(info.id))
             writer.payload(payload(info.id, content) if payload else content)
+        for placement in reader.placements[1:]:
+            assert placement is not None
+            writer.placement(placement)
         for known in reader.recipes[1:]:
             assert known is not None
             writer.recipe(recipe(known) if recipe else known)
@@ -106,7 +109,7 @@ def _copy_records(
     moved: dict[int, int] = {}  # where records are now: digests name the op they belong to by its ordinal
     for index, frame_info in enumerate(reader.record_frames):
         frame = reader.frame(index)
-        columns: dict[str, list[Any]] = {name: [] for name in ("signature", "scope", "thread", "start")}
+        columns: dict[str, list[Any]] = {name: [] for name in ("signature", "scope", "thread", "start", "placement")}
         tensors, ints, floats = array("Q"), array("q"), array("d")
         for row in range(frame.count):
             if frame.first_ordinal + row >= stop:
@@ -123,6 +126,7 @@ def _copy_records(
             columns["scope"].append(int(frame.scope[row]))
             columns["thread"].append(int(frame.thread[row]))
             columns["start"].append(int(frame.start_ns[row]))
+            columns["placement"].append(record.placement)
             slots = frame.tensor_slots[frame.tensor_first[row] : frame.tensor_first[row + 1]]
             if record.ordinal == drop_results_of:
                 slots = slots[: len(slots) - len(record.results)]
@@ -154,5 +158,6 @@ def _copy_records(
                 storage_device=frame.storage_device,
                 storage_origin=origins,
                 storage_payload=first_contents,
+                placement=np.array(columns["placement"], np.uint32),
             )
         )

@@ -38,6 +38,10 @@ class FrameLists:
         self.ends: list[bool] = (scan.last_use[slot_keys] == ordinals).tolist()
         self.storage_ends: list[bool] = (scan.storage_last_uses(slot_storages) == ordinals).tolist()
 
+    def placement(self, row: int) -> int:
+        """The placement id of a record."""
+        return 0 if self.frame.placement is None else int(self.frame.placement[row])
+
     def offset(self, slot: int) -> int:
         """The offset of a slot's tensor, in elements."""
         return int(self.frame.tensor_offset[self.slots[slot]])

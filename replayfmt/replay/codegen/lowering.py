@@ -44,6 +44,7 @@ from .operations import (
     View,
     Zeros,
 )
+from .streams import ReplayStreams, StreamCode
 from .windows import CodeCache, Staged, Window, WindowText
 
 
@@ -81,6 +82,7 @@ class Context:
     shapes: Shapes = Shapes.unchecked
     opaque: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stand_in: KernelStandIn | None = None
+    streams: ReplayStreams | None = None  # None: the capture has nothing but default streams
 
 
 class Lowering:
@@ -104,6 +106,9 @@ class Lowering:
         self._consumed: set[int] = set()
         self._templates: dict[int, Template | None] = {}
         self._opaque: set[int] = set()  # storages with bytes that no replay reproduces
+        self._streams = None  # a slice of the ops runs one after the other, without what lies between them
+        if context.streams is not None and scan.needed is None:
+            self._streams = StreamCode(self, context.streams)
         self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
 
     def windows(self, op: Callable[[Lowering, int, int], None]) -> Iterator[Window]:
@@ -121,6 +126,9 @@ class Lowering:
             RecordKind.global_state: self._global_state,
             RecordKind.synchronize: self._synchronize,
         }
+        streams = self._streams
+        if streams is not None:
+            others |= streams.handlers()
         needed = self.scan.needed
         if self.scan.checks:
             others |= {RecordKind.digest: self._digest, RecordKind.host_read: self._host_read}
@@ -138,6 +146,8 @@ class Lowering:
                 if needed is not None and not needed[ordinal]:
                     pass
                 elif kind == RecordKind.op:
+                    if streams is not None:
+                        streams.before_op(row, ordinal)
                     op(self, row, ordinal)
                     if signature in self.context.opaque:
                         first_slot = self.frame.tensor_first[row]
@@ -154,6 +164,8 @@ class Lowering:
 
     def _finish(self, first: int, end: int) -> Window:
         """The window that ends before `end`; the next one starts empty."""
+        if self._streams is not None and not self.text.returns_result:
+            self._streams.end_window(end - 1)
         for storage in self._hoisted_on:
             self._let_go_of_storage(storage)
         text = self.text
@@ -409,6 +421,8 @@ class Lowering:
         opaque = not host_read and isinstance(tensor, TensorValue) and tensor.storage in self._opaque
         if self.compare and expected is not None and isinstance(tensor, TensorValue) and not opaque:
             name = self.names.get(self.frame.keys[slot]) or self.acquire(slot, ordinal)
+            if self._streams is not None:
+                self._streams.before_reading(ordinal)
             check = CheckDigest(self.context.judge, where, expected, host_read=host_read)
             if self.unbounded:
                 name = f"{self.text.shared('inside', require_inside)}({name})"

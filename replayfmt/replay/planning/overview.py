@@ -29,6 +29,21 @@ def describe(reader: CaptureReader, ordinal: int) -> tuple[str, str]:
     return record.kind.name, scope
 
 
+_OF_STREAMS = (
+    RecordKind.event_record,
+    RecordKind.event_wait,
+    RecordKind.stream_synchronize,
+    RecordKind.event_synchronize,
+)
+
+
+def orders_streams(reader: CaptureReader) -> bool:
+    """Whether the capture has work on other streams than the default ones, or says what orders streams."""
+    return len(reader.placements) > 1 or any(
+        signature is not None and signature.kind in _OF_STREAMS for signature in reader.signatures
+    )
+
+
 # Work that no replay does. No record says what memory it wrote: it may have written any.
 _UNSEEN = (RecordKind.unsupported, RecordKind.collective)
 

@@ -7,7 +7,7 @@ thousands of ops, and used only to examine a replay.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import CompositeValue, StorageValue, TensorValue, Value
@@ -74,7 +74,7 @@ class Steps:
         self._touched: Touched | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        lowering = Lowering(self._context, self._scan, compare=self._compare)
+        lowering = Lowering(replace(self._context, streams=None), self._scan, compare=self._compare)
         needed = self._scan.needed
         for window in lowering.windows(self._lower):
             if needed is not None and not needed[window.first_ordinal]:

@@ -1,0 +1,280 @@
+"""Races: two ops on different streams that use the same memory, one of them writes it, and nothing orders them.
+
+One pass over the records with vector clocks: each stream of each device counts its ops, and each stream, event and the
+host knows how far the others had come. Looked at is the memory of accelerators. What a kernel writes is what its schema
+says. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .codes import RecordKind, StorageOrigin, ValueKind
+from .model import StreamPlacement
+from .operator_schema import parse_operator_schema
+from .reader import CaptureReader
+from .records.record_frames import RecordFrame
+from .slots import SlotLayout
+
+_HOST_KINDS = ("cpu", "meta")
+# Operators that wait for the device to know how large their result is, or what it says.
+_WAITING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense",
+        "_unique",
+        "_unique2",
+        "bincount",
+        "equal",
+        "index",
+        "index_put",
+        "index_put_",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "repeat_interleave",
+        "unique_consecutive",
+        "unique_dim",
+    )
+)
+_SCALARS = frozenset({ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex})
+_NO_STREAMS = StreamPlacement(())
+
+Lane = tuple[int, int]  # a stream: device id, number
+Clock = dict[Lane, int]  # how far streams have come, as somebody knows
+
+
+class Use(NamedTuple):
+    """An op that uses a storage: its ordinal, its stream and the count of that stream's ops."""
+
+    ordinal: int
+    lane: Lane
+    tick: int
+    writes: bool
+
+
+class Race(NamedTuple):
+    """Two uses of a storage that nothing orders, in capture order."""
+
+    storage: int
+    first: Use
+    second: Use
+
+    def text(self, reader: CaptureReader) -> str:
+        """A sentence for people."""
+        one, other = (self._named(reader, use) for use in (self.first, self.second))
+        return f"{one} and {other} storage {self.storage}, and nothing orders them"
+
+    @staticmethod
+    def _named(reader: CaptureReader, use: Use) -> str:
+        kernel = reader.kernels[reader.record(use.ordinal).signature.kernel]
+        device, stream = reader.devices[use.lane[0]], use.lane[1]
+        where = f"stream {stream}" if stream else "the default stream"
+        name = kernel.qualified_name if kernel is not None else "an op"
+        return f"ordinal {use.ordinal} ({name}, {where} of {device}) {'writes' if use.writes else 'reads'}"
+
+
+@dataclass
+class _Storage:
+    written: Use | None = None
+    read: dict[Lane, Use] | None = None
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the records of a signature do: tensor slots that they read and write, and of results. `waits`: the host
+    waits for them in any case, `blocks`: where some of their tensors are on the host."""
+
+    kind: RecordKind
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    results: tuple[int, ...]
+    waits: bool
+    blocks: bool
+    device: int
+
+
+def find_races(reader: CaptureReader, most: int = 100) -> list[Race]:
+    """The first races of a capture, `most` at most, one for each storage. Empty where all work is on default streams
+    of one device. Raises InvalidCapture for a damaged frame."""
+    if len(reader.placements) < 2:
+        return []
+    found: list[Race] = []
+    for race in _Pass(reader).races():
+        found.append(race)
+        if len(found) == most:
+            break
+    return found
+
+
+class _Pass:
+    def __init__(self, reader: CaptureReader) -> None:
+        self._reader = reader
+        self._clocks: dict[Lane, Clock] = {}
+        self._host: Clock = {}
+        self._events: dict[int, Clock] = {}
+        self._storages: dict[int, _Storage] = {}
+        self._racing: set[int] = set()
+        self._shapes: dict[int, _Shape] = {}
+        self._accelerators = {
+            number
+            for number, device in enumerate(reader.devices)
+            if device is not None and device.kind not in _HOST_KINDS
+        }
+
+    def races(self) -> Iterator[Race]:
+        reader = self._reader
+        for index in range(len(reader.record_frames)):
+            frame = reader.frame(index)
+            for row, signature in enumerate(frame.signature.tolist()):
+                shape = self._shapes.get(signature) or self._shape(signature)
+                if shape.kind is RecordKind.op:
+                    yield from self._op(frame, row, shape)
+                elif shape.kind in _HANDLED:
+                    first = int(frame.int_first[row])
+                    ints = frame.ints[first : int(frame.int_first[row + 1])].tolist()
+                    _HANDLED[shape.kind](self, shape, ints)
+
+    # -------------------------------------------------------------------------------------------------------------- ops
+
+    def _shape(self, number: int) -> _Shape:
+        layout = self._reader.layouts[number]
+        signature = layout.signature
+        device = next((each.node.constant for each in layout.args if each.node.name == "device"), 0)
+        reads: tuple[int, ...] = ()
+        writes: tuple[int, ...] = ()
+        results: tuple[int, ...] = ()
+        waits = blocks = False
+        if signature.kind is RecordKind.op:
+            kernel = self._reader.kernels[signature.kernel]
+            assert kernel is not None
+            reads, writes = _accesses(layout, kernel.schema)
+            results = tuple(slot for each in layout.results for slot in each.tensors)
+            waits = kernel.name in _WAITING or any(each.node.kind in _SCALARS for each in layout.results)
+            blocks = not any(each.node.name == "non_blocking" and each.node.constant for each in layout.args)
+        number_of_device = device if isinstance(device, int) else 0
+        shape = _Shape(signature.kind, reads, writes, results, waits, blocks, number_of_device)
+        self._shapes[number] = shape
+        return shape
+
+    def _op(self, frame: RecordFrame, row: int, shape: _Shape) -> Iterator[Race]:
+        first = int(frame.tensor_first[row])
+        slots = frame.tensor_slots[first : int(frame.tensor_first[row + 1])].tolist()
+        if not slots:
+            return
+        placement = _NO_STREAMS
+        if frame.placement is not None and frame.placement[row]:
+            placement = self._reader.placements[int(frame.placement[row])] or _NO_STREAMS
+        metas = self._reader.metas
+        devices = [metas[int(frame.tensor_meta[slot])].device for slot in slots]
+        lanes = list(dict.fromkeys((each, placement.stream(each)) for each in devices if each in self._accelerators))
+        if not lanes or not (shape.reads or shape.writes or shape.results):
+            return
+        clock = dict(self._host)
+        for lane in lanes:
+            _merge(clock, self._clocks.get(lane, {}))
+        lane = lanes[0]
+        tick = clock[lane] = clock.get(lane, 0) + 1
+        for each in lanes:
+            self._clocks[each] = clock if each == lane else dict(clock)
+        ordinal = frame.first_ordinal + row
+        arguments: set[int] = set()
+        for places, writes in ((shape.reads, False), (shape.writes, True), (shape.results, True)):
+            for place in places:
+                storage = int(frame.tensor_storage[slots[place]])
+                if not storage or devices[place] not in self._accelerators:
+                    continue
+                if places is shape.results and (storage in arguments or self._is_known(storage)):
+                    continue  # what it was given, or a view
+                arguments.add(storage)
+                race = self._use(storage, Use(ordinal, lane, tick, writes), clock)
+                if race is not None and storage not in self._racing:
+                    self._racing.add(storage)
+                    yield race
+        if shape.waits or (shape.blocks and any(each not in self._accelerators for each in devices)):
+            _merge(self._host, clock)
+
+    def _is_known(self, storage: int) -> bool:
+        """Whether a result's memory was not written by the op that returns it."""
+        return storage in self._storages or self._reader.storage(storage).origin is StorageOrigin.uninitialized
+
+    def _use(self, number: int, use: Use, clock: Clock) -> Race | None:
+        storage = self._storages.setdefault(number, _Storage())
+        before = [] if storage.written is None else [storage.written]
+        if use.writes:
+            before += (storage.read or {}).values()
+            storage.written, storage.read = use, None
+        else:
+            storage.read = storage.read or {}
+            storage.read[use.lane] = use
+        unordered = [each for each in before if each.ordinal != use.ordinal and clock.get(each.lane, 0) < each.tick]
+        return Race(number, unordered[0], use) if unordered else None
+
+    # ---------------------------------------------------------------------------------------------------- other records
+
+    def _lane_clock(self, lane: Lane) -> Clock:
+        return self._clocks.setdefault(lane, {})
+
+    def _event_record(self, shape: _Shape, ints: list[int]) -> None:
+        event, number = ints
+        self._events[event] = {**self._lane_clock((shape.device, number))}
+
+    def _event_wait(self, shape: _Shape, ints: list[int]) -> None:
+        event, number = ints
+        _merge(self._lane_clock((shape.device, number)), self._events.get(event, {}))
+
+    def _synchronize(self, shape: _Shape, _ints: list[int]) -> None:
+        for lane, clock in self._clocks.items():
+            if lane[0] == shape.device:
+                _merge(self._host, clock)
+
+    def _synchronize_stream(self, shape: _Shape, ints: list[int]) -> None:
+        _merge(self._host, self._lane_clock((shape.device, ints[0])))
+
+    def _synchronize_event(self, _shape: _Shape, ints: list[int]) -> None:
+        _merge(self._host, self._events.get(ints[0], {}))
+
+    def _forget(self, _shape: _Shape, ints: list[int]) -> None:
+        self._storages.pop(ints[0], None)
+
+
+def _accesses(layout: SlotLayout, schema_text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tensor slots of arguments that an op reads, and those that it writes."""
+    slots = {each.node.name: each.tensors for each in layout.args}
+    try:
+        schema = parse_operator_schema(schema_text)
+    except ValueError:  # then nothing is known, and it may write what it is given
+        every = tuple(slot for taken in slots.values() for slot in taken)
+        return every, every
+    written = {each.name for each in schema.arguments if each.type.written}
+    if schema.returns and not written and all(each.alias for each in schema.returns):
+        return (), ()  # looks at the memory in another way, and reads none of it
+    # What makes a tensor like another one looks at its sizes alone.
+    unread = schema.arguments[0].name if _makes_alike(schema.base_name) and schema.arguments else None
+    reads = tuple(slot for name, taken in slots.items() if name not in written and name != unread for slot in taken)
+    return reads, tuple(slot for name in written for slot in slots.get(name, ()))
+
+
+def _makes_alike(name: str) -> bool:
+    return name.endswith("_like") or name.startswith("new_")
+
+
+_HANDLED = {
+    RecordKind.event_record: _Pass._event_record,
+    RecordKind.event_wait: _Pass._event_wait,
+    RecordKind.synchronize: _Pass._synchronize,
+    RecordKind.stream_synchronize: _Pass._synchronize_stream,
+    RecordKind.event_synchronize: _Pass._synchronize_event,
+    # Content that enters from outside, and memory that is gone: what used it before does not matter any more.
+    RecordKind.storage_import: _Pass._forget,
+    RecordKind.storage_release: _Pass._forget,
+}
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    for lane, tick in other.items():
+        if into.get(lane, 0) < tick:
+            into[lane] = tick

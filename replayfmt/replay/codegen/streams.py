@@ -1,0 +1,204 @@
+"""Streams and events in generated code: where a replay switches streams, and what orders their work.
+
+Captured streams have streams of their own in a replay, made once for a plan; between windows the default ones are
+current. Memory that is used on another stream than the one it was allocated on is not reused before that one is done
+with it. What a program orders on the default streams alone has no code here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import StreamPlacement
+from replayfmt.pytorch.accelerators import is_accelerator
+from replayfmt.pytorch.streams import SetStreams, default_stream
+
+from ..planning.devices import DeviceMap
+from .operations import Synchronize
+
+if TYPE_CHECKING:
+    from .lowering import Lowering
+
+_DEFAULTS = StreamPlacement(())
+
+
+@dataclass
+class ReplayStreams:
+    """The streams and events of a plan. `captured`: as many as the capture had, else the default ones alone, with its
+    work in capture order."""
+
+    devices: DeviceMap
+    captured: bool
+    _streams: dict[tuple[torch.device, int], torch.Stream] = field(default_factory=dict)
+    _events: dict[tuple[torch.device, int], torch.Event] = field(default_factory=dict)
+
+    def stream(self, device_id: int, number: int) -> torch.Stream | None:
+        """What replays a stream of a captured device; None on the host."""
+        device = self.devices.target(device_id)
+        if not is_accelerator(device):
+            return None
+        key = (device, number if self.captured else 0)
+        known = self._streams.get(key)
+        if known is None:
+            known = self._streams[key] = torch.Stream(device) if key[1] else default_stream(device)
+        return known
+
+    def event(self, number: int, device_id: int) -> torch.Event:
+        """What replays an event that is recorded on a device."""
+        key = (self.devices.target(device_id), number)
+        if key not in self._events:
+            self._events[key] = torch.Event(key[0])
+        return self._events[key]
+
+    def accelerators(self) -> list[torch.device]:
+        return [device for device in self.devices.in_use() if is_accelerator(device)]
+
+    def of(self, device: torch.device) -> list[torch.Stream]:
+        """The streams of a device that the code made so far uses."""
+        return [stream for (on, _number), stream in self._streams.items() if on == device]
+
+
+class StreamCode:
+    """Writes the lines about streams of one pass through the records."""
+
+    def __init__(self, lowering: Lowering, streams: ReplayStreams) -> None:
+        self._lowering = lowering
+        self._streams = streams
+        self._current = 0  # placement id
+        self._used: dict[int, set[int]] = {}  # streams that use a storage, by storage; the first one has its memory
+        self._recorded: dict[int, int] = {}  # device id on which each event was last recorded
+        self._crosses = len(streams.accelerators()) > 1
+
+    def handlers(self) -> dict[int, Callable[[int, int], None]]:
+        """What to do at each kind of record about streams: (row, ordinal)."""
+        return {
+            RecordKind.event_record: self._record,
+            RecordKind.event_wait: self._wait,
+            RecordKind.stream_use: self._use,
+            RecordKind.stream_synchronize: self._synchronize_stream,
+            RecordKind.event_synchronize: self._synchronize_event,
+        }
+
+    # ------------------------------------------------------------------------------------------------------- around ops
+
+    def before_op(self, row: int, ordinal: int) -> None:
+        """An op's line follows."""
+        if not self._streams.captured:
+            return
+        lowering, frame = self._lowering, self._lowering.frame
+        placement = frame.placement(row)
+        self._switch(placement, ordinal)
+        layout = lowering.scan.layout(frame.signatures[row])
+        first, end = frame.tensor_first[row], frame.tensor_first[row + 1]
+        for slot in range(first, end):
+            storage, device = frame.storages[slot], self._device(slot)
+            if not storage:
+                continue
+            number = self._placement(placement).stream(device)
+            used = self._used.get(storage)
+            is_argument = slot < first + layout.arg_tensors
+            if used is None:  # made by this op, or brought in before its window, when the default streams are current
+                used = self._used[storage] = {0 if is_argument else number}
+            if number not in used and is_argument:
+                used.add(number)
+                self._keep_for(slot, device, number, ordinal)
+
+    def before_reading(self, ordinal: int) -> None:
+        """A line that reads a tensor on the host follows, which may be of any stream."""
+        if self._streams.captured and self._streams.accelerators():
+            text = self._lowering.text
+            for device in self._streams.accelerators():
+                text.line(ordinal, f"{text.shared(('synchronize', str(device)), Synchronize(device))}()")
+
+    def end_window(self, ordinal: int) -> None:
+        """The window ends at this record."""
+        self._switch(0, ordinal)
+
+    def _switch(self, placement: int, ordinal: int) -> None:
+        if placement == self._current:
+            return
+        before, after = dict(self._placement(self._current).streams), dict(self._placement(placement).streams)
+        changed = [device for device in {**before, **after} if before.get(device, 0) != after.get(device, 0)]
+        streams = [self._streams.stream(device, after.get(device, 0)) for device in changed]
+        found = [stream for stream in streams if stream is not None]
+        if found:
+            text = self._lowering.text
+            key = ("streams", tuple((stream.device_index, stream.stream_id) for stream in found))
+            text.line(ordinal, f"{text.shared(key, SetStreams(found))}()")
+        self._current = placement
+
+    def _placement(self, number: int) -> StreamPlacement:
+        return self._lowering.reader.placements[number] or _DEFAULTS if number else _DEFAULTS
+
+    def _device(self, slot: int) -> int:
+        meta = self._lowering.reader.metas[self._lowering.frame.metas[slot]]
+        assert meta is not None
+        return meta.device
+
+    def _keep_for(self, slot: int, device: int, number: int, ordinal: int) -> None:
+        stream = self._streams.stream(device, number)
+        if stream is not None:
+            name = self._lowering.acquire(slot, ordinal)
+            self._lowering.text.line(ordinal, f"{name}.record_stream({self._stream(stream)})")
+
+    def _stream(self, stream: torch.Stream) -> str:
+        return self._lowering.text.shared(("stream", stream.device_index, stream.stream_id), stream)
+
+    # ---------------------------------------------------------------------------------------------------- other records
+
+    def _arguments(self, row: int) -> tuple[list[int], int]:
+        """The ints of a record, and its device if it has one."""
+        frame = self._lowering.frame
+        layout = self._lowering.scan.layout(frame.signatures[row])
+        device = next((each.node.constant for each in layout.args if each.node.name == "device"), 0)
+        assert isinstance(device, int)
+        return frame.ints[frame.int_first[row] : frame.int_first[row + 1]], device
+
+    def _record(self, row: int, ordinal: int) -> None:
+        (event, number), device = self._arguments(row)
+        self._recorded[event] = device
+        stream = self._streams.stream(device, number)
+        if stream is not None and (self._streams.captured or self._crosses):
+            name = self._event(event)
+            self._lowering.text.line(ordinal, f"{name}.record({self._stream(stream)})")
+
+    def _wait(self, row: int, ordinal: int) -> None:
+        (event, number), device = self._arguments(row)
+        stream = self._streams.stream(device, number)
+        if stream is None or event not in self._recorded or not (self._streams.captured or self._crosses):
+            return
+        if self._streams.stream(self._recorded[event], 0) is not None:
+            self._lowering.text.line(ordinal, f"{self._stream(stream)}.wait_event({self._event(event)})")
+
+    def _use(self, row: int, ordinal: int) -> None:
+        (number,), device = self._arguments(row)
+        frame = self._lowering.frame
+        slot = frame.tensor_first[row]
+        used = self._used.setdefault(frame.storages[slot], {0})
+        if self._streams.captured and number not in used and frame.keys[slot] in self._lowering.variables:
+            used.add(number)
+            self._keep_for(slot, device, number, ordinal)
+
+    def _synchronize_stream(self, row: int, ordinal: int) -> None:
+        (number,), device = self._arguments(row)
+        stream = self._streams.stream(device, number)
+        if stream is not None:
+            self._lowering.text.line(ordinal, f"{self._stream(stream)}.synchronize()")
+
+    def _synchronize_event(self, row: int, ordinal: int) -> None:
+        (event,), _device = self._arguments(row)
+        device = self._recorded.get(event)
+        stream = None if device is None else self._streams.stream(device, 0)
+        if stream is None:
+            return
+        waited = self._event(event) if self._streams.captured or self._crosses else self._stream(stream)
+        self._lowering.text.line(ordinal, f"{waited}.synchronize()")
+
+    def _event(self, number: int) -> str:
+        device = self._recorded[number]
+        return self._lowering.text.shared(("event", device, number), self._streams.event(number, device))
