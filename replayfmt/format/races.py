@@ -47,7 +47,7 @@ Lane = tuple[int, int]  # a stream: device id, number
 Clock = dict[Lane, int]  # how far streams have come, as somebody knows
 
 
-class Use(NamedTuple):
+class StorageUse(NamedTuple):
     """An op that uses a storage: its ordinal, its stream and the count of that stream's ops."""
 
     ordinal: int
@@ -60,8 +60,8 @@ class Race(NamedTuple):
     """Two uses of a storage that nothing orders, in capture order."""
 
     storage: int
-    first: Use
-    second: Use
+    first: StorageUse
+    second: StorageUse
 
     def text(self, reader: CaptureReader) -> str:
         """A sentence for people."""
@@ -69,7 +69,7 @@ class Race(NamedTuple):
         return f"{one} and {other} storage {self.storage}, and nothing orders them"
 
     @staticmethod
-    def _named(reader: CaptureReader, use: Use) -> str:
+    def _named(reader: CaptureReader, use: StorageUse) -> str:
         kernel = reader.kernels[reader.record(use.ordinal).signature.kernel]
         device, stream = reader.devices[use.lane[0]], use.lane[1]
         where = f"stream {stream}" if stream else "the default stream"
@@ -79,12 +79,12 @@ class Race(NamedTuple):
 
 @dataclass
 class _Storage:
-    written: Use | None = None
-    read: dict[Lane, Use] | None = None
+    written: StorageUse | None = None
+    read: dict[Lane, StorageUse] | None = None
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _Accesses:
     """What the records of a signature do: tensor slots that they read and write, and of results. `waits`: the host
     waits for them in any case, `blocks`: where some of their tensors are on the host."""
 
@@ -118,7 +118,7 @@ class _Pass:
         self._events: dict[int, Clock] = {}
         self._storages: dict[int, _Storage] = {}
         self._racing: set[int] = set()
-        self._shapes: dict[int, _Shape] = {}
+        self._shapes: dict[int, _Accesses] = {}
         self._accelerators = {
             number
             for number, device in enumerate(reader.devices)
@@ -140,7 +140,7 @@ class _Pass:
 
     # -------------------------------------------------------------------------------------------------------------- ops
 
-    def _shape(self, number: int) -> _Shape:
+    def _shape(self, number: int) -> _Accesses:
         layout = self._reader.layouts[number]
         signature = layout.signature
         device = next((each.node.constant for each in layout.args if each.node.name == "device"), 0)
@@ -156,11 +156,11 @@ class _Pass:
             waits = kernel.name in _WAITING or any(each.node.kind in _SCALARS for each in layout.results)
             blocks = not any(each.node.name == "non_blocking" and each.node.constant for each in layout.args)
         number_of_device = device if isinstance(device, int) else 0
-        shape = _Shape(signature.kind, reads, writes, results, waits, blocks, number_of_device)
+        shape = _Accesses(signature.kind, reads, writes, results, waits, blocks, number_of_device)
         self._shapes[number] = shape
         return shape
 
-    def _op(self, frame: RecordFrame, row: int, shape: _Shape) -> Iterator[Race]:
+    def _op(self, frame: RecordFrame, row: int, shape: _Accesses) -> Iterator[Race]:
         first = int(frame.tensor_first[row])
         slots = frame.tensor_slots[first : int(frame.tensor_first[row + 1])].tolist()
         if not slots:
@@ -190,7 +190,7 @@ class _Pass:
                 if places is shape.results and (storage in arguments or self._is_known(storage)):
                     continue  # what it was given, or a view
                 arguments.add(storage)
-                race = self._use(storage, Use(ordinal, lane, tick, writes), clock)
+                race = self._use(storage, StorageUse(ordinal, lane, tick, writes), clock)
                 if race is not None and storage not in self._racing:
                     self._racing.add(storage)
                     yield race
@@ -201,7 +201,7 @@ class _Pass:
         """Whether a result's memory was not written by the op that returns it."""
         return storage in self._storages or self._reader.storage(storage).origin is StorageOrigin.uninitialized
 
-    def _use(self, number: int, use: Use, clock: Clock) -> Race | None:
+    def _use(self, number: int, use: StorageUse, clock: Clock) -> Race | None:
         storage = self._storages.setdefault(number, _Storage())
         before = [] if storage.written is None else [storage.written]
         if use.writes:
@@ -218,26 +218,26 @@ class _Pass:
     def _lane_clock(self, lane: Lane) -> Clock:
         return self._clocks.setdefault(lane, {})
 
-    def _event_record(self, shape: _Shape, ints: list[int]) -> None:
+    def _event_record(self, shape: _Accesses, ints: list[int]) -> None:
         event, number = ints
         self._events[event] = {**self._lane_clock((shape.device, number))}
 
-    def _event_wait(self, shape: _Shape, ints: list[int]) -> None:
+    def _event_wait(self, shape: _Accesses, ints: list[int]) -> None:
         event, number = ints
         _merge(self._lane_clock((shape.device, number)), self._events.get(event, {}))
 
-    def _synchronize(self, shape: _Shape, _ints: list[int]) -> None:
+    def _synchronize(self, shape: _Accesses, _ints: list[int]) -> None:
         for lane, clock in self._clocks.items():
             if lane[0] == shape.device:
                 _merge(self._host, clock)
 
-    def _synchronize_stream(self, shape: _Shape, ints: list[int]) -> None:
+    def _synchronize_stream(self, shape: _Accesses, ints: list[int]) -> None:
         _merge(self._host, self._lane_clock((shape.device, ints[0])))
 
-    def _synchronize_event(self, _shape: _Shape, ints: list[int]) -> None:
+    def _synchronize_event(self, _shape: _Accesses, ints: list[int]) -> None:
         _merge(self._host, self._events.get(ints[0], {}))
 
-    def _forget(self, _shape: _Shape, ints: list[int]) -> None:
+    def _forget(self, _shape: _Accesses, ints: list[int]) -> None:
         self._storages.pop(ints[0], None)
 
 

@@ -55,7 +55,7 @@ def _trace(kind: str) -> Any:
     return getattr(module, "_gpu_trace", None)
 
 
-class Trace:
+class GpuTrace:
     """PyTorch's trace, active between `install` and `remove`."""
 
     def __init__(self, kind: str, callbacks: Callbacks) -> None:

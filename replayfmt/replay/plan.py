@@ -9,26 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.arguments import check_function, check_kind, choice_of, flag_of
-from replayfmt.format.races import Race, find_races
 from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Initializer, Registry
-from replayfmt.pytorch.accelerators import Current, is_accelerator
+from replayfmt.pytorch.accelerators import Current
 from replayfmt.pytorch.settings import apply_settings
-from replayfmt.pytorch.streams import keeps_memory_for_streams
 
 from .codegen.call_templates import DirectFunctions, TemplateMaker
 from .codegen.lowering import Context, Lowering, Shapes
 from .codegen.op_lowering import lower_op
-from .codegen.streams import ReplayStreams
+from .codegen.streams import STREAMS_MODES, StreamsMode, replay_streams
 from .codegen.windows import CodeCache, Window
 from .planning.memory import MemoryWatch
-from .planning.overview import orders_streams
 from .planning.scan import Scan
 from .planning.slices import Slice
 from .planning.window_cuts import WindowSize
@@ -53,8 +49,6 @@ from .verify.run_twice import RunTwice
 _KEPT_RECORDS = 250_000
 # How long the search may take for ops whose results differ from run to run.
 _PATIENCE_S = 60.0
-StreamsMode = Literal["captured", "serial"]
-STREAMS_MODES = ("captured", "serial")
 
 
 class Plan(Preparation):
@@ -94,8 +88,7 @@ class Plan(Preparation):
         that may run although they do more than compute on tensors (`aten::from_file`). `allow_code` lets machine code
         and source that are in the capture run, with the rights of this process: nothing confines them (SECURITY.md).
         `opaque_results` names results that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are not compared.
-        `streams`: work is issued to as many streams as were captured, with what ordered them (`captured`), or to the
-        default ones alone, in the order of the capture (`serial`).
+        `streams`: `captured` ones with what ordered them, or the default ones alone in capture order (`serial`).
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
@@ -120,7 +113,6 @@ class Plan(Preparation):
             window=window,
         )
         self._keeps_going = keep_going
-        self.stream_problem = ""  # why the captured streams cannot be used although they were asked for
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)
         self.judge.compares_scalars = not self.synthesis.reason
@@ -140,7 +132,7 @@ class Plan(Preparation):
             self._content.load,
             self.device_map.host_goes_to,
             opaque=self.opaque_slots(),
-            streams=self._streams_of(streams),
+            streams=replay_streams(self.reader, self.device_map, streams),
         )
         self._kept: dict[tuple[bool, Shapes, KernelStandIn | None], list[Window]] = {}
         self._shapes_checked = False
@@ -154,20 +146,6 @@ class Plan(Preparation):
                 self.close()
                 raise
             self.context = replace(self.context, stand_in=self.substitution.replace)
-
-    @cached_property
-    def races(self) -> list[Race]:
-        """Races of the captured program: no replay can be held to what they did."""
-        return find_races(self.reader)
-
-    def _streams_of(self, mode: StreamsMode) -> ReplayStreams | None:
-        """What replays the capture's streams; None if it has none but the default ones, or no accelerator is used."""
-        kinds = {device.type for device in self.device_map.in_use() if is_accelerator(device)}
-        if not kinds or not orders_streams(self.reader):
-            return None
-        if mode == "captured" and not all(map(keeps_memory_for_streams, kinds)):
-            mode, self.stream_problem = "serial", "memory of this device cannot be kept for another stream"
-        return ReplayStreams(self.device_map, mode == "captured")
 
     def windows(self, *, checks: bool, shapes: Shapes = Shapes.unchecked) -> tuple[Iterable[Window], bool]:
         """The windows, and whether all of them are prepared already."""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from replayfmt.format.printable import counted, scope_count
+from replayfmt.format.races import find_races
 
 from .plan import Plan
 from .results import PeakMemory, ReplayResult
@@ -107,8 +108,8 @@ def _streams(plan: Plan) -> list[str]:
     if streams.captured:
         how = f"{counts}, as captured"
     else:
-        how = f"one for each device, in capture order: {plan.stream_problem or '--streams=serial'}"
-    return [f"streams: {how}", *(f"race: {each.text(plan.reader)}" for each in plan.races)]
+        how = f"one for each device, in capture order: {streams.problem or '--streams=serial'}"
+    return [f"streams: {how}", *(f"race: {each.text(plan.reader)}" for each in find_races(plan.reader))]
 
 
 def _initialized(plan: Plan) -> list[str]:
@@ -162,7 +163,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         "streams": None
         if plan.context.streams is None
         else ("captured" if plan.context.streams.captured else "serial"),
-        "races": [each.text(plan.reader) for each in plan.races],
+        "races": [each.text(plan.reader) for each in find_races(plan.reader)],
         "divergence": None
         if divergence is None
         else {

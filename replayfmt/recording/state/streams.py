@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from replayfmt.format.model import StreamPlacement
-from replayfmt.pytorch.streams import Callbacks, Trace, current_streams, followed_kind, handle_of
+from replayfmt.pytorch.streams import Callbacks, GpuTrace, current_streams, followed_kind, handle_of
 
 from ..stream.buffer import RecordBuffer
 from ..stream.records import Records
@@ -136,7 +136,7 @@ class StreamTrace:
     def __init__(self, recorder: RecorderForStreams, streams: Streams, lock: Any) -> None:
         self._recorder = recorder
         self._lock = lock
-        self._trace = Trace(
+        self._trace = GpuTrace(
             streams.kind,
             Callbacks(
                 self._telling(streams.recorded),

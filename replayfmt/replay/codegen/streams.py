@@ -9,31 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Literal, Protocol
 
 import torch
 
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import StreamPlacement
+from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.accelerators import is_accelerator
-from replayfmt.pytorch.streams import SetStreams, default_stream
+from replayfmt.pytorch.streams import SetStreams, default_stream, keeps_memory_for_streams
 
 from ..planning.devices import DeviceMap
+from ..planning.overview import orders_streams
+from ..planning.scan import Scan
+from .frame_lists import FrameLists
+from .liveness import Variables
 from .operations import Synchronize
+from .windows import WindowText
 
-if TYPE_CHECKING:
-    from .lowering import Lowering
-
+StreamsMode = Literal["captured", "serial"]
+STREAMS_MODES = ("captured", "serial")
 _DEFAULTS = StreamPlacement(())
 
 
 @dataclass
 class ReplayStreams:
     """The streams and events of a plan. `captured`: as many as the capture had, else the default ones alone, with its
-    work in capture order."""
+    work in capture order; `problem` says why, if that was not asked for."""
 
     devices: DeviceMap
     captured: bool
+    problem: str = ""
     _streams: dict[tuple[torch.device, int], torch.Stream] = field(default_factory=dict)
     _events: dict[tuple[torch.device, int], torch.Event] = field(default_factory=dict)
 
@@ -63,10 +69,31 @@ class ReplayStreams:
         return [stream for (on, _number), stream in self._streams.items() if on == device]
 
 
+def replay_streams(reader: CaptureReader, devices: DeviceMap, mode: StreamsMode) -> ReplayStreams | None:
+    """What replays a capture's streams; None if it has none but the default ones, or no accelerator is used."""
+    kinds = {device.type for device in devices.in_use() if is_accelerator(device)}
+    if not kinds or not orders_streams(reader):
+        return None
+    problem = "" if all(map(keeps_memory_for_streams, kinds)) else "memory there cannot be kept for another stream"
+    return ReplayStreams(devices, mode == "captured" and not problem, problem)
+
+
+class Pass(Protocol):
+    """What is needed of a pass through the records: lowering.Lowering."""
+
+    reader: CaptureReader
+    scan: Scan
+    frame: FrameLists
+    text: WindowText
+    variables: Variables
+
+    def acquire(self, slot: int, ordinal: int) -> str: ...
+
+
 class StreamCode:
     """Writes the lines about streams of one pass through the records."""
 
-    def __init__(self, lowering: Lowering, streams: ReplayStreams) -> None:
+    def __init__(self, lowering: Pass, streams: ReplayStreams) -> None:
         self._lowering = lowering
         self._streams = streams
         self._current = 0  # placement id
