@@ -97,7 +97,8 @@ _COUNT = click.IntRange(min=0)
     type=click.Choice(COMPILED),
     default="keep",
     show_default=True,
-    help="torch.compile: run compiled regions as they are (not replayable), or their operators.",
+    help="torch.compile: record the calls of compiled regions as unsupported, record what their generated code calls "
+    "(a replay needs --allow-code), or run their operators instead.",
 )
 @click.option(
     "--opaque-result",

@@ -77,7 +77,11 @@ def build_all(directory: Path) -> list[Path]:
 
 def compile_library(source: Path, output: Path, *flags: str, with_python: bool = False) -> None:
     """Compile one C++ file against the installed PyTorch. `flags`: additional ones. Raises NotAvailable."""
-    command = [*compiler(), *_flags(with_python), *flags, str(source), "-o", str(output), *_linked(with_python)]
+    run_compiler([*compiler(), *_flags(with_python), *flags, str(source), "-o", str(output), *_linked(with_python)])
+
+
+def run_compiler(command: list[str]) -> None:
+    """Run a compiler. Raises NotAvailable with its first error if it fails."""
     try:
         code, said = _run(command)
     except OSError as error:
@@ -217,13 +221,18 @@ def _build(source: str, path: Path) -> None:
 
 
 def _cache() -> Path:
-    """The directory of the cached libraries, created if missing. Raises NotAvailable if others can write to it."""
+    """The directory of the cached libraries."""
+    return own_cache("native")
+
+
+def own_cache(name: str) -> Path:
+    """A directory of cached files, created if missing. Raises NotAvailable if others can write to it."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.join(os.path.expanduser("~"), ".cache")
     if not os.path.isabs(base):
         raise _no_cache("this user has no home directory")
-    directory = Path(base, "opreplay", "native")
+    directory = Path(base, "opreplay", name)
     try:
         for path in (directory.parent, directory):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)

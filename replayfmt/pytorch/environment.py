@@ -23,7 +23,8 @@ from . import accelerators
 PRODUCER = "opreplay"
 
 
-def _cpu_model() -> str | None:
+def cpu_model() -> str | None:
+    """The name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
@@ -58,7 +59,7 @@ def cpu_capability() -> str:
 def describe_device(device: torch.device) -> Device:
     """The captured form of a device, with the fingerprint that decides whether another one is the same."""
     if device.type == "cpu":
-        return Device("cpu", -1, _cpu_model() or "", json.dumps({"capability": cpu_capability()}))
+        return Device("cpu", -1, cpu_model() or "", json.dumps({"capability": cpu_capability()}))
     index = device.index
     if (index or 0) >= accelerators.count(device.type):
         # Of a GPU that is not there (an op that was given it has raised) nothing more is known.
@@ -101,7 +102,7 @@ def session_fields() -> dict[str, Any]:
         "python_version": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "host": platform.node() or None,
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cpu_capability": cpu_capability(),
         "argv": tuple(sys.argv),
         "working_directory": os.getcwd(),

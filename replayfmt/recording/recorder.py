@@ -31,6 +31,7 @@ from .core import Core
 from .custom_operators.declared_work import DeclaredWork
 from .custom_operators.observing import ObservingMode
 from .custom_operators.whole_composites import WholeComposites
+from .dispatch.kernels import CapturedKernel
 from .dispatch.mode import RecordingMode
 from .dispatch.mode_stack import mode_stack, remove_finished_modes
 from .frames import in_recorders_work
@@ -41,6 +42,7 @@ from .hooks.host_reads import HostReads
 from .hooks.undispatched import Hooks
 from .options import CaptureOptions
 from .program.children import AfterFork
+from .program.dynamo import keep_dynamo_out
 from .program.presence import HookPresence, ModePresence, Presence
 from .program.replacement import ProgramReplacement
 from .program.termination import Termination
@@ -122,6 +124,7 @@ class Recorder:
                 )
             self._core = Core(self.path, self.options)
             _active = self
+        keep_dynamo_out()
         core, hook = self._core, self._core.hook
         self._presence = ModePresence(core, ObservingMode(core)) if hook is None else HookPresence(core, hook)
         self._threads = Threads(self._presence, core)
@@ -354,6 +357,15 @@ class Recorder:
     def hidden(self) -> AbstractContextManager[None]:
         """Inside, nothing that this thread calls is recorded or observed."""
         return nullcontext() if self._presence is None else self._presence.hidden()
+
+    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a kernel that no dispatcher calls, and record that if this thread is being recorded. Returns its
+        result."""
+        mode = self.mode_here()
+        if mode is None:
+            return kernel.call(*args, **kwargs)
+        with self.hidden():
+            return mode.issue(kernel, args, kwargs)
 
     def sees_first(self) -> bool:
         """Whether the recorder alone sees what this thread calls now: no mode of the program lies above or below."""

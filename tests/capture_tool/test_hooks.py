@@ -329,7 +329,7 @@ def test_a_vital_target_that_this_build_lacks_makes_the_capture_say_so(recorder,
         Patch("torch", "Gone.run", lambda original: original, "triton_launch", vital=True),
         Patch("torch", "GoneToo.run", lambda original: original, "triton_launch"),
     ]
-    monkeypatch.setattr(hooks_module, "table", lambda recorder: rows)
+    monkeypatch.setattr(hooks_module, "table", lambda recorder, regions=None: rows)
     hooks = Hooks(recorder)
     with pytest.warns(RuntimeWarning, match="this build has no torch.Gone"):
         hooks.install()
@@ -345,7 +345,7 @@ def test_the_session_says_which_targets_this_build_lacks(monkeypatch):
         Patch("torch", "add", lambda original: original),
         Patch("never_imported", "Gone.run", lambda original: original),
     ]
-    monkeypatch.setattr(hooks_module, "table", lambda recorder: rows)
+    monkeypatch.setattr(hooks_module, "table", lambda recorder, regions=None: rows)
     assert hooks_module.hook_policies() == {"hooks_missing": "torch.Gone.run"}
 
 

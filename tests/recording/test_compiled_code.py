@@ -67,6 +67,18 @@ def test_nothing_is_compiled_again(
         captured.replays()
 
 
+def test_dynamo_leaves_the_recorder_alone_where_it_compiles_nothing(capture: Capture) -> None:
+    """It looks at all frames that a module calls which it cannot compile as a whole: an LSTM, for one."""
+    compiled, x = Compiled(torch.nn.LSTM(4, 3).forward), torch.ones(2, 4)
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        compiled.run(x)
+        graphs = compiled.graphs
+        captured = capture(lambda: compiled.run(x)[0])
+    assert compiled.graphs == graphs
+    assert "aten::mkldnn_rnn_layer.default" in captured.ops()
+    captured.replays()
+
+
 @pytest.mark.recorder("native")
 def test_compiled_code_in_an_operator_is_not_compiled_again(capture: Capture) -> None:
     compiled, x = Compiled(in_one), torch.ones(3)

@@ -24,6 +24,8 @@ import torch
 
 from replayfmt.pytorch.tensors.looks import layout_of, storage_of
 
+from ..code.inductor_regions import Regions
+from ..dispatch.kernels import CapturedKernel
 from ..frames import leave_no_frames
 from .import_watch import Watch
 from .patches import Patch, PatchSet, targets
@@ -66,6 +68,10 @@ class RecorderForHooks(Protocol):
         """Run recorder code: a failure in it ends the recording, not the program."""
         ...
 
+    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a kernel, and record that if this thread is being recorded. Returns its result."""
+        ...
+
 
 class _NoRecorder:
     """A dummy for when the table is only read."""
@@ -85,15 +91,20 @@ class _NoRecorder:
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
         raise AssertionError("nothing records")
 
+    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise AssertionError("nothing records")
+
 
 class Hooks:
     """The hooks of one capture. `missing` lists targets that this build lacks, among the modules imported so far."""
 
     def __init__(self, recorder: RecorderForHooks, compiled: str = "keep") -> None:
-        """`compiled`: `keep` lets compiled regions run as they are, `eager` has torch.compile run their operators."""
+        """`compiled`: `keep` lets compiled regions run as they are, `kernels` records what they call, `eager` has
+        torch.compile run their operators."""
         self._recorder = recorder
         self._compiled = compiled
-        self._patches = PatchSet(table(recorder), self._report_missing)
+        self._regions = Regions(recorder) if compiled == "kernels" else None
+        self._patches = PatchSet(table(recorder, self._regions), self._report_missing)
         self._dynamo: Watch | None = None
         self._stance: Any = None
 
@@ -109,6 +120,8 @@ class Hooks:
     def remove(self) -> None:
         """Restore everything. Idempotent."""
         self._patches.remove()
+        if self._regions is not None:
+            self._regions.close()
         if self._dynamo is not None:
             self._dynamo.stop()
             self._dynamo = None
@@ -144,24 +157,30 @@ _Given = list[tuple[int | None, "weakref.ref[torch.Tensor]"]]
 
 
 def _region(
-    recorder: RecorderForHooks, describe: Callable[[Any, tuple[Any, ...]], tuple[str, str]], original: Function
+    recorder: RecorderForHooks,
+    describe: Callable[[Any, tuple[Any, ...]], tuple[str, str]],
+    original: Function,
+    regions: Regions | None = None,
 ) -> Function:
-    """A compiled region: its kernels are fused or call the C library directly, so none of its work may be recorded."""
+    """A compiled region: its kernels are fused or call the C library directly, so none of its work may be recorded,
+    unless `regions` knows all that it calls."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.launching():
+        unknown = None if regions is None else recorder.attempt(regions.open, self)
+        if unknown == "" or not recorder.launching():
             return original(self, *args, **kwargs)
         # Before the call, and without keeping a reference to an argument: a region frees its arguments while it runs.
         # What is marked is read at its next recorded use, which comes after the region.
-        given = recorder.attempt(enter, self, args, kwargs)
+        given = recorder.attempt(enter, self, args, kwargs, unknown)
         with recorder.paused():
             results = original(self, *args, **kwargs)
         recorder.attempt(leave, given, results)
         return results
 
-    def enter(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
-        recorder.unsupported("compiled_region", *describe(region, args))
+    def enter(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str | None) -> _Given:
+        name, detail = describe(region, args)
+        recorder.unsupported("compiled_region", name, f"{unknown}; {detail}" if unknown else detail)
         _mark(recorder, _written_arguments(region, args, kwargs))
         return [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
 
@@ -374,8 +393,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
-def table(recorder: RecorderForHooks) -> list[Patch]:
-    """Every hook, for one recorder."""
+def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Patch]:
+    """Every hook, for one recorder. `regions`: what records the insides of Inductor's regions, if anything does."""
 
     def hook(make: Callable[..., Function], *extra: Any) -> Callable[[Function], Function]:
         return lambda original: _leaving_no_frames(make(recorder, *extra, original))
@@ -384,7 +403,13 @@ def table(recorder: RecorderForHooks) -> list[Patch]:
     heuristics = "torch._inductor.runtime.triton_heuristics"
     pauses: dict[int, AbstractContextManager[Any]] = {}
     return [
-        Patch(inductor, "CompiledFxGraph.__call__", hook(_region, _graph_name), "compiled_region", vital=True),
+        Patch(
+            inductor,
+            "CompiledFxGraph.__call__",
+            hook(functools.partial(_region, regions=regions), _graph_name),
+            "compiled_region",
+            vital=True,
+        ),
         Patch(inductor, "CompiledAOTI.__call__", hook(_region, _class_name), "compiled_region"),
         Patch("torch._C._aoti", "AOTIModel*.run", hook(_region, _class_name), "compiled_region", vital=True),
         Patch("torch._C._aoti", "AOTIModel*.boxed_run", hook(_region, _class_name), "compiled_region"),

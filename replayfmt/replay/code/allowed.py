@@ -15,6 +15,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.reader import CaptureReader
 
 from ..planning.kernels import ResolvedKernel
+from .inductor_cpp import resolve_inductor_cpp
 from .triton_kernels import prepare_triton, resolve_triton
 
 FLAG = "--allow-code"
@@ -23,7 +24,10 @@ FLAG = "--allow-code"
 # compile, load and import what it is given: it is called only where the user allowed that.
 Resolver = Callable[[Kernel, Callable[[], Mapping[str, bytes]], frozenset[str]], ResolvedKernel | str]
 
-RESOLVERS: dict[KernelKind, Resolver] = {KernelKind.triton: resolve_triton}
+RESOLVERS: dict[KernelKind, Resolver] = {
+    KernelKind.triton: resolve_triton,
+    KernelKind.inductor_cpp: resolve_inductor_cpp,
+}
 
 
 class AllowedCode:

@@ -1,0 +1,126 @@
+"""Compiled regions under a capture.
+
+A region is a function of a Python module that Inductor generated. When one is first called, its text is read
+(inductor_text.py), and in the module's globals its C++ kernels and the functions that allocate are replaced by
+functions that record them; the operators that it calls are seen like any others. What was replaced is put back when the
+capture ends. A region of which anything is not known is left as it is, and recorded as unsupported.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+
+from ..dispatch.kernels import CapturedKernel
+from ..frames import leave_no_frames
+from .inductor_kernels import Allocation, Function, InductorCode, find_kernel
+from .inductor_text import Unknown, read_module
+
+_ALIGNING = "align_inputs_from_check_idxs.<locals>.run"  # copies arguments whose memory is not aligned, by operators
+
+
+class RecorderForCode(Protocol):
+    """What is needed from a recorder to record the calls of code kernels."""
+
+    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a kernel, and record that, if this thread is being recorded. Returns its result."""
+        ...
+
+
+class Regions:
+    """The compiled regions of one capture."""
+
+    def __init__(self, recorder: RecorderForCode) -> None:
+        self._recorder = recorder
+        self._modules: dict[int, tuple[dict[str, Any], str]] = {}  # by identity: its globals, and what is unknown
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._kernels: dict[tuple[str, str], InductorCode] = {}
+
+    def open(self, region: Any) -> str:
+        """Have the calls of a region recorded. Returns why they cannot be, or ""."""
+        try:
+            function = _function(region)
+        except Unknown as problem:
+            return str(problem)
+        namespace = function.__globals__
+        known = self._modules.get(id(namespace))
+        if known is None:
+            unknown = ""
+            try:
+                self._replace(region, namespace, function)
+            except Unknown as error:
+                unknown = str(error)
+            known = self._modules[id(namespace)] = namespace, unknown
+        return known[1]
+
+    def close(self) -> None:
+        """Put everything back. What others have replaced since then is left alone."""
+        while self._replaced:
+            namespace, name, original, replacement = self._replaced.pop()
+            if namespace.get(name) is replacement:
+                namespace[name] = original
+        self._modules.clear()
+
+    def _replace(self, region: Any, namespace: dict[str, Any], function: FunctionType) -> None:
+        text = read_module(region.source_code, namespace, function.__code__)
+        new: dict[str, Function] = {}
+        for declared in text.kernels:
+            kernel = find_kernel(declared, namespace.get(declared.name))
+            known = self._kernels.setdefault((kernel.name, kernel.overload), kernel)
+            new[declared.name] = self._recording(kernel.call, known)
+        for name in text.allocators:
+            new[name] = self._allocating(namespace[name])
+        for name, replacement in new.items():
+            self._replaced.append((namespace, name, namespace[name], replacement))
+            namespace[name] = replacement
+
+    def _recording(self, original: Function, kernel: InductorCode) -> Function:
+        @functools.wraps(original)
+        def call(*args: Any) -> Any:
+            try:
+                return self._recorder.issue(kernel, args, {})
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+
+        return call
+
+    def _allocating(self, original: Function) -> Function:
+        kernel = Allocation(original)
+        kind = _DEVICES.get(original.__name__, "cpu")
+        pinned = original.__name__.endswith("_pinned")
+
+        @functools.wraps(original)
+        def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+            device = (
+                torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+            )
+            given = {"dtype": dtype, "device": device, "pin_memory": pinned}
+            try:
+                result: torch.Tensor = self._recorder.issue(kernel, (list(size), list(stride)), given)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+            return result
+
+        return allocate
+
+
+_DEVICES = {"_empty_strided_cuda": "cuda", "_empty_strided_xpu": "xpu"}
+
+
+def _function(region: Any) -> FunctionType:
+    """The function that a region runs. Raises Unknown."""
+    called = region.current_callable
+    if getattr(called, "__qualname__", "") == _ALIGNING:
+        called = called.__closure__[called.__code__.co_freevars.index("model")].cell_contents
+    runner = getattr(region, "compiled_fn_runner", None)
+    if runner is not None and called != runner.call:
+        raise Unknown(f"it is called through {getattr(called, '__qualname__', type(called).__name__)}, not by itself")
+    function = called.__func__ if isinstance(called, MethodType) else called
+    if not isinstance(function, FunctionType):
+        raise Unknown(f"it is {type(function).__name__}, which runs beneath Python")
+    return function
