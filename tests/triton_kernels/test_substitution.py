@@ -30,11 +30,7 @@ def request(function: str, form: str = "@triton") -> str:
 def results(captures: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
     folder, _ = captures
     requests = [request(name) for name in ("softmax_kernel", *REFUSED)]
-    requests += [
-        request("in_python", ""),
-        f"all@triton={REPLACEMENTS}",
-        f"aten::mul@triton={REPLACEMENTS}:that_is_wrong",
-    ]
+    requests += [request("in_python", ""), f"all@triton={REPLACEMENTS}", f"aten::mul@triton={REPLACEMENTS}:in_python"]
     capture = str(folder / "softmax.opreplay")
     done = run_python("-m", "tests.triton_kernels.substituting", capture, *requests)
     assert done.returncode == 0, done.stderr
