@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from replayfmt.errors import ReplayRefused
-from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
+from replayfmt.format.codes import KernelKind, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.definitions.signature_rules import argument_nodes
 from replayfmt.format.model import GeneratorValue, PayloadValue, RangeValue, RecipeValue, Record, TensorValue, Value
 from replayfmt.format.records.digest import TensorDigest
@@ -18,6 +18,7 @@ from replayfmt.format.slots import NodePlace
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import host_view, storage_bytes
+from replayfmt.recording.code.kernels import CodeKernel
 from replayfmt.recording.dispatch.kernels import CapturedKernel
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
@@ -116,17 +117,22 @@ class Materializer:
     def _kernel_of(self, record: Record) -> CapturedKernel:
         number = record.signature.kernel
         if number not in self._kernel:
-            resolved = self._plan.kernels[number]
-            if not isinstance(resolved, OperatorKernel):
-                captured = self._plan.reader.kernels[number]
-                assert captured is not None, "signatures of ops have kernels"
-                reason = resolved if isinstance(resolved, str) else f"it is a {type(resolved).__name__}"
-                raise ReplayRefused(
-                    f"{self._plan.reader.path}: ordinal {record.ordinal}: {captured.qualified_name} cannot be kept: "
-                    f"expected an operator of this PyTorch, {reason}; leave it out of the selection"
-                )
-            self._kernel[number] = CapturedKernel(resolved.overload, self._plan.opaque)
+            self._kernel[number] = self._described(number, record.ordinal)
         return self._kernel[number]
+
+    def _described(self, number: int, ordinal: int) -> CapturedKernel:
+        """What a recorder knows of a kernel."""
+        resolved, captured = self._plan.kernels[number], self._plan.reader.kernels[number]
+        assert captured is not None, "signatures of ops have kernels"
+        if isinstance(resolved, OperatorKernel):
+            return CapturedKernel(resolved.overload, self._plan.opaque)
+        if isinstance(resolved, ResolvedKernel) and captured.kind is not KernelKind.operator:
+            return CodeKernel(captured.kind, captured.schema, resolved.call)
+        reason = resolved if isinstance(resolved, str) else f"it is a {type(resolved).__name__}"
+        raise ReplayRefused(
+            f"{self._plan.reader.path}: ordinal {ordinal}: {captured.qualified_name} cannot be kept: "
+            f"expected an operator of this PyTorch, {reason}; leave it out of the selection"
+        )
 
     def _slots(self, values: tuple[Value, ...], record: Record) -> list[tuple[int, TensorValue]]:
         """The tensors of an op's arguments or results (or both, in that order), by slot."""
