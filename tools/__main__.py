@@ -20,6 +20,7 @@ TOOLS = {
     "import": "importer",
     "export": "export",
     "probe": "probe",
+    "energy": "energy",
     "examples": "examples",
 }
 

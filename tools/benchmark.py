@@ -15,6 +15,7 @@ from replayfmt.errors import UsageError
 from .baseline import BaselineFlags, baseline_options, show_below
 from .command import reader_may_leave, run_tool, say, tool
 from .compare import refuse_with_compare, run_compare
+from .energy_windows import check_energy_windows, energy_options, run_energy_windows
 from .per_op import PerOpFlags, per_op_options, run_per_op
 from .precision_flags import precision_options
 from .profiling_flags import profiled, profiling_options, profiling_request
@@ -90,6 +91,7 @@ _REDRAW_S = 0.2
     "report for the whole replay, its scopes and each signature whether there is a difference.",
 )
 @reconcile_options
+@energy_options
 @per_op_options
 @profiling_options
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
@@ -115,6 +117,9 @@ def cli(
     reconcile: bool,
     program: str | None,
     program_runs: int,
+    energy_windows: str | None,
+    power_interval: float,
+    power_averaging: float,
     device_profiling_mode: str | None,
     device_profiling_output: str | None,
     force: bool,
@@ -137,6 +142,7 @@ def cli(
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
     if benchmark_out and profiling and os.path.realpath(benchmark_out) == os.path.realpath(profiling.output):
         raise UsageError(f"{_OUT} and --device-profiling-output are the same file: {benchmark_out}")
+    check_energy_windows(context)
     per_op = PerOpFlags.of(context, flags.verify)
     if compare:
         refuse_with_compare(context, flags, per_op is not None)
@@ -154,6 +160,16 @@ def cli(
         refuse_input(_OUT, benchmark_out, capture)
     with ExitStack() as stack:
         out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
+        if energy_windows is not None:
+            refuse_input("--energy-windows", energy_windows, capture)
+            file = stack.enter_context(output_file("--energy-windows", energy_windows, force))
+            return run_energy_windows(
+                lambda keep_going: flags.plan(capture, keep_going=keep_going),
+                context,
+                flags.verify,
+                stack.enter_context(_progress()),
+                file.write,
+            )
         if reconcile:
             run_reconcile(
                 lambda keep_going: flags.plan(capture, keep_going=keep_going),

@@ -34,7 +34,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Measurement": (
         "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",
         "--benchmark-repetitions", "--warm", "--compare", "--baseline", "--fail-above",
-        "--noise-floor", "--reconcile", "--program",
+        "--noise-floor", "--energy-windows", "--power-interval",
+        "--power-averaging", "--zone", "--gpu", "--clock-offset", "--reconcile", "--program",
         "--program-runs", "--per-op", "--roofline", "--peak-flops",
         "--peak-bandwidth", "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),

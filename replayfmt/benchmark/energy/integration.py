@@ -1,0 +1,115 @@
+"""The energy of a window: the trapezoid rule over sampled power, interpolated linearly at the window's edges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from replayfmt.errors import UsageError
+
+from .power_log import PowerLog, Series
+
+LEAST_SAMPLES = 10
+# Two samples farther apart than so many intervals have a gap between them.
+GAP_INTERVALS = 3.0
+# Load has to be that much above idle for its edge to be found, which is where that part of the rise is over.
+_CLEAR_EDGE = 1.2
+_RISE = 0.25
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules of one window. `joules` is None if they cannot be known, and `reason` says why.
+
+    `error` bounds them on either side: power between two samples lies between these, and each sample is right to half
+    the log's resolution. `samples` are those inside the window, of the GPU that has the fewest; `gaps` the pairs of
+    samples that are too far apart.
+    """
+
+    joules: float | None
+    error: float | None
+    seconds: float
+    samples: int
+    gaps: int
+    reason: str = ""
+
+    @property
+    def watts(self) -> float | None:
+        """The mean power."""
+        return None if self.joules is None else self.joules / self.seconds
+
+
+def integrate(log: PowerLog, start_s: float, end_s: float) -> Energy:
+    """The energy of all GPUs of a log from one moment to another (seconds since 1970). GPUs are integrated one by one
+    and added: their samples need not be of the same moments."""
+    seconds = end_s - start_s
+    joules = error = 0.0
+    samples, gaps = None, 0
+    for gpu, series in log.series.items():
+        begins, ends = float(series.times_s[0]), float(series.times_s[-1])
+        if start_s < begins or end_s > ends:
+            late, early = max(0.0, begins - start_s), max(0.0, end_s - ends)
+            what = f"begins {late:.3f} s after" if late else f"ends {early:.3f} s before"
+            return Energy(None, None, seconds, 0, 0, f"the power log of GPU {gpu} {what} the window does")
+        times, watts = _cut(series, start_s, end_s)
+        inside = times.size - 2
+        samples = inside if samples is None else min(samples, inside)
+        steps, rises = np.diff(times), np.abs(np.diff(watts))
+        joules += float(np.trapezoid(watts, times))
+        error += float((rises * steps).sum() / 2) + series.resolution_w / 2 * seconds
+        gaps += _gaps(series, start_s, end_s)
+    if samples is None or samples < LEAST_SAMPLES:
+        return Energy(
+            None, None, seconds, samples or 0, gaps, f"{samples or 0} samples in the window; {LEAST_SAMPLES} are needed"
+        )
+    return Energy(joules, error, seconds, samples, gaps)
+
+
+def _cut(series: Series, start_s: float, end_s: float) -> tuple[np.ndarray, np.ndarray]:
+    """The samples inside a window, with interpolated ones at its edges."""
+    inside = (series.times_s > start_s) & (series.times_s < end_s)
+    edges = np.interp([start_s, end_s], series.times_s, series.watts)
+    times = np.concatenate(([start_s], series.times_s[inside], [end_s]))
+    return times, np.concatenate(([edges[0]], series.watts[inside], [edges[1]]))
+
+
+def _gaps(series: Series, start_s: float, end_s: float) -> int:
+    """Pairs of neighbouring samples, at least partly in the window, that are too far apart."""
+    before, after = series.times_s[:-1], series.times_s[1:]
+    touching = (after > start_s) & (before < end_s)
+    return int(((after - before)[touching] > GAP_INTERVALS * series.interval_s).sum())
+
+
+def find_clock_offset(log: PowerLog, idle: tuple[float, float], load: tuple[float, float]) -> float:
+    """Seconds to add to the log's times so that power rises where work began: at the end of the idle window.
+
+    A rise is where power exceeds a quarter of the way from idle (the 5th percentile) to the most (the 95th). Of those
+    after which the window of `load` has clearly more power than that of `idle`, the one is taken that needs the
+    smallest offset. Raises UsageError if there is none.
+    """
+    grid = np.unique(np.concatenate([series.times_s for series in log.series.values()]))
+    total = np.sum([np.interp(grid, series.times_s, series.watts) for series in log.series.values()], axis=0)
+    low, high = np.percentile(total, (5, 95))
+    level = low + _RISE * (high - low)
+    rises = np.flatnonzero((total[:-1] <= level) & (total[1:] > level))
+    fitting = []
+    for index in rises:
+        share = (level - total[index]) / (total[index + 1] - total[index])
+        offset = idle[1] - float(grid[index] + share * (grid[index + 1] - grid[index]))
+        if _mean(grid + offset, total, load) > _CLEAR_EDGE * _mean(grid + offset, total, idle):
+            fitting.append(offset)
+    best = min(fitting, key=abs, default=None)
+    if best is None:
+        raise UsageError(
+            f"{log.path}: no rise from idle to load in it fits the windows (from {low:.4g} to {high:.4g} W), so the "
+            "offset of its clock cannot be found: give --clock-offset=SECONDS"
+        )
+    return best
+
+
+def _mean(times: np.ndarray, watts: np.ndarray, window: tuple[float, float]) -> float:
+    """The mean power in a window; NaN, which compares with nothing, if the log does not cover it."""
+    if window[0] < times[0] or window[1] > times[-1]:
+        return float("nan")
+    return float(np.interp(np.linspace(*window, 100), times, watts).mean())

@@ -1,0 +1,344 @@
+"""The report of a measurement of energy: the whole model, single kernels added up, and the two compared.
+
+A kernel's joules a call are those of its window by its runs; of an op that writes its inputs, less those of putting
+them back, which a window of its own measured, with both errors added. The prediction of the whole sums, over measured
+kernels, calls times joules a call; what was not measured is estimated from its time, and kept apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from replayfmt.errors import UsageError
+from replayfmt.format.printable import printable
+
+from ..reports.units import duration
+from .integration import Energy, find_clock_offset, integrate
+from .power_log import PowerLog
+from .windows import EnergyWindow, WindowsFile
+
+SCHEMA_VERSION = 1
+METHOD = "trapezoid rule, linear interpolation at the edges"
+
+
+@dataclass(frozen=True)
+class EnergyReport:
+    """The report as a JSON object: see docs/energy.md, and docs/energy.schema.json."""
+
+    content: dict[str, Any]
+
+    def json(self) -> str:
+        return json.dumps(self.content, indent=2, allow_nan=False) + "\n"
+
+    def lines(self, top: int = 20) -> Iterator[str]:
+        """A table for people."""
+        content = self.content
+        log = content["power_log"]
+        left_out = ", ".join(f"{count} {reason}" for reason, count in log["left_out"].items()) or "none"
+        yield printable(
+            f"power log   {log['path']}: GPU {', '.join(log['gpus'])}, {log['rows']} rows, every "
+            f"{log['interval_s'] * 1e3:.4g} ms, steps of {log['resolution_w']:.4g} W; left out: {left_out}"
+        )
+        if log["out_of_order"]:
+            yield f"            {log['out_of_order']} rows were not in the order of time and were sorted"
+        yield f"clock       {log['clock']}"
+        for key, title in (("idle", "idle"), ("whole_model", "whole model"), ("program", "program")):
+            if content[key] is not None:
+                yield _figure(title, content[key])
+        isolated = content["isolated_kernels"]
+        yield (
+            f"isolated    {isolated['measured']} of {isolated['distinct']} distinct kernels measured, "
+            f"{isolated['unmeasurable']} unmeasurable, {isolated['not_run']} not run; they are "
+            f"{isolated['share_of_calls']:.1%} of the calls"
+        )
+        if isolated["predicted_joules_per_run"] is not None:
+            yield (
+                f"predicted   {_joules(isolated['predicted_joules_per_run'])} a run from the measured kernels "
+                f"(+-{_joules(isolated['predicted_error_joules'])})"
+            )
+        if isolated["estimated_joules_of_the_rest"] is not None:
+            yield f"            {_joules(isolated['estimated_joules_of_the_rest'])} a run estimated for the others"
+        comparison = content["comparison"]
+        if comparison["ratio"] is None:
+            yield f"comparison  not measured: {comparison['reason']}"
+        else:
+            yield (
+                f"comparison  whole {_joules(comparison['whole_joules_per_run'])}, predicted "
+                f"{_joules(comparison['predicted_joules_per_run'])}: {comparison['error_percent']:+.1f}%, ratio "
+                f"{comparison['ratio']:.3f}"
+            )
+        for name, part in content["by_class"].items():
+            yield printable(f"class       {name}: {_joules(part['joules_per_run'])} a run, {part['calls']} calls")
+        measured = [each for each in content["kernels"] if each["joules_per_call"] is not None]
+        for each in sorted(measured, key=lambda kernel: -kernel["joules_per_run"])[:top]:
+            yield printable(
+                f"kernel      {_joules(each['joules_per_run'])} a run = {each['count']} x "
+                f"{_joules(each['joules_per_call'])} (+-{_joules(each['error_joules_per_call'])}), "
+                f"{duration(each['seconds_per_call'] * 1e9)}, {each['samples']} samples  {each['name']}"
+            )
+        for each in content["kernels"]:
+            if each["joules_per_call"] is None:
+                yield printable(f"unmeasured  {each['name']}: {each['reason']}")
+        yield from (f"WARNING: {printable(text)}" for text in content["warnings"])
+
+
+def make_energy_report(
+    windows: WindowsFile, log: PowerLog, *, offset_s: float | None = None, averaging_s: float | None = None
+) -> EnergyReport:
+    """Integrate a log over windows. `offset_s` is added to the log's times; None finds it from the first rise of power.
+
+    Raises UsageError if the log and the windows do not overlap, or the offset cannot be found.
+    """
+    how = "the log's own, as it is"
+    if offset_s is None:
+        offset_s = find_clock_offset(log, *_idle_and_load(windows))
+        how = f"{offset_s:+.3f} s added to the log's times, found from the rise from idle to load"
+    elif offset_s:
+        how = f"{offset_s:+.3f} s added to the log's times, as given"
+    if log.zone:
+        how += f"; times without a zone are taken for {log.zone}"
+    shifted = log.shifted(offset_s)
+    _require_overlap(windows, shifted)
+    found = {id(window): integrate(shifted, window.start_s, window.end_s) for window in windows.windows}
+
+    def energy(window: EnergyWindow | None) -> Energy | None:
+        return None if window is None else found[id(window)]
+
+    by_role: dict[str, list[EnergyWindow]] = {}
+    for window in windows.windows:
+        by_role.setdefault(window.role, []).append(window)
+    whole_window = next(iter(by_role.get("whole", ())), None)
+    restores = {window.name: window for window in by_role.get("restore", ())}
+    kernels = [
+        _kernel(window, found[id(window)], restores.get(window.name), energy(restores.get(window.name)))
+        for window in by_role.get("op", ())
+    ]
+    kernels += [_not_run(each) for each in windows.not_run]
+    whole = _part(whole_window, energy(whole_window))
+    isolated = _isolated(kernels)
+    gaps = sum(each.gaps > 0 for each in found.values())
+    warnings = [] if not gaps else [f"{gaps} windows have gaps in the power log, of more than three intervals"]
+    distinct, selected = windows.context.get("distinct_ops"), windows.context.get("selected_ops")
+    if isinstance(distinct, int) and isinstance(selected, int) and selected < distinct:
+        warnings.append(
+            f"only {selected} of {distinct} distinct ops were asked for: the prediction is of these, and not of the "
+            "whole"
+        )
+    shortest = min((window.seconds for window in windows.windows), default=0.0)
+    if averaging_s is not None and shortest < averaging_s:
+        warnings.append(
+            f"the source averages power over {averaging_s:g} s, more than the shortest window, {shortest:.3g} s: use "
+            "longer windows"
+        )
+    return EnergyReport(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "context": windows.context,
+            "method": METHOD,
+            "power_log": {
+                "path": log.path,
+                "gpus": list(log.series),
+                "rows": log.rows,
+                "left_out": log.left_out,
+                "out_of_order": log.out_of_order,
+                "interval_s": log.interval_s,
+                "resolution_w": max(series.resolution_w for series in log.series.values()),
+                "averaging_s": averaging_s,
+                "clock_offset_s": offset_s,
+                "clock": how,
+            },
+            "idle": _part(next(iter(by_role.get("idle", ())), None), energy(next(iter(by_role.get("idle", ())), None))),
+            "whole_model": whole,
+            "program": _part(
+                next(iter(by_role.get("program", ())), None), energy(next(iter(by_role.get("program", ())), None))
+            ),
+            "scopes": [_part(window, found[id(window)]) for window in by_role.get("scope", ())],
+            "isolated_kernels": isolated,
+            "comparison": _comparison(whole, isolated),
+            "by_class": _by_class(kernels),
+            "kernels": kernels,
+            "warnings": warnings,
+        }
+    )
+
+
+def _idle_and_load(windows: WindowsFile) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The idle window and the first one after it."""
+    for idle, load in zip(windows.windows, windows.windows[1:], strict=False):
+        if idle.role == "idle":
+            return (idle.start_s, idle.end_s), (load.start_s, load.end_s)
+    raise UsageError("the windows hold no rise from idle to load: give --clock-offset=SECONDS")
+
+
+def _require_overlap(windows: WindowsFile, log: PowerLog) -> None:
+    if not windows.windows:
+        raise UsageError("the file of windows holds none: there is nothing to integrate over")
+    first, last = min(each.start_s for each in windows.windows), max(each.end_s for each in windows.windows)
+    if log.ends_s <= first or log.begins_s >= last:
+        apart = first - log.ends_s if log.ends_s <= first else last - log.begins_s
+        raise UsageError(
+            f"{log.path}: the power log and the windows do not overlap, they are {abs(apart):.3f} s apart: is it "
+            "another log, another --zone, or does its clock need --clock-offset=SECONDS?"
+        )
+
+
+def _part(window: EnergyWindow | None, energy: Energy | None) -> dict[str, Any] | None:
+    """Idle, the whole model, a scope or the program."""
+    if window is None or energy is None:
+        return None
+    per_run = None if energy.joules is None or not window.runs else energy.joules / window.runs
+    return {
+        "name": window.name,
+        "runs": window.runs,
+        "joules": energy.joules,
+        "error_joules": energy.error,
+        "joules_per_run": per_run,
+        "seconds": energy.seconds,
+        "samples": energy.samples,
+        "gaps": energy.gaps,
+        "mean_watts": energy.watts,
+        "reason": energy.reason or None,
+    }
+
+
+def _kernel(
+    window: EnergyWindow, energy: Energy, restore: EnergyWindow | None, restoring: Energy | None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": window.name,
+        "kernel": window.kernel,
+        "class": window.kernel_class,
+        "count": window.count,
+        "runs": window.runs,
+        "seconds_per_call": energy.seconds / window.runs if window.runs else None,
+        "samples": energy.samples,
+        "gaps": energy.gaps,
+        "mean_watts": energy.watts,
+        "method": METHOD,
+        "joules_per_call": None,
+        "error_joules_per_call": None,
+        "joules_per_run": None,
+        "reason": energy.reason or None,
+    }
+    if energy.joules is None or energy.error is None or not window.runs:
+        return found
+    joules, error = energy.joules / window.runs, energy.error / window.runs
+    seconds = energy.seconds / window.runs
+    if restore is not None and restoring is not None:
+        if restoring.joules is None or restoring.error is None or not restore.runs:
+            return found | {"reason": f"putting back what it writes could not be measured: {restoring.reason}"}
+        joules -= restoring.joules / restore.runs
+        error += restoring.error / restore.runs
+        seconds -= restoring.seconds / restore.runs
+        found["method"] = f"{METHOD}; less putting back what it writes, measured apart"
+        if joules <= error:
+            return found | {
+                "reason": f"putting back what it writes takes as much: {joules:.3g} J a call remain, +-{error:.3g} J"
+            }
+    return found | {
+        "joules_per_call": joules,
+        "error_joules_per_call": error,
+        "joules_per_run": joules * window.count,
+        "seconds_per_call": seconds,
+    }
+
+
+def _not_run(each: dict[str, Any]) -> dict[str, Any]:
+    """An op that had no window: it failed, was refused, or belongs to work that no replay does."""
+    return {
+        "name": str(each.get("name")),
+        "kernel": str(each.get("kernel", "")),
+        "class": "",
+        "count": int(each.get("count", 0)),
+        "runs": 0,
+        "seconds_per_call": None,
+        "samples": 0,
+        "gaps": 0,
+        "mean_watts": None,
+        "method": "not run",
+        "joules_per_call": None,
+        "error_joules_per_call": None,
+        "joules_per_run": None,
+        "reason": str(each.get("reason")),
+    }
+
+
+def _isolated(kernels: list[dict[str, Any]]) -> dict[str, Any]:
+    measured = [each for each in kernels if each["joules_per_call"] is not None]
+    rest = [each for each in kernels if each["joules_per_call"] is None]
+    calls = sum(each["count"] for each in kernels)
+    predicted = sum(each["joules_per_run"] for each in measured) if measured else None
+    timed = [each for each in kernels if each["seconds_per_call"] is not None]
+    seconds = sum(each["count"] * each["seconds_per_call"] for each in timed)
+    covered = sum(each["count"] * each["seconds_per_call"] for each in measured)
+    untimed = [each for each in rest if each["seconds_per_call"] is None]
+    watts = predicted / covered if predicted is not None and covered > 0 else None
+    return {
+        "distinct": len(kernels),
+        "measured": len(measured),
+        "unmeasurable": len([each for each in rest if each["runs"]]),
+        "not_run": len([each for each in rest if not each["runs"]]),
+        "predicted_joules_per_run": predicted,
+        "predicted_error_joules": sum(e["error_joules_per_call"] * e["count"] for e in measured) if measured else None,
+        "estimated_joules_of_the_rest": None if watts is None or not rest else watts * (seconds - covered),
+        "without_estimate": sum(each["count"] for each in untimed),
+        "share_of_calls": sum(each["count"] for each in measured) / calls if calls else 0.0,
+        "share_of_time": covered / seconds if seconds > 0 else None,
+    }
+
+
+def _comparison(whole: dict[str, Any] | None, isolated: dict[str, Any]) -> dict[str, Any]:
+    whole_joules = None if whole is None else whole["joules_per_run"]
+    predicted = isolated["predicted_joules_per_run"]
+    found: dict[str, Any] = {
+        "whole_joules_per_run": whole_joules,
+        "predicted_joules_per_run": predicted,
+        "error_joules": None,
+        "error_percent": None,
+        "ratio": None,
+        "reason": None,
+    }
+    if whole_joules is None or predicted is None:
+        if whole_joules is not None:
+            return found | {"reason": "no kernel was measured"}
+        why = "it has no window" if whole is None else whole["reason"]
+        return found | {"reason": f"the whole model was not measured: {why}"}
+    difference = predicted - whole_joules
+    return found | {
+        "error_joules": difference,
+        "error_percent": difference / whole_joules * 100,
+        "ratio": predicted / whole_joules,
+    }
+
+
+def _by_class(kernels: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for each in kernels:
+        if each["joules_per_run"] is not None:
+            part = found.setdefault(each["class"], {"kernels": 0, "calls": 0, "joules_per_run": 0.0})
+            part["kernels"] += 1
+            part["calls"] += each["count"]
+            part["joules_per_run"] += each["joules_per_run"]
+    return found
+
+
+def _joules(value: float) -> str:
+    """With a fitting unit."""
+    for scale, unit in ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value / 1e-9:.4g} nJ"
+
+
+def _figure(title: str, part: dict[str, Any]) -> str:
+    if part["joules"] is None:
+        return printable(f"{title:<12}not measured: {part['reason']}")
+    each = part["joules_per_run"]
+    per_run = "" if each is None else f"{_joules(each)} a run, {part['runs']} runs, "
+    return (
+        f"{title:<12}{per_run}{_joules(part['joules'])} (+-{_joules(part['error_joules'])}) in "
+        f"{duration(part['seconds'] * 1e9)}, {part['mean_watts']:.4g} W, {part['samples']} samples"
+    )

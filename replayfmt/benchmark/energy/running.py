@@ -1,0 +1,205 @@
+"""Runs the windows: idle, the whole replay again and again, and each distinct op again and again.
+
+Each window begins after the same work has already run for as long as the source of power averages over, so that what it
+says in the window is of this work alone. A replay restores the state that it writes before each run, inside its window:
+the name of that window says so. Where an op writes its inputs they are put back before each call, and a window of
+putting back alone follows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replayfmt.errors import ReplayMismatch
+from replayfmt.pytorch.accelerators import is_accelerator
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.results import VerifyMode
+from replayfmt.replay.run.isolated import IsolatedOp
+
+from ..measure import Progress
+from ..per_op.groups import Chosen, OpGroup, choose
+from ..per_op.work import work_of
+from .integration import LEAST_SAMPLES
+from .windows import EnergyWindow, Role
+
+# Calls between two looks at the clock take at least this long.
+_LOOK_NS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The clocks of windows, in nanoseconds, and how to let time pass."""
+
+    utc: Callable[[], int] = time.time_ns
+    monotonic: Callable[[], int] = time.perf_counter_ns
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """`interval_s` is that between two samples of power, `averaging_s` what each of them is an average over."""
+
+    interval_s: float = 0.04
+    averaging_s: float = 1.0
+    verify: VerifyMode = "auto"
+    pattern: str | None = None
+    limit: int | None = None
+
+    @property
+    def window_s(self) -> float:
+        """Long enough for the samples that are needed, wherever between two samples it begins, and for an average."""
+        return max((LEAST_SAMPLES + 2) * self.interval_s, self.averaging_s)
+
+
+class WindowRunner:
+    """Runs windows one after the other. `windows` and `not_run` grow with each."""
+
+    def __init__(
+        self, options: WindowOptions, moments: Moments | None = None, progress: Progress | None = None
+    ) -> None:
+        self._options, self._moments = options, moments or Moments()
+        self._progress = progress or _unseen
+        self.windows: list[EnergyWindow] = []
+        self.not_run: list[dict[str, Any]] = []
+        self.distinct_ops = self.selected_ops = 0
+
+    def idle_and_whole(self, plan: Plan) -> None:
+        """After a verified replay a window in which nothing runs, and at once the whole replay: the rise of power is
+        where the idle window ends. Raises ReplayMismatch if the verified replay does not match."""
+        self._progress("verifying", 0, None)
+        result = plan.execute(verify=self._options.verify)
+        if result.outcome != "ok":
+            raise ReplayMismatch(f"the replay did not match the capture, so no energy is measured: {result.divergence}")
+        _synchronize(plan.devices)
+        self._progress("idle", 0, None)
+        begun = self._now()
+        self._moments.sleep(self._options.averaging_s + self._options.window_s)
+        self._add("idle", "idle", 0, begun)
+        self._progress("whole replay", 0, None)
+
+        def run(_count: int) -> None:
+            plan.execute(verify="none")
+
+        self._repeat("whole", "whole replay, with restoring what it writes", run, plan.devices, batch=1)
+
+    def ops(self, plan: Plan) -> None:
+        """Every distinct op. The plan must be made with keep_going."""
+        options = self._options
+        chosen = choose(plan.reader, pattern=options.pattern, limit=options.limit, progress=self._progress)
+
+        self.distinct_ops, self.selected_ops = chosen.total, len(chosen.groups)
+        waiting = {group.first_ordinal: group for group in chosen.groups}
+        failed: dict[int, str] = {}
+        only = None if chosen.everything else plan.slice(chosen.by_ordinal)
+        done = 0
+
+        def each(op: IsolatedOp) -> None:
+            nonlocal done
+            group = chosen.by_ordinal.get(op.ordinal)
+            if group is None or group.first_ordinal not in waiting:
+                return
+            self._progress(group.kernel.qualified_name, done, len(chosen.groups))
+            begun = len(self.windows)
+            try:
+                self._op(op, group, plan.devices)
+            except Exception as error:  # any exception of an op is its verdict, and the replay continues
+                del self.windows[begun:]
+                failed[group.first_ordinal] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                return
+            failed.pop(group.first_ordinal, None)
+            del waiting[group.first_ordinal]
+            done += 1
+
+        verdicts = {each.ordinal: each.reason for each in plan.examine(each, only) if each.verdict != "ok"}
+        self._tell(chosen, waiting, failed, verdicts)
+
+    def _tell(
+        self, chosen: Chosen, waiting: dict[int, OpGroup], failed: dict[int, str], verdicts: dict[int, str]
+    ) -> None:
+        """List what has no window."""
+        for ordinal, group in waiting.items():
+            reason = failed.get(ordinal) or verdicts.get(ordinal) or "it could not be run"
+            kernel = group.kernel.qualified_name
+            self.not_run.append({"name": group.signature, "kernel": kernel, "count": group.count, "reason": reason})
+        for reason, calls in chosen.unsupported.calls.items():
+            self.not_run.append(
+                {"name": f"unsupported: {reason}", "count": calls, "reason": "no replay does this work"}
+            )
+
+    def _op(self, op: IsolatedOp, group: OpGroup, devices: list[torch.device]) -> None:
+        op.restore()
+        work = work_of(group.kernel, op.called())
+        op.restore()
+
+        def with_restoring(count: int) -> None:
+            for _ in range(count):
+                op.restore()
+                op.calls(1)
+
+        told: dict[str, Any] = {
+            "count": group.count,
+            "kernel": group.kernel.qualified_name,
+            "kernel_class": work.kernel_class,
+        }
+        self._repeat("op", group.signature, with_restoring if op.writes else op.calls, devices, **told)
+        if op.writes:
+
+            def restoring(count: int) -> None:
+                for _ in range(count):
+                    op.restore()
+
+            self._repeat("restore", group.signature, restoring, devices, **told)
+
+    def _repeat(
+        self,
+        role: Role,
+        name: str,
+        run: Callable[[int], None],
+        devices: list[torch.device],
+        *,
+        batch: int | None = None,
+        **told: Any,
+    ) -> None:
+        """Run for the averaging time, then for the window's; `batch` calls between two looks at the clock."""
+        monotonic = self._moments.monotonic
+        run(1)
+        _synchronize(devices)
+        began = monotonic()
+        calls = 0
+        size = batch or 1
+        while monotonic() - began < self._options.averaging_s * 1e9 or not calls:
+            before = monotonic()
+            run(size)
+            calls += size
+            if batch is None and monotonic() - before < _LOOK_NS:
+                size *= 2
+        _synchronize(devices)
+        begun = self._now()
+        runs = 0
+        while monotonic() - begun[1] < self._options.window_s * 1e9:
+            run(size)
+            runs += size
+        _synchronize(devices)
+        self._add(role, name, runs, begun, **told)
+
+    def _now(self) -> tuple[int, int]:
+        return self._moments.utc(), self._moments.monotonic()
+
+    def _add(self, role: Role, name: str, runs: int, begun: tuple[int, int], **told: Any) -> None:
+        utc, monotonic = self._now()
+        self.windows.append(EnergyWindow(role, name, runs, begun[0], utc, begun[1], monotonic, **told))
+
+
+def _synchronize(devices: list[torch.device]) -> None:
+    for device in devices:
+        if is_accelerator(device):
+            torch.accelerator.synchronize(device)
+
+
+def _unseen(_what: str, _done: int, _of: int | None) -> None:
+    """Progress that is not shown."""

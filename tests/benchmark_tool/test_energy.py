@@ -1,0 +1,421 @@
+"""Energy: logs whose integral is known exactly, windows, and the report that compares kernels with the whole."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.benchmark.energy.integration import find_clock_offset, integrate
+from replayfmt.benchmark.energy.power_log import PowerLog, Series, read_power_log, zone_named
+from replayfmt.benchmark.energy.report import make_energy_report
+from replayfmt.benchmark.energy.running import Moments, WindowOptions, WindowRunner
+from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile, read_windows
+from replayfmt.errors import UsageError
+from replayfmt.replay.plan import Plan
+
+NOW = 1_700_000_000.0
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/energy.schema.json").read_text())
+
+
+def log_of(*gpus):
+    """A log with a series for each GPU: times after NOW and watts."""
+    series = {str(i): Series(NOW + np.array(t, dtype=float), np.array(w, dtype=float)) for i, (t, w) in enumerate(gpus)}
+    return PowerLog("power.csv", series, 0, {}, 0, "")
+
+
+def every(seconds, until, watts):
+    times = np.arange(0, until + seconds / 2, seconds)
+    return times, np.array([watts(each) for each in times])
+
+
+def over(log, start, end):
+    return integrate(log, NOW + start, NOW + end)
+
+
+def test_constant_power_is_watts_times_seconds_whatever_the_edges_are():
+    found = over(log_of(every(0.1, 10, lambda t: 50.0)), 1.234, 8.765)
+    assert found.joules == pytest.approx(50 * (8.765 - 1.234)) and found.error == 0
+    assert found.watts == pytest.approx(50) and found.samples == 75 and found.gaps == 0
+
+
+def test_a_ramp_is_integrated_exactly_with_interpolated_edges():
+    found = over(log_of(every(0.1, 10, lambda t: 10 * t)), 2.05, 4.15)
+    assert found.joules == pytest.approx(5 * (4.15**2 - 2.05**2))
+    steps = 10 * (4.15 - 2.05) * 0.1 / 2  # at most: the rise between two samples, for half of their distance
+    assert found.error == pytest.approx(steps + 0.5 * (4.15 - 2.05), rel=0.05)  # and half a watt of resolution
+
+
+def test_a_step_between_two_samples_is_in_the_error():
+    log = log_of(every(0.1, 10, lambda t: 10.0 if t < 4.95 else 110.0))
+    found = over(log, 0, 10)
+    assert found.joules == pytest.approx(10 * 4.95 + 110 * 5.05)
+    assert found.error == pytest.approx(100 * 0.1 / 2 + 100 / 2 * 10)  # its only two values are 100 W apart
+
+
+def test_several_gpus_add_up_even_if_their_samples_are_of_other_moments():
+    one, two = every(0.1, 10, lambda t: 50.0), every(0.07, 10.1, lambda t: 20.0)
+    found = over(log_of(one, (two[0] - 0.033, two[1])), 1, 9)
+    assert found.joules == pytest.approx(70 * 8) and found.samples == 79
+
+
+def test_a_gap_is_reported_and_bridged():
+    times, watts = every(0.1, 10, lambda t: 50.0)
+    kept = (times < 4) | (times > 5)
+    found = over(log_of((times[kept], watts[kept])), 1, 9)
+    assert found.gaps == 1 and found.joules == pytest.approx(400)
+    assert over(log_of((times[kept], watts[kept])), 6, 9).gaps == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "words"),
+    [
+        (-0.5, 5, "begins 0.500 s after the window does"),
+        (5, 10.25, "ends 0.250 s before the window does"),
+        (5, 5.95, "9 samples in the window; 10 are needed"),
+        (5.01, 5.02, "0 samples in the window"),
+    ],
+)
+def test_a_window_that_the_log_does_not_cover_has_no_joules(start, end, words):
+    found = over(log_of(every(0.1, 10, lambda t: 50.0)), start, end)
+    assert found.joules is None and found.error is None and found.watts is None and words in found.reason
+
+
+def test_the_offset_of_the_logs_clock_is_found_from_the_rise_from_idle_to_load():
+    log = log_of(every(0.1, 20, lambda t: 10.0 if t < 3.95 or 15 < t < 15.95 else 110.0))
+
+    def windows(idle, load):
+        return (NOW + idle[0], NOW + idle[1]), (NOW + load[0], NOW + load[1])
+
+    # A quarter of the rise from 3.9 to 4.0 is over at 3.925; the second rise would put the load where there is none.
+    assert find_clock_offset(log, *windows((2, 5), (6, 10))) == pytest.approx(1.075)
+    assert integrate(log.shifted(1.075), NOW + 6, NOW + 8).joules == pytest.approx(220)
+    assert find_clock_offset(log, *windows((14.5, 14.9), (15.5, 18))) == pytest.approx(14.9 - 15.925)
+    for flat in (lambda t: 50.0, lambda t: 100.0 if t < 5 else 10.0):
+        with pytest.raises(UsageError, match="no rise from idle to load"):
+            find_clock_offset(log_of(every(0.1, 10, flat)), *windows((2, 5), (6, 8)))
+
+
+def written(tmp_path, text):
+    path = tmp_path / "power.csv"
+    path.write_text(text)
+    return path
+
+
+SECOND = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)  # NOW
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "timestamp, index, power.draw [W]\n2023/11/14 22:13:20.000, 0, 45.50 W\n2023/11/14 22:13:21.500, 0, 46.00 W\n",
+        "timestamp, index, power.draw [W]\n2023/11/14 22:13:20.000, 0, 45.50\n2023/11/14 22:13:21.500, 0, 46.00\n",
+        "2023/11/14 22:13:20.000, 0, 45.50 W\n2023/11/14 22:13:21.500, 0, 46.00 W\n",
+        "2023/11/14 22:13:20.000, 0, 45.50\n2023/11/14 22:13:21.500, 0, 46.00\n",
+        "timestamp,gpu,power_w\n2023-11-14T22:13:20Z,0,45.5\n2023-11-14T22:13:21.5Z,0,46\n",
+        "timestamp,gpu,power_w\n2023-11-14T23:13:20+01:00,0,45.5\n2023-11-14T23:13:21.5+01:00,0,46\n",
+        "timestamp,gpu,power_w\n1700000000,0,45.5\n1700000001.5,0,46\n",
+        "timestamp_ms,gpu,power_mw\n1700000000000,0,45500\n1700000001500,0,46000\n",
+        "timestamp,gpu,power_w\n1700000000000000000,0,45.5\n1700000001500000000,0,46\n",
+        "timestamp,device,Average Graphics Package Power (W)\n1700000000,0,45.5\n1700000001.5,0,46\n",
+        "gpu,time,power [mW]\n0,1700000000,45500\n0,1700000001.5,46000 mW\n",
+        "\ufefftimestamp,gpu,power_w\r\n1700000001.5,0,46\r\n\r\n1700000000,0,45.5\r\n",
+    ],
+)
+def test_logs_are_read_as_people_have_them(tmp_path, text):
+    log = read_power_log(written(tmp_path, text), zone=UTC)
+    (series,) = log.series.values()
+    assert series.times_s.tolist() == [NOW, NOW + 1.5] and series.watts.tolist() == [45.5, 46.0]
+    assert list(log.series) == ["0"] and not log.left_out and log.rows == 2
+
+
+def test_rows_without_a_value_are_counted_and_are_not_zero_watts(tmp_path):
+    text = (
+        "timestamp, index, power.draw [W]\n2023/11/14 22:13:20, 0, [N/A]\n2023/11/14 22:13:21, 0, 40 W\n"
+        "2023/11/14 22:13:22, 0, [Not Supported]\nrubbish, 0, 40 W\n2023/11/14 22:13:23, 0, -3 W\n"
+        "2023/11/14 22:13:24, 0\n2023/11/14 22:13:25, 0, forty\ntimestamp, index, power.draw [W]\n"
+        "2023/11/14 22:13:19, 0, 41 W\n"
+    )
+    log = read_power_log(written(tmp_path, text), zone=UTC)
+    assert log.series["0"].watts.tolist() == [41, 40]
+    assert log.left_out == {"not available": 2, "unreadable": 3, "cut off": 1} and log.out_of_order == 1
+
+
+def test_local_times_are_those_of_the_zone_and_gpus_are_chosen(tmp_path):
+    text = "timestamp,gpu,power_w\n2023-11-14 23:13:20,0,10\n2023-11-14 23:13:20,1,20\n2023-11-14 23:13:21,1,30\n"
+    path = written(tmp_path, text)
+    assert read_power_log(path, zone=zone_named("Europe/Berlin")).series["0"].times_s.tolist() == [NOW]
+    assert read_power_log(path, zone=zone_named("+01:00")).series["0"].times_s.tolist() == [NOW]
+    assert read_power_log(path, zone=zone_named("UTC")).series["0"].times_s.tolist() == [NOW + 3600]
+    log = read_power_log(path, zone=UTC, gpus=["1"])
+    assert list(log.series) == ["1"] and log.series["1"].watts.tolist() == [20, 30]
+    with pytest.raises(UsageError, match="have no zone"):
+        read_power_log(path)
+    with pytest.raises(UsageError, match="no GPU 7 in it; it has 0, 1"):
+        read_power_log(path, zone=UTC, gpus=["7"])
+    with pytest.raises(UsageError, match="expected UTC"):
+        zone_named("Nowhere/AtAll")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ("gpu,power_w\n0,45\n", "no column of the power log holds a time"),
+        ("timestamp,gpu,clock\n1700000000,0,45\n", "no column of the power log holds a power"),
+        ("timestamp,gpu,power_w\n1700000000,0,[N/A]\n", r"no row of the power log can be read \(1 not available\)"),
+        ("timestamp,gpu,power_w\n12,0,45\n", r"can be read \(1 unreadable\)"),
+    ],
+)
+def test_a_file_that_is_no_power_log_is_one_line(tmp_path, text, words):
+    with pytest.raises(UsageError, match=words) as raised:
+        read_power_log(written(tmp_path, text), zone=UTC)
+    assert "\n" not in str(raised.value)
+
+
+def window(role, name, runs, start, end, **told):
+    start_ns, end_ns = int((NOW + start) * 1e9), int((NOW + end) * 1e9)
+    return EnergyWindow(role, name, runs, start_ns, end_ns, int(start * 1e9), int(end * 1e9), **told)
+
+
+WINDOWS = [
+    window("idle", "idle", 0, 0, 5),
+    window("whole", "whole replay", 10, 10, 20),
+    window("op", "mm", 1000, 30, 40, count=4, kernel="aten::mm.default", kernel_class="matrix product or convolution"),
+    window("op", "add_", 2000, 50, 60, count=10, kernel="aten::add_.Tensor", kernel_class="other operator"),
+    window("restore", "add_", 4000, 70, 80, count=10, kernel="aten::add_.Tensor"),
+    window("op", "short", 5, 85, 85.5, count=2, kernel="aten::t.default", kernel_class="data movement"),
+]
+NOT_RUN = [{"name": "bad", "kernel": "aten::bad", "count": 4, "reason": "RuntimeError: no"}]
+
+
+def a_file(windows=WINDOWS, **context):
+    return WindowsFile({"capture": "x.opreplay"} | context, 0, windows, NOT_RUN)
+
+
+def levels(t):
+    for (start, end), watts in {(8, 22): 100.0, (28, 42): 200.0, (48, 62): 80.0, (68, 82): 40.0}.items():
+        if start <= t <= end:
+            return watts
+    return 20.0
+
+
+def test_the_report_adds_up_what_was_measured_and_keeps_the_rest_apart():
+    content = make_energy_report(a_file(), log_of(every(0.1, 100, levels)), offset_s=0.0).content
+    assert content["idle"]["joules"] == pytest.approx(100) and content["idle"]["mean_watts"] == pytest.approx(20)
+    whole = content["whole_model"]
+    assert (whole["runs"], whole["joules"], whole["joules_per_run"]) == (10, pytest.approx(1000), pytest.approx(100))
+    by_name = {kernel["name"]: kernel for kernel in content["kernels"]}
+    assert by_name["mm"]["joules_per_call"] == pytest.approx(2) and by_name["mm"]["joules_per_run"] == pytest.approx(8)
+    # 0.4 J a call with putting back, 0.1 J for putting back alone
+    assert by_name["add_"]["joules_per_call"] == pytest.approx(0.4 - 0.1)
+    assert by_name["add_"]["seconds_per_call"] == pytest.approx(0.005 - 0.0025)
+    assert "less putting back" in by_name["add_"]["method"]
+    assert by_name["short"]["joules_per_call"] is None and "10 are needed" in by_name["short"]["reason"]
+    assert by_name["bad"]["reason"] == "RuntimeError: no" and by_name["bad"]["seconds_per_call"] is None
+    isolated = content["isolated_kernels"]
+    assert (isolated["distinct"], isolated["measured"], isolated["unmeasurable"], isolated["not_run"]) == (4, 2, 1, 1)
+    assert isolated["predicted_joules_per_run"] == pytest.approx(11)
+    watts = 11 / (4 * 0.01 + 10 * 0.0025)
+    assert isolated["estimated_joules_of_the_rest"] == pytest.approx(watts * 2 * 0.1)
+    assert isolated["share_of_calls"] == pytest.approx(14 / 20) and isolated["without_estimate"] == 4
+    comparison = content["comparison"]
+    assert comparison["error_joules"] == pytest.approx(11 - 100) and comparison["ratio"] == pytest.approx(0.11)
+    assert comparison["error_percent"] == pytest.approx(-89)
+    assert content["by_class"]["matrix product or convolution"] == {
+        "kernels": 1,
+        "calls": 4,
+        "joules_per_run": pytest.approx(8),
+    }
+    jsonschema.validate(content, SCHEMA)
+
+
+def test_the_report_says_on_the_console_what_is_in_it():
+    report = make_energy_report(a_file(distinct_ops=9, selected_ops=4), log_of(every(0.1, 100, levels)), offset_s=0.5)
+    text = "\n".join(report.lines())
+    assert "whole model 100 J a run, 10 runs, 1 kJ" in text
+    assert "clock       +0.500 s added to the log's times, as given" in text
+    assert "predicted   11 J a run from the measured kernels" in text
+    assert "comparison  whole 100 J, predicted 11 J: -89.0%, ratio 0.110" in text
+    assert "unmeasured  bad: RuntimeError: no" in text
+    assert "WARNING: only 4 of 9 distinct ops were asked for" in text
+
+
+def test_without_a_measured_whole_there_is_no_comparison():
+    missing = [each for each in WINDOWS if each.role != "whole"]
+    content = make_energy_report(a_file(missing), log_of(every(0.1, 100, levels)), offset_s=0.0).content
+    assert content["comparison"]["ratio"] is None
+    assert content["comparison"]["reason"] == "the whole model was not measured: it has no window"
+    jsonschema.validate(content, SCHEMA)
+
+
+def test_a_source_that_averages_longer_than_windows_and_gaps_are_warnings():
+    times, watts = every(0.1, 100, levels)
+    kept = (times < 33) | (times > 34)
+    report = make_energy_report(a_file(), log_of((times[kept], watts[kept])), offset_s=0.0, averaging_s=1.0)
+    assert report.content["warnings"] == [
+        "1 windows have gaps in the power log, of more than three intervals",
+        "the source averages power over 1 s, more than the shortest window, 0.5 s: use longer windows",
+    ]
+
+
+def test_a_clock_that_is_behind_is_found_from_the_windows():
+    late = log_of(every(0.1, 120, lambda t: levels(t + 2)))  # its clock is two seconds behind
+    windows = a_file([window("idle", "idle", 0, 3, 8), *WINDOWS[1:]])
+    content = make_energy_report(windows, late, offset_s=None).content
+    assert content["power_log"]["clock_offset_s"] == pytest.approx(2, abs=0.1)
+    assert "found from the rise" in content["power_log"]["clock"]
+    assert content["whole_model"]["joules"] == pytest.approx(1000)
+    with pytest.raises(UsageError, match="hold no rise from idle to load"):
+        make_energy_report(a_file(WINDOWS[1:]), late, offset_s=None)
+
+
+def test_a_log_of_another_time_is_refused():
+    with pytest.raises(UsageError, match="do not overlap, they are 900.000 s apart"):
+        make_energy_report(a_file(), log_of(every(0.1, 100, levels)).shifted(-1000), offset_s=0.0)
+
+
+def test_windows_are_what_was_written(tmp_path):
+    path = tmp_path / "windows.jsonl"
+    path.write_text(a_file().text())
+    assert read_windows(path) == a_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda lines: lines[:-1], "is cut off"),
+        (lambda lines: lines[:-2] + lines[-1:], "is cut off"),
+        (lambda lines: lines[1:], "is no file of windows"),
+        (lambda lines: ["{}"], "is no file of windows"),
+        (lambda lines: ["nonsense"], "not every line of it is JSON"),
+        (lambda lines: [lines[0].replace('"version": 1', '"version": 9'), *lines[1:]], "has version 9"),
+        (lambda lines: [lines[0], lines[1].replace('"runs": 0', '"runs": "x"'), *lines[2:]], "is damaged"),
+        (lambda lines: [lines[0], lines[1].replace('"idle"', '"sleep"'), *lines[2:]], "is damaged"),
+    ],
+)
+def test_a_damaged_file_of_windows_is_one_line(tmp_path, change, words):
+    path = tmp_path / "windows.jsonl"
+    path.write_text("\n".join(change(a_file().text().splitlines())) + "\n")
+    with pytest.raises(UsageError, match=words):
+        read_windows(path)
+
+
+def test_a_clock_that_ran_backwards_or_was_set_is_refused(tmp_path):
+    path = tmp_path / "windows.jsonl"
+    path.write_text(a_file([EnergyWindow("idle", "idle", 0, 10**18, 10**18 + 10**9, 5, 5)]).text())
+    with pytest.raises(UsageError, match="does not end after it begins"):
+        read_windows(path)
+    path.write_text(a_file([EnergyWindow("idle", "idle", 0, 10**18, 10**18 - 10**9, 0, 10**9)]).text())
+    with pytest.raises(UsageError, match="the clock was set during the window of idle"):
+        read_windows(path)
+
+
+class Now:
+    """Clocks that move by a millisecond each time they are read."""
+
+    def __init__(self):
+        self.ns = 0
+
+    def moments(self):
+        return Moments(lambda: int(NOW * 1e9) + self.ns, self.tick, self.sleep)
+
+    def tick(self):
+        self.ns += 1_000_000
+        return self.ns
+
+    def sleep(self, seconds):
+        self.ns += int(seconds * 1e9)
+
+
+def test_windows_are_as_long_as_the_source_needs_and_each_op_has_one(captured):
+    assert WindowOptions(0.04, 1.0).window_s == 1.0 and WindowOptions(0.5, 1.0).window_s == 6.0
+    runner = WindowRunner(WindowOptions(0.001, 0.02, "none"), Now().moments())
+    with Plan(captured) as plan:
+        runner.idle_and_whole(plan)
+    with Plan(captured, keep_going=True) as plan:
+        runner.ops(plan)
+    roles = [each.role for each in runner.windows]
+    assert roles[:2] == ["idle", "whole"] and set(roles[2:]) == {"op", "restore"}
+    ops = [each for each in runner.windows if each.role == "op"]
+    assert sum(each.count for each in ops) == len(replayfmt.open(captured).ops) and not runner.not_run
+    assert len(ops) == runner.distinct_ops == runner.selected_ops
+    restored = {each.name for each in runner.windows if each.role == "restore"}
+    assert restored and all("_" in name.partition("(")[0].partition("::")[2] for name in restored)
+    assert all(each.seconds >= 0.02 and each.runs > 0 for each in runner.windows[1:])
+    assert {each.kernel_class for each in ops if "aten::mm" in each.kernel} == {"matrix product or convolution"}
+
+
+def test_an_op_that_cannot_run_is_listed_with_its_reason(tmp_path, monkeypatch):
+    path = tmp_path / "raises.opreplay"
+    with replayfmt.capture(path):
+        torch.ones(3).sin()
+    from replayfmt.benchmark.energy import running
+
+    def fails(_kernel, _call):
+        raise ValueError("made up")
+
+    monkeypatch.setattr(running, "work_of", fails)
+    runner = WindowRunner(WindowOptions(0.001, 0.001, "none"), Now().moments())
+    with Plan(path, keep_going=True) as plan:
+        runner.ops(plan)
+    assert not runner.windows and {each["reason"] for each in runner.not_run} == {"ValueError: made up"}
+
+
+def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
+    windows, power, out = tmp_path / "windows.jsonl", tmp_path / "power.csv", tmp_path / "gpu_energy_report.json"
+    flags = ["--power-interval=0.001", "--power-averaging=0.02", "--op-filter=aten::tanh"]
+    ran = tools("benchmark", captured, f"--energy-windows={windows}", *flags)
+    assert ran.code == 0 and "windows, of 1 ops" in ran.out
+    measured = read_windows(windows)
+    begin = measured.windows[0].start_s - 1
+    count = int((measured.windows[-1].end_s + 1 - begin) / 0.001)
+    rows = [f"{begin + 0.001 * index:.6f},0,30.0" for index in range(count)]
+    power.write_text("timestamp,gpu,power_w\n" + "\n".join(rows) + "\n")
+    ran = tools("energy", windows, power, "-o", out)
+    assert ran.code == 0 and "whole model " in ran.out and "WARNING: only 1 of " in ran.out
+    content = json.loads(out.read_text())
+    jsonschema.validate(content, SCHEMA)
+    whole = measured.windows[1]
+    assert content["whole_model"]["joules"] == pytest.approx(30 * whole.seconds, rel=1e-4)
+    (kernel,) = content["kernels"]
+    op = measured.windows[2]
+    assert kernel["joules_per_call"] == pytest.approx(30 * op.seconds / op.runs, rel=1e-4) and kernel["count"] == 3
+    assert tools("energy", windows, power, "-o", out).code == 1  # it exists
+    assert tools("energy", windows, power, "-o", out, "--force", "--gpu=0", "--clock-offset=0.25").code == 0
+    assert tools("energy", windows, power, "--clock-offset=auto").code == 2  # constant power has no rise
+    assert json.loads(out.read_text())["power_log"]["clock_offset_s"] == 0.25
+    averaged = tools("energy", windows, power, "--power-averaging=50")
+    assert "WARNING: the source averages power over 50 s" in averaged.out
+    refused = tools("energy", windows, power, "-o", power, "--force")
+    assert refused.code == 2
+
+
+def test_local_times_are_those_of_the_machine_that_was_measured_unless_a_zone_is_given(tools, tmp_path):
+    windows, power = tmp_path / "windows.jsonl", tmp_path / "power.csv"
+    windows.write_text(WindowsFile({}, 7200, WINDOWS[:2], []).text())
+    local = [SECOND + timedelta(hours=2, seconds=each / 10 - 1) for each in range(400)]
+    power.write_text("timestamp,gpu,power_w\n" + "".join(f"{each:%Y-%m-%d %H:%M:%S.%f},0,10\n" for each in local))
+    ran = tools("energy", windows, power)
+    assert ran.code == 0 and "times without a zone are taken for UTC+02:00" in ran.out
+    ran = tools("energy", windows, power, "--zone=UTC")
+    assert ran.code == 2 and "do not overlap" in ran.err
+    assert tools("energy", windows, power, "--clock-offset=soon").code == 2
+    assert tools("energy", windows, tmp_path / "none.csv").code == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--power-interval=1"], "--power-interval needs --energy-windows"),
+        (["--energy-windows=w.jsonl", "--per-op"], "--per-op does not go with --energy-windows"),
+        (["--energy-windows=w.jsonl", "--replay-scope=step"], "--replay-scope does not go with --energy-windows"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(tools, captured, flags, words):
+    ran = tools("benchmark", captured, *flags)
+    assert ran.code == 2 and words in ran.err
