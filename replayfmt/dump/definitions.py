@@ -332,6 +332,7 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
             f"refused: {', '.join(against)}"
             if against
             else "nothing in the file prevents it"
+            + ("; kernels with code of their own need --allow-code" if code.attachments else "")
             + ("; content that was not captured is synthesized" if made_up else ""),
         ),
     ]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.attachments import attachments_of
+from replayfmt.format.attachments import METADATA, attachments_of
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.kept_attachments import KeptAttachments
 from replayfmt.format.model import (
@@ -54,7 +54,7 @@ class Copier:
         self.reader = reader
         self.writer = writer
         self.writer.keeps = KeptAttachments(redaction if sources else redaction or Redaction(reader.session), sources)
-        self.attachments_kept = self.attachments_left_out = 0  # of all kernels together
+        self.code_kept = self.attachments_left_out = 0  # of all kernels together
         self._redaction = redaction
         self.rewrite: Callable[[Signature, Values, Values], tuple[Signature, Values, Values]] | None = None
         self._builder = RecordBuilder(writer)
@@ -95,7 +95,8 @@ class Copier:
                 (each.role, each.name, self.reader.payload(each.payload))
                 for each in attachments_of(self.reader, kernel)
             )
-            self.attachments_kept += len(attachments)
+            roles = [each.role for each in attachments_of(self.reader, kernel)]
+            self.code_kept += max(len(attachments) - roles.count(METADATA), 0)
             self.attachments_left_out += len(kernel.attachments) - len(attachments)
             self._kernels[number] = self.writer.kernel(replace(kernel, attachments=attachments))
         return self._kernels[number]
@@ -317,7 +318,7 @@ class Copier:
 
 def notes_on_code(copier: Copier, *, redacted: bool) -> list[str]:
     """What a user has to know about the code that a copy holds, or does not."""
-    kept, left_out = copier.attachments_kept, copier.attachments_left_out
+    kept, left_out = copier.code_kept, copier.attachments_left_out
     notes = []
     if left_out:
         notes.append(

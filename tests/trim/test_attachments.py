@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safety.test_code import CODE, Negating, write
+import torch
+from safety.test_code import CODE, CONTENT, Negating, write
 
 import replayfmt
 from replayfmt.errors import ReplayRefused
@@ -18,11 +20,15 @@ from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.model import Attachment, ExternalFile, FileIdentity, Kernel, Session
 from replayfmt.format.reader import open_capture
 from replayfmt.format.redaction import Redaction
+from replayfmt.format.slots import SlotLayout
 from replayfmt.format.writer import CaptureWriter
+from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.replay.code import allowed
+from replayfmt.replay.planning.effects import Effects, effects_of_schema
+from replayfmt.replay.planning.kernels import ResolvedKernel
 from replayfmt.trim.redacting import copy_capture
 from replayfmt.trim.selection import Wanted
-from replayfmt.trim.trimming import strip_capture
+from replayfmt.trim.trimming import checked_here, strip_capture, trim_capture
 
 from .conftest import Tool
 
@@ -77,7 +83,7 @@ def test_a_redacted_copy_has_the_same_attachments_with_names_and_metadata_redact
     ]
     metadata = next(json.loads(content) for role, _name, content in found if role == "metadata")
     assert metadata == {**METADATA, "path": "(redacted)"}
-    assert "6 attachments of kernels kept: code is as it was written" in printed and "--no-sources" in printed
+    assert "5 attachments of kernels kept: code is as it was written" in printed and "--no-sources" in printed
 
 
 @pytest.mark.parametrize("flags", [["--no-sources"], ["--redact", "--no-sources"], ["--payload=none", "--no-sources"]])
@@ -108,7 +114,7 @@ def test_stripped_captures_keep_code_unless_it_is_left_out(telling: Path, tmp_pa
         result = strip_capture(reader, str(out), Wanted())
     assert [role for role, _name, _content in attached(out)["native::negate0"]] == [role for role, _content in TELLING]
     assert result.notes == [
-        "6 attachments of kernels kept: code is as it was written, with the names and paths in it; "
+        "5 attachments of kernels kept: code is as it was written, with the names and paths in it; "
         "--no-sources leaves source out"
     ]
 
@@ -119,6 +125,49 @@ def test_a_part_has_the_attachments_of_its_own_kernels(tmp_path: Path, tool: Too
     assert tool("--payload=none", "--kernel=native::negate1", path, out)[0] == 0
     assert list(attached(out)) == ["native::negate1"]
     assert [role for role, _name, _content in attached(out)["native::negate1"]] == [role for role, _content in CODE]
+
+
+class Negate(ResolvedKernel):
+    """A kernel that is no operator."""
+
+    own, draws = False, False
+    content_decides_sizes = makes_unchecked_views = False
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._schema = parse_schema(kernel.schema)
+
+    @property
+    def schema(self) -> torch.FunctionSchema:
+        return self._schema
+
+    @property
+    def call(self) -> Callable[..., torch.Tensor]:
+        return lambda self: self.neg_()
+
+    def effects(self, layout: SlotLayout) -> Effects:
+        return effects_of_schema(layout, self._schema, False)
+
+    def runs_on(self, device_type: str) -> bool:
+        return True
+
+
+def test_a_part_with_code_is_computed_and_verified_with_leave_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(allowed.RESOLVERS, KernelKind.native, lambda kernel, _contents, _types: Negate(kernel))
+    path, out = write(tmp_path / "code.opreplay", kernels=3), tmp_path / "part.opreplay"
+    check = checked_here(lambda part: replayfmt.Plan(part, allow_code=True))
+    with (
+        replayfmt.Plan(path, keep_going=True) as plan,
+        pytest.raises(ReplayRefused, match="what comes before ordinal 3 cannot be replayed here"),
+    ):
+        trim_capture(plan, str(out), Wanted(ops="2:3"), check)
+    with replayfmt.Plan(path, keep_going=True, allow_code=True) as plan:
+        result = trim_capture(plan, str(out), Wanted(ops="2:3"), check)
+    assert result.digests == 1 and ": 1 digest," in result.checked
+    assert list(attached(out)) == ["native::negate1"]
+    with open_capture(out) as reader:
+        assert bytes(reader.payload(reader.storage(1).payload)) == (-CONTENT).tobytes()  # what the first one left
 
 
 def test_a_copy_without_source_is_replayed_by_its_binary_or_refused(
