@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -149,7 +149,7 @@ def measure(
     """
     regions = find_regions(plan.reader, options.scopes)
     runner = _Runner(
-        plan, whole_capture(plan.reader), regions, options, clock or Clock(), progress or _no_progress, meters
+        plan, whole_capture(plan.reader), regions, options, timed_by(plan, clock), progress or _no_progress, meters
     )
     before = runner.verify("before")
     iterations, cut_short = runner.first_repetition()
@@ -159,6 +159,13 @@ def measure(
     whole = Measurement(runner.whole_region, runner.whole_samples)
     scopes = [Measurement(watch.region, samples) for watch, samples in zip(runner.watches, runner.samples, strict=True)]
     return Run(options, scopes or [whole], whole, before, after, cut_short, runner.inputs, *runner.meters())
+
+
+def timed_by(plan: Plan, clock: Clock | None) -> Clock:
+    """The clock of a benchmark, which also times the streams that the plan uses besides the default ones."""
+    clock = clock or Clock()
+    streams = plan.context.streams
+    return clock if streams is None else replace(clock, streams=streams.besides_default)
 
 
 def _no_progress(_what: str, _done: int, _of: int | None) -> None:

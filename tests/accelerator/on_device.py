@@ -415,6 +415,26 @@ def test_an_edge_that_is_taken_out_of_a_capture_is_missed(tmp_path: Path) -> Non
     assert racing[:2] == [True, True] and racing[3]
 
 
+def test_a_benchmark_times_every_stream_by_events_of_its_own(tmp_path: Path, tools: Tools) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path), replayfmt.scope("execute"):
+        on_two_streams()
+    for mode, more in (("captured", "and on 1 more of theirs"), ("serial", "events on the current stream of sim:0")):
+        done = tools(
+            "benchmark",
+            f"--streams={mode}",
+            "--benchmark-format=json",
+            "--benchmark-min-time=6x",
+            "--replay-scope=execute",
+            path,
+        )
+        assert done.code == 0, done.err
+        assert more in done.out
+        assert (mode == "captured") == ("more of theirs" in done.out)
+        assert json.loads(done.out)["benchmarks"][0]["real_time"] > 0
+    assert torch.accelerator.current_stream().stream_id == 0
+
+
 def test_memory_that_another_stream_uses_is_not_reused_before(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     with replayfmt.capture(path):

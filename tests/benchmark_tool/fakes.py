@@ -93,6 +93,7 @@ class FakePlan:
         self.script, self.time, self.slower, self.restore = script, time, slower, restore
         self.reader = FakeReader(script)
         self.devices = [torch.device("cpu")]
+        self.context = SimpleNamespace(streams=None)
         self.calls: list[str] = []  # how each execute was asked to verify
         self.timed = 0
         self.mismatch_at: int | None = None  # this call of execute does not match

@@ -278,8 +278,11 @@ def test_launches_of_compiled_kernels_are_seen_once_triton_is_imported(recorder,
 # -------------------------------------------------------------------------------------------------------- CUDA graphs
 
 
-def test_a_cuda_graph_replay_is_recorded_and_nothing_while_a_graph_is_captured(recorder, monkeypatch):
-    class CUDAGraph:
+@pytest.mark.parametrize(
+    ("module", "name"), [("torch.cuda.graphs", "CUDAGraph"), ("torch.accelerator.graphs", "Graph")]
+)
+def test_a_graph_replay_is_recorded_and_nothing_while_a_graph_is_captured(recorder, monkeypatch, module, name):
+    class StandIn:
         def capture_begin(self):
             self.state = ["begun"]
 
@@ -290,20 +293,21 @@ def test_a_cuda_graph_replay_is_recorded_and_nothing_while_a_graph_is_captured(r
             torch.ones(3)
             return "replayed"
 
-    monkeypatch.setattr(torch.cuda.graphs, "CUDAGraph", CUDAGraph)
+    StandIn.__name__ = name
+    monkeypatch.setattr(f"{module}.{name}", StandIn)
     hooks = Hooks(recorder)
     hooks.install()
-    graph = CUDAGraph()
+    graph = StandIn()
     graph.capture_begin()
     torch.ones(3)
     graph.capture_end()
     assert (graph.state, recorder.take()) == (["begun", "ended"], [])
     assert graph.replay() == "replayed"
-    assert [event[:3] for event in recorder.take()] == [("unsupported", "cuda_graph", "CUDAGraph.replay")]
+    assert [event[:3] for event in recorder.take()] == [("unsupported", "cuda_graph", f"{name}.replay")]
     torch.ones(3)
     assert [event[0] for event in recorder.take()] == ["op"]
     hooks.remove()
-    assert not hasattr(CUDAGraph.replay, "__wrapped__")
+    assert not hasattr(StandIn.replay, "__wrapped__")
 
 
 @pytest.mark.gpu

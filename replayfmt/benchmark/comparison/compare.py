@@ -22,7 +22,7 @@ from replayfmt.replay.substitution.call_sites import CallSite, KernelStandIn
 from replayfmt.replay.substitution.replace import Replace
 from replayfmt.replay.substitution.table import Substitutions
 
-from ..measure import PATIENCE, Options, Progress, collector_off
+from ..measure import PATIENCE, Options, Progress, collector_off, timed_by
 from ..meters.meter import Clock
 from ..meters.stopwatch import Readings, ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
 from ..scopes import MeasuredRegion, find_regions, whole_capture
@@ -127,7 +127,7 @@ def measure_both(
     """
     if plan.substitution is None:
         raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
-    return _Comparing(plan, plan.substitution.table, options, clock or Clock(), progress or _unseen).run()
+    return _Comparing(plan, plan.substitution.table, options, timed_by(plan, clock), progress or _unseen).run()
 
 
 def _unseen(_what: str, _done: int, _of: int | None) -> None:

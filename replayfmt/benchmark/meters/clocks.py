@@ -15,7 +15,7 @@ import torch
 
 from replayfmt.pytorch.accelerators import is_accelerator
 
-from .meter import AbsentMeter, Clock, Description, Quantity
+from .meter import AbsentMeter, Clock, Description, Quantity, no_streams
 
 HOST_TIME = Quantity("host_time", "ns")
 CPU_TIME = Quantity("cpu_time", "ns")
@@ -59,13 +59,20 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """The accelerators' time. With several devices it is the longest: they work in parallel."""
+    """The accelerators' time. With several devices, or streams of one, it is the longest: they work in parallel."""
 
     quantities = (DEVICE_TIME,)
 
-    def __init__(self, devices: Sequence[torch.device], event: Callable[[torch.device], Any] | None = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        event: Callable[[torch.device], Any] | None = None,
+        streams: Callable[[torch.device], list[torch.Stream]] = no_streams,
+    ) -> None:
+        """`streams`: those of a device that are timed besides its current one."""
         self._devices = list(devices)
         self._make = event or DeviceEvent
+        self._streams = [stream for device in self._devices for stream in streams(device)]
         self._pairs: list[list[tuple[Any, Any]]] = []  # kept between replays: events cost more to make than to use
         self._used = 0
 
@@ -75,7 +82,8 @@ class DeviceTimer:
         return (
             Description(
                 DEVICE_TIME,
-                f"events on the current stream of {', '.join(map(str, self._devices))}",
+                f"events on the current stream of {', '.join(map(str, self._devices))}"
+                + (f", and on {len(self._streams)} more of theirs" if self._streams else ""),
                 max(known) if len(known) == len(steps) else None,
                 "half a step; waiting of the device for the host between two events counts as its time",
             ),
@@ -86,7 +94,8 @@ class DeviceTimer:
 
     def start(self) -> None:
         if self._used == len(self._pairs):
-            self._pairs.append([(self._make(device), self._make(device)) for device in self._devices])
+            pairs = [(self._make(device), self._make(device)) for device in self._devices]
+            self._pairs.append(pairs + [(StreamEvent(stream), StreamEvent(stream)) for stream in self._streams])
         for begin, _ in self._pairs[self._used]:
             begin.record()
 
@@ -96,7 +105,7 @@ class DeviceTimer:
         self._used += 1
 
     def read(self) -> tuple[float]:
-        milliseconds = [0.0] * len(self._devices)
+        milliseconds = [0.0] * (len(self._devices) + len(self._streams))
         for pair in self._pairs[: self._used]:
             for index, (begin, end) in enumerate(pair):
                 end.synchronize()
@@ -118,6 +127,23 @@ class DeviceEvent:
         self._event.synchronize()
 
     def elapsed_time(self, end: DeviceEvent) -> float:
+        return float(self._event.elapsed_time(end._event))
+
+
+class StreamEvent:
+    """An event that records on a stream, whichever is current."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._event = torch.Event(stream.device, enable_timing=True)
+
+    def record(self) -> None:
+        self._event.record(self._stream)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def elapsed_time(self, end: StreamEvent) -> float:
         return float(self._event.elapsed_time(end._event))
 
 
@@ -145,9 +171,11 @@ def host_timer(_devices: Sequence[torch.device], clock: Clock) -> HostTimer:
     return HostTimer(clock)
 
 
-def device_timer(devices: Sequence[torch.device], _clock: Clock) -> DeviceTimer | AbsentMeter:
+def device_timer(devices: Sequence[torch.device], clock: Clock) -> DeviceTimer | AbsentMeter:
     used = [device for device in devices if is_accelerator(device)]
-    return DeviceTimer(used) if used else AbsentMeter((DEVICE_TIME,), "the replay uses no accelerator")
+    if not used:
+        return AbsentMeter((DEVICE_TIME,), "the replay uses no accelerator")
+    return DeviceTimer(used, streams=clock.streams)
 
 
 # In starting order; they stop in reverse order. The host's time includes the cost of recording the events, as it does

@@ -88,12 +88,19 @@ class AbsentMeter:
     reason: str
 
 
+def no_streams(_device: torch.device) -> list[torch.Stream]:
+    """The further streams of a device that works on its current one alone."""
+    return []
+
+
 @dataclass(frozen=True)
 class Clock:
-    """The host clock that meters use: two functions that return nanoseconds."""
+    """What meters read: the host's clocks, two functions that return nanoseconds, and the streams that a device works
+    on besides its current one."""
 
     real: Callable[[], int] = time.perf_counter_ns
     cpu: Callable[[], int] = time.process_time_ns
+    streams: Callable[[torch.device], list[torch.Stream]] = no_streams
 
 
 # Makes a meter for the devices that a plan uses, or says why there is none.

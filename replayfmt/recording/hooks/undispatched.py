@@ -332,8 +332,8 @@ def _graph_replay(recorder: RecorderForHooks, original: Function) -> Function:
             return original(self, *args, **kwargs)
         recorder.unsupported(
             "cuda_graph",
-            "CUDAGraph.replay",
-            "a CUDA graph replays kernels that were captured into it; what it writes is unknown",
+            f"{type(self).__name__}.replay",
+            "a graph of a device replays kernels that were captured into it; what it writes is unknown",
         )
         with recorder.paused():
             return original(self, *args, **kwargs)
@@ -399,7 +399,7 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
     def hook(make: Callable[..., Function], *extra: Any) -> Callable[[Function], Function]:
         return lambda original: _leaving_no_frames(make(recorder, *extra, original))
 
-    inductor, graphs = "torch._inductor.output_code", "torch.cuda.graphs"
+    inductor = "torch._inductor.output_code"
     heuristics = "torch._inductor.runtime.triton_heuristics"
     pauses: dict[int, AbstractContextManager[Any]] = {}
     return [
@@ -416,7 +416,13 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
         Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
         Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
         Patch(heuristics, "CachingAutotuner.run", hook(_launch), "triton_launch", vital=True),
-        Patch(graphs, "CUDAGraph.replay", hook(_graph_replay), "cuda_graph", vital=True),
-        Patch(graphs, "CUDAGraph.capture_begin", hook(_graph_begin, pauses), "cuda_graph"),
-        Patch(graphs, "CUDAGraph.capture_end", hook(_graph_end, pauses), "cuda_graph"),
+        *(
+            Patch(module, f"{graph}.{method}", hook(make, *extra), "cuda_graph", vital=method == "replay")
+            for module, graph in (("torch.cuda.graphs", "CUDAGraph"), ("torch.accelerator.graphs", "Graph"))
+            for method, make, *extra in (
+                ("replay", _graph_replay),
+                ("capture_begin", _graph_begin, pauses),
+                ("capture_end", _graph_end, pauses),
+            )
+        ),
     ]

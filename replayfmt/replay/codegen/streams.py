@@ -44,9 +44,9 @@ class ReplayStreams:
     _events: dict[tuple[torch.device, int], torch.Event] = field(default_factory=dict)
 
     def stream(self, device_id: int, number: int) -> torch.Stream | None:
-        """What replays a stream of a captured device; None on the host."""
-        device = self.devices.target(device_id)
-        if not is_accelerator(device):
+        """What replays a stream of a captured device; None on the host, and where nothing replays the device."""
+        device = self.devices.targets[device_id]
+        if device is None or not is_accelerator(device):
             return None
         key = (device, number if self.captured else 0)
         known = self._streams.get(key)
@@ -64,8 +64,12 @@ class ReplayStreams:
     def accelerators(self) -> list[torch.device]:
         return [device for device in self.devices.in_use() if is_accelerator(device)]
 
+    def besides_default(self, device: torch.device) -> list[torch.Stream]:
+        """The streams of a device that work is given to besides its default one."""
+        return [stream for stream in self.of(device) if stream.stream_id]
+
     def of(self, device: torch.device) -> list[torch.Stream]:
-        """The streams of a device that the code made so far uses."""
+        """The streams of a device."""
         return [stream for (on, _number), stream in self._streams.items() if on == device]
 
 
@@ -75,7 +79,12 @@ def replay_streams(reader: CaptureReader, devices: DeviceMap, mode: StreamsMode)
     if not kinds or not orders_streams(reader):
         return None
     problem = "" if all(map(keeps_memory_for_streams, kinds)) else "memory there cannot be kept for another stream"
-    return ReplayStreams(devices, mode == "captured" and not problem, problem)
+    streams = ReplayStreams(devices, mode == "captured" and not problem, problem)
+    for placement in reader.placements[1:]:
+        for device, number in placement.streams if placement is not None else ():
+            streams.stream(device, 0)
+            streams.stream(device, number)
+    return streams
 
 
 class Pass(Protocol):
