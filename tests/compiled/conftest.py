@@ -67,10 +67,11 @@ class Captured:
             for line in body.splitlines():
                 match = _CALL.match(line)
                 if match is not None:
-                    name = (
-                        match["callee"].removeprefix("torch.ops.").removeprefix("extern_kernels.").removeprefix("aten.")
-                    )
-                    found.append(name.partition(".")[0].removesuffix("_cpu"))
+                    name = match["callee"]
+                    for prefix in ("torch.ops.", "extern_kernels.", "aten."):
+                        name = name.removeprefix(prefix)
+                    name = name.partition(".")[0]
+                    found.append("empty_strided" if name == "empty_strided_cpu" else name)
         return found
 
     def unsupported(self) -> list[dict[str, Any]]:

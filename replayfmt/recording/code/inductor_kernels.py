@@ -36,7 +36,13 @@ class InductorCode(CodeKernel):
 
     def reads(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         reads = self._reads[index]
-        return not hasattr(storage_of(args[index]), _ALLOCATED) if reads is None else reads
+        if reads is False:
+            return False
+        storage = storage_of(args[index])
+        if not hasattr(storage, _ALLOCATED):
+            return True
+        # A fused kernel reads what it has written itself: then it is given the same memory for a written argument.
+        return reads is not None and all(storage_of(args[i])._cdata != storage._cdata for i in self.writes)
 
 
 class Allocation(CapturedKernel):

@@ -21,12 +21,12 @@ from ..planning.kernels import ResolvedKernel
 
 @dataclass(frozen=True)
 class InductorCppKernel(ResolvedKernel):
-    """A kernel that is ready to be called. `origin`: where its code is from."""
+    """A kernel that is ready to be called."""
 
     declared: torch.FunctionSchema
     function: Callable[..., Any]
     arguments: tuple[CppArgument, ...]
-    origin: str
+    how: str
     own = True
     draws = False
 
@@ -54,6 +54,8 @@ class InductorCppKernel(ResolvedKernel):
 
     def problem_with(self, dtypes: Sequence[torch.dtype | None]) -> str:
         pointers = [argument for argument in self.arguments if argument.dtype is not None]
+        if len(pointers) != len(dtypes):
+            return f"it takes {len(pointers)} tensors, and is given {len(dtypes)}"
         for argument, dtype in zip(pointers, dtypes, strict=True):
             if dtype != argument.dtype:
                 return f"{argument.name} points to elements of {argument.dtype}, and is given {dtype}"
@@ -74,17 +76,17 @@ def resolve_inductor_cpp(
         if schema_of(kernel.name.partition("::")[2], kernel.overload, arguments) != kernel.schema:
             return f"{named}: its schema {kernel.schema[:200]!a} is not that of its source"
         schema = parse_schema(kernel.schema)
-        function, origin = _function(stored)
+        function, how = _function(stored)
     except (CannotLoad, RuntimeError, ValueError) as error:
         return f"{named} cannot be called: {str(error).strip().partition(chr(10))[0]}"
-    return InductorCppKernel(schema, function, arguments, origin)
+    return InductorCppKernel(schema, function, arguments, how)
 
 
 def _function(stored: StoredCppKernel) -> tuple[Callable[..., Any], str]:
-    """The function of a kernel, and where it is from. Raises CannotLoad."""
+    """The function of a kernel, and where its code is from. Raises CannotLoad."""
     different = differences(dict(stored.compiled_for))
     if stored.library is not None and not different:
-        return load(stored.library), "stored"
+        return load(stored.library), "run from the stored library"
     why = (
         f"its library is for another {', '.join(different)}"
         if stored.library is not None
@@ -94,4 +96,4 @@ def _function(stored: StoredCppKernel) -> tuple[Callable[..., Any], str]:
         raise CannotLoad(f"{why}, and its source is not in the capture")
     if not stored.flags:
         raise CannotLoad(f"{why}, and the capture does not say how its source was compiled")
-    return load(compiled(stored.source, stored.flags)), "compiled"
+    return load(compiled(stored.source, stored.flags)), f"compiled here from the stored source ({why})"

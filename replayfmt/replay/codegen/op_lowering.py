@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from replayfmt.errors import ReplayRefused
 from replayfmt.pytorch.tensors.bounds import require_inside
+from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
 from ..planning.effects import leaves_unwritten
 from ..substitution.call_sites import CallSite
@@ -78,6 +80,7 @@ class OpLine:
 
     def write(self) -> None:
         lowering, template = self.lowering, self.template
+        self._check_tensors()
         call, slot_names = self._call()
         leaving = self._settle()
         for name in leaving:
@@ -101,11 +104,24 @@ class OpLine:
     def write_return(self) -> None:
         """Write the call and return its result from the window, which ends here."""
         lowering = self.lowering
+        self._check_tensors()
         call, _slot_names = self._call(expect_failure=False)
         lowering.text.line(self.ordinal, f"return {call}")
         lowering.text.returns_result = True
 
     # --------------------------------------------------------------------------------------------------------- the call
+
+    def _check_tensors(self) -> None:
+        """Raise ReplayRefused if the kernel cannot be called with these tensors."""
+        lowering, template = self.lowering, self.template
+        if not template.kernel.how:
+            return  # an operator checks them itself
+        slots = range(self.first, self.first + template.layout.arg_tensors)
+        metas = [lowering.reader.metas[lowering.frame.metas[slot]] for slot in slots]
+        problem = template.kernel.problem_with([None if each is None else TORCH_DTYPE[each.dtype] for each in metas])
+        if problem:
+            name = template.kernel.schema.name
+            raise ReplayRefused(f"{lowering.reader.path}: ordinal {self.ordinal}: {name} cannot be called", (problem,))
 
     def _call(self, *, expect_failure: bool = True) -> tuple[str, list[str]]:
         """The text of the call, and the name under which each tensor argument is passed."""

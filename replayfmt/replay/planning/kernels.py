@@ -87,6 +87,11 @@ class ResolvedKernel(ABC):
     def runs_on(self, device_type: str) -> bool:
         """Whether there is an implementation for tensors of a device type."""
 
+    def problem_with(self, dtypes: Sequence[torch.dtype | None]) -> str:
+        """Why it cannot be called with tensors of these dtypes, in the order of its tensor arguments; "" if it can.
+        (Operators check their arguments themselves.)"""
+        return ""
+
     @property
     def argument_names(self) -> list[str]:
         """The names of its arguments, in order."""

@@ -1,0 +1,178 @@
+"""What becomes of a compiled region's code in a replay: it fits or it is compiled, else it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.errors import ReplayRefused
+from replayfmt.format.attachments import contents_of
+from replayfmt.format.codes import KernelKind
+from replayfmt.format.model import Kernel
+from replayfmt.format.reader import open_capture
+from replayfmt.pytorch.inductor import code_machine
+from replayfmt.pytorch.inductor.cpp_library import CannotLoad, compiled
+from replayfmt.replay.code.inductor_cpp import InductorCppKernel, resolve_inductor_cpp
+from replayfmt.replay.plan import Plan
+
+pytestmark = pytest.mark.slow
+Contents = dict[str, bytes]
+
+
+def work(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() + 1).relu() * x.sum()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run, x = torch.compile(work), torch.randn(8, 16)
+    run(x)
+    made = tmp_path_factory.mktemp("code") / "region.opreplay"
+    with replayfmt.capture(made, compiled="kernels"):
+        _kept = run(x)
+    return made
+
+
+@pytest.fixture
+def stored(path: Path) -> tuple[Kernel, Contents]:
+    """The kernel of the region, and what is stored of it."""
+    with open_capture(path) as reader:
+        kernel = next(each for each in reader.kernels if each is not None and each.kind is KernelKind.inductor_cpp)
+        return kernel, contents_of(reader, kernel)
+
+
+def resolved(kernel: Kernel, contents: Contents) -> Any:
+    return resolve_inductor_cpp(kernel, lambda: contents, frozenset({"cpu"}))
+
+
+def another_machine(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    here = {**code_machine.machine_of_code(), "cpu": "another one"}
+    monkeypatch.setattr(code_machine, "machine_of_code", lambda: here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+def test_no_code_runs_without_leave(path: Path) -> None:
+    with pytest.raises(ReplayRefused) as refused:
+        Plan(path)
+    assert len(refused.value.findings) == 1
+    assert "inductor_cpp::cpp_fused" in refused.value.findings[0] and "--allow-code" in refused.value.findings[0]
+
+
+def test_the_stored_library_runs_where_it_fits(path: Path) -> None:
+    with Plan(path, allow_code=True) as plan:
+        result = plan.execute(verify="bitwise")
+    assert result.outcome == "ok"
+    assert any("1 inductor_cpp kernel is run from the stored library" in note for note in result.notes)
+
+
+def test_elsewhere_the_source_is_compiled_once(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    another_machine(monkeypatch, tmp_path)
+    for said in ("compiling a C++ kernel", ""):
+        with Plan(path, allow_code=True) as plan:
+            result = plan.execute(verify="bitwise")
+        assert result.outcome == "ok"
+        assert any("compiled here from the stored source (its library is for another cpu)" in n for n in result.notes)
+        told = capfd.readouterr().err
+        assert said in told and bool(said) is ("compiling" in told)
+
+
+def altered(change: Callable[[Contents, dict[str, Any]], object], contents: Contents) -> Contents:
+    contents = dict(contents)
+    metadata = json.loads(contents["metadata"])
+    change(contents, metadata)
+    return {**contents, "metadata": json.dumps(metadata).encode()}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda c, m: c.update(object=c["object"] + b"\0"), "does not match the digest"),
+        (lambda c, m: c.update(source=c["source"] + b"\n// other"), "is another than the one it is named after"),
+        (lambda c, m: c.update(source=c["source"].replace(b"in_ptr0", b"in_ptr7")), "other parameters than stored"),
+        (lambda c, m: c.pop("source") and m.update(parameters="const double* in_ptr0, float* out_ptr0"), "its schema"),
+        (lambda c, m: m.pop("flags"), "cannot be read"),
+        (lambda c, m: m.update(compiled_for=[]), "cannot be read"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    stored: tuple[Kernel, Contents], change: Callable[[Contents, dict[str, Any]], object], why: str
+) -> None:
+    kernel, contents = stored
+    assert isinstance(resolved(kernel, contents), InductorCppKernel)
+    refused = resolved(kernel, altered(change, contents))
+    assert isinstance(refused, str) and why in refused and refused.startswith(kernel.qualified_name)
+
+
+def test_elsewhere_a_kernel_without_its_source_is_refused(
+    stored: tuple[Kernel, Contents], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, contents = stored
+    another_machine(monkeypatch, tmp_path)
+    refused = resolved(kernel, altered(lambda c, m: c.pop("source"), contents))
+    assert "its library is for another cpu, and its source is not in the capture" in refused
+
+
+@pytest.mark.parametrize(
+    "flag", ["-fplugin=/x.so", "-o/x", "-I/x", "@file", "-Wl,-rpath,/x", "-l/x", "-fdump-tree-all"]
+)
+def test_a_flag_that_reads_or_writes_files_is_refused(flag: str) -> None:
+    with pytest.raises(CannotLoad, match="not one that a kernel is compiled with"):
+        compiled("", ["-O3", flag])
+
+
+def test_a_pointer_to_other_elements_is_refused(stored: tuple[Kernel, Contents]) -> None:
+    kernel = resolved(*stored)
+    right = [torch.float32] * 3
+    assert kernel.problem_with(right) == ""
+    assert "in_ptr0 points to elements of torch.float32" in kernel.problem_with([torch.float64, *right[1:]])
+    assert "takes 3 tensors" in kernel.problem_with(right[1:])
+
+
+def test_the_generated_module_is_put_back(tmp_path: Path) -> None:
+    from torch._inductor.codecache import PyCodeCache
+
+    run, x = torch.compile(work), torch.randn(8, 16)
+    expected = run(x)
+    before = [dict(vars(module)) for module in PyCodeCache.modules]
+    with replayfmt.capture(tmp_path / "c.opreplay", compiled="kernels"):
+        run(x)
+        assert [dict(vars(module)) for module in PyCodeCache.modules] != before
+    assert [dict(vars(module)) for module in PyCodeCache.modules] == before
+    assert torch.equal(run(x), expected)
+
+
+def test_a_region_that_is_not_known_is_one_unsupported_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codecache import PyCodeCache
+
+    run, x = torch.compile(lambda x: work(x).cos()), torch.randn(8, 16)
+    run(x)
+    monkeypatch.setitem(vars(PyCodeCache.modules[-1]), "assert_size_stride", lambda *arguments: None)
+    with replayfmt.capture(tmp_path / "c.opreplay", compiled="kernels"):
+        run(x * 2)
+    with open_capture(tmp_path / "c.opreplay") as reader:
+        assert reader.summary.unsupported == {"compiled_region": 1}
+        details = [
+            str(node.constant)
+            for signature in reader.signatures
+            if signature is not None
+            for node in signature.args
+            if node.name == "detail"
+        ]
+    assert len(details) == 1 and "calls assert_size_stride, which is not known" in details[0]
+
+
+def test_a_cpp_wrapper_runs_beneath_python_and_is_refused(tmp_path: Path) -> None:
+    run, x = torch.compile(lambda x: x.sin() + 1, options={"cpp_wrapper": True}), torch.randn(8)
+    run(x)
+    with replayfmt.capture(tmp_path / "c.opreplay", compiled="kernels"):
+        run(x * 2)
+    with open_capture(tmp_path / "c.opreplay") as reader:
+        assert reader.summary.unsupported == {"compiled_region": 1}
