@@ -1,14 +1,16 @@
 """The skeleton of a replacement for a kernel of a capture: a Python file that runs, and does what the kernel does.
 
 It is a function with the operator's parameters and their defaults that calls the original; the user replaces its last
-line. Loading it needs no library: the original is looked up when it is called. A capture is untrusted and this becomes
-code, so nothing of it is copied verbatim: the schema is parsed and written anew, names must be identifiers, defaults
-must be literals, and everything else of the capture is text in docstrings, escaped.
+line. Loading it needs no library: the original is looked up when it is called. Of a Triton kernel it is a function of
+Triton with its parameters, to be written. A capture is untrusted and this becomes code, so nothing of it is copied
+verbatim: the schema is parsed and written anew, names must be identifiers, defaults must be literals, and everything
+else of the capture is text in docstrings and comments, escaped.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -16,6 +18,7 @@ from keyword import iskeyword
 from os.path import basename
 
 from replayfmt.errors import UsageError
+from replayfmt.format.attachments import METADATA, SOURCE, contents_of
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_names import name_problem
@@ -75,10 +78,13 @@ def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
     kernel_id = _kernel_id(reader, which, flag)
     kernel = reader.kernels[kernel_id]
     assert kernel is not None
-    if kernel.kind is not KernelKind.operator:
-        raise UsageError(f"{flag}: {kernel.qualified_name} is a {kernel.kind.name} kernel; only operators are replaced")
+    if kernel.kind not in (KernelKind.operator, KernelKind.triton):
+        what = f"a {kernel.kind.name} kernel; only operators and Triton kernels are replaced"
+        raise UsageError(f"{flag}: {kernel.qualified_name} is {what}")
     try:
         schema = parse_operator_schema(kernel.schema)
+        if kernel.kind is KernelKind.triton:
+            return _TritonSkeleton(reader, kernel_id, kernel, schema).text()
         problem = name_problem(kernel.name, kernel.overload)
         if problem:
             raise ValueError(problem)
@@ -285,6 +291,66 @@ class _Skeleton:
         yield "    Sizes, strides and offsets of results must be the original's."
 
 
+class _TritonSkeleton:
+    """The file for a Triton kernel: a function with its parameters. The captured source is in it as a comment, because
+    it is code of the capture."""
+
+    def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
+        """Raises ValueError for a kernel whose attachments are not there, or name no parameters."""
+        self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
+        contents = contents_of(reader, kernel)
+        metadata = json.loads(contents.get(METADATA, b"{}"))
+        self._parameters = list(metadata.get("parameters") or ())
+        self._constexprs = frozenset(map(str, metadata.get("constexprs") or ()))
+        if not self._parameters or not all(each.isidentifier() and not iskeyword(each) for each in self._parameters):
+            raise ValueError("its metadata have no names of parameters")
+        self._source = contents.get(SOURCE, b"").decode(errors="replace")
+
+    def text(self) -> str:
+        function = _free(self._schema.base_name, {*self._parameters, "triton", "tl"})
+        chosen = f"{self._kernel.qualified_name}@triton=THIS_FILE"
+        chosen += "" if function == self._schema.base_name else f":{function}"
+        groups = SignatureIndex(self._reader).groups({self._kernel_id})
+        written = ", ".join(each.name for each in self._schema.arguments if each.type.written)
+        parameters = [f"{each}: tl.constexpr" if each in self._constexprs else each for each in self._parameters]
+        lines = [
+            '"""' + _doc(f"A replacement for {self._kernel.qualified_name}, kernel {self._kernel_id}."),
+            "",
+            "It is checked against the original kernel at every captured launch, then used:",
+            "",
+            f"    opreplay-run --allow-code --replay-kernel-substitution={chosen} CAPTURE",
+            f"    opreplay-benchmark --compare --allow-code --replay-kernel-substitution={chosen} CAPTURE",
+            "",
+            f"The capture launches it {_times(sum(group.calls for group in groups))}, by signature (how often, the "
+            "ordinal of the first, signature):",
+            "",
+            *_Skeleton._signatures(groups),
+            '"""',
+            "",
+            "import triton",
+            "import triton.language as tl",
+            "",
+            "",
+            "@triton.jit",
+            f"def {function}({', '.join(parameters)}):",
+            '    """' + _doc(self._kernel.schema),
+            "",
+            f"    It must write {written}, and no other argument."
+            if written
+            else "    It must not write its arguments.",
+            '    """',
+            '    tl.static_assert(False, "the kernel goes here")',
+        ]
+        if self._source:
+            lines += ["", "", "# The source in the capture:", "#"]
+            lines += [f"# {_printable(line)}".rstrip() for line in self._source.splitlines()]
+        return "\n".join(lines) + "\n"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _free(name: str, taken: set[str]) -> str:
     """An identifier like `name` that is not among `taken` and no word of Python's."""
     if not name.isidentifier():
@@ -343,7 +409,7 @@ def _doc(text: str) -> str:
     if len(text) > _LONGEST_LINE:
         text = text[: _LONGEST_LINE - 3] + "..."
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return "".join(c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
+    return _printable(escaped)
 
 
 def _times(count: int) -> str:

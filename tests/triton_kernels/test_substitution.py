@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import Tools
 
 from tests.triton_kernels.conftest import run_python
+from tests.triton_kernels.crafted import SOURCE, craft
 
 REPLACEMENTS = Path(__file__).with_name("replacements.py")
 NAME = "triton::softmax_kernel"
@@ -52,3 +55,33 @@ def test_what_does_not_fit_is_refused(results: dict[str, Any], function: str) ->
 def test_functions_of_triton_replace_kernels_of_triton_that_are_named(results: dict[str, Any]) -> None:
     assert "all does not take functions of Triton" in results[f"all@triton={REPLACEMENTS}"]["error"]
     assert "it is no Triton kernel" in results[f"aten::mul@triton={REPLACEMENTS}:in_python"]["error"]
+
+
+def test_a_skeleton_has_the_parameters_and_the_source_as_a_comment(
+    captures: tuple[Path, dict[str, Any]], tools: Tools
+) -> None:
+    folder, _ = captures
+    ran = tools("dump", "--kernel-skeleton=triton::softmax_kernel", folder / "softmax.opreplay")
+    tree = ast.parse(ran.out)
+    (function,) = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert [argument.arg for argument in function.args.args] == [
+        "out",
+        "x",
+        "stride_out",
+        "stride_x",
+        "columns",
+        "BLOCK",
+    ]
+    assert ast.unparse(function.args.args[-1]) == "BLOCK: tl.constexpr"
+    assert "It must write out, and no other argument." in str(ast.get_docstring(function))
+    assert "# def softmax_kernel(out, x, stride_out, stride_x, columns, BLOCK: tl.constexpr):" in ran.out.splitlines()
+    assert f"--replay-kernel-substitution={NAME}.v" in ran.out
+
+
+def test_no_code_of_a_capture_is_code_of_a_skeleton(tmp_path: Path, tools: Tools) -> None:
+    made = tmp_path / "made"
+    hostile = f"x = 1\x0copen({str(made)!r}, 'w')\ropen({str(made)!r}, 'w')\u2028open({str(made)!r}, 'w')\n"
+    capture = craft(tmp_path / "hostile.opreplay", source=SOURCE + hostile)
+    ran = tools("dump", "--kernel-skeleton=triton::double", capture)
+    calls = [node for node in ast.walk(ast.parse(ran.out)) if isinstance(node, ast.Call)]
+    assert [ast.unparse(call.func) for call in calls] == ["tl.static_assert"]

@@ -56,6 +56,7 @@ class LaunchForm:
     parameters: dict[str, Form] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     owner: dict[str, str] = field(default_factory=dict)
+    constexprs: list[str] = field(default_factory=list)
     grid: str = ""
 
     def schema(self, name: str, variant: str, written: frozenset[str] | None) -> str:
@@ -103,7 +104,7 @@ class FormMaker:
 
     def lay_out(self, bound: Values, options: Values, grid: tuple[int, ...]) -> LaunchForm:
         """One launch. Raises NotRepresentable."""
-        form = LaunchForm()
+        form = LaunchForm(constexprs=[name for name in self._parameters if name in self._constexprs])
         for name in self._parameters:
             form.parameters[name] = self._form(form, name, name, bound[name], name in self._constexprs)
         form.grid = self._argument(form, "grid", "grid", list(grid), "int[]", True)

@@ -43,6 +43,7 @@ class KernelCode:
             "version": VERSION,
             "function": source.name,
             "parameters": form.parameters,
+            "constexprs": form.constexprs,
             "grid": form.grid,
             "options": form.options,
             "dtypes": form.dtypes,
