@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .codes import RecordKind, StorageOrigin, ValueKind
+from .codes import DType, RecordKind, StorageOrigin, ValueKind
 from .model import StreamPlacement
 from .operator_schema import parse_operator_schema
 from .reader import CaptureReader
 from .records.record_frames import RecordFrame
 from .slots import SlotLayout
 
+MOST_STREAMS = 1024  # each op costs as much as there are streams
 _HOST_KINDS = ("cpu", "meta")
 # Operators that wait for the device to know how large their result is, or what it says.
 _WAITING = frozenset(
@@ -28,9 +29,6 @@ _WAITING = frozenset(
         "_unique2",
         "bincount",
         "equal",
-        "index",
-        "index_put",
-        "index_put_",
         "is_nonzero",
         "item",
         "masked_select",
@@ -40,6 +38,8 @@ _WAITING = frozenset(
         "unique_dim",
     )
 )
+_WAITING_FOR_MASKS = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
+_MASKS = (DType.bool, DType.uint8)
 _SCALARS = frozenset({ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex})
 _NO_STREAMS = StreamPlacement(())
 
@@ -85,8 +85,8 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Accesses:
-    """What the records of a signature do: tensor slots that they read and write, and of results. `waits`: the host
-    waits for them in any case, `blocks`: where some of their tensors are on the host."""
+    """What the records of a signature do: tensor slots that they read and write, and of results. The host waits for
+    them in any case (`waits`), or where a tensor is on the host (`blocks`) or a mask (`masks`)."""
 
     kind: RecordKind
     reads: tuple[int, ...]
@@ -94,13 +94,21 @@ class _Accesses:
     results: tuple[int, ...]
     waits: bool
     blocks: bool
+    masks: bool
     device: int
+
+
+def unjudged(reader: CaptureReader) -> str:
+    """Why races are not looked for; "" if they are."""
+    streams = len({stream for placement in reader.placements[1:] for stream in placement.streams})
+    most = f"the capture has {streams:,} streams, and those of more than {MOST_STREAMS:,} are not looked at"
+    return most if streams > MOST_STREAMS else ""
 
 
 def find_races(reader: CaptureReader, most: int = 100) -> list[Race]:
     """The first races of a capture, `most` at most, one for each storage. Empty where all work is on default streams
-    of one device. Raises InvalidCapture for a damaged frame."""
-    if len(reader.placements) < 2:
+    of one device, and where `unjudged` says why. Raises InvalidCapture for a damaged frame."""
+    if len(reader.placements) < 2 or unjudged(reader):
         return []
     found: list[Race] = []
     for race in _Pass(reader).races():
@@ -147,16 +155,17 @@ class _Pass:
         reads: tuple[int, ...] = ()
         writes: tuple[int, ...] = ()
         results: tuple[int, ...] = ()
-        waits = blocks = False
+        waits = blocks = masks = False
         if signature.kind is RecordKind.op:
             kernel = self._reader.kernels[signature.kernel]
             assert kernel is not None
             reads, writes = _accesses(layout, kernel.schema)
             results = tuple(slot for each in layout.results for slot in each.tensors)
             waits = kernel.name in _WAITING or any(each.node.kind in _SCALARS for each in layout.results)
+            masks = kernel.name in _WAITING_FOR_MASKS
             blocks = not any(each.node.name == "non_blocking" and each.node.constant for each in layout.args)
         number_of_device = device if isinstance(device, int) else 0
-        shape = _Accesses(signature.kind, reads, writes, results, waits, blocks, number_of_device)
+        shape = _Accesses(signature.kind, reads, writes, results, waits, blocks, masks, number_of_device)
         self._shapes[number] = shape
         return shape
 
@@ -194,7 +203,8 @@ class _Pass:
                 if race is not None and storage not in self._racing:
                     self._racing.add(storage)
                     yield race
-        if shape.waits or (shape.blocks and any(each not in self._accelerators for each in devices)):
+        masked = shape.masks and any(metas[int(frame.tensor_meta[slot])].dtype in _MASKS for slot in slots[1:])
+        if shape.waits or masked or (shape.blocks and any(each not in self._accelerators for each in devices)):
             _merge(self._host, clock)
 
     def _is_known(self, storage: int) -> bool:

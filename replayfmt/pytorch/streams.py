@@ -39,7 +39,8 @@ def followed_kind() -> str:
 
 def current_streams(indices: list[int]) -> list[torch.Stream]:
     """The current streams of accelerators by index, of those whose current stream is not their default one."""
-    streams = [torch.accelerator.current_stream(index) for index in indices]
+    current = torch._C._accelerator_getStream  # what torch.accelerator.current_stream calls, at half its cost
+    streams = [current(index) for index in indices]
     return [stream for stream in streams if stream.stream_id]
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from replayfmt.format.printable import counted, scope_count
-from replayfmt.format.races import find_races
+from replayfmt.format.races import find_races, unjudged
 
 from .plan import Plan
 from .results import PeakMemory, ReplayResult
@@ -109,7 +109,10 @@ def _streams(plan: Plan) -> list[str]:
         how = f"{counts}, as captured"
     else:
         how = f"one for each device, in capture order: {streams.problem or '--streams=serial'}"
-    return [f"streams: {how}", *(f"race: {each.text(plan.reader)}" for each in find_races(plan.reader))]
+    lines = [f"streams: {how}"]
+    if why := unjudged(plan.reader):
+        lines.append(f"races: not looked for: {why}")
+    return lines + [f"race: {each.text(plan.reader)}" for each in find_races(plan.reader)]
 
 
 def _initialized(plan: Plan) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from replayfmt.format.codes import DType, Layout, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.model import Device, Kernel, Node, Signature, StreamPlacement, TensorMeta
-from replayfmt.format.races import find_races
+from replayfmt.format.races import find_races, unjudged
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 
@@ -138,6 +138,29 @@ def test_the_host_waits_for_numbers_and_for_what_it_is_given(program: Program) -
     program.call(1, "aten::copy_(Tensor(a!) x0, Tensor x1) -> Tensor(a!)", host, y)
     program.write(2, y)
     assert program.races() == []
+
+
+@pytest.mark.parametrize(("dtype", "ordered"), [(DType.bool, True), (DType.int64, False)])
+def test_the_host_waits_for_masks_and_not_for_indices(program: Program, dtype: DType, ordered: bool) -> None:
+    x, where = program.tensor(), program.tensor()
+    meta = program.writer.meta(TensorMeta(dtype, Layout.strided, program.gpu, (2,), (1,)))
+    indices = program.records.tensor(where, 0, meta)
+    program.write(1, x)
+    program.call(1, "aten::index(Tensor x0, Tensor x1) -> Tensor", x, indices)
+    program.read(2, x)
+    assert program.races() == ([] if ordered else [(0, 2)])
+
+
+def test_of_very_many_streams_it_is_said_that_nothing_is_looked_for(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replayfmt.format.races.MOST_STREAMS", 1)
+    x = program.tensor()
+    program.write(1, x)
+    program.write(2, x)
+    assert program.races() == []
+    with open_capture(program.path) as reader:
+        assert "2 streams" in unjudged(reader)
 
 
 def test_views_and_tensors_made_alike_do_not_read(program: Program) -> None:
