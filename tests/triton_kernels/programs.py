@@ -341,6 +341,19 @@ def names_that_launches_have():
 
 
 @triton.jit
+def named_kernel(x, *, value, BLOCK: tl.constexpr = 4):
+    tl.store(x + tl.arange(0, BLOCK), value)
+
+
+@program
+def given_by_name_alone():
+    x = torch.zeros(8)
+    named_kernel[(1,)](x=x, value=2.0)
+    named_kernel[(1,)](x[4:], value=3.0)
+    return x
+
+
+@triton.jit
 def random_kernel(out, seed, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(out + at, tl.rand(seed, at))

@@ -28,6 +28,7 @@ WRITTEN = {
     "tuples_and_none": {"tuples_kernel": {"outs_0", "outs_1"}},
     "descriptors": {"described_kernel": {"out"}},
     "names_that_launches_have": {"launch_grid_kernel": {"x"}},
+    "given_by_name_alone": {"named_kernel": {"x"}},
     "random_numbers": {"random_kernel": {"out"}},
     "inside_an_operator": {},
     "inside_an_operator_with_state": {"fill_kernel": {"out"}},

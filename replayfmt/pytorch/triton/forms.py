@@ -199,11 +199,11 @@ class Assembly:
         if not isinstance(parameters, dict) or not all(isinstance(name, str) for name in parameters):
             raise ValueError("the forms of the parameters are no object")
         self._arguments, self._module = arguments, module
-        self._makers = {name: self._maker(form) for name, form in parameters.items()}
+        self._makers = [self._maker(form) for form in parameters.values()]
 
-    def assemble(self, values: Values) -> dict[str, Any]:
-        """The parameters, by name."""
-        return {name: make(values) for name, make in self._makers.items()}
+    def assemble(self, values: Values) -> list[Any]:
+        """The parameters, in order. Raises KeyError for an argument that is not there."""
+        return [make(values) for make in self._makers]
 
     def _maker(self, form: Any) -> Callable[[Values], Any]:
         if isinstance(form, str):

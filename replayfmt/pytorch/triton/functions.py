@@ -76,6 +76,36 @@ class KernelFunction:
         return inspect.signature(self.function)
 
     @cached_property
+    def takes_any_number(self) -> bool:
+        """Whether it has parameters like `*args`."""
+        return any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in self.signature.parameters.values())
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The values of its parameters, by name; `kwargs` may have others. Raises TypeError."""
+        names, defaults = self._plain_parameters
+        if names and len(args) <= len(names):
+            bound = {**defaults, **dict(zip(names, args, strict=False))}
+            for name in names[len(args) :]:
+                if name in kwargs:
+                    bound[name] = kwargs[name]
+            if len(bound) == len(names) and not any(name in kwargs for name in names[: len(args)]):
+                return bound
+        parameters = self.signature.parameters
+        slow = self.signature.bind(*args, **{name: value for name, value in kwargs.items() if name in parameters})
+        slow.apply_defaults()
+        return slow.arguments
+
+    @cached_property
+    def _plain_parameters(self) -> tuple[list[str], dict[str, Any]]:
+        """The parameters and their defaults, if all may be given by position or by name; else none."""
+        parameters = self.signature.parameters.values()
+        if any(each.kind is not each.POSITIONAL_OR_KEYWORD for each in parameters):
+            return [], {}
+        return list(self.signature.parameters), {
+            each.name: each.default for each in parameters if each.default is not each.empty
+        }
+
+    @cached_property
     def parameter_types(self) -> dict[str, str]:
         """The annotation of each parameter as Triton reads it (`constexpr`, `*fp32`), "" for none."""
         from triton.runtime.jit import _normalize_ty

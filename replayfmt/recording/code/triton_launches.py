@@ -253,17 +253,15 @@ class TritonLaunches(Patched):
             known = self._known_of(kernel, (*args, *kwargs.values()))
         except (NotStandalone, NotRepresentable) as problem:
             return str(problem)
-        signature = known.function.signature
-        names = signature.parameters
-        if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in names.values()):
+        if known.function.takes_any_number:
             return "it takes any number of arguments"
         try:
-            bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name in names})
+            bound = known.function.bind(args, kwargs)
         except TypeError as error:
             return f"its arguments do not fit its parameters ({error})"
-        bound.apply_defaults()
+        names = known.function.signature.parameters
         options = {name: value for name, value in kwargs.items() if name not in names or name.startswith("num_")}
-        return _Described(known, bound.arguments, options)
+        return _Described(known, bound, options)
 
     def _known_of(self, kernel: Any, values: tuple[Any, ...]) -> _Known:
         """What is known of a function and of those that it is given."""

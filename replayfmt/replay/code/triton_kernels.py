@@ -128,8 +128,12 @@ class TritonKernel(ResolvedKernel):
             raise ValueError(f"its metadata have the parameters {list(stored.parameters)}, its source {parameters}")
         self._options = [(name, given) for name, given in stored.options.items() if name not in parameters]
         signature = inspect.signature(function.fn)
-        self._keywords = [each.name for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
-        self._dtypes = {name: getattr(torch, kind, None) for name, kind in stored.dtypes.items()}
+        self._parameters = parameters
+        kinds = [each.kind for each in signature.parameters.values()]
+        self._keywords = [place for place, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
+        self._dtypes = [(name, getattr(torch, kind, None)) for name, kind in stored.dtypes.items()]
+        self._several_devices = not interpreted and torch.accelerator.device_count() > 1
+        self._grids: set[tuple[int, ...]] = set()  # those that were checked
         self.how = "run by Triton's interpreter" if interpreted else "compiled by Triton from the stored source"
         if interpreted and stored.target != INTERPRETER:
             self.how += ", which did not run it when it was captured"
@@ -202,26 +206,27 @@ class TritonKernel(ResolvedKernel):
         be launched with."""
         values = dict(zip(self._names, args, strict=False))
         values.update(kwargs)
-        missing = [name for name in self._names if name not in values]
-        if missing:
-            raise ReplayFailed(f"{self._named} was not given {', '.join(missing)}")
-        grid = self._grid(values[self._stored.grid])
-        for name, dtype in self._dtypes.items():
-            given = values[name]
-            if not isinstance(given, torch.Tensor) or given.dtype is not dtype:
-                what = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
-                raise ReplayFailed(f"{self._named} takes a tensor of {dtype} as {name}, not {what}")
-        parameters = self._assembly.assemble(values)
-        given = {name: values[option] for name, option in self._options}
-        given |= {name: parameters.pop(name) for name in self._keywords}
+        try:
+            grid = self._grid(values[self._stored.grid])
+            for name, dtype in self._dtypes:
+                if values[name].dtype is not dtype:
+                    raise ReplayFailed(f"{self._named} takes a tensor of {dtype} as {name}, not {values[name].dtype}")
+            parameters = self._assembly.assemble(values)
+            given = {name: values[option] for name, option in self._options}
+        except (AttributeError, KeyError) as error:
+            raise ReplayFailed(f"{self._named} is not given what it takes ({error})") from None
+        if self._keywords:
+            given |= {self._parameters[place]: parameters[place] for place in self._keywords}
+            parameters = [each for place, each in enumerate(parameters) if place not in self._keywords]
+        if not self._several_devices:
+            self._function.run(*parameters, grid=grid, warmup=False, **given)
+            return
         with self._device(values):
-            self._function.run(*parameters.values(), grid=grid, warmup=False, **given)
+            self._function.run(*parameters, grid=grid, warmup=False, **given)
 
     def _device(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
         """The current device has to be that of the tensors."""
-        if self._interpreted or torch.accelerator.device_count() < 2:
-            return nullcontext()
-        device = next((values[name].device for name in self._dtypes if values[name].device.type != "cpu"), None)
+        device = next((values[name].device for name, _ in self._dtypes if values[name].device.type != "cpu"), None)
         if device is None:
             return nullcontext()
         context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
@@ -229,9 +234,12 @@ class TritonKernel(ResolvedKernel):
 
     def _grid(self, sizes: Sequence[int]) -> tuple[int, ...]:
         grid = tuple(sizes)
+        if grid in self._grids:
+            return grid
         if not 1 <= len(grid) <= 3 or min(grid) < 0:
             raise ReplayFailed(f"{self._named} has the grid {list(grid)}; expected one to three sizes from 0 on")
         too_wide = not self._interpreted and max((0, *grid[1:])) > _MOST_FURTHER
         if prod(grid) > _MOST_PROGRAMS or too_wide:
             raise ReplayFailed(f"{self._named} has a grid of {prod(grid):,} programs, {list(grid)}, which is too large")
+        self._grids.add(grid)
         return grid
