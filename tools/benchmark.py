@@ -15,7 +15,7 @@ from replayfmt.errors import UsageError
 from .baseline import BaselineFlags, baseline_options, show_below
 from .command import reader_may_leave, run_tool, say, tool
 from .compare import refuse_with_compare, run_compare
-from .energy_windows import check_energy_windows, energy_options, run_energy_windows
+from .energy_windows import check_energy_windows, energy_options, run_energy, run_energy_windows
 from .per_op import PerOpFlags, per_op_options, run_per_op
 from .precision_flags import precision_options
 from .profiling_flags import profiled, profiling_options, profiling_request
@@ -117,6 +117,9 @@ def cli(
     reconcile: bool,
     program: str | None,
     program_runs: int,
+    energy: bool,
+    energy_out: str | None,
+    power_log_out: str | None,
     energy_windows: str | None,
     power_interval: float,
     power_averaging: float,
@@ -160,6 +163,19 @@ def cli(
         refuse_input(_OUT, benchmark_out, capture)
     with ExitStack() as stack:
         out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
+        if energy:
+            kept = []
+            for flag, path in (("--energy-out", energy_out), ("--power-log-out", power_log_out)):
+                if path is not None:
+                    refuse_input(flag, path, capture)
+                kept.append(None if path is None else stack.enter_context(output_file(flag, path, force)).write)
+            return run_energy(
+                lambda keep_going: flags.plan(capture, keep_going=keep_going),
+                context,
+                flags.verify,
+                stack.enter_context(_progress()),
+                *kept,
+            )
         if energy_windows is not None:
             refuse_input("--energy-windows", energy_windows, capture)
             file = stack.enter_context(output_file("--energy-windows", energy_windows, force))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _DEFAULT_MIN_TIME = "0.05s"
 # Flags for measuring whole replays.
 _WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode", "device_profiling_output")
-_CHOOSE_OPS = ("op_filter", "op_limit")  # also those that --energy-windows runs
+_CHOOSE_OPS = ("op_filter", "op_limit")  # also those that --energy and --energy-windows run
 _NEEDS_PER_OP = (
     "op_filter",
     "op_limit",
@@ -133,7 +133,7 @@ class PerOpFlags:
         values = context.params
         if not values["per_op"]:
             for name in _NEEDS_PER_OP:
-                chooses_windows = values["energy_windows"] is not None and name in _CHOOSE_OPS
+                chooses_windows = (values["energy"] or values["energy_windows"] is not None) and name in _CHOOSE_OPS
                 if name in given and not chooses_windows:
                     raise UsageError(f"{_flag(name)} needs --per-op")
             return None
