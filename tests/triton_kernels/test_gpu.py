@@ -1,0 +1,38 @@
+"""Launches on a GPU, replayed from the stored binary."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.format.codes import KernelKind
+from replayfmt.format.reader import CaptureReader
+from tests.triton_kernels.test_recording import WRITTEN
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# Their operators keep memory on the host.
+HERE = sorted(set(WRITTEN) - {"inside_an_operator", "inside_an_operator_with_state"})
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_launch_is_replayed_bitwise_from_its_binary(name: str, tmp_path: Path) -> None:
+    programs = importlib.import_module("tests.triton_kernels.programs")  # it registers operators
+    path = tmp_path / "gpu.opreplay"
+    torch.manual_seed(0)
+    with torch.device("cuda"), replayfmt.capture(path):
+        programs.PROGRAMS[name]()
+    with CaptureReader(path) as reader:
+        assert reader.summary is not None and not reader.summary.unsupported
+        kernels = [each for each in reader.kernels if each is not None and each.kind is KernelKind.triton]
+        assert kernels
+        roles = {reader.attachments[number].role for each in kernels for number in each.attachments}
+        assert {"source", "metadata", "ttir", "ttgir", "llir", "ptx", "cubin"} <= roles
+    with replayfmt.Plan(path, allow_code=True) as plan:
+        result = plan.execute(verify="bitwise")
+        assert result.outcome == "ok", result.divergence
+        (note,) = [note for note in result.notes if "triton kernel" in note]
+        assert "launched from the stored binary" in note
