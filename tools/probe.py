@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from replayfmt.errors import UsageError
 from replayfmt.probes.definitions import find_probe, probe_row, shipped_probes
 from replayfmt.probes.evaluations.block_times import unwatched
 from replayfmt.probes.evaluations.memory import PredictedLaunch
-from replayfmt.probes.evaluations.tables import as_json, as_text
+from replayfmt.probes.evaluations.tables import as_json, as_text, plain, shown
+from replayfmt.probes.instrumenting import (
+    DEFAULT_TARGET,
+    FILES_OF_KERNELS,
+    NO_PTX,
+    ProbeableKernel,
+    chosen_kernel,
+    instrumented,
+    kernels_of,
+    parse_launch,
+    write_instrumented,
+)
 from replayfmt.probes.reporting import KINDS, NamedFile, ReportOptions, evaluate, write_report
 
 from .command import reader_may_leave, run_tool, say, tool
@@ -23,10 +36,11 @@ from .progress import record_bar
     ("opreplay-probe report schedule run/result/0.731200.bin -o reports", "How were the blocks of a launch scheduled?"),
     ("opreplay-probe report overhead dmat=run1 block_sched=run2", "What did two probes cost?"),
     ("opreplay-probe list", "Which probes are there?"),
+    ("opreplay-probe instrument kernel.ptx --tool=block_sched -o probed", "Put a probe into a kernel:"),
     ("opreplay-probe report memory --predict=fill:32768,1,1:128,1,1:16:warp", "How much memory will a probe need?"),
 )
-@click.argument("action", type=click.Choice(["report", "list"]))
-@click.argument("words", metavar="[KIND FILES… | PROBES…]", nargs=-1)
+@click.argument("action", type=click.Choice(["report", "list", "instrument"]))
+@click.argument("words", metavar="[KIND FILES… | PROBES… | FILE]", nargs=-1)
 @click.option(
     "-o", "--output", metavar="DIR", type=click.Path(), help="Write KIND.txt, .json, .svg and .png to this folder."
 )
@@ -52,35 +66,86 @@ from .progress import record_bar
     help="report memory: predict what a probe needs that saves BYTES for each thread, or each warp, of a launch. "
     "Repeatable; needs no FILES.",
 )
+@click.option("--tool", "probe", metavar="PROBE", help="instrument: a probe of `list` by name, or a .toml file.")
+@click.option("--kernel", metavar="NAME", help="instrument: which kernel of FILE, where it has several.")
+@click.option(
+    "--launch",
+    metavar="GX,GY,GZ:BX,BY,BZ",
+    help="instrument: the grid and block of the launch, to tell how many bytes its records need.",
+)
+@click.option(
+    "--records",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="instrument: records of a row, for a probe that saves each time it is reached.",
+)
+@click.option(
+    "--max-bytes",
+    "most_bytes",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="instrument: refuse if the records need more.",
+)
+@click.option("--target", metavar="SM", help="instrument, list: what nvcc compiles a .cu file for, by default sm_80.")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What is printed."
 )
 @click.option("--force", is_flag=True, help="Replace files of DIR.")
-def cli(
-    action: str,
+def cli(action: str, words: tuple[str, ...], form: str, output: str | None, force: bool, **flags: Any) -> None:
+    """Put probes into GPU kernels and evaluate recordings.
+
+    `report KIND FILES…` evaluates recordings. `list` shows what probes there are, `list FILE.toml` one of your own,
+    `list FILE` which kernels can be probed. `instrument FILE --tool=PROBE -o DIR` puts a probe into a kernel.
+
+    FILE is a capture, a .ptx or a .cu file. Nothing is launched.
+
+    Exits with 0 once all is printed and written, with 1 if it could not be written or the kernel cannot be probed, with
+    3 if a recording or a capture is missing or not valid.
+    """
+    _check_flags(action)
+    if action == "list":
+        _list(words, form, flags["target"])
+    elif action == "instrument":
+        _instrument(words, form, output, force, **{name: flags[name] for name in _OF_INSTRUMENT})
+    else:
+        _report(words, form, output, force, **{name: flags[name] for name in _OF_REPORT})
+
+
+_OF_REPORT = ("no_picture", "section", "tensors", "predicted")
+_OF_INSTRUMENT = ("probe", "kernel", "launch", "records", "most_bytes", "target")
+_FLAGS = {
+    "report": {"form", "output", "force", *_OF_REPORT},
+    "list": {"form", "target"},
+    "instrument": {"form", "output", "force", *_OF_INSTRUMENT},
+}
+
+
+def _check_flags(action: str) -> None:
+    """Refuse flags of another action: they would do nothing."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+        if given and isinstance(parameter, click.Option) and name not in _FLAGS[action]:
+            others = ", ".join(each for each, flags in _FLAGS.items() if name in flags)
+            raise UsageError(f"{max(parameter.opts, key=len)} is an option of {others}; {action} does not use it")
+
+
+def _report(
     words: tuple[str, ...],
+    form: str,
     output: str | None,
+    force: bool,
     no_picture: bool,
     section: int,
     tensors: str | None,
     predicted: tuple[str, ...],
-    form: str,
-    force: bool,
 ) -> None:
-    """Evaluate recordings of probes (`report KIND FILES…`), or show what probes there are (`list`, and `list
-    FILE.toml` for your own).
-
-    Exits with 0 once the report is printed and written, with 1 if it could not be written, with 3 if a recording is
-    missing or not valid.
-    """
-    if action == "list":
-        _list(words, form, bool(output or no_picture or section or tensors or predicted or force))
-        return
     if not words:
         raise UsageError(f"report: expected a KIND, one of {', '.join(KINDS)}, and its FILES")
     files = [NamedFile.parse(word) for word in words[1:]]
-    records = sum(os.path.getsize(file.path) // 16 for file in files if os.path.isfile(file.path))
-    with record_bar(f"evaluating {words[0]}", records) as show:
+    size = sum(os.path.getsize(file.path) // 16 for file in files if os.path.isfile(file.path))
+    with record_bar(f"evaluating {words[0]}", size) as show:
         options = ReportOptions(section, tensors, tuple(map(PredictedLaunch.parse, predicted)))
         result = evaluate(words[0], files, options, show or unwatched)
     written = write_report(result, output, picture=not no_picture, force=force) if output is not None else []
@@ -94,17 +159,57 @@ def cli(
             say(f"written: {path}", err=True)
 
 
-def _list(names: tuple[str, ...], form: str, others: bool) -> None:
-    if others:
-        raise UsageError("list: takes names or files of probes, and --format; other options are those of report")
-    probes = [find_probe(name) for name in names] or shipped_probes()
-    for probe in probes:
+def _list(names: tuple[str, ...], form: str, target: str | None) -> None:
+    """Probes, or the kernels of files."""
+    rows = [probe_row(each) for each in shipped_probes()] if not names else []
+    for name in names:
+        if name.endswith(FILES_OF_KERNELS):
+            rows += map(_kernel_row, kernels_of(name, target or DEFAULT_TARGET))
+        else:
+            rows.append(probe_row(find_probe(name)))
+    for row in rows:
         if form == "json":
-            click.echo(json.dumps(probe_row(probe)))
+            click.echo(json.dumps(row))
             continue
-        say(f"{probe.name}: {probe.about}")
-        for name, text in list(probe_row(probe).items())[2:]:
+        say(f"{row['name']}: {row['about']}")
+        for name, text in list(row.items())[2:]:
             say(f"  {name:13} {', '.join(text) if isinstance(text, list) else text}")
+
+
+def _kernel_row(kernel: ProbeableKernel) -> dict[str, Any]:
+    if kernel.module is None:
+        return {"name": kernel.name, "about": NO_PTX}
+    places = [f"{count} {name}" for name, count in kernel.sites.items()]
+    return {"name": kernel.name, "about": "probeable", "target": kernel.module.target, "positions": places}
+
+
+def _instrument(
+    words: tuple[str, ...],
+    form: str,
+    output: str | None,
+    force: bool,
+    probe: str | None,
+    kernel: str | None,
+    launch: str | None,
+    records: int | None,
+    most_bytes: int | None,
+    target: str | None,
+) -> None:
+    if len(words) != 1 or probe is None:
+        raise UsageError("instrument: expected FILE, a capture, a .ptx or a .cu file, and --tool=PROBE")
+    chosen = chosen_kernel(words[0], kernels_of(words[0], target or DEFAULT_TARGET), kernel)
+    shape = parse_launch(launch) if launch is not None else None
+    made = instrumented(chosen, find_probe(probe), launch=shape, records=records, most_bytes=most_bytes)
+    place = write_instrumented(made, output, force=force) if output is not None else None
+    with reader_may_leave():
+        row = dict(zip(made.table.columns, made.table.rows[0], strict=True))
+        if form == "json":
+            click.echo(json.dumps({name: plain(cell) for name, cell in row.items()}))
+        else:
+            for name, cell in row.items():
+                say(f"{name:26} {shown(cell)}")
+        if place is not None:
+            say(f"written: {place}", err=True)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,12 @@ def triton_ptx(name: str, architecture: int) -> str:
 
 def nvcc_ptx(architecture: int = 80) -> str:
     """The PTX that the installed nvcc makes of all the CUDA kernels."""
-    done = subprocess.run(
-        ["nvcc", "-x", "cu", "-", "-ptx", f"-arch=sm_{architecture}", "-o", "/dev/stdout"],
-        input=CUDA,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    return done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder, "kernels.cu"), Path(folder, "kernels.ptx")
+        source.write_text(CUDA)
+        command = ["nvcc", "-ptx", f"-arch=sm_{architecture}", "-o", str(out), str(source)]
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=300)
+        return out.read_text()
 
 
 def main() -> None:

@@ -53,14 +53,15 @@ def as_json(result: Evaluated) -> dict[str, Any]:
         "sources": list(result.sources),
         "notes": list(result.notes),
         "tables": {
-            table.name: [dict(zip(table.columns, map(_plain, row), strict=True)) for row in table.rows]
+            table.name: [dict(zip(table.columns, map(plain, row), strict=True)) for row in table.rows]
             for table in result.tables
         },
         "rows_left_out": {table.name: table.more for table in result.tables if table.more},
     }
 
 
-def _plain(cell: Cell) -> Any:
+def plain(cell: Cell) -> Any:
+    """A figure for JSON."""
     if isinstance(cell, Unmeasured):
         return {"not_measured": cell.reason}
     if isinstance(cell, float) and not math.isfinite(cell):
