@@ -1,10 +1,11 @@
 """A few decode steps of vLLM's CPU build, on a small model with random weights.
 
-    python examples/vllm_decode.py DIRECTORY [--family llama|qwen3|mixtral] [--tokens N] [--trace FILE]
+    python examples/vllm_decode.py DIRECTORY [--family llama|qwen3|mixtral] [--tokens N] [--compiled] [--trace FILE]
 
 Saves a checkpoint of the family to DIRECTORY where there is none yet, starts the engine in this process, and generates
-greedily and by sampling. With --trace a profiler trace of the greedy steps is written to FILE. docs/serving.md says how
-to install vLLM, and what to do with a capture or a trace of this program.
+greedily and by sampling; with --compiled in the engine's default, compiled mode, otherwise eagerly. With --trace a
+profiler trace of the greedy steps is written to FILE. docs/serving.md says how to install vLLM, and what to do with a
+capture or a trace of this program.
 """
 
 import argparse
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("directory", metavar="DIRECTORY")
     parser.add_argument("--family", choices=FAMILIES, default="llama")
     parser.add_argument("--tokens", type=int, default=8, metavar="N")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--trace", metavar="FILE")
     asked = parser.parse_args()
 
@@ -56,7 +58,7 @@ def main() -> None:
     engine = LLM(
         model=asked.directory,
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=not asked.compiled,
         dtype="bfloat16",
         seed=0,
         max_model_len=128,

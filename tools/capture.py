@@ -122,6 +122,13 @@ _COUNT = click.IntRange(min=0)
     help="Record this operator of another package as one op, whatever happens inside. Repeatable.",
 )
 @click.option(
+    "--reads-unwritten",
+    multiple=True,
+    metavar="SCOPE",
+    help="In scopes of this name the program may read memory that it never wrote, as a warm-up does: its bytes are "
+    "recorded as they are. Elsewhere such a read is unsupported. Repeatable.",
+)
+@click.option(
     "--native",
     type=click.Choice(NATIVE),
     help="Count operators in threads that never enter Python, so that the capture can report them; this needs a "
@@ -176,6 +183,7 @@ def cli(
     opaque_results: tuple[str, ...],
     inside: tuple[str, ...],
     whole: tuple[str, ...],
+    reads_unwritten: tuple[str, ...],
     native: str | None,
     recorder: str | None,
     marks: tuple[str, ...],
@@ -208,6 +216,7 @@ def cli(
         opaque_results=opaque_results,
         inside=inside,
         whole=whole,
+        reads_unwritten=reads_unwritten,
         native=native,
         recorder=recorder,
         force=force,

@@ -145,6 +145,8 @@ class Core:
         self.storages = Storages(
             self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit, native=native
         )
+        if options.reads_unwritten:
+            self.storages.unexplained.expected = self._expects_unwritten
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
         self.numeric = NumericState(self.records)
         if native is not None:
@@ -179,6 +181,7 @@ class Core:
         self.ops_seen = 0
         self.progress = options.progress()
         self.stop_scope_left = False  # the scope at whose end recording stops has ended
+        self.unwritten_scopes: set[str] = set()  # those of `reads_unwritten` in which such a read occurred
         self.arrivals: Counter[str] = Counter()  # calls seen of other packages' operators
         self.insides = Insides(options.inside, options.whole)
         self.implicit: ImplicitScope | None = None  # if set, recording begins with the first thing to record
@@ -398,6 +401,12 @@ class Core:
         with self.lock:
             if self.on:
                 self.calls.raised(call, started, ended, interrupted)
+
+    def _expects_unwritten(self) -> bool:
+        """Whether the program may read memory that it never wrote, in one of this thread's scopes."""
+        found = self.scopes.open_of(self.options.reads_unwritten)
+        self.unwritten_scopes.update(found)
+        return bool(found)
 
     # ------------------------------------------------------------------------------------------------------- buffering
 

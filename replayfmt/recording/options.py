@@ -54,16 +54,17 @@ class CaptureOptions:
     (`eager`). `opaque_results` names results that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they
     are never compared. `inside` and `whole`: operators of other packages (`vllm::unified_attention`, or a pattern,
     `vllm::*`) to record as the operators inside them, or always as one op. Operators named by neither are observed if
-    they are written in Python (observing.py). `native`: `auto` counts the operators of threads that cannot be recorded,
-    with a library that is built once; `off` does not count them; None: what the environment variable OPREPLAY_NATIVE
-    says, or `auto`. `recorder`: `native` sees operators below autograd, through a library that is built once, and
-    leaves the program as it is; `python` is a dispatch mode; `auto` is `native` if that library is available; None:
-    what OPREPLAY_RECORDER says, or `auto`. `start_op` and `stop_op` count ops from 0; ops in [start_op, stop_op) are
-    recorded. `start_scope` and `stop_scope` are scope names: recording starts when the first is entered for the first
-    time, and stops for good when the second is next left; `NAME#N` means the scope of that name that begins as number
-    N, counted from 0 and from the start of the capture. `steps`: `A:B` records the steps A up to, not including, B of a
-    training loop, counted from 0; a step ends when the `step()` of a PyTorch optimizer returns. `force` overwrites an
-    existing file. `chunk_records`: records per frame.
+    they are written in Python (observing.py). `reads_unwritten`: names of scopes in which the program may read memory
+    that it never wrote, as a warm-up does; its bytes are recorded as they are. `native`: `auto` counts the operators of
+    threads that cannot be recorded, with a library that is built once; `off` does not count them; None: what the
+    environment variable OPREPLAY_NATIVE says, or `auto`. `recorder`: `native` sees operators below autograd, through a
+    library that is built once, and leaves the program as it is; `python` is a dispatch mode; `auto` is `native` if that
+    library is available; None: what OPREPLAY_RECORDER says, or `auto`. `start_op` and `stop_op` count ops from 0; ops
+    in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names: recording starts when the first
+    is entered for the first time, and stops for good when the second is next left; `NAME#N` means the scope of that
+    name that begins as number N, counted from 0 and from the start of the capture. `steps`: `A:B` records the steps A
+    up to, not including, B of a training loop, counted from 0; a step ends when the `step()` of a PyTorch optimizer
+    returns. `force` overwrites an existing file. `chunk_records`: records per frame.
     """
 
     payload: str = "full"
@@ -78,6 +79,7 @@ class CaptureOptions:
     opaque_results: Iterable[str] = ()
     inside: Iterable[str] = ()
     whole: Iterable[str] = ()
+    reads_unwritten: Iterable[str] = ()
     native: str | None = None
     recorder: str | None = None
     start_op: int | None = None
@@ -122,6 +124,10 @@ class CaptureOptions:
         object.__setattr__(self, "opaque_results", given)
         OpaqueResults(given)
         self._check_operators()
+        scopes = texts_of("reads_unwritten", self.reads_unwritten)
+        if "" in scopes:
+            raise UsageError("reads_unwritten='' is not the name of a scope")
+        object.__setattr__(self, "reads_unwritten", scopes)
         for name in ("start_op", "stop_op"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 0 <= value < 1 << 64):
@@ -217,6 +223,8 @@ class CaptureOptions:
         for name in (*_LIMITS, "steps"):
             if getattr(self, name) is not None:
                 stated[name] = getattr(self, name)
+        if self.reads_unwritten:
+            stated["reads-unwritten"] = " ".join(self.reads_unwritten)
         if self.opaque_results:
             stated[OPAQUE_RESULTS] = OpaqueResults(self.opaque_results).text
         return stated

@@ -257,6 +257,11 @@ class Recorder:
             return []
         found = OpaqueResults(self.options.opaque_results).unmatched(core.calls.operators)
         found += core.insides.unmatched()
+        found += [
+            f"--reads-unwritten={name}: no memory that nothing wrote was read in a scope of that name"
+            for name in self.options.reads_unwritten
+            if name not in core.unwritten_scopes
+        ]
         steps = core.progress.unmatched()
         if steps is not None:
             found.append(steps)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.replay.plan import Plan
 
@@ -289,3 +290,40 @@ def test_what_adds_to_a_part_of_a_copy_reads_it(capture: Capture) -> None:
         return torch.index_put(torch.empty(4), [torch.arange(4)], torch.ones(4), accumulate=True)
 
     assert capture(program).unsupported() == {"unseen_write": 1}
+
+
+def warm_up() -> torch.Tensor:
+    leave_behind(1e30)
+    return torch.empty(4, 4) @ torch.ones(4, 4)
+
+
+def test_in_a_scope_where_it_is_expected_unwritten_memory_is_read_as_it_is(capture: Capture) -> None:
+    def program() -> Any:
+        with replayfmt.scope("warm-up"):
+            first = warm_up()
+        return first, first + 1
+
+    captured = capture(program, digests="ops", reads_unwritten=["warm-up"])
+    assert captured.unsupported() == {}
+    assert captured.reader.session.policies["reads-unwritten"] == "warm-up"
+    leave_behind(2.0)
+    captured.replays()
+
+
+@pytest.mark.parametrize("scope", ["warm-up", "other"])
+def test_outside_of_that_scope_it_is_an_unseen_write(capture: Capture, scope: str) -> None:
+    def program() -> Any:
+        with replayfmt.scope("warm-up"):
+            torch.ones(2)
+        with replayfmt.scope("work"):
+            return warm_up()
+
+    assert capture(program, reads_unwritten=[scope]).unsupported() == {"unseen_write": 1}
+
+
+def test_a_scope_without_such_a_read_is_reported(tmp_path: Any) -> None:
+    with replayfmt.capture(tmp_path / "c.opreplay", reads_unwritten=["warm-up"]) as recorder:
+        torch.ones(2)
+    assert recorder.unmatched() == [
+        "--reads-unwritten=warm-up: no memory that nothing wrote was read in a scope of that name"
+    ]

@@ -332,6 +332,7 @@ class Storages:
         if state.outside is not None and length:
             self._enter_again(tracker, state, storage, state.outside)
         if reads and length and state.coverage is not None and not state.coverage.touched:
+            unwritten = self.unexplained.way(unwritten)
             if state.windowed:
                 self._enter_again(tracker, state, storage, "outside_write")
             elif unwritten is Unwritten.explained:

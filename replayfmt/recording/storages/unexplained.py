@@ -5,12 +5,12 @@ content is meaningless. Some programs compute with such memory only for the shap
 (`torch.ones_like(parameter * 2)`, before the parameter has values). So an elementwise operator may read it as it is:
 its content is imported, and the operator's result is unexplained as well. If any other operator reads such values, or
 they still exist at the end, they count as an unseen write. If they are released or overwritten before that, they did no
-harm.
+harm. Where the user expects such reads, in the scopes of `reads_unwritten`, the content is imported and that is all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 
 from ..dispatch.kernels import CapturedKernel
@@ -26,7 +26,7 @@ class Unwritten(Enum):
 
     unseen = auto()  # an unseen write, or no write at all
     as_is = auto()  # no reason to refuse: the op declares that it writes it, say
-    explained = auto()  # a PyTorch composite wrote it, with the arguments of another op
+    explained = auto()  # a PyTorch composite wrote it, with the arguments of another op; or the user expects it
     passed_on = auto()  # not yet: the op's result is unexplained as well
 
 
@@ -35,6 +35,12 @@ class Unexplained:
 
     def __init__(self, records: Records) -> None:
         self._records = records
+        self.expected: Callable[[], bool] | None = None  # whether the program may read unwritten memory at this point
+
+    def way(self, given: Unwritten) -> Unwritten:
+        """How to treat a use, given how its op alone would be treated."""
+        counts = given in (Unwritten.unseen, Unwritten.passed_on)
+        return Unwritten.explained if counts and self.expected is not None and self.expected() else given
 
     def unwritten(self, tracker: Tracker, length: int, op: str) -> None:
         """`op` reads `length` bytes that were never written."""

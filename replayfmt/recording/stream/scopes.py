@@ -7,7 +7,7 @@ in order, even if an exception propagates or the capture ends inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -148,6 +148,11 @@ class Scopes:
     def find(self, match: Callable[[OpenScope], bool]) -> OpenScope | None:
         """The innermost open scope of this thread that matches."""
         return next((scope for scope in reversed(self._stacks.get(get_ident(), [])) if match(scope)), None)
+
+    def open_of(self, names: Iterable[str]) -> set[str]:
+        """Which of these names the calling thread's scopes have, or the main thread's where it has none of its own."""
+        stack = self._stacks.get(get_ident()) or self._stacks[self._main]
+        return {scope.name for scope in stack}.intersection(names)
 
     def end(self, scope: OpenScope) -> list[OpenScope]:
         """Leave a scope of this thread and everything inside it. Returns what was left, innermost first."""
