@@ -43,6 +43,7 @@ from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.reader import open_capture
 from replayfmt.format.session import decode_session, encode_session
 
+from .code_captures import write as write_code
 from .programs import PROGRAMS, together
 
 _TESTS = Path(__file__).resolve().parents[1]
@@ -92,7 +93,8 @@ class Place:
 
 def make_sources(folder: Path) -> list[Source]:
     """Captures to change. Each is of one small program, with definitions that stand there once and no totals, so that
-    what is changed does not contradict them; the last is of all programs, and as it was written."""
+    what is changed does not contradict them; the last but one is of all programs, and as it was written, the last has
+    kernels with attachments."""
     import torch
     from failure.table import recorded
 
@@ -113,7 +115,9 @@ def make_sources(folder: Path) -> list[Source]:
             if program is not everything:
                 frames = [_short_head(frames[0]), *(frame for frame in frames[1:] if not _repeats(frame))]
             sources.append(Source(preamble, frames, [_places(frame) for frame in frames]))
-    return sources
+    preamble, frames = split(write_code(folder / "code.opreplay", kernels=2, called=False).read_bytes())
+    frames = [frame for frame in frames if not _repeats(frame)]
+    return [*sources, Source(preamble, frames, [_places(frame) for frame in frames])]
 
 
 def _repeats(frame: Frame) -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safety.test_code import CODE, CONTENT, Negating, write
+from safety.code_captures import CODE, CONTENT, write
+from safety.test_code import Negating
 
 import replayfmt
 from replayfmt.errors import ReplayRefused
