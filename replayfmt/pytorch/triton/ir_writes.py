@@ -22,7 +22,7 @@ _PURE_DIALECTS = ("arith.", "math.", "scf.", "cf.", "ub.")
 # fmt: off
 _PURE = frozenset({
     "tt.addptr", "tt.advance", "tt.assert", "tt.assume", "tt.bitcast", "tt.broadcast", "tt.call", "tt.cat", "tt.clampf",
-    "tt.dot", "tt.dot_scaled", "tt.expand_dims", "tt.extern_elementwise", "tt.fp_to_fp", "tt.func", "tt.gather",
+    "tt.dot", "tt.dot_scaled", "tt.expand_dims", "tt.fp_to_fp", "tt.func", "tt.gather",
     "tt.get_num_programs", "tt.get_program_id", "tt.histogram", "tt.join", "tt.make_range",
     "tt.make_tensor_descriptor", "tt.make_tensor_ptr", "tt.map_elementwise", "tt.map_elementwise.return", "tt.mulhiui",
     "tt.precise_divf", "tt.precise_sqrt", "tt.print", "tt.ptr_to_int", "tt.reduce", "tt.reduce.return", "tt.reshape",
