@@ -37,6 +37,11 @@ def followed_kind() -> str:
     return "" if accelerator is None or _trace(accelerator.type) is None else accelerator.type
 
 
+def tells_of_memory(kind: str) -> bool:
+    """Whether PyTorch's trace also calls back for each allocation of a kind of device, which costs microseconds."""
+    return kind in ("cuda", "xpu")
+
+
 def current_streams(indices: list[int]) -> list[torch.Stream]:
     """The current streams of accelerators by index, of those whose current stream is not their default one."""
     current = torch._C._accelerator_getStream  # what torch.accelerator.current_stream calls, at half its cost
@@ -65,8 +70,15 @@ class GpuTrace:
         self._callbacks = callbacks
         self._was_active: bool | None = None
 
+    @property
+    def active(self) -> bool:
+        """Whether the callbacks are called."""
+        return self._was_active is not None
+
     def install(self) -> None:
-        """Have the callbacks called."""
+        """Have the callbacks called. Idempotent."""
+        if self.active:
+            return
         flag = _flag()
         self._was_active = flag.value
         for registered, callback in zip(self._lists, self._callbacks, strict=True):

@@ -322,6 +322,30 @@ def test_a_capture_leaves_pytorchs_trace_as_it_was_and_default_streams_leave_not
     assert all(reader.frame(index).placement is None for index in range(len(reader.record_frames)))
 
 
+def test_a_trace_that_costs_much_begins_with_the_first_work_on_another_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replayfmt.recording.state.streams.tells_of_memory", lambda _kind: True)
+    trace = torch.sim._gpu_trace  # type: ignore[attr-defined]
+    one, two = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
+    with replayfmt.capture(one):
+        training("sim:0", 1)
+        assert not trace.EventRecordCallbacks.callback_list
+    assert not of_streams(one)
+    with replayfmt.capture(two):
+        on_two_streams()
+        assert trace.EventRecordCallbacks.callback_list
+    assert not trace.EventRecordCallbacks.callback_list
+    reader = open_capture(two)
+    K = RecordKind
+    assert reader.summary.records[K.synchronize] == 1, "the host waits, in place of what was not seen until then"
+    assert reader.summary.records[K.event_wait] == 3
+    assert find_races(reader) == []
+    with Plan(two) as plan:
+        assert plan.execute(verify="bitwise").outcome == "ok"
+    assert (sim.races(), sim.unsafe_frees()) == (0, 0)
+
+
 def test_streams_of_two_devices_are_numbered_on_each(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     with replayfmt.capture(path):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from replayfmt.format.model import StreamPlacement
-from replayfmt.pytorch.streams import Callbacks, GpuTrace, current_streams, followed_kind, handle_of
+from replayfmt.pytorch.streams import Callbacks, GpuTrace, current_streams, followed_kind, handle_of, tells_of_memory
 
 from ..stream.buffer import RecordBuffer
 from ..stream.records import Records
@@ -49,6 +49,7 @@ class Streams:
         self._events: dict[int, int] = {}  # numbers of recorded events, by native handle
         self._free: list[int] = []  # numbers of events that are gone
         records.new_device = self.device_seen
+        self.first_seen: Callable[[], bool] | None = None  # called before work on another stream is recorded
 
     def device_seen(self, device: torch.device, number: int) -> None:
         """The capture uses a device."""
@@ -65,6 +66,8 @@ class Streams:
         streams = current_streams(self._indices)
         if not streams:
             return 0
+        if self.first_seen is not None and self.first_seen():
+            self._begin()
         key = tuple(
             sorted(
                 (self._devices[each.device_index], self._number(each.device_index, handle_of(each))) for each in streams
@@ -75,6 +78,14 @@ class Streams:
             with self._buffer.lock:
                 known = self._placements[key] = self._buffer.writer.placement(StreamPlacement(key))
         return known
+
+    def _begin(self) -> None:
+        """The trace has begun only now: what was issued before comes before all that follows, because the host waits
+        for it."""
+        self.first_seen = None
+        for index in list(self._indices):
+            torch.accelerator.synchronize(index)
+            self._records.synchronize(torch.device(self.kind, index))
 
     def of(self, stream: torch.Stream) -> tuple[torch.device, int]:
         """A stream's device and number."""
@@ -135,6 +146,7 @@ class StreamTrace:
 
     def __init__(self, recorder: RecorderForStreams, streams: Streams, lock: Any) -> None:
         self._recorder = recorder
+        self._streams = streams
         self._lock = lock
         self._trace = GpuTrace(
             streams.kind,
@@ -149,9 +161,19 @@ class StreamTrace:
         )
 
     def install(self) -> None:
+        """Begin, or wait for the first work on another stream than a default one where the trace costs much."""
+        if tells_of_memory(self._streams.kind):
+            self._streams.first_seen = self._begins_late
+        else:
+            self._trace.install()
+
+    def _begins_late(self) -> bool:
+        begins = not self._trace.active
         self._trace.install()
+        return begins
 
     def remove(self) -> None:
+        self._streams.first_seen = None
         self._trace.remove()
 
     def _telling(self, what: Callable[..., None], *, always: bool = False) -> Callable[..., None]:
