@@ -161,6 +161,7 @@ def _region(
     describe: Callable[[Any, tuple[Any, ...]], tuple[str, str]],
     original: Function,
     regions: Regions | None = None,
+    hint: str = "",
 ) -> Function:
     """A compiled region: its kernels are fused or call the C library directly, so none of its work may be recorded,
     unless `regions` knows all that it calls."""
@@ -180,7 +181,8 @@ def _region(
 
     def enter(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str | None) -> _Given:
         name, detail = describe(region, args)
-        recorder.unsupported("compiled_region", name, f"{unknown}; {detail}" if unknown else detail)
+        first = unknown or hint
+        recorder.unsupported("compiled_region", name, f"{first}; {detail}" if first else detail)
         _mark(recorder, _written_arguments(region, args, kwargs))
         return [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
 
@@ -239,6 +241,7 @@ def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
     )
 
 
+_KERNELS = "--compiled=kernels records what its code calls"
 # How to capture the operators of a region. When a backward pass runs, it is unknown what called its forward.
 _EAGER = "capture with --compiled=eager to record its operators"
 _AHEAD_OF_TIME = (
@@ -406,7 +409,7 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
         Patch(
             inductor,
             "CompiledFxGraph.__call__",
-            hook(functools.partial(_region, regions=regions), _graph_name),
+            hook(functools.partial(_region, regions=regions, hint=_KERNELS), _graph_name),
             "compiled_region",
             vital=True,
         ),
