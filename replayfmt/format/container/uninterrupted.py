@@ -8,6 +8,7 @@ apart. Inside `uninterrupted()` handlers are put off; they run, and raise, when 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -18,6 +19,9 @@ _SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD")
     if hasattr(signal, name)
 )
+# The same functions in C. Those of `signal` look every handler up among the members of an enumeration, which takes
+# ten times as long as all else here.
+_handlers: Any = sys.modules.get("_signal", signal)
 
 
 class Uninterrupted:
@@ -35,17 +39,17 @@ class Uninterrupted:
             return
         try:
             for number in _SIGNALS:
-                handler = signal.getsignal(number)
+                handler = _handlers.getsignal(number)
                 if callable(handler):
                     self._saved.append((number, handler))
-                    signal.signal(number, self._note)
+                    _handlers.signal(number, self._note)
         except BaseException:  # a handler that was not put off yet raised
             self._restore()
             raise
 
     def _restore(self) -> None:
         for number, handler in self._saved:
-            signal.signal(number, handler)
+            _handlers.signal(number, handler)
 
     def __exit__(self, *_exception: object) -> None:
         if not self._saved:
