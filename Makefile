@@ -38,7 +38,7 @@ help:
 	@echo 'make check   the part of it that takes less than three minutes'
 	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
 	@echo 'make exact   compare what PyTorch and random programs compute with what they do under a capture (docs/exactness.md)'
-	@echo 'make sanitize run the native recorder under AddressSanitizer (docs/recorders.md)'
+	@echo 'make sanitize run the native recorder under AddressSanitizer and ThreadSanitizer (docs/recorders.md)'
 	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
 	@echo 'make wheel   a wheel that carries the recorder in C++ built, for machines without a compiler (docs/recorders.md)'
@@ -103,6 +103,7 @@ exact: $(INSTALLED)
 # Needs GCC with its sanitizers' libraries.
 sanitize: $(INSTALLED)
 	PYTHONPATH=tests $(BIN)/python -m safety.sanitizing
+	PYTHONPATH=tests $(BIN)/python -m safety.sanitizing --sanitizer=thread
 
 serving: $(SERVED)
 	$(SERVING)/bin/python -m pytest tests/serving
