@@ -1,4 +1,5 @@
-// What ops depend on besides their arguments: settings of PyTorch's, and where random numbers come from.
+// What ops depend on besides their arguments: settings of PyTorch's, where random numbers come
+// from, and streams.
 
 #pragma once
 
@@ -6,7 +7,10 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
+#include <bit>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -100,5 +104,35 @@ inline uint8_t watched_setting(size_t index) {
     default: return context.deterministicCuDNN();
   }
 }
+
+// Devices whose work Python sees on a stream of its own choice: calls on other streams than the default one are recorded
+// there.
+class WatchedStreams {
+ public:
+  void watch(const at::Device& device) {
+    kind_.store(static_cast<int>(device.type()));
+    indices_.fetch_or(uint64_t{1} << (static_cast<unsigned>(device.index()) & 63));
+  }
+
+  // Whether the default streams of all these devices are current. Costs a load where there are none.
+  bool are_default() const {
+    uint64_t left = indices_.load(std::memory_order_relaxed);
+    if (left == 0) {
+      return true;
+    }
+    const auto kind = static_cast<c10::DeviceType>(kind_.load());
+    const auto* guard = c10::impl::getDeviceGuardImpl(kind);
+    for (; left != 0; left &= left - 1) {
+      if (guard->getStream({kind, static_cast<c10::DeviceIndex>(std::countr_zero(left))}).id() != 0) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  std::atomic<int> kind_{0};           // of the accelerators
+  std::atomic<uint64_t> indices_{0};   // theirs, as bits
+};
 
 }  // namespace opreplay

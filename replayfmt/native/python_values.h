@@ -198,4 +198,33 @@ inline void push_results(const FunctionSchema& schema, py::handle result, Stack*
   }
 }
 
+// Whether nobody but the thread that ends the interpreter gets its lock any more.
+inline bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
+// A Python object that is let go of with the interpreter's lock.
+class Held {
+ public:
+  Held() = default;
+  explicit Held(py::object object) : object_(object.release().ptr()) {}
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  ~Held() {
+    if (object_ && !interpreter_ends()) {
+      py::gil_scoped_acquire lock;
+      Py_DECREF(object_);
+    }
+  }
+  py::handle get() const { return object_; }
+  void set(py::object object) { object_ = object.release().ptr(); }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
 }  // namespace opreplay

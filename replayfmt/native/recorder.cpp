@@ -14,6 +14,7 @@
 #include <ATen/Operators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -94,35 +95,6 @@ void around(const Capture& of, const Call& tell, py::handle begun, const Argumen
     throw;
   }
 }
-
-// Whether nobody but the thread that ends the interpreter gets its lock any more.
-bool interpreter_ends() {
-#if PY_VERSION_HEX >= 0x030d0000
-  return Py_IsFinalizing();
-#else
-  return _Py_IsFinalizing();
-#endif
-}
-
-// A Python object that is let go of with the interpreter's lock.
-class Held {
- public:
-  Held() = default;
-  explicit Held(py::object object) : object_(object.release().ptr()) {}
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
-  ~Held() {
-    if (object_ && !interpreter_ends()) {
-      py::gil_scoped_acquire lock;
-      Py_DECREF(object_);
-    }
-  }
-  py::handle get() const { return object_; }
-  void set(py::object object) { object_ = object.release().ptr(); }
-
- private:
-  PyObject* object_ = nullptr;
-};
 
 bool is_for_others(const Stack& stack, size_t first) {
   // Tensors that dispatch themselves come here when their own code calls an operator beneath itself.
@@ -245,10 +217,14 @@ class HotRun {
   HotRun(const Capture& capture, const OperatorHandle& op)
       : capture_(capture), of_(*capture.session), op_(op), known_(described(op, capture)), made_(of_, known_) {}
 
-  // Whether it may begin. `take`: gives the call its arguments; whether all of them are known.
-  template <typename Take>
-  bool begins(const Take& take) {
-    if (!known_.plain || !of_.on_default_streams() || !of_.is_settled(known_.watches) || !find_context(capture_, &context_)) {
+  // Gives a call its arguments, or results; whether all of them are known. Values as a stack has them, for Python.
+  using Take = c10::function_ref<bool(HotCall&)>;
+  using Values = c10::function_ref<Stack()>;
+
+  // Whether it may begin.
+  bool begins(Take take) {
+    if (!known_.plain || !of_.streams.are_default() || !of_.is_settled(known_.watches) ||
+        !find_context(capture_, &context_)) {
       return false;
     }
     std::lock_guard<std::mutex> lock(of_.mutex);
@@ -265,25 +241,15 @@ class HotRun {
 
   ~HotRun() { stop_drawing(); }
 
-  // Runs the operator. `arguments`: them as a stack has them, for Python.
-  template <typename Run, typename Arguments>
-  decltype(auto) runs(const Run& run, const Arguments& arguments) {
+  // Runs the operator.
+  template <typename Run>
+  decltype(auto) runs(const Run& run, Values arguments) {
     started_ = now_ns();
-    return telling(run, [&](py::handle error) {
-      const int64_t ended = now_ns();
-      stop_drawing();
-      const Functions& functions = capture_.functions;
-      if (functions.late_raised) {
-        const auto values = arguments();
-        around(capture_, [&] { call_with(functions.late_raised, given(values), error, py::int_(started_), py::int_(ended)); },
-               py::none(), [&] { return given(values); }, py::none());
-      }
-    });
+    return telling(run, [&](py::handle error) { raised(error, arguments); });
   }
 
-  // It returned. `take`: gives the call its results. `arguments`, `results`: them as a stack has them, for Python.
-  template <typename Take, typename Arguments, typename Results>
-  void returned(const Take& take, const Arguments& arguments, const Results& results) {
+  // It returned.
+  void returned(Take take, Values arguments, Values results) {
     const int64_t ended = now_ns();
     bool recorded = false, waits = false;
     {
@@ -306,8 +272,7 @@ class HotRun {
     py::gil_scoped_acquire lock;
     const Functions& functions = capture_.functions;
     if (!recorded && functions.late) {
-      const auto values = arguments();
-      const Stack found = results();
+      const Stack values = arguments(), found = results();
       py::object result = python_results(op_.schema(), found, functions);
       py::object signature = py::none();
       around(capture_,
@@ -320,6 +285,18 @@ class HotRun {
   }
 
  private:
+  void raised(py::handle error, Values arguments) {
+    const int64_t ended = now_ns();
+    stop_drawing();
+    const Functions& functions = capture_.functions;
+    if (functions.late_raised) {
+      const Stack values = arguments();
+      around(capture_,
+             [&] { call_with(functions.late_raised, given(values), error, py::int_(started_), py::int_(ended)); },
+             py::none(), [&] { return given(values); }, py::none());
+    }
+  }
+
   void stop_drawing() {
     if (std::exchange(drawing_, false)) {
       std::lock_guard<std::mutex> lock(of_.mutex);
@@ -327,8 +304,7 @@ class HotRun {
       of_.drew.notify_all();
     }
   }
-  template <typename Values>
-  PythonArguments given(const Values& values) const {
+  PythonArguments given(const Stack& values) const {
     return python_arguments(op_.schema(), values.data(), &capture_.functions, known_.takes_numbers);
   }
   template <typename... More>
@@ -355,7 +331,7 @@ bool record_hot(const Capture& capture, const OperatorHandle& op, DispatchKeySet
     return false;
   }
   const Saved saved(arguments.begin(), arguments.end());
-  const auto given = [&]() -> const Saved& { return saved; };
+  const auto given = [&] { return Stack(saved.begin(), saved.end()); };
   run.runs([&] { op.redispatchBoxed(below, stack); }, given);
   const auto results = last(*stack, op.schema().returns().size());
   run.returned(
@@ -586,7 +562,7 @@ EXPORTED PyObject* opreplay_recorder_types() {
       .def("drawn_state", &Session::drawn_state)
       .def("settle", &Session::settle)
       .def("move_scopes", &Session::move_scopes)
-      .def("watch_streams", &Session::watch_streams)
+      .def("watch_streams", [](Session& self, const at::Device& device) { self.streams.watch(device); })
       .def("clear", &Session::clear)
       .def("forked", &Session::forked);
   return scope.release().ptr();

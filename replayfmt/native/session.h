@@ -9,7 +9,6 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/utils/pybind.h>
@@ -17,7 +16,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <bit>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -137,8 +135,7 @@ class Session {
   std::atomic<uint64_t> general{0};      // the settings that the stream states
   std::array<std::atomic<uint8_t>, kWatched> watched{};
   std::atomic<uint64_t> scopes_moved{next_move()};  // another number after each change, in no other session
-  std::atomic<int> watched_kind{0};          // of the accelerators whose streams matter
-  std::atomic<uint64_t> watched_devices{0};  // their indices, as bits
+  WatchedStreams streams;
   int64_t began_ns = 0;
   size_t chunk_records = 0;
   bool scalars = true;  // numbers that ops return are recorded
@@ -359,29 +356,6 @@ class Session {
     return general == general_settings() && std::all_of(watches.begin(), watches.end(), [this](size_t index) {
              return watched[index] == watched_setting(index);
            });
-  }
-
-  // A device whose work Python sees on a stream of its own choice: calls on other streams than its default one are
-  // recorded there.
-  void watch_streams(const at::Device& device) {
-    watched_kind.store(static_cast<int>(device.type()));
-    watched_devices.fetch_or(uint64_t{1} << (static_cast<unsigned>(device.index()) & 63));
-  }
-
-  // Whether the default streams of all these devices are current. Costs a load where there are none.
-  bool on_default_streams() const {
-    uint64_t left = watched_devices.load(std::memory_order_relaxed);
-    if (left == 0) {
-      return true;
-    }
-    const auto kind = static_cast<c10::DeviceType>(watched_kind.load());
-    const auto* guard = c10::impl::getDeviceGuardImpl(kind);
-    for (; left != 0; left &= left - 1) {
-      if (guard->getStream({kind, static_cast<c10::DeviceIndex>(std::countr_zero(left))}).id() != 0) {
-        return false;
-      }
-    }
-    return true;
   }
 
   void move_scopes() { scopes_moved.store(next_move()); }
