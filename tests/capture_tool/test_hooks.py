@@ -3,7 +3,6 @@
 import functools
 import re
 import sys
-import types
 
 import pytest
 import torch
@@ -219,60 +218,6 @@ def test_torchscript_is_recorded_op_by_op_and_its_fused_groups_as_unsupported(re
 
 
 # ------------------------------------------------------------------------------------------------------------- Triton
-
-
-@pytest.fixture
-def stand_in_triton(monkeypatch):
-    """Modules with Triton's names and the interfaces that are hooked, importable but not imported."""
-
-    class CompiledKernel:
-        name = "a_compiled_kernel"
-
-        def __getitem__(self, grid):
-            return lambda *args: args[0].add_(1)
-
-    def module(name, **content):
-        made = types.ModuleType(name)
-        vars(made).update(content)
-        return made
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
-        monkeypatch.delitem(sys.modules, name)
-    contents = {
-        "triton": {"__path__": []},
-        "triton.compiler": {"__path__": []},
-        "triton.compiler.compiler": {"CompiledKernel": CompiledKernel},
-    }
-
-    class Finder:
-        @staticmethod
-        def find_spec(name, path, target=None):
-            from importlib.machinery import ModuleSpec
-
-            return ModuleSpec(name, Finder) if name in contents else None
-
-        @staticmethod
-        def create_module(spec):
-            return module(spec.name, **contents[spec.name])
-
-        @staticmethod
-        def exec_module(module):
-            pass
-
-    monkeypatch.setattr(sys, "meta_path", [sys.meta_path[0], Finder, *sys.meta_path[1:]])  # the hooks' finder is first
-    yield
-    for name in contents:
-        sys.modules.pop(name, None)
-
-
-def test_launches_of_compiled_kernels_are_seen_once_triton_is_imported(recorder, stand_in_triton):
-    from triton.compiler.compiler import CompiledKernel
-
-    x = torch.zeros(2)
-    recorder.log.clear()
-    CompiledKernel()[(1,)](x)
-    assert unsupported(recorder) == [("triton_launch", "a_compiled_kernel")]
-    assert x.tolist() == [1.0, 1.0]
 
 
 # -------------------------------------------------------------------------------------------------------- CUDA graphs
