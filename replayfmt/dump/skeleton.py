@@ -79,7 +79,7 @@ def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
     kernel = reader.kernels[kernel_id]
     assert kernel is not None
     if kernel.kind not in (KernelKind.operator, KernelKind.triton):
-        what = f"a {kernel.kind.name} kernel; only operators and Triton kernels are replaced"
+        what = f"a {kernel.kind.name} kernel; skeletons are written of operators and Triton kernels"
         raise UsageError(f"{flag}: {kernel.qualified_name} is {what}")
     try:
         schema = parse_operator_schema(kernel.schema)

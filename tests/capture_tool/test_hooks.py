@@ -217,9 +217,6 @@ def test_torchscript_is_recorded_op_by_op_and_its_fused_groups_as_unsupported(re
     assert "prim::mkldnn_convolution" in [event[3] for event in events if event[0] == "unsupported"][0]
 
 
-# ------------------------------------------------------------------------------------------------------------- Triton
-
-
 # -------------------------------------------------------------------------------------------------------- CUDA graphs
 
 

@@ -352,7 +352,7 @@ def test_names_of_a_capture_file_stay_in_their_docstring() -> None:
 
 
 def test_kernels_that_are_no_operators_have_no_skeleton() -> None:
-    with pytest.raises(UsageError, match="is a collective kernel; only operators and Triton kernels are replaced"):
+    with pytest.raises(UsageError, match="is a collective kernel; skeletons are written of operators"):
         skeleton(Kernel("c10d::add", "default", "", KernelKind.collective))
     with pytest.raises(UsageError, match="its metadata have no names of parameters"):
         skeleton(Kernel("triton::add", "v1", "triton::add.v1(Tensor x) -> ()", KernelKind.triton))
