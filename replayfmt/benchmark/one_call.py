@@ -12,12 +12,12 @@ from typing import Any, Unpack
 from rich.console import Console
 
 from replayfmt.errors import ReplayFailed
-from replayfmt.format.arguments import text_of, texts_of
+from replayfmt.format.arguments import choice_of, text_of, texts_of
 from replayfmt.replay.one_call import PlanOptions
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import VerifyMode
 
-from .inputs import Inputs
+from .inputs import INPUTS, Inputs
 from .measure import Options, measure
 from .min_time import parse_min_time
 from .precision import whole_precision
@@ -96,13 +96,16 @@ def benchmark(
     replay differs from the capture, and the errors of Plan.
     """
     floor = parse_min_time(text_of("min_time", min_time))
+    choice_of("inputs", inputs, INPUTS)
+    texts = {"precision": precision, "max_time": max_time}
+    given = {name: None if value is None else text_of(name, value) for name, value in texts.items()}
     asked = Options(
         floor,
         repetitions,
         warmup,
         verify,
         texts_of("scopes", scopes),
-        whole_precision(precision, max_time, floor),
+        whole_precision(given["precision"], given["max_time"], floor),
         inputs,
     )
     with Plan(path, **options) as plan:

@@ -93,7 +93,8 @@ _STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "Re
               "NativeMode.describe", "NativeMode.context", "NativeMode.late", "NativeMode.late_raised",
               "NativeMode._end_or_pass", "NativeMode.run_inside",
               "ModePresence.mode_now", "ModePresence.sees_first", "ModePresence.paused", "HookPresence.mode_now",
-              "HookPresence.sees_first", "HookPresence.paused", "HookPresence._without_key", "_told"}
+              "HookPresence.sees_first", "HookPresence.paused", "HookPresence._without_key", "_told",
+              "ModePresence.hidden", "HookPresence.hidden", "_without_modes"}
 # fmt: on
 _NO_STEPS = _DEFENCE | _CALLED_BY_PROGRAMS | _STANDS_IN
 

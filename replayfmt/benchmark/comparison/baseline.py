@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from replayfmt.errors import UsageError
 from replayfmt.format.printable import printable
+from replayfmt.format.regular_files import require_regular_file
 
 from ..reports.units import duration
 from ..statistics import CONFIDENCE, summarize
@@ -134,6 +135,7 @@ _VERDICTS: tuple[BaselineVerdict, ...] = (*_DECIDED, "no measurable difference",
 def read_baseline(path: str | PathLike[str]) -> Document:
     """A document that --benchmark-out wrote. Raises UsageError for anything else."""
     try:
+        require_regular_file(path)
         with open(path, encoding="utf-8") as file:
             document = json.load(file)
     except OSError as error:

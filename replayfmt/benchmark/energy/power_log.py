@@ -19,6 +19,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import numpy as np
 
 from replayfmt.errors import UsageError
+from replayfmt.format.regular_files import require_regular_file
 
 _GPU_NAMES = frozenset({"gpu", "index", "gpu_index", "gpu_id", "gpu id", "device", "card", "id"})
 _NOT_AVAILABLE = re.compile(r"\[?(n/a|not supported|unknown error|not available|gpu requires reset)\]?", re.IGNORECASE)
@@ -104,6 +105,7 @@ def read_power_log(
     is None, or holds none of `gpus`.
     """
     try:
+        require_regular_file(path)
         with open(path, encoding="utf-8-sig", newline="") as file:
             lines = [[cell.strip() for cell in line] for line in csv.reader(file) if any(cell.strip() for cell in line)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from replayfmt.errors import UsageError
+from replayfmt.format.regular_files import require_regular_file
 
 FORMAT = "opreplay-energy-windows"
 VERSION = 1
@@ -82,6 +83,7 @@ def read_windows(path: str | os.PathLike[str]) -> WindowsFile:
     """Read a file of windows. Raises UsageError for one that is damaged, cut off, or something else, and for windows
     during which the clock was set."""
     try:
+        require_regular_file(path)
         with open(path, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]
     except OSError as error:

@@ -19,6 +19,7 @@ from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch.accelerators import is_accelerator
 from replayfmt.pytorch.operators import Operator, operator_named
+from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.replay.run.isolated import IsolatedCall
 
 KernelClass = Literal["data movement", "matrix product or convolution", "other operator"]
@@ -110,8 +111,8 @@ class _Tensors:
         self._schema_error = ""
         arguments: list[Any] = []
         try:
-            arguments = torch._C.parse_schema(kernel.schema).arguments
-        except RuntimeError:
+            arguments = parse_schema(kernel.schema).arguments
+        except (RuntimeError, ValueError):
             self._schema_error = f"PyTorch cannot parse the schema {kernel.schema}"
         by_name = {argument.name: value for argument, value in zip(arguments, call.arguments, strict=False)}
         by_name |= call.named
