@@ -74,7 +74,7 @@ from .replay_flags import ReplayFlags, flag_of, replay_options
     "--script",
     metavar="OUT.py",
     help="Write the selected ops as a Python script that needs only torch, instead of a capture: one op per "
-    "line, and a timing loop.",
+    "line, and a timing loop. With --allow-code also Triton kernels, whose source from the capture is in the script.",
 )
 @click.option(
     "--script-data",
@@ -248,10 +248,16 @@ def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: boo
     from replayfmt.trim.script.export import script_with_data, synthesized_script
 
     if data is None:
-        _replays_nothing(flags, "--script without --script-data")
+        _replays_nothing(replace(flags, allow_code=False), "--script without --script-data")
         with open_capture(capture) as reader:
             result = synthesized_script(
-                reader, out, wanted, force=force, allow_incomplete=flags.allow_incomplete, on_prediction=_predicted
+                reader,
+                out,
+                wanted,
+                force=force,
+                allow_incomplete=flags.allow_incomplete,
+                allow_code=flags.allow_code,
+                on_prediction=_predicted,
             )
     else:
         with flags.plan(capture, keep_going=True) as plan:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.triton_kernels import helpers
+from tests.triton_kernels import helpers, namesakes
 from tests.triton_kernels.helpers import into as put
 from tests.triton_kernels.helpers import scaled
 
@@ -275,6 +275,27 @@ def calling():
     x, out = torch.randn(20), torch.empty(20)
     calling_kernel[(3,)](x, out, 20, BLOCK=8)
     return out
+
+
+@triton.jit
+def scaled_shifted(x):
+    return scaled(x) + SCALE
+
+
+@triton.jit
+def run(x, n, BLOCK: tl.constexpr):
+    inputs = tl.arange(0, BLOCK)
+    tl.store(x + inputs, scaled_shifted(tl.load(x + inputs, mask=inputs < n)), mask=inputs < n)
+
+
+@program
+def names_of_a_script():
+    x, out = torch.randn(5, 13), torch.empty(5, 13)
+    softmax_kernel[(5,)](out, x, out.stride(0), x.stride(0), 13, BLOCK=16, num_warps=4)
+    run[(1,)](out, 40, BLOCK=64)
+    namesakes.t3[(1,)](out, 30, BLOCK=32)
+    calling_kernel[(3,)](out, x, 20, BLOCK=8)
+    return out, x
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import Tools
 
 from tests.triton_kernels.conftest import run_python
 
@@ -27,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "-m", "tests.triton_kernels.compiled_programs", str(folder), interpret="0", cache=folder / "cache"
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = {**json.loads(done.stdout), "folder": folder}
     return found
 
 
@@ -97,3 +98,14 @@ def test_what_a_binary_is_not_for_is_refused_before_the_launch(found: dict[str, 
     case = found["cases"][name]
     assert why in case.get("refused", "") + case.get("failed", "")
     assert (case["launches"], case["x"]) == ([], AS_IT_WAS)
+
+
+def test_a_script_compiles_what_was_compiled(found: dict[str, Any], tmp_path: Path, tools: Tools) -> None:
+    out = tmp_path / "out.py"
+    capture = found["folder"] / "sm80.opreplay"
+    ran = tools("trim", "--kernel=triton::double_kernel", "--allow-code", f"--script={out}", capture)
+    assert ran.code == 0, ran.err
+    text = out.read_text()
+    assert text.index('os.environ["TRITON_INTERPRET"] = "0"') < text.index("import triton")
+    assert "double_kernel[(2,)](t1, 8, BLOCK=4, num_warps=2" in text
+    compile(text, str(out), "exec")

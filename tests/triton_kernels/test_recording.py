@@ -24,6 +24,7 @@ WRITTEN = {
     "autotuned": {"fill_kernel": {"out"}},
     "autotuned_without_care": {"fill_kernel": {"out"}},
     "calling": {"calling_kernel": {"out"}},
+    "names_of_a_script": {"softmax_kernel": {"out"}, "run": {"x"}, "t3": {"x"}, "calling_kernel": {"out"}},
     "given_a_function": {"applied_kernel": {"out"}},
     "tuples_and_none": {"tuples_kernel": {"outs_0", "outs_1"}},
     "descriptors": {"described_kernel": {"out"}},

@@ -247,7 +247,7 @@ def _definition(function: KernelFunction, name: str, renamed: Mapping[str, str])
             for node in ast.walk(tree)
             if isinstance(node, ast.Name) and node.id in renamed and node not in annotations
         ]
-    return _edited(function.text, edits)
+    return edited(function.text, edits)
 
 
 def _annotation(kind: str) -> str:
@@ -272,7 +272,7 @@ def _without_returns(function: KernelFunction, tree: ast.FunctionDef) -> _Edit:
     return row + 1, arrow, note.end_lineno, note.end_col_offset, ""
 
 
-def _edited(text: str, edits: list[_Edit]) -> str:
+def edited(text: str, edits: list[_Edit]) -> str:
     lines = [line.encode() for line in text.splitlines(keepends=True)]
     for row, column, end_row, end_column, new in sorted(edits, reverse=True):
         tail = lines[end_row - 1][end_column:]

@@ -17,13 +17,16 @@ from typing import Any, cast
 import torch
 
 from replayfmt.errors import CaptureFailed, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.format.codes import KernelKind
 from replayfmt.format.container.output import check_place, remove_unfinished
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.slots import SlotLayout
+from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.pytorch.settings import read_settings
 from replayfmt.pytorch.tensors.memory import row_major_bytes
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.effects import effects_of_schema
 from replayfmt.replay.planning.resolve import resolve as resolve_kernel
 from replayfmt.replay.verify.run_twice import RunTwice
 
@@ -37,8 +40,9 @@ from ..stripping import Absent
 from ..trimming import Prediction, Verify, predict, refuse_incomplete, refuse_unsupported, rename
 from ..writing import Writing
 from .events import ScriptEvents
-from .file import ScriptFile
-from .text import BodyWriter, ScriptBody
+from .file import FRAME, ScriptFile
+from .text import BodyWriter, Changes, ScriptBody
+from .triton_sections import TritonSections
 from .values import ALWAYS_STATED
 
 MOST_OPS = 2000  # per script; a longer one is unreadable
@@ -63,10 +67,11 @@ def synthesized_script(
     *,
     force: bool = False,
     allow_incomplete: bool = False,
+    allow_code: bool = False,
     on_prediction: Callable[[Prediction], None] = lambda prediction: None,
 ) -> ScriptResult:
-    """Write a script that synthesizes its inputs. Raises UsageError, OutputExists, ReplayRefused for ops that a script
-    cannot express."""
+    """Write a script that synthesizes its inputs. `allow_code` lets it have the source of Triton kernels, which
+    runs with it. Raises UsageError, OutputExists, ReplayRefused for ops that a script cannot express."""
     refuse_incomplete(reader, allow_incomplete)
     with _outputs(reader, force, out) as (partial,):
         kept = _resolved(reader, wanted)
@@ -74,7 +79,7 @@ def synthesized_script(
         on_prediction(predict(reader, kept, schedule, content=False))
         events = ScriptEvents(reader)
         Writing(cast(Copier, events), schedule, kept, Absent(reader), annotate=False).finish()
-        _write(partial, out, events, schedule, kept, wanted, None, {}, numbers=False)
+        _write(partial, out, events, schedule, kept, wanted, None, {}, numbers=False, code=allow_code)
         return ScriptResult(out, kept.ops, len(events.inputs), None, 0)
 
 
@@ -107,7 +112,16 @@ def script_with_data(
             raise ReplayMismatch(f"{reader.path}: its replay differs from the capture: {divergence}")
         watcher.finish()
         arrays = _write(
-            partial, out, events, schedule, kept, wanted, data, watcher.hashes, numbers=not plan.synthesis.reason
+            partial,
+            out,
+            events,
+            schedule,
+            kept,
+            wanted,
+            data,
+            watcher.hashes,
+            numbers=not plan.synthesis.reason,
+            code=True,  # else the plan has refused the kernels that need it
         )
         write_safetensors(partial_data, arrays)
         return ScriptResult(
@@ -124,7 +138,10 @@ class _Hashing(Materializer):
 
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         super().after(ordinal, results, args)
-        for slot, tensor in results.items():
+        assert self._record is not None
+        written = self._written(self._record, self._kernel_of(self._record))
+        outputs = {slot: tensor for slot, tensor in args.items() if slot in written}
+        for slot, tensor in {**outputs, **results}.items():
             if self.is_reproducible(slot, tensor):
                 self.hashes[ordinal, slot] = _hash(tensor)
 
@@ -144,18 +161,27 @@ def _resolved(reader: CaptureReader, wanted: Wanted) -> Kept:
     return kept
 
 
-def _changes(reader: CaptureReader) -> Callable[[Record], set[int]]:
-    """The arguments whose metadata an op changes in place."""
+def _changes(reader: CaptureReader) -> Changes:
+    """The arguments whose metadata an op changes in place, and those that it writes."""
 
-    def changes(record: Record) -> set[int]:
+    def changes(record: Record) -> tuple[set[int], set[int]]:
         kernel = reader.kernels[record.signature.kernel]
         assert kernel is not None
+        if kernel.kind is not KernelKind.operator:
+            try:
+                schema = parse_schema(kernel.schema)
+            except (RuntimeError, ValueError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise ReplayRefused(f"{reader.path}: {kernel.qualified_name}: its schema: {reason}") from None
+            written = effects_of_schema(SlotLayout(record.signature), schema, False, complete=True)
+            return set(), set(written.writes)
         resolved = resolve_kernel(kernel, reader.session.torch_version)
         if isinstance(resolved, str):
             raise ReplayRefused(f"{reader.path}: ordinal {record.ordinal}: {resolved}")
         effects = resolved.effects(SlotLayout(record.signature))
         ids = [each.id for each in nested_values((*record.args, *record.results)) if isinstance(each, TensorValue)]
-        return {slot for slot, result in effects.rebinds if ids[slot] != ids[result]} | set(effects.reshapes)
+        changed = {slot for slot, result in effects.rebinds if ids[slot] != ids[result]} | set(effects.reshapes)
+        return changed, set(effects.writes)
 
     return changes
 
@@ -181,15 +207,17 @@ def _write(
     hashes: dict[tuple[int, int], str],
     *,
     numbers: bool,
+    code: bool,
 ) -> list[Array]:
     """Write the script; returns the contents of its data file."""
-    body: ScriptBody = BodyWriter(events, _changes(events.reader)).write()
+    triton = TritonSections(events.reader, code, FRAME)
+    body: ScriptBody = BodyWriter(events, _changes(events.reader), triton).write()
     if data is None:  # the generator's state is unknown, so it is seeded
         body.generators.update(
             number for number, each in enumerate(events.reader.generators) if each is not None and each.default
         )
     beside = None if data is None else os.path.relpath(data, os.path.dirname(os.path.abspath(out)))
-    file = ScriptFile(events, body, _settings(schedule), hashes, numbers=numbers)
+    file = ScriptFile(events, body, _settings(schedule), hashes, numbers=numbers, triton=triton)
     arrays = file.arrays() if data is not None else []
     Path(partial).write_text(file.text(wanted, kept, beside), encoding="utf-8")
     return arrays

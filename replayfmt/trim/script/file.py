@@ -11,6 +11,7 @@ from ..safetensors import Array
 from ..selection import Kept, Wanted
 from .events import Input, ScriptEvents, ScriptOp
 from .text import ScriptBody
+from .triton_sections import TritonSections
 from .values import comment, device, dtype, setting
 
 _VIEW = '''
@@ -99,6 +100,10 @@ if __name__ == "__main__":
 '''
 
 
+# All names that a script has besides those of its kernels and the numbered ones in `run`.
+FRAME = f"{_VIEW}{_LOAD}{_SYNTHESIZE}{_MAIN} DATA STATES CONTENT EXPECTED"
+
+
 class ScriptFile:
     """Builds a script. `hashes` are the expected results, by ordinal and slot; `numbers` says whether captured numbers
     are results of these inputs."""
@@ -111,8 +116,9 @@ class ScriptFile:
         hashes: dict[tuple[int, int], str],
         *,
         numbers: bool,
+        triton: TritonSections,
     ) -> None:
-        self._numbers = numbers
+        self._numbers, self._triton = numbers, triton
         self._events, self._body, self._settings, self._hashes = events, body, settings, hashes
         used = set(body.first_uses)
         self._inputs = [each for each in events.inputs if each.storage in used]
@@ -137,14 +143,16 @@ class ScriptFile:
             if data is not None
             else "synthesized: dtypes, shapes and strides are the captured ones, the values are not"
         )
+        needs = "torch and triton" if self._triton.imports() else "torch"
         head = [
             "#!/usr/bin/env python3",
             f"# {kept.ops} op{'s' if kept.ops > 1 else ''} of a capture ({comment(wanted.text)}), from ordinal "
             f"{kept.first}; session {session.session_id}.",
-            f"# Written by opreplay-trim. Needs only torch; captured with {comment(session.torch_version or '?')}.",
+            f"# Written by opreplay-trim. Needs only {needs}; captured with {comment(session.torch_version or '?')}.",
             f"# Inputs are {values}.",
             "# After each op: its ordinal in the capture, and its results.",
             "",
+            *self._triton.head(),
             "import ctypes",
             "import hashlib",
             *(["import json"] if data is not None else []),
@@ -153,6 +161,7 @@ class ScriptFile:
             *(["from pathlib import Path"] if data is not None else []),
             "",
             "import torch",
+            *self._triton.imports(),
             "",
             f"OPS = {kept.ops}",
             "REPEAT = 20",
@@ -165,7 +174,7 @@ class ScriptFile:
             helpers = "\n" + _VIEW + "\n" + _SYNTHESIZE
         else:
             helpers = "\n" + _VIEW + "\n" + _LOAD
-        after = []
+        after = self._triton.sections()
         if data is not None:
             after += ["", "", "CONTENT = read_data()"]
             states = ", ".join(f"{number}: CONTENT['state_{number}']" for number in sorted(body.states))

@@ -7,16 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from replayfmt.errors import ReplayRefused
-from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, TensorFlag, ValueKind
+from replayfmt.format.codes import ITEM_BYTES, DType, KernelKind, Layout, MemoryFormat, TensorFlag, ValueKind
 from replayfmt.format.model import DeviceValue, GeneratorValue, Node, Record, StorageValue, TensorValue, Value
 from replayfmt.format.reader import CaptureReader
 
 from ..copying import nested_values
 from .events import Draw, Event, Load, Remark, Resize, ScriptEvents, ScriptOp, ScriptSettings
-from .values import argument, comment, device, dtype, enumeration, operator, scalar, setting
+from .triton_sections import TritonSections
+from .values import argument, comment, device, dtype, enumeration, identifier, operator, scalar, setting
 
-# Returns the tensor slots of arguments whose metadata an op changes in place: it needs its own views of them.
-Changes = Callable[[Record], set[int]]
+# Returns tensor slots of an op's arguments: those whose metadata it changes in place, which needs its own views of
+# them, and those whose content it writes.
+Changes = Callable[[Record], tuple[set[int], set[int]]]
 
 
 @dataclass
@@ -38,8 +40,9 @@ class ScriptBody:
 class BodyWriter:
     """Writes the body of a script from its events."""
 
-    def __init__(self, events: ScriptEvents, changes: Changes) -> None:
+    def __init__(self, events: ScriptEvents, changes: Changes, triton: TritonSections) -> None:
         self._events = events
+        self._triton = triton
         self._reader: CaptureReader = events.reader
         self._changes = changes
         self._there: set[int] = set()  # tensors that have a variable
@@ -101,22 +104,40 @@ class BodyWriter:
     def _op(self, record: Record, place: int) -> None:
         kernel = self._reader.kernels[record.signature.kernel]
         assert kernel is not None
-        changed = self._changes(record)
-        arguments = []
+        changed, written = self._changes(record)
+        arguments = {}
         slot = 0
         for node, value in zip(record.signature.args, record.args, strict=True):
             text, slot = self._value(value, slot, changed)
-            arguments.append(argument(node.name, text))
+            arguments[node.name] = text
+        given = [each for each in nested_values(record.args) if isinstance(each, TensorValue)]
+        outputs = {each: given[each] for each in sorted(written - changed) if self._last[given[each].storage] == place}
+        for each, tensor in outputs.items():  # what it writes into arguments are results, too
+            self._body.returned[f"t{tensor.id}"] = f"t{tensor.id}"
+            self._body.tensors[f"t{tensor.id}"] = (record.ordinal, each)
         targets, kept = [], False
         result_slot = slot
         for index, (node, value) in enumerate(zip(record.signature.results, record.results, strict=True)):
             text, result_slot, used = self._target(node, value, record, result_slot, place, index)
             targets.append(text)
             kept |= used
-        call = f"{operator(kernel)}({', '.join(arguments)})"
+        if kernel.kind is KernelKind.operator:
+            call = f"{operator(kernel)}({', '.join(argument(name, text) for name, text in arguments.items())})"
+        else:
+            call = self._triton.launch(kernel, arguments, self._current_device(given))
         if kept:
             call = f"{', '.join(targets)} = {call}"
-        self._body.lines.append(f"{call}  # {record.ordinal}: {self._described(record)}")
+        self._body.lines.append(
+            f"{call}  # {record.ordinal}: {self._described(record, [given[each] for each in sorted(written)])}"
+        )
+
+    def _current_device(self, tensors: list[TensorValue]) -> str:
+        """The context in which the device of tensors is the current one, "" if it is that of a new process."""
+        places = (self._reader.devices[each.meta.device] for each in tensors)
+        place = next((each for each in places if each is not None and each.kind != "cpu"), None)
+        if place is None or place.index <= 0:
+            return ""
+        return f"torch.get_device_module({identifier(place.kind)!a}).device({place.index})"
 
     def _value(self, value: Value, slot: int, changed: set[int]) -> tuple[str, int]:
         """The expression of an argument, and the tensor slot behind it."""
@@ -194,10 +215,10 @@ class BodyWriter:
             return name, slot, True
         return "_", slot, False
 
-    def _described(self, record: Record) -> str:
-        """An op's results, for the comment."""
+    def _described(self, record: Record, written: list[TensorValue]) -> str:
+        """An op's results, or what it writes if it has none, for the comment."""
         parts = []
-        for value in nested_values(record.results):
+        for value in nested_values(record.results or tuple(written)):
             if isinstance(value, TensorValue):
                 count = 1
                 for size in value.meta.sizes:
