@@ -311,6 +311,51 @@ def given_a_function():
     return out
 
 
+@triton.jit
+def constexprs_kernel(
+    out,
+    whole: tl.constexpr,
+    part: tl.constexpr,
+    yes: tl.constexpr,
+    text: tl.constexpr,
+    nothing: tl.constexpr,
+    dtype: tl.constexpr,
+    made: tl.constexpr,
+    several: tl.constexpr,
+    function: tl.constexpr,
+):
+    value = tl.full((4,), part, dtype) + whole + made + several[0][1] + several[1]
+    if yes and text == "add" and nothing is None:
+        value = function(value)
+    tl.store(out + tl.arange(0, 4), value)
+
+
+@program
+def constexprs_of_each_kind():
+    out = torch.zeros(4)
+    constexprs_kernel[(1,)](out, 3, 0.5, True, "add", None, tl.float32, tl.constexpr(7), ((1, 2), 4), scaled)
+    constexprs_kernel[(1,)](out, -3, 1e-30, False, "é\n", 7, tl.float16, tl.constexpr(-1), ((1, 2), 4), scaled)
+    return out
+
+
+def scaling_by(SCALE):
+    """The interpreter runs a kernel's text in its module, and so with its SCALE; compiled, it scales by this one."""
+
+    @triton.jit
+    def scaling_kernel(x, n, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(x + at, tl.load(x + at, mask=at < n) * SCALE, mask=at < n)
+
+    return scaling_kernel
+
+
+@program
+def in_a_function_that_hides_a_global():
+    x = torch.ones(8)
+    scaling_by(tl.constexpr(7))[(1,)](x, 8, BLOCK=8)
+    return x
+
+
 Pair = namedtuple("Pair", ["left", "right"])
 
 

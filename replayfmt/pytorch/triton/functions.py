@@ -28,6 +28,11 @@ def is_callable_of_triton(value: Any) -> bool:
     return bool(kinds & {"triton.runtime.jit.JITCallable", "triton.runtime.interpreter.InterpretedFunction"})
 
 
+def is_interpreted(value: Any) -> bool:
+    """Whether a value is a function that Triton's interpreter runs."""
+    return any(kind.__name__ == "InterpretedFunction" for kind in type(value).__mro__)
+
+
 def is_constexpr_function(value: Any) -> bool:
     """Whether a value is a function that Triton calls while it compiles."""
     return any(kind.__name__ == "ConstexprFunction" for kind in type(value).__mro__)
@@ -43,10 +48,12 @@ def kernel_name(kernel: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class KernelFunction:
-    """One function decorated by Triton. `declared`: the options of its decorator."""
+    """One function decorated by Triton. `declared`: the options of its decorator. `interpreted`: Triton's interpreter
+    runs its text as a part of its module, where the variables of enclosing functions are not to be seen."""
 
     function: FunctionType
     constexpr: bool
+    interpreted: bool
     declared: Mapping[str, Any]
     text: str
 
@@ -58,7 +65,8 @@ class KernelFunction:
             raise NotStandalone(f"a {type(function).__name__} was decorated, not a function")
         options = getattr(kernel, "kwargs", None) or {name: getattr(kernel, name, None) for name in _DECLARED}
         declared = {name: options[name] for name in _DECLARED if options.get(name)}
-        return cls(function, is_constexpr_function(kernel), declared, _text(kernel, function))
+        interpreted = is_interpreted(kernel)
+        return cls(function, is_constexpr_function(kernel), interpreted, declared, _text(kernel, function))
 
     @property
     def name(self) -> str:
@@ -133,10 +141,10 @@ class KernelFunction:
         return tuple(name for name in names if self.scope_of(name) is not None or not hasattr(builtins, name))
 
     def scope_of(self, name: str) -> Mapping[str, Any] | None:
-        """The variables in which a name of another thing is found: of enclosing functions, or of its module."""
-        if name in self.enclosing:
-            return self.enclosing
-        return self.function.__globals__ if name in self.function.__globals__ else None
+        """The variables in which a name of another thing is found: of enclosing functions, or of its module. What is
+        interpreted finds those of its module alone, so that they come first (others are not read, or raise)."""
+        scopes: list[Mapping[str, Any]] = [self.enclosing, self.function.__globals__]
+        return next((scope for scope in (scopes[::-1] if self.interpreted else scopes) if name in scope), None)
 
     @property
     def enclosing(self) -> dict[str, Any]:
