@@ -1,4 +1,4 @@
-"""The captures of `programs.py`, made once: Triton decides when it is imported that it interprets."""
+"""The captures of the programs, made once: Triton decides when it is imported that it interprets."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """The directory of the captures, and for each whether its program computes the same without one."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("triton")
-    done = run_python("-m", "tests.triton_kernels.programs", str(folder), interpret="1")
+    done = run_python("-m", "tests.triton_kernels.recording_programs", str(folder), interpret="1")
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout)

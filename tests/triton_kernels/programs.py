@@ -1,13 +1,9 @@
-"""Programs that launch Triton kernels. As a script it records each into the directory that it is given, and prints
-whether they compute the same without a capture."""
+"""Programs that launch Triton kernels."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import namedtuple
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import triton
@@ -456,89 +452,3 @@ def keep(x: torch.Tensor) -> torch.Tensor:
 @program
 def inside_an_operator_with_state():
     return keep(torch.randn(9)) + keep(torch.randn(9))
-
-
-# ---------------------------------------------------------------------------------------- what cannot be written down
-
-REFUSED: dict[str, Callable[[], object]] = {}
-TABLE = torch.arange(4.0)
-
-
-def refused(function: Callable[[], object]) -> Callable[[], object]:
-    REFUSED[function.__name__] = function
-    return function
-
-
-@triton.jit
-def global_kernel(out):
-    tl.store(out, TABLE.shape[0])
-
-
-@refused
-def a_global_tensor():
-    out = torch.zeros(1)
-    global_kernel[(1,)](out)
-    return out
-
-
-@refused
-def a_function_that_is_not_tritons():
-    x = torch.ones(6)
-    applied_kernel[(1,)](x, x, 6, BLOCK=8, function=lambda value: value + 1, into=tl.float32)
-    return x
-
-
-@triton.jit
-def cast_kernel(addresses, out):
-    tl.store(out, tl.load(tl.load(addresses).to(tl.pointer_type(tl.float32))))
-
-
-@refused
-def addresses_in_memory():
-    x, out = torch.ones(1), torch.zeros(1)
-    cast_kernel[(1,)](torch.tensor([x.data_ptr()]), out)
-    return out
-
-
-@refused
-def addresses_as_arguments():
-    x, out = torch.ones(1), torch.ones(1)
-    double_kernel[(1,)](out, x.data_ptr(), BLOCK=1)
-    return out
-
-
-hooked_kernel = triton.jit(double_kernel.fn)
-hooked_kernel.add_pre_run_hook(lambda x, *args, **kwargs: x.add_(1))
-
-
-@refused
-def hooks():
-    x = torch.ones(4)
-    hooked_kernel[(1,)](x, 4, BLOCK=4)
-    return x
-
-
-def main() -> None:
-    import replayfmt
-
-    folder, chosen = Path(sys.argv[1]), sys.argv[2:]
-    same = {}
-    for name, function in {**PROGRAMS, **REFUSED}.items():
-        if chosen and name not in chosen:
-            continue
-        torch.manual_seed(0)
-        with replayfmt.capture(folder / f"{name}.opreplay", digests="ops"):
-            result = function()
-        CACHE.zero_()
-        torch.manual_seed(0)
-        same[name] = all(map(torch.equal, *map(tensors, (result, function()))))
-        CACHE.zero_()
-    print(json.dumps(same))
-
-
-def tensors(value):
-    return [value] if isinstance(value, torch.Tensor) else list(value)
-
-
-if __name__ == "__main__":
-    main()
