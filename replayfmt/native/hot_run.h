@@ -1,0 +1,284 @@
+// One call on the hot path, from its arguments to its record, and the capture that it belongs to.
+//
+// What is known runs without Python. Where something was new, Python hears of it afterwards, and what it says is
+// remembered for the next call.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/FunctionRef.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "hot_path.h"
+#include "python_values.h"
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace opreplay {
+
+// In the order in which Python gives them (hook.py).
+inline std::array<PyObject**, 11> places(Functions& of) {
+  return {&of.before,   &of.after,   &of.raised, &of.interrupted, &of.run,
+          &of.describe, &of.context, &of.late,   &of.late_raised, &of.pump, &of.unknown};
+}
+
+// One capture. An operator that is running holds on to the one that it began in: what it tells when it returns, however
+// late, is for that one alone.
+struct Capture {
+  Functions functions;  // read and written with the interpreter's lock; none once the capture has ended
+  std::shared_ptr<Session> session;
+};
+inline std::shared_ptr<Capture> current;        // read and written with the interpreter's lock
+inline std::atomic<uint64_t> current_number{0};  // of the capture in progress; 0: there is none
+
+// The capture in progress, or none. Takes the interpreter's lock once in each thread.
+inline std::shared_ptr<Capture> capture_in_progress() {
+  thread_local struct {
+    uint64_t number = 0;
+    std::shared_ptr<Capture> capture;
+  } known;
+  const uint64_t number = current_number.load(std::memory_order_acquire);
+  if (number == 0) {
+    return nullptr;
+  }
+  if (known.number != number) {
+    py::gil_scoped_acquire lock;
+    known = {current_number.load(), current};
+  }
+  return known.capture;
+}
+
+inline int64_t now_ns() {  // the clock of time.perf_counter_ns
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Calls Python around an operator; where that raises (a signal handler does), what the operator may have written is noted.
+template <typename Call, typename Arguments>
+void around(const Capture& of, const Call& tell, py::handle begun, const Arguments& arguments, py::handle result) {
+  try {
+    tell();
+  } catch (const python_error&) {
+    if (of.functions.interrupted) {
+      PythonArguments given = arguments();
+      call(of.functions.interrupted, begun, given.args, given.kwargs, result);
+    }
+    throw;
+  }
+}
+
+// The operator, described by Python at its first call.
+inline const Operator& described(const OperatorHandle& op, const Capture& capture) {
+  Session& of = *capture.session;
+  const FunctionSchema& schema = op.schema();
+  {
+    std::lock_guard<std::mutex> lock(of.mutex);
+    const auto found = of.operators.find(&schema);
+    if (found != of.operators.end()) {
+      return *found->second;
+    }
+  }
+  auto made = std::make_shared<Operator>();
+  {
+    py::gil_scoped_acquire lock;
+    if (py::object function = function_of(op); capture.functions.describe && !py::isinstance<py::str>(function)) {
+      py::object found = call(capture.functions.describe, function);
+      if (!found.is_none()) {
+        const auto said = py::cast<py::tuple>(found);
+        made->plain = py::cast<bool>(said[0]);
+        made->writes = py::cast<std::vector<size_t>>(said[1]);
+        made->watches = py::cast<std::vector<size_t>>(said[2]);
+        made->dropout = py::cast<std::optional<size_t>>(said[3]);
+        made->takes_numbers = py::cast<bool>(said[4]);
+        made->fills = py::cast<bool>(said[5]);
+        made->empty = py::cast<bool>(said[6]);
+        made->draws = py::cast<bool>(said[7]);
+      }
+    }
+  }
+  std::lock_guard<std::mutex> lock(of.mutex);
+  made->number = static_cast<int64_t>(of.operators.size());
+  read_schema(*made, of, schema);
+  return *of.operators.emplace(&schema, std::move(made)).first->second;
+}
+
+// The calling thread and the scope that it is in, as Python numbers them. Whether calls may still be recorded here.
+inline bool find_context(const Capture& capture, int64_t* context) {
+  Session& of = *capture.session;
+  thread_local struct {
+    uint64_t moved = 0;
+    int64_t context = 0;
+  } known;
+  const uint64_t moved = of.scopes_moved.load();
+  if (known.moved != moved) {
+    py::gil_scoped_acquire lock;
+    const py::object found = call(capture.functions.context);
+    if (found.is_none()) {
+      return false;
+    }
+    known = {moved, py::cast<int64_t>(found)};
+  }
+  *context = known.context;
+  return of.hot.load(std::memory_order_relaxed);
+}
+
+// Remember which signature Python gave a call, where calls like it can be recorded here.
+inline void learn(Session& of, const Operator& known, c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results,
+           py::handle signature) {
+  if (signature.is_none()) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(of.mutex);
+  HotCall made(of, known);
+  if (std::all_of(arguments.begin(), arguments.end(), [&](const c10::IValue& value) { return made.take(value); }) &&
+      std::all_of(results.begin(), results.end(), [&](const c10::IValue& value) { return made.take_result(value); })) {
+    of.signatures.emplace(made.key(), py::cast<int64_t>(signature));
+  }
+}
+
+using Saved = c10::SmallVector<c10::IValue, 12>;
+
+// Runs an operator, calls Python with what an exception of Python's is, and lets the exception pass.
+template <typename Run, typename Tell>
+decltype(auto) telling(const Run& run, const Tell& tell) {
+  try {
+    return run();
+  } catch (const python_error& error) {
+    py::gil_scoped_acquire lock;
+    tell(error.value ? py::handle(error.value) : py::handle(Py_None));
+    throw;
+  } catch (const py::error_already_set& error) {
+    py::gil_scoped_acquire lock;
+    tell(error.value());
+    throw;
+  } catch (...) {
+    py::gil_scoped_acquire lock;
+    tell(py::handle(Py_None));
+    throw;
+  }
+}
+
+// A call that is recorded without Python, as far as that goes: Python hears of it afterwards where something was new.
+class HotRun {
+ public:
+  HotRun(const Capture& capture, const OperatorHandle& op)
+      : HotRun(capture, described(op, capture), op.schema(), [&op] { return function_of(op); }) {}
+  // `function`: what Python calls the operator.
+  HotRun(const Capture& capture, const Operator& known, const FunctionSchema& schema,
+         std::function<py::object()> function)
+      : capture_(capture), of_(*capture.session), known_(known), schema_(schema), function_(std::move(function)),
+        made_(of_, known_) {}
+
+  // Gives a call its arguments, or results; whether all of them are known. Values as a stack has them, for Python.
+  using Take = c10::function_ref<bool(HotCall&)>;
+  using Values = c10::function_ref<Stack()>;
+
+  // Whether it may begin.
+  bool begins(Take take) {
+    if (!known_.plain || !of_.streams.are_default() || !of_.is_settled(known_.watches) ||
+        !find_context(capture_, &context_)) {
+      return false;
+    }
+    std::lock_guard<std::mutex> lock(of_.mutex);
+    if (!take(made_)) {
+      return false;
+    }
+    if (known_.draws) {  // in the order of records: others wait for it before they draw
+      drawing_ = of_.hot.load(std::memory_order_relaxed) && made_.draws_as_told();
+      of_.drawing += drawing_;
+      return drawing_;
+    }
+    return true;
+  }
+
+  ~HotRun() { stop_drawing(); }
+
+  // Runs the operator.
+  template <typename Run>
+  decltype(auto) runs(const Run& run, Values arguments) {
+    started_ = now_ns();
+    return telling(run, [&](py::handle error) { raised(error, arguments); });
+  }
+
+  // It returned.
+  void returned(Take take, Values arguments, Values results) {
+    const int64_t ended = now_ns();
+    bool recorded = false, waits = false;
+    {
+      std::lock_guard<std::mutex> lock(of_.mutex);
+      if ((drawing_ || of_.hot.load(std::memory_order_relaxed)) && take(made_)) {
+        if (const int64_t signature = made_.signature()) {
+          made_.record(signature, context_, started_, ended);
+          if (of_.drains() && of_.release_head) {
+            of_.release_dead(context_, ended);
+          }
+          recorded = true;
+          waits = of_.waits();
+        }
+      }
+    }
+    stop_drawing();
+    if (recorded && !waits) {
+      return;
+    }
+    py::gil_scoped_acquire lock;
+    const Functions& functions = capture_.functions;
+    if (!recorded && functions.late) {
+      const Stack values = arguments(), found = results();
+      py::object result = python_results(schema_, found, functions);
+      py::object signature = py::none();
+      around(capture_,
+             [&] { signature = call_with(functions.late, given(values), result, py::int_(started_), py::int_(ended)); },
+             py::none(), [&] { return given(values); }, result);
+      learn(of_, known_, values, found, signature);
+    } else if (functions.pump) {
+      call(functions.pump);
+    }
+  }
+
+ private:
+  void raised(py::handle error, Values arguments) {
+    const int64_t ended = now_ns();
+    stop_drawing();
+    const Functions& functions = capture_.functions;
+    if (functions.late_raised) {
+      const Stack values = arguments();
+      around(capture_,
+             [&] { call_with(functions.late_raised, given(values), error, py::int_(started_), py::int_(ended)); },
+             py::none(), [&] { return given(values); }, py::none());
+    }
+  }
+
+  void stop_drawing() {
+    if (std::exchange(drawing_, false)) {
+      std::lock_guard<std::mutex> lock(of_.mutex);
+      of_.drawing--;
+      of_.drew.notify_all();
+    }
+  }
+  PythonArguments given(const Stack& values) const {
+    return python_arguments(schema_, values.data(), &capture_.functions, known_.takes_numbers);
+  }
+  template <typename... More>
+  py::object call_with(PyObject* function, const PythonArguments& given, const More&... more) const {
+    return call(function, function_(), given.args, given.kwargs, more...);
+  }
+
+  const Capture& capture_;
+  Session& of_;
+  const Operator& known_;
+  const FunctionSchema& schema_;
+  std::function<py::object()> function_;
+  HotCall made_;
+  int64_t context_ = 0, started_ = 0;
+  bool drawing_ = false;
+};
+
+}  // namespace opreplay
