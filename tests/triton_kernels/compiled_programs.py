@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 import replayfmt
 from replayfmt.errors import ReplayFailed
 from replayfmt.format.attachments import contents_of
-from replayfmt.format.codes import KernelKind
+from replayfmt.format.codes import KernelKind, RecordKind
+from replayfmt.format.model import TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.replay.code.triton_kernels import resolve_triton
 from tests.triton_kernels import programs
@@ -29,7 +31,23 @@ def fill(out: torch.Tensor, value: float, n: int, block: int) -> None:
     out[:n] += value
 
 
-DOES = {"double_kernel": double, "fill_kernel": fill}
+def apply(x: torch.Tensor, out: torch.Tensor, n: int, block: int, function: Any, into: Any) -> None:
+    out[:n] = (x[:n] * 3).half()
+
+
+def name(x: torch.Tensor, value: float, block: int) -> None:
+    x[:block] = value
+
+
+DOES = {"double_kernel": double, "fill_kernel": fill, "applied_kernel": apply, "named_kernel": name}
+
+
+def apply(x: torch.Tensor, out: torch.Tensor, n: int, block: int, function: Any, into: Any) -> None:
+    out[:n] = (x[:n] * 3).half()
+
+
+def named(x: torch.Tensor, value: float, block: int) -> None:
+    x[:block] = value
 
 
 def record(path: Path) -> list[float]:
@@ -61,6 +79,44 @@ def launched(kernel: Any, contents: dict[str, bytes], *arguments: Any, **options
     except ReplayFailed as error:
         return {"how": resolved.how, "failed": str(error)}
     return {"how": resolved.how}
+
+
+def without_sources(path: Path) -> dict[str, Any]:
+    """What comes of launching kernels of whose capture the sources were left out, on two devices."""
+    driver = install(90, DOES)
+    x, out = torch.arange(6.0), torch.zeros(8)
+    with replayfmt.capture(path, digests="ops", sources=False):
+        programs.applied_kernel[(1,)](x, out, 6, BLOCK=8, function=programs.scaled, into=tl.float16)
+        programs.named_kernel[(1,)](x=out[4:], value=2.0)
+        triton.jit(programs.double_kernel.fn, do_not_specialize=["n"])[(1,)](out, 1, BLOCK=8)
+        programs.heuristic_kernel[(1,)](out, 3.0, 8)
+    found: dict[str, Any] = {"computed": out.tolist(), "recorded": list(driver.launches)}
+    for arch in (90, 80):
+        driver = install(arch, DOES)
+        given = {"x": x, "out": torch.zeros(8)}
+        with CaptureReader(path) as reader:
+            said = [launch_again(reader, record, given) for record in map(reader.record, range(reader.record_count))]
+        found[str(arch)] = {
+            "said": [each for each in said if each],
+            "launches": driver.launches,
+            "out": given["out"].tolist(),
+        }
+    found["kept"] = [role for each in kernels_of(path) for role in each["contents"]]
+    return found
+
+
+def launch_again(reader: CaptureReader, record: Any, given: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Launch what a record says on tensors of the test's own; nothing for other records."""
+    kernel = reader.kernels[record.signature.kernel] if record.signature.kind is RecordKind.op else None
+    if kernel is None or kernel.kind is not KernelKind.triton:
+        return {}
+    values: dict[str, Any] = {}
+    for node, value in zip(record.signature.args, record.args, strict=True):
+        if isinstance(value, TensorValue):
+            whole = given["x" if value.meta.sizes == (6,) else "out"]
+            value = whole[8 - value.meta.sizes[0] :] if whole is given["out"] else whole
+        values[node.name] = value
+    return launched(kernel, contents_of(reader, kernel), **values)
 
 
 def main() -> None:
@@ -116,6 +172,7 @@ def main() -> None:
     case("too many programs", 90, contents, torch.ones(8), grid=[1 << 40])
     case("too many programs beside each other", 90, contents, torch.ones(8), grid=[1, 1 << 16])
     found["cases"] = cases
+    found["without sources"] = without_sources(folder / "without.opreplay")
     print(json.dumps(found))
 
 

@@ -109,3 +109,20 @@ def test_a_script_compiles_what_was_compiled(found: dict[str, Any], tmp_path: Pa
     assert text.index('os.environ["TRITON_INTERPRET"] = "0"') < text.index("import triton")
     assert "double_kernel[(2,)](t1, 8, BLOCK=4, num_warps=2" in text
     compile(text, str(out), "exec")
+
+
+def test_without_its_source_a_binary_is_launched_where_it_fits(found: dict[str, Any]) -> None:
+    """Functions, types and constexprs as arguments, arguments by name, what is not specialized: as declared."""
+    case = found["without sources"]
+    assert "source" not in case["kept"] and case["kept"].count("cubin") == 4
+    assert [each["how"] for each in case["90"]["said"]] == ["launched from the stored binary"] * 4
+    assert case["90"]["launches"] == case["recorded"] and len(case["recorded"]) == 4
+    assert case["90"]["out"] == case["computed"] != [0.0] * 8
+
+
+def test_without_its_source_a_binary_for_another_device_is_refused(found: dict[str, Any]) -> None:
+    case = found["without sources"]["80"]
+    for each in case["said"]:
+        assert "has no source of it" in each["refused"]
+        assert "it was compiled for cuda:90, this is cuda:80" in each["refused"]
+    assert len(case["said"]) == 4 and case["launches"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ import replayfmt
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.reader import open_capture
+from replayfmt.pytorch.triton.declarations import source_without_bodies
 from tests.triton_kernels.conftest import run_python
 
 PROGRAM = """
@@ -42,3 +44,44 @@ def test_a_capture_without_sources_has_none_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(ReplayRefused) as caught:
         replayfmt.Plan(out, allow_code=True)
     assert any("has no source of it" in finding for finding in caught.value.findings)
+
+
+def declared(name: str = "double", **changed: Any) -> dict[str, Any]:
+    function = {"constexpr": False, "options": {}, "parameters": {"x": "*fp32", "B": "constexpr"}, "by_name": ["B"]}
+    return {"functions": {name: {**function, **changed}}}
+
+
+def test_a_declaration_is_a_module_without_bodies() -> None:
+    text = source_without_bodies(declared(options={"do_not_specialize": ["x", 1], "noinline": True}))
+    assert (
+        "@triton.jit(do_not_specialize=['x', 1], noinline=True)\ndef double(x: '*fp32', *, B: tl.constexpr):\n" in text
+    )
+    assert "@triton.constexpr_function\ndef double():" in source_without_bodies(
+        declared(constexpr=True, parameters={}, by_name=[])
+    )
+
+
+@pytest.mark.parametrize(
+    "declaration",
+    [
+        declared("f(): pass\nimport os\ndef g"),
+        declared("triton"),
+        declared("def"),
+        declared(parameters={"x=print()": ""}),
+        declared(parameters={"x": "'+print()+'"}),
+        declared(parameters={"x": 7}),
+        declared(parameters=["x"]),
+        declared(by_name="B"),
+        declared(options={"repr": "print"}),
+        declared(options={"do_not_specialize": ["print()"]}),
+        declared(options={"do_not_specialize": {"print()": 1}}),
+        declared(more=1),
+        {"functions": {}},
+        {"functions": ["double"]},
+        ["functions"],
+        None,
+    ],
+)
+def test_a_declaration_becomes_no_code_but_names_and_kinds(declaration: Any) -> None:
+    with pytest.raises(ValueError, match=r"declaration"):
+        source_without_bodies(declaration)

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .ir_writes import IrAccesses, NotRead, ir_accesses
@@ -35,15 +35,16 @@ def attached_stages(kernel: Any) -> list[tuple[str, bytes]]:
     return found
 
 
-def compiled_metadata(kernel: Any) -> dict[str, Any]:
-    """What has to be known of a compiled kernel to launch its binary, as JSON."""
+def compiled_metadata(kernel: Any, name_of: Callable[[Any], str | None]) -> dict[str, Any]:
+    """What has to be known of a compiled kernel to launch its binary, as JSON. `name_of` gives the names of functions
+    in the kernel's own module, which may differ from those in the program."""
     described = {name: value for name, value in kernel.metadata._asdict().items() if name not in _LOCAL}
     described["target"] = target_of(kernel.metadata.target)
     source = kernel.src
     return {
         "target": described["target"],
         "compiled": json.loads(json.dumps(described, default=str)),
-        "specialization": specialization(source.signature, source.constants, source.attrs),
+        "specialization": specialization(source.signature, source.constants, source.attrs, name_of),
         "sha256": {role: hashlib.sha256(content).hexdigest() for role, content in attached_stages(kernel)},
     }
 
@@ -53,19 +54,24 @@ def target_of(target: Any) -> dict[str, Any]:
     return {name: getattr(target, name) for name in _TARGET}
 
 
-def specialization(signature: Mapping[str, Any], constants: Mapping[Any, Any], attrs: Mapping[Any, Any]) -> Any:
+def specialization(
+    signature: Mapping[str, Any],
+    constants: Mapping[Any, Any],
+    attrs: Mapping[Any, Any],
+    name_of: Callable[[Any], str | None] = lambda _function: None,
+) -> Any:
     """For which arguments code is compiled, as JSON: their types, constants, and what is known of the others."""
     found = {
         "signature": signature,
-        "constants": [[path, _constant(constants[path])] for path in sorted(constants)],
+        "constants": [[path, _constant(constants[path], name_of)] for path in sorted(constants)],
         "attributes": [[path, attrs[path]] for path in sorted(attrs)],
     }
     return json.loads(json.dumps(found, default=str))
 
 
-def _constant(value: Any) -> str:
+def _constant(value: Any, name_of: Callable[[Any], str | None]) -> str:
     if hasattr(value, "fn") and hasattr(value, "cache_key"):
-        return f"function {value.__name__}"
+        return f"function {name_of(value) or value.__name__}"
     value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
     return repr(value)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -83,6 +83,11 @@ class LaunchForm:
         """The dtype of each tensor argument."""
         found = ((name, self.values[name]) for name, kind in self.types.items() if kind == "Tensor")
         return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in found}
+
+    @property
+    def functions(self) -> list[str]:
+        """The functions of the kernel's module that it is given."""
+        return list(_functions(list(self.parameters.values())))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -176,6 +181,17 @@ class FormMaker:
             form.keyword_only.add(free)
         form.owner[free] = owner
         return free
+
+
+def _functions(forms: list[Form]) -> Iterator[str]:
+    for form in forms:
+        match form:
+            case {"function": str(name)}:
+                yield name
+            case {"tuple": list(parts)} | {"list": list(parts)}:
+                yield from _functions(parts)
+            case {"constexpr": inner}:
+                yield from _functions([inner])
 
 
 def _scalar(name: str, value: Any) -> str:

@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any
 
 # What `triton.jit` takes that changes what is compiled. (`repr` and `launch_metadata` are for profilers.)
-_DECLARED = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
+DECLARED = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
 MISSING = object()
 
 
@@ -63,8 +63,8 @@ class KernelFunction:
         function = kernel.fn
         if not isinstance(function, FunctionType):
             raise NotStandalone(f"a {type(function).__name__} was decorated, not a function")
-        options = getattr(kernel, "kwargs", None) or {name: getattr(kernel, name, None) for name in _DECLARED}
-        declared = {name: options[name] for name in _DECLARED if options.get(name)}
+        options = getattr(kernel, "kwargs", None) or {name: getattr(kernel, name, None) for name in DECLARED}
+        declared = {name: options[name] for name in DECLARED if options.get(name)}
         interpreted = is_interpreted(kernel)
         return cls(function, is_constexpr_function(kernel), interpreted, declared, _text(kernel, function))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from .accesses import Accesses
 from .compiled import BINARIES, STAGES, StoredBinary, attached_stages, compiled_accesses, compiled_metadata
+from .declarations import declaration_of, source_without_bodies
 from .forms import LaunchForm, NotRepresentable
 from .sources import StandaloneSource
 
@@ -56,9 +57,10 @@ class KernelCode:
             variant = _variant({**metadata, "types": form.types})
             metadata["target"] = INTERPRETER
         else:
-            metadata |= compiled_metadata(compiled)
+            metadata |= compiled_metadata(compiled, source.name_of)
             stages = attached_stages(compiled)
             variant = _variant({**metadata, "types": form.types})
+            metadata["declaration"] = declaration_of(source, form.functions)
             found = compiled_accesses(compiled)
             if found is not None:
                 (written, makes_pointers), how = found, "ir"
@@ -79,9 +81,9 @@ class KernelCode:
 
 @dataclass(frozen=True)
 class StoredKernel:
-    """A kernel as it was read from a capture. Nothing of it was run."""
+    """A kernel as it was read from a capture. Nothing of it was run. `source`: None if it was left out."""
 
-    source: str
+    source: str | None
     function: str
     parameters: Mapping[str, Any]
     grid: str
@@ -90,21 +92,31 @@ class StoredKernel:
     target: Any
     triton: str
     binary: StoredBinary | None
+    declaration: Any
+
+    @property
+    def module(self) -> str:
+        """The text of a module with the kernel: its source, else one from which its binary can be launched. Raises
+        ValueError if there is neither."""
+        if self.source is not None:
+            return self.source
+        if self.binary is None or self.declaration is None:
+            raise ValueError("the capture has no source of it" + (", and no declaration" if self.binary else ""))
+        return source_without_bodies(self.declaration)
 
     @classmethod
     def read(cls, contents: Mapping[str, bytes]) -> StoredKernel:
         """From its attachments, by role. Raises ValueError that says what is wrong with them."""
-        for role in ("source", "metadata"):
-            if role not in contents:
-                raise ValueError(f"the capture has no {role} of it")
+        if "metadata" not in contents:
+            raise ValueError("the capture has no metadata of it")
         try:
             metadata = json.loads(contents["metadata"])
-            source = contents["source"].decode()
+            source = contents["source"].decode() if "source" in contents else None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"its source or its metadata cannot be read ({error})") from None
         if not isinstance(metadata, dict) or metadata.get("kind") != "triton" or metadata.get("version") != VERSION:
             raise ValueError(f"its metadata are not those of a Triton kernel of version {VERSION}")
-        if hashlib.sha256(contents["source"]).hexdigest() != metadata.get("source_sha256"):
+        if source is not None and hashlib.sha256(source.encode()).hexdigest() != metadata.get("source_sha256"):
             raise ValueError("its source does not match the hash in its metadata")
         kinds = {"function": str, "parameters": dict, "grid": str, "options": dict, "dtypes": dict, "triton": str}
         for key, kind in kinds.items():
@@ -118,6 +130,7 @@ class StoredKernel:
             source,
             target=metadata.get("target"),
             binary=StoredBinary(metadata, stages) if any(role in stages for role in BINARIES) else None,
+            declaration=metadata.get("declaration"),
             **{key: metadata[key] for key in kinds},
         )
 

@@ -225,7 +225,7 @@ def _definition(function: KernelFunction, name: str, renamed: Mapping[str, str])
         if note is not None:
             annotations.update(ast.walk(note))
             assert note.end_lineno is not None and note.end_col_offset is not None
-            kind = "" if function.constexpr else _annotation(function.parameter_types[argument.arg])
+            kind = "" if function.constexpr else annotation(argument_kind(function, argument.arg))
             edits.append(
                 (
                     argument.lineno,
@@ -250,14 +250,18 @@ def _definition(function: KernelFunction, name: str, renamed: Mapping[str, str])
     return edited(function.text, edits)
 
 
-def _annotation(kind: str) -> str:
-    """The annotation of a parameter: Triton reads types and `const`, and nothing else."""
+def argument_kind(function: KernelFunction, name: str) -> str:
+    """What Triton reads in the annotation of a parameter: `constexpr`, a type with or without `const`, or nothing."""
     from triton._utils import type_canonicalisation_dict
 
-    if kind == "constexpr":
-        return ": tl.constexpr"
+    kind = function.parameter_types[name]
     known = kind.startswith("*") or "const" in kind or kind in type_canonicalisation_dict.values()
-    return f": {kind!r}" if known else ""
+    return kind if known else ""
+
+
+def annotation(kind: str) -> str:
+    """The annotation of a parameter of a kind."""
+    return ": tl.constexpr" if kind == "constexpr" else f": {kind!r}" if kind else ""
 
 
 def _without_returns(function: KernelFunction, tree: ast.FunctionDef) -> _Edit:

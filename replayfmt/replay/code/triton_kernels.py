@@ -43,15 +43,17 @@ def resolve_triton(
     named = kernel.qualified_name
     try:
         stored = StoredKernel.read(contents())
-        schema = parse_schema(kernel.schema)
+        schema, text = parse_schema(kernel.schema), stored.module
     except (RuntimeError, ValueError) as error:
         return f"{named} cannot be launched: {str(error).strip().partition(chr(10))[0]}"
     interpreted = device_types <= {"cpu"}
+    if stored.source is None and interpreted:
+        return f"{named} cannot be interpreted: the capture has no source of it"
     problem = provide(interpreted)
     if problem:
         return f"{named} is a Triton kernel: {problem}"
     try:
-        module = load_source(stored.source, named)
+        module = load_source(text, named)
     except Exception as error:
         return f"{named}: its source cannot be loaded: {type(error).__name__}: {error}"
     try:
@@ -176,7 +178,7 @@ class TritonKernel(ResolvedKernel):
 
     def use_binary(self) -> None:
         """Launch the stored binary, if it is one for the current device. Raises RuntimeError if there is none that
-        Triton compiles for."""
+        Triton compiles for, ValueError if there is neither such a binary nor the source."""
         import triton
 
         binary = self._stored.binary
@@ -184,6 +186,8 @@ class TritonKernel(ResolvedKernel):
         if binary is None:
             return
         problem = binary.mismatch(target, triton.__version__)
+        if problem and self._stored.source is None:
+            raise ValueError(f"the capture has no source of it, and its binary is not one for this device: {problem}")
         if problem:
             self.how += f": {problem}"
             return

@@ -81,7 +81,7 @@ class TritonSections:
             )
         stored = self._stored(kernel)
         try:
-            section = self._section(stored.source)
+            section = self._section(stored.module)
             call = _call(stored, section, values)
         except KeyError as error:
             raise ReplayRefused(f"{named} cannot be launched by a script: it is not given {error}") from None
@@ -118,6 +118,8 @@ class TritonSections:
         if named not in self._kernels:
             try:
                 stored = StoredKernel.read(contents_of(self._reader, kernel))
+                if stored.source is None:
+                    raise ValueError("the capture has no source of it")
             except ValueError as error:
                 raise ReplayRefused(f"{self._reader.path}: {named} cannot be in a script: {error}") from None
             if self._kernels and (stored.target == INTERPRETER) is not self.interpreted:
