@@ -95,10 +95,10 @@ _COUNT = click.IntRange(min=0)
 @click.option(
     "--compiled",
     type=click.Choice(COMPILED),
-    default="keep",
+    default="kernels",
     show_default=True,
-    help="torch.compile: record the calls of compiled regions as unsupported, record what their generated code calls "
-    "(a replay needs --allow-code), or run their operators instead.",
+    help="torch.compile: record what the generated code of compiled regions calls (a replay needs --allow-code), "
+    "record their calls as unsupported, or run their operators instead.",
 )
 @click.option(
     "--opaque-result",

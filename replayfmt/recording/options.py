@@ -21,7 +21,7 @@ PAYLOADS = ("full", "integers", "none")
 FILE_POLICIES = ("reference", "capture-ranges", "capture-all", "fail")
 FILE_VALIDATIONS = ("identity", "digest")
 DIGESTS = ("live", "ops", "none")
-COMPILED = ("keep", "kernels", "eager")
+COMPILED = ("kernels", "keep", "eager")
 NATIVE = ("auto", "off")
 RECORDERS = ("auto", "native", "python")
 
@@ -49,8 +49,8 @@ class CaptureOptions:
     `redact`: leave out host name, user, command line, and the directories of files. `sources`: keep the source of
     kernels that are no operators; without it, intermediate code that names files and the paths in their metadata are
     left out, too. `digests`: what verification will compare. `audit`: hash every op's inputs before it runs, and import
-    again what was written from outside. `compiled`: torch.compile'd regions run as they would, each call an
-    unsupported record (`keep`) or with what their generated code calls recorded (`kernels`), or as their operators
+    again what was written from outside. `compiled`: torch.compile'd regions run as they would, with what their
+    generated code calls recorded (`kernels`) or each call an unsupported record (`keep`), or as their operators
     (`eager`). `opaque_results` names results that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they
     are never compared. `inside` and `whole`: operators of other packages (`vllm::unified_attention`, or a pattern,
     `vllm::*`) to record as the operators inside them, or always as one op. Operators named by neither are observed if
@@ -75,7 +75,7 @@ class CaptureOptions:
     sources: bool = True
     digests: str = "live"
     audit: bool = False
-    compiled: str = "keep"
+    compiled: str = "kernels"
     opaque_results: Iterable[str] = ()
     inside: Iterable[str] = ()
     whole: Iterable[str] = ()

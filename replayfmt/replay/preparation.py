@@ -115,8 +115,9 @@ class Preparation:
         if sentences or (self.findings and not keep_going):
             count = len(self.findings)
             reasons = f"{count} reason{'s' if count > 1 else ''}"
+            advice = f"; {self._code.advice}" if self._code.advice else ""
             raise ReplayRefused(
-                f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run", self.findings
+                f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run{advice}", self.findings
             )
         self._draw_notes = findings.notes
         self.generators: tuple[torch.Generator | None, ...] = map_generators(

@@ -240,20 +240,26 @@ print(round(x.grad.sum().item(), 4))
 
 
 @pytest.mark.slow
-def test_compiled_regions_are_kept_or_run_as_operators(tmp_path):
+def test_compiled_regions_are_recorded_inside_or_kept_or_run_as_operators(tmp_path):
     (tmp_path / "compiled.py").write_text(COMPILED)
     outcomes = {}
-    for compiled in ("keep", "eager"):
-        done = capture(tmp_path, "-o", "c.opreplay", "--force", f"--compiled={compiled}", "compiled.py")
+    for compiled in ("kernels", "keep", "eager"):
+        asked = [] if compiled == "kernels" else [f"--compiled={compiled}"]  # the first is the default
+        done = capture(tmp_path, "-o", "c.opreplay", "--force", *asked, "compiled.py")
         assert (done.returncode, done.stdout) == (0, "4.3224\n"), done.stderr
         captured = Captured(tmp_path / "c.opreplay")
         assert captured.session.policies["compiled"] == compiled
         outcomes[compiled] = (
             captured.summary.unsupported,
             "aten::sin.default" in captured.op_names,
+            "(2 with code: a replay needs --allow-code)" in done.stderr,
             done.stderr.strip().rpartition("unsupported: ")[2],
         )
-    assert outcomes == {"keep": ({"compiled_region": 2}, False, "compiled_region 2"), "eager": ({}, True, "none")}
+    assert outcomes == {
+        "kernels": ({}, False, True, "none"),
+        "keep": ({"compiled_region": 2}, False, False, "compiled_region 2"),
+        "eager": ({}, True, False, "none"),
+    }
 
 
 def test_triton_launches_are_recorded(tmp_path):

@@ -113,7 +113,7 @@ def capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Capture:
         made += 1
         path = tmp_path / f"{made}.opreplay"
         called.clear()
-        with replayfmt.capture(path, **{"compiled": "kernels", **options}):
+        with replayfmt.capture(path, **options):
             returned = program()
         return Captured(path, returned, list(called))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run, x = torch.compile(work), torch.randn(8, 16)
     run(x)
     made = tmp_path_factory.mktemp("code") / "region.opreplay"
-    with replayfmt.capture(made, compiled="kernels"):
+    with replayfmt.capture(made):
         _kept = run(x)
     return made
 
@@ -62,6 +64,17 @@ def test_no_code_runs_without_leave(path: Path) -> None:
         Plan(path)
     assert len(refused.value.findings) == 1
     assert "inductor_cpp::cpp_fused" in refused.value.findings[0] and "--allow-code" in refused.value.findings[0]
+    advice = str(refused.value)
+    assert "(inductor_cpp 1)" in advice and "replay with --allow-code" in advice and "--compiled=eager" in advice
+
+
+def test_a_shared_library_names_no_directory_of_this_machine(stored: tuple[Kernel, Contents]) -> None:
+    _kernel, contents = stored
+    library = contents["object"]
+    for place in {Path(torch.__file__).parent, Path.home(), Path(sys.base_prefix), Path(tempfile.gettempdir())}:
+        assert str(place).encode() not in library
+    assert b"/include/torch/csrc/inductor" in library, "messages keep their meaning"
+    assert str(Path(torch.__file__).parent).encode() not in contents["source"]
 
 
 def test_the_stored_library_runs_where_it_fits(path: Path) -> None:
@@ -142,7 +155,7 @@ def test_the_generated_module_is_put_back(tmp_path: Path) -> None:
     run, x = torch.compile(work), torch.randn(8, 16)
     expected = run(x)
     before = [dict(vars(module)) for module in PyCodeCache.modules]
-    with replayfmt.capture(tmp_path / "c.opreplay", compiled="kernels"):
+    with replayfmt.capture(tmp_path / "c.opreplay"):
         run(x)
         assert [dict(vars(module)) for module in PyCodeCache.modules] != before
     assert [dict(vars(module)) for module in PyCodeCache.modules] == before
@@ -155,7 +168,7 @@ def test_a_region_that_is_not_known_is_one_unsupported_record(tmp_path: Path, mo
     run, x = torch.compile(lambda x: work(x).cos()), torch.randn(8, 16)
     run(x)
     monkeypatch.setitem(vars(PyCodeCache.modules[-1]), "assert_size_stride", lambda *arguments: None)
-    with replayfmt.capture(tmp_path / "c.opreplay", compiled="kernels"):
+    with replayfmt.capture(tmp_path / "c.opreplay"):
         run(x * 2)
     with open_capture(tmp_path / "c.opreplay") as reader:
         assert reader.summary.unsupported == {"compiled_region": 1}
@@ -172,7 +185,7 @@ def test_a_region_that_is_not_known_is_one_unsupported_record(tmp_path: Path, mo
 def test_a_cpp_wrapper_runs_beneath_python_and_is_refused(tmp_path: Path) -> None:
     run, x = torch.compile(lambda x: x.sin() + 1, options={"cpp_wrapper": True}), torch.randn(8)
     run(x)
-    with replayfmt.capture(tmp_path / "c.opreplay", compiled="kernels"):
+    with replayfmt.capture(tmp_path / "c.opreplay"):
         run(x * 2)
     with open_capture(tmp_path / "c.opreplay") as reader:
         assert reader.summary.unsupported == {"compiled_region": 1}

@@ -343,7 +343,7 @@ REFUSED = (
         of(_symbolic, whole="failure_symbolic::moved"),
         "without a concrete value",
     ),
-    unsupported("compiled_region", "torch.compile", of(_compiled), "--compiled=eager"),
+    unsupported("compiled_region", "torch.compile", of(_compiled, compiled="keep"), "--compiled=eager"),
     unsupported("triton_launch", ".*fused_kernel", _triton_launch, "was launched"),
     unsupported("cuda_graph", "CUDAGraph.replay", _cuda_graph),
     unsupported(

@@ -98,7 +98,7 @@ def test_regions_are_told_and_kept(capture: Capture) -> None:
     run, x = torch.compile(in_one), torch.ones(3)
     expected = run(x)
     compiled = dict(counters["stats"])
-    captured = capture(lambda: [x * 2, run(x), run(x), x * 3])
+    captured = capture(lambda: [x * 2, run(x), run(x), x * 3], compiled="keep")
     after = run(x)
     assert dict(counters["stats"]) == compiled
     assert torch.equal(captured.returned[1], expected) and torch.equal(after, expected)

@@ -83,7 +83,7 @@ def test_compiled_regions_run_compiled_and_are_named(capture: Capture) -> None:
     compiled = torch.compile(lambda x: (x.sin() + 1) * 2)
     x = torch.randn(8)
     expected = compiled(x)
-    captured = capture(lambda: compiled(x) + 1)
+    captured = capture(lambda: compiled(x) + 1, compiled="keep")
     assert captured.unsupported() == {"compiled_region": 1}
     assert torch.equal(captured.returned, expected + 1), "the compiled code ran"
     assert captured.ops() == ["aten::add.Tensor"]
@@ -98,7 +98,7 @@ def test_compiled_regions_can_be_captured_as_their_operators(capture: Capture) -
     captured.replays()
 
 
-@pytest.mark.parametrize("policy", ["keep", "eager"])
+@pytest.mark.parametrize("policy", ["keep", "kernels", "eager"])
 def test_torch_compile_works_as_before_after_a_capture(capture: Capture, policy: str) -> None:
     counter = torch._dynamo.testing.CompileCounter()
 

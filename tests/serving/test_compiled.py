@@ -28,7 +28,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Served:
         program = (EXAMPLE, place / "model", "--compiled", "--tokens=4")
         alone = run("python", *program)
         capture = place / "compiled.opreplay"
-        captured = run("opreplay-capture", "--compiled=kernels", "-o", capture, STEPS, *WARM_UP, *program)
+        captured = run("opreplay-capture", "-o", capture, STEPS, *WARM_UP, *program)
     return Served("llama", capture, tokens(alone), tokens(captured))
 
 

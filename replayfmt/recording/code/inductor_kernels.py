@@ -12,6 +12,7 @@ import torch
 from replayfmt.format.codes import KernelKind
 from replayfmt.pytorch.inductor.code_machine import machine_of_code
 from replayfmt.pytorch.inductor.cpp_kernels import ENTRY, StoredCppKernel, parameters_of, parse_parameters, schema_of
+from replayfmt.pytorch.inductor.library_paths import without_paths
 from replayfmt.pytorch.tensors.looks import storage_of
 
 from ..dispatch.kernels import CapturedKernel
@@ -75,7 +76,7 @@ def find_kernel(declared: DeclaredKernel, function: Any) -> InductorCode:
     if not source.startswith(declared.source):
         raise Unknown(f"the source of {name} beside its library is not the one in the module")
     try:
-        content = library.read_bytes()
+        content = without_paths(library.read_bytes())
         parameters = parameters_of(source)
         arguments = parse_parameters(parameters)
     except (OSError, ValueError) as error:

@@ -53,6 +53,8 @@ class Regions:
                 self._replace(region, namespace, function)
             except Unknown as error:
                 unknown = str(error)
+            except Exception as error:  # of another PyTorch, say: then it is recorded as if nothing were known of it
+                unknown = f"its text could not be read: {type(error).__name__}: {error}"
             known = self._modules[id(namespace)] = namespace, unknown
         return known[1]
 

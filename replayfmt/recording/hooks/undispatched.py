@@ -241,7 +241,7 @@ def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
     )
 
 
-_KERNELS = "--compiled=kernels records what its code calls"
+_KERNELS = "--compiled=kernels, the default, records what its code calls"
 # How to capture the operators of a region. When a backward pass runs, it is unknown what called its forward.
 _EAGER = "capture with --compiled=eager to record its operators"
 _AHEAD_OF_TIME = (

@@ -126,6 +126,9 @@ class HookPresence:
             [
                 Patch("torch._ops", "_compute_keyset", self._without_key),
                 Patch("torch._dynamo.guards", "CheckFunctionManager.__init__", self._away),
+                # Of code compiled ahead of time, which looks through them by itself.
+                Patch("torch._dynamo.guards", "GuardManagerWrapper.check", self._away),
+                Patch("torch._dynamo.guards", "GuardManagerWrapper.check_verbose", self._away),
             ]
         )
 
@@ -182,7 +185,7 @@ class HookPresence:
         return compute
 
     def _away(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Guards of compiled code are created without the key, as they are evaluated without it (thread_watch.cpp)."""
+        """Guards of compiled code are created and looked through without the key (by Dynamo: thread_watch.cpp)."""
 
         @functools.wraps(original)
         def without(*args: Any, **kwargs: Any) -> Any:

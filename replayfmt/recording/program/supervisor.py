@@ -255,11 +255,12 @@ class CapturedProgram:
         with contextlib.closing(open_capture(self._path)) as capture:
             summary, length, kernels = capture.summary, capture.length, len(capture.kernels) - 1
             names = len(capture.scopes) - 1
+            code = sum(bool(kernel is not None and kernel.attachments) for kernel in capture.kernels)
         ops = summary.records.get(RecordKind.op, 0)
         unsupported = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.unsupported.items())) or "none"
         scopes = scope_count(names, summary.records.get(RecordKind.scope_begin, 0))
         text = (
-            f"{self._shown_path}: {counted(ops, 'op')} of {counted(kernels, 'kernel')}, {scopes}, "
+            f"{self._shown_path}: {counted(ops, 'op')} of {counted(kernels, 'kernel')}{_about_code(code)}, {scopes}, "
             f"{counted(length, 'byte')}; "
             f"unsupported: {unsupported}"
         )
@@ -278,6 +279,11 @@ class CapturedProgram:
             ", and children do not record: capture the command of each with its own opreplay-capture, let what "
             "multiprocessing runs call replayfmt.capture, or have the program do its work in one process"
         )
+
+
+def _about_code(kernels: int) -> str:
+    """What a user has to know who did not ask for code in the capture."""
+    return f" ({kernels:,} with code: a replay needs --allow-code)" if kernels else ""
 
 
 def _flush_files() -> None:

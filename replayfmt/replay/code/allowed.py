@@ -6,6 +6,7 @@ verified as a whole, and only then given to the resolver of the kernel's kind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from replayfmt.errors import InvalidCapture
@@ -35,6 +36,7 @@ class AllowedCode:
 
     def __init__(self, reader: CaptureReader, allowed: bool, device_types: frozenset[str]) -> None:
         self._reader, self._allowed, self._device_types = reader, allowed, device_types
+        self._refused: Counter[KernelKind] = Counter()
 
     def prepare(self) -> None:
         """Before anything of the user's is imported: have libraries imported as the kernels need them."""
@@ -52,6 +54,7 @@ class AllowedCode:
         if not kernel.attachments:
             return f"{named}, and its code is not in the capture"
         if not self._allowed:
+            self._refused[kernel.kind] += 1
             roles = ", ".join(roles_of(self._reader, kernel))
             return f"{named}: its code is in the capture ({roles}), and runs only with {FLAG}"
         try:
@@ -59,3 +62,19 @@ class AllowedCode:
         except InvalidCapture as error:
             return f"{named} with attachments that cannot be used: {error}"
         return resolver(kernel, lambda: contents, self._device_types)
+
+    @property
+    def advice(self) -> str:
+        """What to do about the kernels that were refused for want of leave; "" if none was."""
+        if not self._refused:
+            return ""
+        kinds = ", ".join(f"{kind.name} {count:,}" for kind, count in sorted(self._refused.items()))
+        eager = (
+            "; a capture with --compiled=eager has operators in place of what Inductor generated"
+            if self._refused[KernelKind.inductor_cpp]
+            else ""
+        )
+        return (
+            f"kernels of the capture are code ({kinds}): if you trust whoever made it, replay with {FLAG} "
+            f"(opreplay-dump --attachment=ID shows the code){eager}"
+        )
