@@ -36,6 +36,7 @@ from replayfmt.pytorch.streams import followed_kind
 from replayfmt.pytorch.tensors.looks import storage_of
 from replayfmt.pytorch.tensors.statistics import use_native
 
+from .code.cudagraph_trees import graph_policies
 from .custom_operators.insides import Insides
 from .dispatch.call import OpCall
 from .dispatch.calls import CallRecorder, PassedThrough
@@ -108,6 +109,7 @@ class Core:
         policies = {
             **options.policies(),
             **hook_policies(),
+            **graph_policies(options.compiled),
             **stream_policies(),
             "thread-watch": self.thread_watch.state,
             "recorder": recorder,

@@ -88,6 +88,13 @@ def graph_breaks_and_host_reads() -> Program:
 
 
 @program
+def wrapped_as_an_operator() -> Program:
+    f = torch.compile(lambda x: x.sin() * 2 + 1, options={"wrap_inductor_compiled_regions": True})
+    x = torch.randn(8)
+    return lambda: f(x)
+
+
+@program
 def branches() -> Program:
     f = torch.compile(lambda x: torch.cond(x.sum() > 0, lambda x: x.sin() * 2, lambda x: x.cos() * 3, (x,)))
     inputs = [torch.ones(8), -torch.ones(8)]

@@ -16,10 +16,15 @@ import torch
 
 from ..dispatch.kernels import CapturedKernel
 from ..frames import leave_no_frames
+from .cudagraph_trees import GraphsSwitchedOff, without_graph
 from .inductor_kernels import Allocation, Function, InductorCode, find_kernel
 from .inductor_text import Unknown, read_module
 
-_ALIGNING = "align_inputs_from_check_idxs.<locals>.run"  # copies arguments whose memory is not aligned, by operators
+# Functions around a generated one, and the variable in which each has it.
+_AROUND = {
+    "align_inputs_from_check_idxs.<locals>.run": "model",  # copies arguments whose memory is not aligned, by operators
+    "CompiledFxGraph.post_compile.<locals>.wrapped_callable": "original_callable",  # makes it an operator for modes
+}
 
 
 class RecorderForCode(Protocol):
@@ -38,6 +43,7 @@ class Regions:
         self._modules: dict[int, tuple[dict[str, Any], str]] = {}  # by identity: its globals, and what is unknown
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._kernels: dict[tuple[str, str], InductorCode] = {}
+        self._graphs = GraphsSwitchedOff()
 
     def open(self, region: Any) -> str:
         """Have the calls of a region recorded. Returns why they cannot be, or ""."""
@@ -56,10 +62,13 @@ class Regions:
             except Exception as error:  # of another PyTorch, say: then it is recorded as if nothing were known of it
                 unknown = f"its text could not be read: {type(error).__name__}: {error}"
             known = self._modules[id(namespace)] = namespace, unknown
+        if not known[1]:
+            self._graphs.switch_off(region)
         return known[1]
 
     def close(self) -> None:
         """Put everything back. What others have replaced since then is left alone."""
+        self._graphs.put_back()
         while self._replaced:
             namespace, name, original, replacement = self._replaced.pop()
             if namespace.get(name) is replacement:
@@ -116,12 +125,17 @@ _DEVICES = {"_empty_strided_cuda": "cuda", "_empty_strided_xpu": "xpu"}
 
 def _function(region: Any) -> FunctionType:
     """The function that a region runs. Raises Unknown."""
-    called = region.current_callable
-    if getattr(called, "__qualname__", "") == _ALIGNING:
-        called = called.__closure__[called.__code__.co_freevars.index("model")].cell_contents
-    runner = getattr(region, "compiled_fn_runner", None)
+    called = without_graph(region.current_callable)
+    while getattr(called, "__qualname__", "") in _AROUND:
+        called = called.__closure__[called.__code__.co_freevars.index(_AROUND[called.__qualname__])].cell_contents
+    runner: Any = getattr(region, "compiled_fn_runner", None)
     if runner is not None and called != runner.call:
         raise Unknown(f"it is called through {getattr(called, '__qualname__', type(called).__name__)}, not by itself")
+    for part in getattr(runner, "partitions", None) or ():
+        if not isinstance(without_graph(part), FunctionType | MethodType):
+            raise Unknown(f"a part of it is {type(part).__name__}, which is not known")
+        if without_graph(part).__globals__ is not runner.call.__globals__:
+            raise Unknown(f"a part of it is called through {part.__qualname__}, not by itself")
     function = called.__func__ if isinstance(called, MethodType) else called
     if not isinstance(function, FunctionType):
         raise Unknown(f"it is {type(function).__name__}, which runs beneath Python")
