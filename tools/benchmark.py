@@ -15,7 +15,7 @@ from replayfmt.errors import UsageError
 from .baseline import BaselineFlags, baseline_options, show_below
 from .command import reader_may_leave, run_tool, say, tool
 from .compare import refuse_with_compare, run_compare
-from .energy_windows import check_energy_windows, energy_options, run_energy, run_energy_windows
+from .energy_windows import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
 from .memory import check_memory, memory_option
 from .per_op import PerOpFlags, per_op_options, run_per_op
 from .precision_flags import precision_options
@@ -121,6 +121,7 @@ def cli(
     program: str | None,
     program_runs: int,
     energy: bool,
+    energy_source: str,
     energy_out: str | None,
     power_log_out: str | None,
     energy_windows: str | None,
@@ -173,23 +174,13 @@ def cli(
                 if path is not None:
                     refuse_input(flag, path, capture)
                 kept.append(None if path is None else stack.enter_context(output_file(flag, path, force)).write)
-            return run_energy(
-                lambda keep_going: flags.plan(capture, keep_going=keep_going),
-                context,
-                flags.verify,
-                stack.enter_context(_progress()),
-                *kept,
-            )
+            work = Work(capture, flags, replay_scope, program, context, stack.enter_context(_progress()))
+            return run_energy(work, *kept)
         if energy_windows is not None:
             refuse_input("--energy-windows", energy_windows, capture)
             file = stack.enter_context(output_file("--energy-windows", energy_windows, force))
-            return run_energy_windows(
-                lambda keep_going: flags.plan(capture, keep_going=keep_going),
-                context,
-                flags.verify,
-                stack.enter_context(_progress()),
-                file.write,
-            )
+            work = Work(capture, flags, replay_scope, program, context, stack.enter_context(_progress()))
+            return run_energy_windows(work, file.write)
         if reconcile:
             run_reconcile(
                 lambda keep_going: flags.plan(capture, keep_going=keep_going),
