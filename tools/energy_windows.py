@@ -215,6 +215,7 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
 
     from replayfmt.benchmark.energy.running import WindowOptions, WindowRunner
     from replayfmt.benchmark.energy.windows import WindowsFile
+    from replayfmt.benchmark.gpu_state import GpuWatch
     from replayfmt.benchmark.reports.rows import plan_context
     from replayfmt.benchmark.scopes import entered_scopes, find_regions
 
@@ -230,8 +231,9 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
     require_source = (lambda: None) if sampler is None else sampler.require_running
     runner = WindowRunner(options, progress=work.progress, require_source=require_source)
     told = plan_context(plan)
+    gpus = GpuWatch(plan.devices)
     regions = find_regions(plan.reader, work.scopes or entered_scopes(plan.reader))
-    runner.idle_and_whole(plan)
+    runner.idle_and_whole(plan, gpus.begin)
     plan.close()  # so that its memory is not held twice
     for region in regions:
         _scope(work, region, runner)
@@ -239,9 +241,11 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
         runner.ops(each)
     if work.program is not None:
         runner.program(work.program)
+    gpus.end()
     offset = datetime.now().astimezone().utcoffset()
     assert offset is not None
     settings = {
+        "gpus": gpus.rows(),
         "power_interval_s": options.interval_s,
         "power_averaging_s": options.averaging_s,
         "counter_period_s": None if sampler is None else sampler.counter_period_s,

@@ -7,10 +7,6 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
-import zeus.device
-import zeus.device.cpu
-import zeus.device.cpu.rapl
-import zeus.device.gpu
 
 from replayfmt.benchmark.energy.integration import integrate
 from replayfmt.benchmark.energy.power_log import read_power_log
@@ -21,6 +17,12 @@ from replayfmt.benchmark.energy.sources import NoSource, Sample, Source, SourceL
 from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
+
+pytest.importorskip("zeus")
+import zeus.device
+import zeus.device.cpu
+import zeus.device.cpu.rapl
+import zeus.device.gpu
 
 from . import fake_nvml
 from .fake_nvml import Board

@@ -18,6 +18,7 @@ from typing import Any
 from replayfmt.errors import UsageError
 from replayfmt.format.printable import printable
 
+from ..gpu_state import gpu_caveats, gpu_lines
 from ..reports.units import duration
 from .integration import Energy, find_clock_offset, integrate, method_of
 from .power_log import PowerLog
@@ -54,6 +55,7 @@ class EnergyReport:
         if log["out_of_order"]:
             yield f"            {log['out_of_order']} rows were not in the order of time and were sorted"
         yield f"clock       {log['clock']}"
+        yield from (printable(f"gpu         {text}") for text in gpu_lines(content["context"].get("gpus", [])))
         for key, title in (("idle", "idle"), ("whole_model", "whole model"), ("program", "program")):
             if content[key] is not None:
                 yield _figure(title, content[key])
@@ -127,6 +129,7 @@ def make_energy_report(
         for window in windows.windows
     }
     method = method_of(log)
+    gpus = windows.context.get("gpus", [])  # files of earlier versions say nothing of them
 
     def energy(window: EnergyWindow | None) -> Energy | None:
         return None if window is None else found[id(window)]
@@ -154,7 +157,7 @@ def make_energy_report(
     warnings = [*warnings]
     if gaps:
         warnings.append(f"{gaps} windows have gaps in the power log, of more than three intervals")
-    warnings += _disagreement(whole)
+    warnings += [*_disagreement(whole), *gpu_caveats(gpus)]
     distinct, selected = windows.context.get("distinct_ops"), windows.context.get("selected_ops")
     if isinstance(distinct, int) and isinstance(selected, int) and selected < distinct:
         warnings.append(

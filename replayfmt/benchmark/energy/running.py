@@ -76,14 +76,16 @@ class WindowRunner:
         self.not_run: list[dict[str, Any]] = []
         self.distinct_ops = self.selected_ops = 0
 
-    def idle_and_whole(self, plan: Plan) -> None:
+    def idle_and_whole(self, plan: Plan, when_verified: Callable[[], None] = lambda: None) -> None:
         """After a verified replay a window in which nothing runs, and at once the whole replay: the rise of power is
-        where the idle window ends. Raises ReplayMismatch if the verified replay does not match."""
+        where the idle window ends. `when_verified` is called right after the verified replay. Raises ReplayMismatch if
+        that does not match."""
         self._progress("verifying", 0, None)
         result = plan.execute(verify=self._options.verify)
         if result.outcome != "ok":
             raise ReplayMismatch(f"the replay did not match the capture, so no energy is measured: {result.divergence}")
         _synchronize(plan.devices)
+        when_verified()
         self._progress("idle", 0, None)
         begun = self._now()
         self._moments.sleep(self._options.averaging_s + self._options.window_s)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 SourceKind = Literal["gpu", "soc", "cpu"]
 KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
-_INSTALL = "pip install 'opreplay[energy]'"
+INSTALL = "pip install 'opreplay[energy]'"
 # No processor takes that much: a counter that would have to have wrapped at such power was reset.
 _MOST_WATTS = 10_000.0
 
@@ -64,7 +64,7 @@ def _opened(what: str, function: str) -> Any:
     try:
         from zeus import device
     except ImportError as error:
-        raise NoSource(f"zeus is not installed ({error}): {_INSTALL}") from error
+        raise NoSource(f"zeus is not installed ({error}): {INSTALL}") from error
     try:
         return getattr(device, function)()
     except Exception as error:  # zeus has an exception for each way in which a driver can be missing
