@@ -13,7 +13,14 @@ from replayfmt.benchmark.energy.power_log import read_power_log
 from replayfmt.benchmark.energy.report import make_energy_report
 from replayfmt.benchmark.energy.running import Moments, WindowOptions, WindowRunner
 from replayfmt.benchmark.energy.sampler import PowerSourceLost, _update_period, sampling
-from replayfmt.benchmark.energy.sources import NoSource, Sample, Source, SourceLost, WrappingCounter, open_source
+from replayfmt.benchmark.energy.sources import (
+    EnergySource,
+    NoSource,
+    PowerSample,
+    SourceLost,
+    WrappingCounter,
+    open_source,
+)
 from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
@@ -69,7 +76,7 @@ def test_a_gpu_says_its_power_and_counts_its_energy_where_the_board_can(boards):
     source = open_source(["gpu"])
     first, second = source.read()
     assert (first.device, first.watts) == ("0", 70.5) and first.joules > 0
-    assert second == Sample("1", 30.0, None)
+    assert second == PowerSample("1", 30.0, None)
     assert source.name == "NVIDIAGPUs of zeus" and not source.has_counters()
 
 
@@ -88,7 +95,7 @@ def test_processors_and_their_memory_are_counted_through_wraps(rapl):
     rapl("intel-rapl:0/intel-rapl:0:0", name="core", energy_uj=5, max_energy_range_uj=1_000_000)
     rapl("intel-rapl:0/intel-rapl:0:1", name="dram", energy_uj=7, max_energy_range_uj=1_000_000)
     source = open_source(["cpu"])
-    assert source.read() == [Sample("cpu:0", None, 0.999999), Sample("cpu:0:dram", None, 7e-6)]
+    assert source.read() == [PowerSample("cpu:0", None, 0.999999), PowerSample("cpu:0:dram", None, 7e-6)]
     (package / "energy_uj").write_text("4\n")
     assert source.read()[0].joules == pytest.approx(1.000004)
     (package / "energy_uj").unlink()
@@ -107,14 +114,14 @@ def test_a_counter_that_fell_and_did_not_wrap_is_lost():
 @pytest.mark.parametrize(
     ("energy", "samples"),
     [
-        ({"total_energy_mj": 5000.0, "cpu_energy_mj": 1.0, "gpu_energy_mj": 1.0}, [Sample("soc", None, 5.0)]),
+        ({"total_energy_mj": 5000.0, "cpu_energy_mj": 1.0, "gpu_energy_mj": 1.0}, [PowerSample("soc", None, 5.0)]),
         (
             {"total_energy_mj": None, "cpu_energy_mj": 1000.0, "gpu_energy_mj": None},
-            [Sample("soc:cpu_energy", None, 1.0)],
+            [PowerSample("soc:cpu_energy", None, 1.0)],
         ),
         (
             {"cpu_total_mj": 1000, "performance_cluster_mj": [900], "gpu_mj": 2000, "ane_mj": None},
-            [Sample("soc:cpu_total", None, 1.0), Sample("soc:gpu", None, 2.0)],
+            [PowerSample("soc:cpu_total", None, 1.0), PowerSample("soc:gpu", None, 2.0)],
         ),
     ],
 )
@@ -146,9 +153,11 @@ def test_how_often_a_counter_changes_is_found_and_of_one_that_does_not_nothing(m
         return clock.now
 
     monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=monotonic))
-    steps = Source("made up", lambda: [Sample("0", None, clock.now // 0.02), Sample("1", None, clock.now // 0.05)])
+    steps = EnergySource(
+        "made up", lambda: [PowerSample("0", None, clock.now // 0.02), PowerSample("1", None, clock.now // 0.05)]
+    )
     assert _update_period(steps) == pytest.approx(0.05, abs=0.002)
-    assert _update_period(Source("made up", lambda: [Sample("0", None, 5.0)])) == 1.0
+    assert _update_period(EnergySource("made up", lambda: [PowerSample("0", None, 5.0)])) == 1.0
     assert WindowOptions(0.04, 0.5, update_s=0.1).window_s == pytest.approx(1.2)
 
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 from replayfmt.errors import OpReplayError
 
 from .power_log import COUNTER
-from .sources import KINDS, NoSource, Source, SourceLost, open_source
+from .sources import KINDS, EnergySource, NoSource, SourceLost, open_source
 
 HEADER = "timestamp,gpu,power_w"
 _READY_S = 60.0
@@ -149,7 +149,7 @@ def _end(error: Exception) -> NoReturn:
     sys.exit(1)
 
 
-def _update_period(source: Source) -> float:
+def _update_period(source: EnergySource) -> float:
     """Seconds from one change of a counter to the next, of the device whose counter changes least often; that of the
     wait if it was in vain."""
     began = time.monotonic()
@@ -170,7 +170,7 @@ def _update_period(source: Source) -> float:
     return max(periods) if len(periods) == len(last) else _UPDATES_S
 
 
-def _write(source: Source, counts: bool) -> None:
+def _write(source: EnergySource, counts: bool) -> None:
     before = time.time()
     found = source.read()
     when = (before + time.time()) / 2

@@ -27,7 +27,7 @@ class SourceLost(Exception):
 
 
 @dataclass(frozen=True)
-class Sample:
+class PowerSample:
     """What one device says at a moment: watts, and joules of its counter; None for what it does not say."""
 
     device: str
@@ -36,20 +36,20 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Source:
+class EnergySource:
     """An open source. `name` says what it is; `read` asks each of its devices."""
 
     name: str
-    read: Callable[[], list[Sample]]
+    read: Callable[[], list[PowerSample]]
 
     def has_counters(self) -> bool:
         """Whether every device counts its energy."""
         return all(sample.joules is not None for sample in self.read())
 
 
-def open_source(kinds: Sequence[str]) -> Source:
+def open_source(kinds: Sequence[str]) -> EnergySource:
     """The first of these kinds that this machine has. Raises NoSource with the reason of each."""
-    openers: dict[str, Callable[[], Source]] = {"gpu": _gpus, "soc": _soc, "cpu": _processors}
+    openers: dict[str, Callable[[], EnergySource]] = {"gpu": _gpus, "soc": _soc, "cpu": _processors}
     reasons = []
     for kind in kinds:
         try:
@@ -71,12 +71,12 @@ def _opened(what: str, function: str) -> Any:
         raise NoSource(f"{what} says what energy it takes ({type(error).__name__}: {error})") from error
 
 
-def _gpus() -> Source:
+def _gpus() -> EnergySource:
     gpus = _opened("no GPU", "get_gpus")
     if not len(gpus):
         raise NoSource("zeus finds no GPU")
     readers = [_Gpu(gpus, index) for index in range(len(gpus))]
-    return Source(f"{type(gpus).__name__} of zeus", lambda: [reader.read() for reader in readers])
+    return EnergySource(f"{type(gpus).__name__} of zeus", lambda: [reader.read() for reader in readers])
 
 
 class _Gpu:
@@ -103,25 +103,25 @@ class _Gpu:
         if self._power is None and self._energy is None:
             raise NoSource(f"GPU {index} does not say what power it takes ({'; '.join(reasons)})")
 
-    def read(self) -> Sample:
+    def read(self) -> PowerSample:
         milliwatts = None if self._power is None else self._power(self._index)
         millijoules = None if self._energy is None else self._energy(self._index)
-        return Sample(
+        return PowerSample(
             str(self._index),
             None if milliwatts is None else milliwatts / 1e3,
             None if millijoules is None else millijoules / 1e3,
         )
 
 
-def _processors() -> Source:
+def _processors() -> EnergySource:
     cpus = _opened("no processor", "get_cpus")
     readers = [_processor(f"cpu:{index}", cpu) for index, cpu in enumerate(cpus.cpus)]
     if not readers:
         raise NoSource("zeus finds no processor with energy counters")
-    return Source("RAPL through zeus", lambda: [sample for reader in readers for sample in reader()])
+    return EnergySource("RAPL through zeus", lambda: [sample for reader in readers for sample in reader()])
 
 
-def _processor(name: str, cpu: Any) -> Callable[[], list[Sample]]:
+def _processor(name: str, cpu: Any) -> Callable[[], list[PowerSample]]:
     """A function that reads the counters of a processor: of its package, and of its memory if that has one."""
     package = getattr(cpu, "rapl_file", None)
     if package is None:  # zeus's daemon reads them, and follows their wraps
@@ -131,7 +131,7 @@ def _processor(name: str, cpu: Any) -> Callable[[], list[Sample]]:
         zone: WrappingCounter(zone, _microjoules(file.energy_uj_path), file.max_energy_range_uj / 1e6)
         for zone, file in zones.items()
     }
-    return lambda: [Sample(zone, None, counter.joules()) for zone, counter in counters.items()]
+    return lambda: [PowerSample(zone, None, counter.joules()) for zone, counter in counters.items()]
 
 
 def _microjoules(path: str) -> Callable[[], float]:
@@ -142,9 +142,9 @@ def _microjoules(path: str) -> Callable[[], float]:
     return read
 
 
-def _told(name: str, energy: Any) -> list[Sample]:
-    found = [Sample(name, None, energy.cpu_mj / 1e3)]
-    return found if energy.dram_mj is None else [*found, Sample(f"{name}:dram", None, energy.dram_mj / 1e3)]
+def _told(name: str, energy: Any) -> list[PowerSample]:
+    found = [PowerSample(name, None, energy.cpu_mj / 1e3)]
+    return found if energy.dram_mj is None else [*found, PowerSample(f"{name}:dram", None, energy.dram_mj / 1e3)]
 
 
 class WrappingCounter:
@@ -173,20 +173,20 @@ class WrappingCounter:
         return self._before + value
 
 
-def _soc() -> Source:
+def _soc() -> EnergySource:
     soc = _opened("no system on a chip", "get_soc")
 
-    def read() -> list[Sample]:
+    def read() -> list[PowerSample]:
         energy = soc.get_total_energy_consumption()
         whole = getattr(energy, "total_energy_mj", None)
         if whole is not None:  # Jetson: the board's input
-            return [Sample("soc", None, whole / 1e3)]
+            return [PowerSample("soc", None, whole / 1e3)]
         parts = {name: getattr(energy, f"{name}_mj", None) for name in _SOC_PARTS}
-        return [Sample(f"soc:{name}", None, value / 1e3) for name, value in parts.items() if value is not None]
+        return [PowerSample(f"soc:{name}", None, value / 1e3) for name, value in parts.items() if value is not None]
 
     if not read():
         raise NoSource(f"{type(soc).__name__} of zeus names no energy")
-    return Source(f"{type(soc).__name__} of zeus", read)
+    return EnergySource(f"{type(soc).__name__} of zeus", read)
 
 
 # Of a Jetson that does not measure its input, and of Apple's: parts that do not contain each other.
