@@ -21,6 +21,7 @@ TOOLS = {
     "export": "export",
     "probe": "probe",
     "energy": "energy",
+    "report": "report",
     "examples": "examples",
 }
 

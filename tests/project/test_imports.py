@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim} ← api, tools;
-# dump and probes stand on format alone.
+# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim} ← report
+# ← api, tools; dump and probes stand on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "format": {"errors"},
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "benchmark": {"errors", "format", "pytorch", "recording", "importers", "initializers", "replay"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
     "export": {"errors", "format", "pytorch", "initializers", "replay", "dump", "trim"},
+    "report": {"errors", "format", "dump", "benchmark", "probes"},
     "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump"},
 }
 WITHOUT_TORCH = (

@@ -132,19 +132,19 @@ _DECIDED: tuple[BaselineVerdict, ...] = ("slower", "faster")
 _VERDICTS: tuple[BaselineVerdict, ...] = (*_DECIDED, "no measurable difference", "too noisy to tell", "not known")
 
 
-def read_baseline(path: str | PathLike[str]) -> Document:
-    """A document that --benchmark-out wrote. Raises UsageError for anything else."""
+def read_baseline(path: str | PathLike[str], flag: str = FLAG) -> Document:
+    """A document that --benchmark-out wrote; `flag` named it. Raises UsageError for anything else."""
     try:
         require_regular_file(path)
         with open(path, encoding="utf-8") as file:
             document = json.load(file)
     except OSError as error:
-        raise UsageError(f"{FLAG}={path}: cannot be read: {error.strerror}") from error
+        raise UsageError(f"{flag}={path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{FLAG}={path}: is not JSON; expected a file that --benchmark-out wrote") from error
+        raise UsageError(f"{flag}={path}: is not JSON; expected a file that --benchmark-out wrote") from error
     wrong = _what_is_wrong(document)
     if wrong:
-        raise UsageError(f"{FLAG}={path}: {wrong}; expected a file that opreplay-benchmark --benchmark-out wrote")
+        raise UsageError(f"{flag}={path}: {wrong}; expected a file that opreplay-benchmark --benchmark-out wrote")
     return dict(document)
 
 

@@ -31,9 +31,10 @@ from .values import (
     Word,
     row_major,
     runs_of,
+    without_values,
 )
 
-__all__ = ["SignatureText", "matches", "parse_signature", "signature_of", "signature_text"]
+__all__ = ["SignatureText", "matches", "parse_signature", "signature_of", "signature_text", "without_values"]
 
 
 def parse_signature(text: str) -> SignatureText:

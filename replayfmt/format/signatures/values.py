@@ -147,6 +147,26 @@ def _nested_values(value: ValueText) -> Iterator[ValueText]:
             yield from _nested_values(inner)
 
 
+def without_values(signature: SignatureText) -> SignatureText:
+    """The same signature with the types of numbers in their place, which calls with other numbers have, too."""
+    return SignatureText(signature.kernel, tuple((name, _type_alone(value)) for name, value in signature.arguments))
+
+
+def _type_alone(value: ValueText) -> ValueText:
+    if isinstance(value, Number):
+        return Word(value.type)
+    if not isinstance(value, Items):
+        return value
+    # Neighbours that differ in their numbers alone are equal now.
+    runs: list[tuple[ValueText, int]] = []
+    for each, count in ((_type_alone(inner), count) for inner, count in value.runs):
+        if runs and runs[-1][0] == each:
+            runs[-1] = (each, runs[-1][1] + count)
+        else:
+            runs.append((each, count))
+    return Items(value.form, tuple(runs))
+
+
 def quoted(text: str) -> str:
     """As JSON writes it, without an equals sign."""
     return json.dumps(text).replace("=", "\\u003d")

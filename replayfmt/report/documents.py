@@ -1,0 +1,112 @@
+"""The files of measurements that a report is made of: read whole, and refused in one line where they are damaged, of
+another schema, or of another capture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from replayfmt.benchmark.comparison.baseline import Document, read_baseline
+from replayfmt.errors import UsageError
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.regular_files import require_regular_file
+
+_ENERGY_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object whose fields are asked for by name and type. `where` is said in errors."""
+
+    content: Mapping[str, Any]
+    where: str
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.content.get(name) is not None
+
+    def text(self, name: str) -> str:
+        return self._typed(name, str, "a text")
+
+    def count(self, name: str) -> int:
+        value: int = self._typed(name, int, "a whole number")
+        if isinstance(value, bool) or value < 0:
+            raise self._wrong(name, "a whole number from 0")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A finite number; None if it is null or missing."""
+        value = self.content.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(name, "a finite number or null")
+        return float(value)
+
+    def texts(self, name: str) -> list[str]:
+        values = self._typed(name, list, "a list of texts")
+        if not all(isinstance(value, str) for value in values):
+            raise self._wrong(name, "a list of texts")
+        return list(values)
+
+    def fields(self, name: str) -> Fields:
+        return Fields(self._typed(name, dict, "an object"), f"{self.where}: {name}")
+
+    def rows(self, name: str) -> Iterator[Fields]:
+        for place, row in enumerate(self._typed(name, list, "a list of objects")):
+            if not isinstance(row, dict):
+                raise self._wrong(f"{name}[{place}]", "an object")
+            yield Fields(row, f"{self.where}: {name}[{place}]")
+
+    def _typed(self, name: str, kind: type, expected: str) -> Any:
+        if not isinstance(self.content.get(name), kind):
+            raise self._wrong(name, expected)
+        return self.content[name]
+
+    def _wrong(self, name: str, expected: str) -> UsageError:
+        found = json.dumps(self.content.get(name), default=str)[:60] if name in self.content else "nothing"
+        return UsageError(f"{self.where}: {name}: expected {expected}, got {found}; the file is damaged")
+
+
+def read_benchmark(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Document:
+    """A document that opreplay-benchmark --benchmark-out wrote for this capture. Raises UsageError for another one."""
+    document = read_baseline(path, flag)
+    _require_same_capture(f"{flag}={path}", document["context"].get("capture_session"), reader)
+    if "comparisons" in document:
+        raise UsageError(
+            f"{flag}={path}: is a comparison of kernels (--compare), which the report does not show; expected a file "
+            "that opreplay-benchmark --benchmark-out wrote without --compare"
+        )
+    return document
+
+
+def read_energy(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fields:
+    """A report that opreplay-energy wrote for this capture. Raises UsageError for another one."""
+    wanted = f"expected a report that opreplay-energy wrote (schema version {_ENERGY_SCHEMA})"
+    try:
+        require_regular_file(path)
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise UsageError(f"{flag}={path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{flag}={path}: is not JSON; {wanted}") from None
+    if not isinstance(content, dict) or "isolated_kernels" not in content:
+        raise UsageError(f"{flag}={path}: is no energy report; {wanted}")
+    if content.get("schema_version") != _ENERGY_SCHEMA:
+        raise UsageError(f"{flag}={path}: has the schema version {content.get('schema_version')!r:.40}; {wanted}")
+    found = Fields(content, f"{flag}={path}")
+    _require_same_capture(found.where, found.fields("context").content.get("capture_session"), reader)
+    return found
+
+
+def _require_same_capture(where: str, session: object, reader: CaptureReader) -> None:
+    if session != reader.session.session_id:
+        raise UsageError(
+            f"{where}: was measured on another capture (session {session!s:.80}); expected one of {reader.path} "
+            f"(session {reader.session.session_id}): measure this capture, or name the other one"
+        )

@@ -1,0 +1,186 @@
+"""The ops of a capture as columns of numbers, and the passes through its scopes: read once, frame by frame."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from replayfmt.dump.values import device_slot
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.distinct import distinct
+from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.signatures.groups import SignatureIndex
+
+UNKNOWN = -1
+_LONGEST_NS = 1 << 53  # 104 days: what a browser still counts in single nanoseconds
+
+
+@dataclass(frozen=True)
+class ScopePass:
+    """One pass through a scope, in nanoseconds since the session's start. `depth` is 0 for the outermost."""
+
+    scope: int
+    depth: int
+    thread: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class CapturedOps:
+    """A row for each op. `signature` and `stream` index `signatures` and `streams`; `kernel`, `scope` and `device` are
+    ids of the capture (0: none). Times are nanoseconds, UNKNOWN where nothing was measured. `calls` is how many calls
+    of the program the op stands for."""
+
+    signatures: list[str]
+    streams: list[str]
+    ordinal: np.ndarray
+    signature: np.ndarray
+    kernel: np.ndarray
+    scope: np.ndarray
+    thread: np.ndarray
+    device: np.ndarray
+    stream: np.ndarray
+    calls: np.ndarray
+    start_ns: np.ndarray
+    duration_ns: np.ndarray
+    device_ns: np.ndarray
+    scope_passes: list[ScopePass]
+
+    def __len__(self) -> int:
+        return len(self.ordinal)
+
+
+def captured_ops(reader: CaptureReader) -> CapturedOps:
+    """Every op of a capture. Raises InvalidCapture for a damaged frame."""
+    return _Reading(reader).everything()
+
+
+class _Reading:
+    def __init__(self, reader: CaptureReader) -> None:
+        self._reader = reader
+        self._index = SignatureIndex(reader)
+        self._kind = np.array([0, *(each.kind for each in reader.signatures[1:])], np.int64)
+        self._kernel = np.array([0, *(each.kernel for each in reader.signatures[1:])], np.int64)
+        self._meta_device = np.array([0, *(meta.device for meta in reader.metas[1:])], np.int64)
+        self._texts: dict[str, int] = {}
+        self._streams: dict[str, int] = {"": 0}
+        self._open: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._passes: list[ScopePass] = []
+        self._depths = [0] * len(reader.scopes)
+        for number, scope in enumerate(reader.scopes[1:], start=1):  # a parent has a smaller id
+            self._depths[number] = self._depths[scope.parent] + 1 if scope.parent else 0
+
+    def everything(self) -> CapturedOps:
+        columns: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+        end_ns = 0
+        for number in range(len(self._reader.record_frames)):
+            frame = self._reader.frame(number)
+            kinds = self._kind[frame.signature]
+            self._scopes(frame, kinds)
+            rows = np.flatnonzero(kinds == RecordKind.op)
+            for name, column in self._columns(frame, rows).items():
+                columns[name].append(column)
+            if frame.count:
+                end_ns = max(end_ns, min(int(frame.start_ns.max()), _LONGEST_NS))
+        for (thread, scope), starts in self._open.items():  # entered, and the capture ends before they do
+            self._passes += [ScopePass(scope, self._depths[scope], thread, start, end_ns) for start in starts]
+        names = _COLUMNS if columns else ()
+        joined = {name: np.concatenate(columns[name]) for name in names} or {
+            name: np.zeros(0, np.int64) for name in _COLUMNS
+        }
+        passes = sorted(self._passes, key=lambda each: (each.start_ns, each.depth))
+        return CapturedOps(list(self._texts), list(self._streams), scope_passes=passes, **joined)
+
+    def _columns(self, frame: RecordFrame, rows: np.ndarray) -> dict[str, np.ndarray]:
+        start = frame.first_ordinal
+        signature = np.zeros(frame.count, np.int64)
+        for ops in self._index.ops_by_key(None, start, start + frame.count):
+            text = self._index.text(ops.key, int(ops.ordinals[0]))
+            signature[ops.ordinals - start] = self._texts.setdefault(text, len(self._texts))
+        devices = self._devices(frame, rows)
+        calls, traced = self._annotated(frame, rows)
+        return {
+            "ordinal": rows + start,
+            "signature": signature[rows],
+            "kernel": self._kernel[frame.signature[rows]],
+            "scope": frame.scope[rows].astype(np.int64),
+            "thread": frame.thread[rows].astype(np.int64),
+            "device": devices,
+            "stream": np.where(traced > 0, traced, self._placed(frame, rows, devices)),
+            "calls": calls,
+            "start_ns": np.clip(frame.start_ns[rows].astype(np.float64), 0, _LONGEST_NS).astype(np.int64),
+            "duration_ns": _duration(frame.duration_ns, rows),
+            "device_ns": _duration(frame.device_duration_ns, rows),
+        }
+
+    def _devices(self, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
+        """The id of each op's device, 0 for an op without tensors."""
+        found = np.zeros(frame.count, np.int64)
+        for number in distinct(frame.signature[rows]).tolist():
+            slot = device_slot(self._reader.layouts[number])
+            if slot is not None:
+                chosen = rows[frame.signature[rows] == number]
+                found[chosen] = self._meta_device[
+                    frame.tensor_meta[frame.tensor_slots[frame.tensor_first[chosen] + slot]]
+                ]
+        return found[rows]
+
+    def _placed(self, frame: RecordFrame, rows: np.ndarray, devices: np.ndarray) -> np.ndarray:
+        """The stream that each op was issued to, as a number in `streams`; 0 for the default one."""
+        found = np.zeros(len(rows), np.int64)
+        if frame.placement is None:
+            return found
+        placements = frame.placement[rows].astype(np.int64)
+        for placement, device in {*zip(placements.tolist(), devices.tolist(), strict=True)}:
+            stream = self._reader.placements[placement].stream(device) if placement else 0
+            if stream:
+                found[(placements == placement) & (devices == device)] = self._stream(str(stream))
+        return found
+
+    def _annotated(self, frame: RecordFrame, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How many calls each op stands for, and the stream that an importer found in the trace (0: none)."""
+        calls, streams = np.ones(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        if frame.annotation is None:
+            return calls, streams
+        notes = frame.annotation[rows]
+        for row in np.flatnonzero(notes).tolist():
+            note = self._reader.annotation(int(notes[row])) or {}
+            if "count" in note:
+                calls[row] = self._reader.record(int(rows[row]) + frame.first_ordinal).calls
+            stream = note.get("stream")
+            if isinstance(stream, int):
+                streams[row] = self._stream(str(stream))
+        return calls, streams
+
+    def _stream(self, text: str) -> int:
+        return self._streams.setdefault(text, len(self._streams))
+
+    def _scopes(self, frame: RecordFrame, kinds: np.ndarray) -> None:
+        for row in np.flatnonzero((kinds == RecordKind.scope_begin) | (kinds == RecordKind.scope_end)).tolist():
+            scope, thread, moment = (
+                int(frame.scope[row]),
+                int(frame.thread[row]),
+                min(int(frame.start_ns[row]), _LONGEST_NS),
+            )
+            starts = self._open[thread, scope]
+            if kinds[row] == RecordKind.scope_begin:
+                starts.append(moment)
+            elif starts:
+                self._passes.append(ScopePass(scope, self._depths[scope], thread, starts.pop(), moment))
+
+
+_COLUMNS = (
+    "ordinal", "signature", "kernel", "scope", "thread", "device", "stream", "calls", "start_ns", "duration_ns",
+    "device_ns",
+)  # fmt: skip
+
+
+def _duration(column: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+    """Nanoseconds; UNKNOWN where nothing was measured, or where no clock ran so long."""
+    if column is None:
+        return np.full(len(rows), UNKNOWN, np.int64)
+    values = column[rows].astype(np.int64)
+    return np.where(values < 0, UNKNOWN, np.minimum(values, _LONGEST_NS))

@@ -1,0 +1,243 @@
+"""What a report says: figures add up to those of the files they are from, and what nobody measured has a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+from replayfmt.benchmark.comparison.baseline import read_baseline
+from replayfmt.errors import UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import open_capture
+from replayfmt.report.call_sites import call_sites, kernel_totals
+from replayfmt.report.contents import ReportContents, ReportInputs, make_contents
+from replayfmt.report.documents import read_benchmark, read_energy
+from replayfmt.report.kernel_sections import Section
+from replayfmt.report.ops import captured_ops
+from replayfmt.report.pictures import BarPicture, MissingPicture, ScatterPicture, StepPicture, TimelinePicture
+from replayfmt.report.tables import ReportTable, TableRow
+from replayfmt.report.timeline import Bars, merged
+
+from .conftest import Measured, energy_of, tool
+
+ROOT = Path(__file__).parents[2]
+
+
+def contents_of(measured: Measured, *benchmarks: Path, energy: bool = False, baseline: bool = False) -> ReportContents:
+    with open_capture(measured.capture) as reader:
+        return make_contents(
+            reader,
+            ReportInputs(
+                [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],
+                (str(measured.earlier), read_baseline(measured.earlier)) if baseline else None,
+                read_energy("--energy", measured.energy, reader) if energy else None,
+            ),
+        )
+
+
+def section(contents: ReportContents, name: str) -> Section:
+    return next(each for each in contents.sections if each.name == name)
+
+
+def table(contents: ReportContents, name: str) -> ReportTable:
+    return next(each for one in contents.sections for each in one.tables if each.name == name)
+
+
+def column(shown: ReportTable, title: str, of: str | None = None) -> list[object]:
+    """The figures of a column; of the rows whose text has `of`."""
+    place = next(i for i, each in enumerate(shown.columns) if each.title == title)
+    rows: list[TableRow] = [row for row in shown.rows if of is None or any(of in cell.text for cell in row.cells)]
+    return [row.cells[place].sort for row in rows]
+
+
+@pytest.fixture(scope="module")
+def everything(measured: Measured) -> ReportContents:
+    return contents_of(measured, measured.whole, measured.per_op, energy=True, baseline=True)
+
+
+def test_calls_and_times_add_up_to_those_of_the_records(measured: Measured) -> None:
+    with open_capture(measured.capture) as reader:
+        records = [each for each in reader.records() if each.kind is RecordKind.op]
+        ops = captured_ops(reader)
+        sites, site_of = call_sites(ops)
+        totals = kernel_totals(ops)
+        assert sum(site.calls for site in sites) == sum(each.calls for each in totals) == len(ops) == len(records)
+        host = sum(record.duration_ns or 0 for record in records)
+        assert sum(site.host.total_ns or 0 for site in sites) == sum(each.host.total_ns or 0 for each in totals) == host
+        assert all(site.device.total_ns is None for site in sites)
+        for record, number in zip(records, site_of.tolist(), strict=True):
+            site = sites[number - 1]
+            assert (site.number, site.kernel, site.scope) == (number, record.signature.kernel, record.scope)
+            assert site.first <= record.ordinal
+        begins = [each for each in reader.records() if each.kind is RecordKind.scope_begin]
+        assert [(each.scope, each.start_ns) for each in begins] == [
+            (each.scope, each.start_ns) for each in ops.scope_passes
+        ]
+
+
+def test_measured_calls_are_those_of_the_benchmark_with_the_numbers_in_their_signatures_as_types(
+    everything: ReportContents, measured: Measured
+) -> None:
+    rows = json.loads(measured.per_op.read_text())["benchmarks"]
+    # Three factors, three rows of the benchmark, one call site of three calls.
+    products = [row for row in rows if row["op"] == "aten::mul.Tensor"]
+    assert len(products) == 3
+    kernels, sites = table(everything, "kernels"), table(everything, "call-sites")
+    for shown in (kernels, sites):
+        (total,) = column(shown, "isolated, all calls", "aten::mul.Tensor")
+        assert total == pytest.approx(sum(row["estimated_us"] for row in products) / 1e6)
+        (moved,) = column(shown, "bytes, a call", "aten::mul.Tensor")
+        assert moved == products[0]["bytes_read"] + products[0]["bytes_written"]
+    total = sum(figure for figure in column(kernels, "isolated, all calls") if isinstance(figure, float))
+    assert total == pytest.approx(sum(row["estimated_us"] for row in rows) / 1e6)
+    assert column(sites, "FLOP, a call", "aten::mm") == [2 * 16 * 32 * 8]
+    assert column(sites, "FLOP, a call", "aten::relu") == [""]
+
+
+def test_joules_are_those_of_the_energy_report_and_what_it_could_not_measure_has_its_reason(
+    everything: ReportContents,
+) -> None:
+    kernels = table(everything, "kernels")
+    (calls,), (joules,) = (column(kernels, title, "aten::mul.Tensor") for title in ("calls", "energy, all calls"))
+    assert joules == calls == 3
+    place = [each.title for each in kernels.columns].index("energy, all calls")
+    (cell,) = (row.cells[place] for row in kernels.rows if row.cells[0].text.startswith("aten::mm"))
+    assert (cell.text, cell.about) == ("not measured", "too few samples")
+    parts = table(everything, "energy-parts")
+    assert [row.cells[2].text for row in parts.rows] == ["not measured", "100 J"]
+    assert parts.rows[0].cells[2].about == "the log ends before"
+    assert "0.600 ×" in section(everything, "energy").about[0]
+
+
+def test_the_joules_of_these_tests_are_a_report_as_the_schema_has_it(measured: Measured) -> None:
+    schema = json.loads((ROOT / "docs/energy.schema.json").read_text())
+    jsonschema.validate(energy_of(json.loads(measured.per_op.read_text())), schema)
+
+
+def test_with_everything_given_every_picture_is_drawn(everything: ReportContents) -> None:
+    pictures = {each.name: each for one in everything.sections for each in one.pictures}
+    assert not [each for each in pictures.values() if isinstance(each, MissingPicture)]
+    kinds = {"roofline": ScatterPicture, "memory": StepPicture, "timeline": TimelinePicture, "replay": BarPicture}
+    for name, kind in kinds.items():
+        assert isinstance(pictures[name], kind)
+    roofline, replay = pictures["roofline"], pictures["replay"]
+    assert isinstance(roofline, ScatterPicture) and isinstance(replay, BarPicture)
+    assert [line.y for line in roofline.lines] == [[pytest.approx(roofline.lines[0].x[0] * 1e11), 1e12, 1e12]]
+    assert [each.name for each in replay.series] == ["captured", "replayed, median", "isolated calls, summed"]
+    assert all(note.verified and "bitwise" in note.text for note in everything.verification)
+
+
+def test_slower_than_the_baseline_is_said_of_each_row(everything: ReportContents) -> None:
+    rows = table(everything, "baseline-rows").rows
+    ratios = [row.cells[3].sort for row in rows if isinstance(row.cells[3].sort, float)]
+    assert ratios and all(ratio == pytest.approx(10) for ratio in ratios)
+    assert {row.cells[6].text for row in rows} <= {"slower", "not known", "too noisy to tell"}
+    assert any("BM_replay" in note for note in section(everything, "baseline").notes)
+
+
+def test_what_nobody_measured_is_not_measured_and_says_what_measures_it(measured: Measured) -> None:
+    bare = contents_of(measured)
+    reasons = {
+        each.name: each.reason for one in bare.sections for each in one.pictures if isinstance(each, MissingPicture)
+    }
+    assert set(reasons) == {"top-replayed", "top-bytes", "top-energy", "replay", "roofline", "energy"}
+    assert all("opreplay-" in reason for reason in reasons.values())
+    (note,) = bare.verification
+    assert not note.verified and note.command.startswith("opreplay-run ")
+    kernels = table(bare, "kernels")
+    assert [each.title for each in kernels.columns] == ["kernel", "calls", "signatures", "captured, host", "share"]
+    assert any("FLOP/s" in note and "--per-op" in note for note in kernels.notes)
+    assert any("energy" in note and "--energy=FILE" in note for note in kernels.notes)
+
+
+def test_a_benchmark_by_kernel_has_times_of_kernels_and_none_of_call_sites(measured: Measured, tmp_path: Path) -> None:
+    by_kernel = tmp_path / "by_kernel.json"
+    assert tool("benchmark", "--per-op", "--group-by=kernel", "--benchmark-min-time=6x",
+                f"--benchmark-out={by_kernel}", measured.capture) == 0  # fmt: skip
+    shown = contents_of(measured, by_kernel)
+    rows = {row["name"]: row for row in json.loads(by_kernel.read_text())["benchmarks"]}
+    (total,) = column(table(shown, "kernels"), "isolated, all calls", "aten::mm")
+    assert total == pytest.approx(rows["BM_op/kernel:aten::mm.default"]["estimated_us"] / 1e6)
+    assert not any(each.title.startswith("isolated") for each in table(shown, "call-sites").columns)
+
+
+def test_neighbours_share_a_bar_that_keeps_their_number_and_their_time() -> None:
+    rng = np.random.default_rng(1)
+    lane = np.repeat([0, 1], 5000)
+    start = np.sort(rng.integers(0, 10**9, 10000).reshape(2, 5000), axis=1).reshape(-1)
+    busy = rng.integers(1, 10**5, 10000)
+    ordinal = np.arange(10000)
+    bars = Bars(lane, start, start + busy, busy, np.ones(10000, np.int64), ordinal % 7, ordinal, ordinal)
+    assert merged(bars, 10000) is bars
+    fewer = merged(bars, 500)
+    assert 100 < len(fewer) <= 500
+    assert fewer.count.sum() == 10000 and fewer.busy.sum() == busy.sum()
+    assert set(fewer.lane.tolist()) == {0, 1}
+    for place, number in enumerate(fewer.ordinal.tolist()):
+        assert fewer.start[place] <= start[number] and start[number] + busy[number] <= fewer.end[place]
+        within = (lane == fewer.lane[place]) & (start >= fewer.start[place]) & (start <= start[number])
+        assert busy[number] >= busy[within].max()
+
+
+def edited(path: Path, to: Path, change: object) -> Path:
+    assert callable(change)
+    document = json.loads(path.read_text())
+    change(document)
+    to.write_text(json.dumps(document))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["context"].update(capture_session="another"), "was measured on another capture .session another."),
+        (lambda d: d["context"].update(json_schema_version=2), "has the schema version 2, not 1"),
+        (lambda d: d.update(comparisons=[]), "is a comparison of kernels"),
+        (lambda d: d["benchmarks"][0].update(count="three"), r"benchmarks\[0\]: count: expected a whole number"),
+        (lambda d: d["benchmarks"][0].update(count=-1), r"count: expected a whole number from 0, got -1"),
+        (lambda d: d["benchmarks"][0].update(flops="many"), "flops: expected a finite number or null"),
+        (lambda d: d["benchmarks"][0].update(name="BM_op/((("), "its name is no signature"),
+        (lambda d: d.clear(), "has no context"),
+    ],
+)  # fmt: skip
+def test_a_benchmark_that_is_not_one_of_this_capture_is_one_error(
+    measured: Measured, tmp_path: Path, change: object, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        contents_of(measured, edited(measured.per_op, tmp_path / "edited.json", change))
+
+
+def test_a_benchmark_given_twice_is_refused(measured: Measured) -> None:
+    for path in (measured.whole, measured.per_op):
+        with pytest.raises(UsageError, match="is in several of the files"):
+            contents_of(measured, path, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["context"].update(capture_session=None), "was measured on another capture"),
+        (lambda d: d.update(schema_version=9), "has the schema version 9"),
+        (lambda d: d.pop("isolated_kernels"), "is no energy report"),
+        (lambda d: d["kernels"].append(3), r"kernels\[\d+\]: expected an object, got"),
+        (lambda d: d["kernels"][0].update(joules_per_call=[1]), "joules_per_call: expected a finite number or null"),
+        (lambda d: d.pop("comparison"), "comparison: expected an object, got nothing"),
+    ],
+)
+def test_an_energy_report_that_is_not_one_of_this_capture_is_one_error(
+    measured: Measured, tmp_path: Path, change: object, words: str
+) -> None:
+    path = edited(measured.energy, tmp_path / "edited.json", change)
+    with open_capture(measured.capture) as reader, pytest.raises(UsageError, match=words):
+        make_contents(reader, ReportInputs([], None, read_energy("--energy", path, reader)))
+
+
+def test_no_text_of_a_report_says_that_a_missing_figure_is_0(measured: Measured) -> None:
+    shown = contents_of(measured, measured.whole)
+    cells = [cell for one in shown.sections for each in one.tables for row in each.rows for cell in row.cells]
+    assert not [cell for cell in cells if re.fullmatch(r"0 (s|J|W|FLOP|FLOP/s|B/s)", cell.text)]

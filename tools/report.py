@@ -1,0 +1,79 @@
+"""opreplay-report: a capture, and what was measured of it, as one page."""
+
+from __future__ import annotations
+
+import click
+
+from replayfmt.format.printable import counted
+
+from .command import reader_may_leave, run_tool, say, tool
+
+
+@tool(
+    "opreplay-report",
+    ("opreplay-report step.opreplay -o report.html", "What is in a capture:"),
+    (
+        "opreplay-report --benchmark=whole.json --benchmark=per_op.json step.opreplay -o report.html",
+        "With what opreplay-benchmark measured (--benchmark-out):",
+    ),
+)
+@click.option("--output", "-o", "out", metavar="FILE", required=True, help="Write the page to FILE.")
+@click.option(
+    "--benchmark",
+    "benchmarks",
+    multiple=True,
+    metavar="FILE",
+    help="Add times that opreplay-benchmark --benchmark-out wrote: of whole replays, or of single ops (--per-op). "
+    "Repeatable: one of each.",
+)
+@click.option("--energy", metavar="FILE", help="Add the joules of a report that opreplay-energy wrote.")
+@click.option(
+    "--baseline",
+    metavar="FILE",
+    help="Compare each row of --benchmark with that of the same name in FILE, which --benchmark-out wrote.",
+)
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.argument("capture", metavar="CAPTURE", type=click.Path())
+def cli(
+    capture: str, out: str, benchmarks: tuple[str, ...], energy: str | None, baseline: str | None, force: bool
+) -> int:
+    """Make one page of CAPTURE and of what was measured of it.
+
+    The page needs no network: tables that sort and filter, and pictures, for a screen, a phone or paper. Needs neither
+    PyTorch nor the captured devices.
+
+    Exits with 0 if the page is written, 1 if it cannot be, 2 for wrong usage and measurements that are damaged or of
+    another capture, 3 if CAPTURE is missing, unreadable or not valid.
+    """
+    from importlib.metadata import version
+
+    from replayfmt.benchmark.comparison.baseline import read_baseline
+    from replayfmt.benchmark.output import output_file, refuse_input
+    from replayfmt.format.reader import open_capture
+    from replayfmt.report.contents import ReportInputs, make_contents
+    from replayfmt.report.documents import read_benchmark, read_energy
+    from replayfmt.report.page import make_page
+
+    for given in (capture, *benchmarks, energy, baseline):
+        if given is not None:
+            refuse_input("--output", out, given)
+    with open_capture(capture) as reader, output_file("--output", out, force) as file:
+        inputs = ReportInputs(
+            [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],
+            None if baseline is None else (baseline, read_baseline(baseline)),
+            None if energy is None else read_energy("--energy", energy, reader),
+        )
+        page = make_page(make_contents(reader, inputs), version("opreplay"))
+        file.write(page)
+    with reader_may_leave():
+        say(f"{out}: {counted(len(page.encode()), 'byte')}; open it in a browser")
+    return 0
+
+
+def main() -> None:
+    """The console script."""
+    run_tool(cli)
+
+
+if __name__ == "__main__":
+    main()
