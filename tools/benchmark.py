@@ -15,7 +15,8 @@ from replayfmt.errors import UsageError
 from .baseline import BaselineFlags, baseline_options, show_below
 from .command import reader_may_leave, run_tool, say, tool
 from .compare import refuse_with_compare, run_compare
-from .energy_windows import check_energy_windows, energy_options, run_energy, run_energy_windows
+from .energy_windows import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
+from .memory import check_memory, memory_option
 from .per_op import PerOpFlags, per_op_options, run_per_op
 from .precision_flags import precision_options
 from .profiling_flags import profiled, profiling_options, profiling_request
@@ -91,6 +92,7 @@ _REDRAW_S = 0.2
     "report for the whole replay, its scopes and each signature whether there is a difference.",
 )
 @reconcile_options
+@memory_option
 @energy_options
 @per_op_options
 @profiling_options
@@ -115,9 +117,11 @@ def cli(
     noise_floor: bool,
     compare: bool,
     reconcile: bool,
+    memory: bool,
     program: str | None,
     program_runs: int,
     energy: bool,
+    energy_source: str,
     energy_out: str | None,
     power_log_out: str | None,
     energy_windows: str | None,
@@ -146,6 +150,7 @@ def cli(
     if benchmark_out and profiling and os.path.realpath(benchmark_out) == os.path.realpath(profiling.output):
         raise UsageError(f"{_OUT} and --device-profiling-output are the same file: {benchmark_out}")
     check_energy_windows(context)
+    check_memory(context)
     per_op = PerOpFlags.of(context, flags.verify)
     if compare:
         refuse_with_compare(context, flags, per_op is not None)
@@ -169,23 +174,13 @@ def cli(
                 if path is not None:
                     refuse_input(flag, path, capture)
                 kept.append(None if path is None else stack.enter_context(output_file(flag, path, force)).write)
-            return run_energy(
-                lambda keep_going: flags.plan(capture, keep_going=keep_going),
-                context,
-                flags.verify,
-                stack.enter_context(_progress()),
-                *kept,
-            )
+            work = Work(capture, flags, replay_scope, program, context, stack.enter_context(_progress()))
+            return run_energy(work, *kept)
         if energy_windows is not None:
             refuse_input("--energy-windows", energy_windows, capture)
             file = stack.enter_context(output_file("--energy-windows", energy_windows, force))
-            return run_energy_windows(
-                lambda keep_going: flags.plan(capture, keep_going=keep_going),
-                context,
-                flags.verify,
-                stack.enter_context(_progress()),
-                file.write,
-            )
+            work = Work(capture, flags, replay_scope, program, context, stack.enter_context(_progress()))
+            return run_energy_windows(work, file.write)
         if reconcile:
             run_reconcile(
                 lambda keep_going: flags.plan(capture, keep_going=keep_going),
@@ -207,10 +202,18 @@ def cli(
             return 0
         stack.enter_context(profiled(profiling, plan))
         report, below, passes = against.apply(lambda: _measure(plan, options))
+        if memory:
+            from replayfmt.benchmark.memory import MemoryReport
+
+            found = MemoryReport.of(plan)
+            report.sections["memory"] = found.as_json()
         if out is not None:
             out.write(report.json())
         with reader_may_leave():
             _show(report, benchmark_format)
+            if memory and benchmark_format == "console":
+                for line in found.lines():
+                    say(line)
             show_below(below, benchmark_format)
     return 0 if passes else 1
 

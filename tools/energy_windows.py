@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,9 +15,15 @@ from replayfmt.errors import UsageError
 from .command import say
 
 if TYPE_CHECKING:
+    from replayfmt.benchmark.energy.power_log import PowerLog
+    from replayfmt.benchmark.energy.running import WindowRunner
+    from replayfmt.benchmark.energy.sampler import Sampler
     from replayfmt.benchmark.energy.windows import WindowsFile
     from replayfmt.benchmark.measure import Progress
+    from replayfmt.benchmark.scopes import MeasuredRegion
     from replayfmt.replay.plan import Plan
+
+    from .replay_flags import ReplayFlags
 
 _FLAG = "--energy-windows"
 # Flags of other measurements.
@@ -27,10 +36,10 @@ _NOT_WITH_WINDOWS = (
     "benchmark_format",
     "benchmark_out",
     "inputs",
-    "replay_scope",
     "per_op",
     "compare",
     "reconcile",
+    "program_runs",
     "baseline",
     "fail_above",
     "noise_floor",
@@ -64,17 +73,27 @@ def energy_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="With --energy or --energy-windows: the time between two samples of power. Windows hold at least 10.",
         ),
         click.option(
+            "--energy-source",
+            type=click.Choice(["auto", "gpu", "soc", "cpu"]),
+            default="auto",
+            show_default=True,
+            help="With --energy: whose energy. gpu: NVML or AMD SMI; soc: a system on a chip (Jetson, Apple); cpu: "
+            "processors and their memory (RAPL). auto: for a replay on an accelerator gpu or soc, for one without cpu, "
+            "soc or gpu, whichever is there.",
+        ),
+        click.option(
             "--energy",
             is_flag=True,
-            help="Measure joules of the whole replay and of each distinct op (--op-filter and --op-limit choose some), "
-            "in windows as with --energy-windows, while a process of its own samples the power of the GPUs through "
-            "zeus.",
+            help="Measure joules of the whole replay, of each scope (or --replay-scope), and of each distinct op "
+            "(--op-filter and --op-limit choose some), in windows as with --energy-windows, while a process of its own "
+            "samples power and energy counters through zeus. With --program also those of the program itself.",
         ),
         click.option(
             "--energy-windows",
             metavar="FILE",
-            help="Run nothing, the whole replay, and each distinct op (--op-filter and --op-limit choose some), each "
-            "again and again, and write to FILE what ran when. Log the power meanwhile; opreplay-energy integrates it.",
+            help="Run nothing, the whole replay, each scope (or --replay-scope), and each distinct op (--op-filter and "
+            "--op-limit choose some), each again and again, and write to FILE what ran when. Log the power meanwhile; "
+            "opreplay-energy integrates it.",
         ),
     ):
         function = option(function)
@@ -89,7 +108,7 @@ def check_energy_windows(context: click.Context) -> None:
 
     energy, windows = context.params["energy"], context.params["energy_windows"] is not None
     if not energy:
-        for name in ("energy_out", "power_log_out"):
+        for name in ("energy_out", "power_log_out", "energy_source"):
             if given(name):
                 raise UsageError(f"--{name.replace('_', '-')} needs --energy")
     if not energy and not windows:
@@ -104,17 +123,30 @@ def check_energy_windows(context: click.Context) -> None:
             raise UsageError(f"--{name.replace('_', '-')} does not go with {'--energy' if energy else _FLAG}")
 
 
-def run_energy_windows(
-    make_plan: Callable[[bool], Plan],
-    context: click.Context,
-    verify: Any,
-    progress: Progress | None,
-    write: Callable[[str], None],
-) -> int:
-    """Run the windows, and `write` their file. Returns the exit code: 1 if a requested op has no window."""
-    found = _windows(make_plan, context, verify, progress)
+@dataclass(frozen=True)
+class Work:
+    """What is measured: a capture, as its flags say."""
+
+    capture: str
+    flags: ReplayFlags
+    scopes: tuple[str, ...]
+    program: str | None
+    context: click.Context
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        from replayfmt.benchmark.program import script_words
+
+        if self.program is not None:
+            script_words(self.program)  # the program is measured last, minutes later
+
+
+def run_energy_windows(work: Work, write: Callable[[str], None]) -> int:
+    """Run the windows, and `write` their file. Returns the exit code: 1 if requested work has no window."""
+    with work.flags.plan(work.capture) as plan:
+        found = _windows(work, plan, None)
     write(found.text())
-    path = context.params["energy_windows"]
+    path = work.context.params["energy_windows"]
     ops = sum(window.role == "op" for window in found.windows)
     say(f"{path}: {len(found.windows)} windows, of {ops} ops, {found.context['window_s']:g} s or more each")
     for each in found.not_run:
@@ -123,17 +155,9 @@ def run_energy_windows(
     return 1 if found.not_run else 0
 
 
-def run_energy(
-    make_plan: Callable[[bool], Plan],
-    context: click.Context,
-    verify: Any,
-    progress: Progress | None,
-    write: Callable[[str], None] | None,
-    keep_log: Callable[[str], None] | None,
-) -> int:
+def run_energy(work: Work, write: Callable[[str], None] | None, keep_log: Callable[[str], None] | None) -> int:
     """Run the windows while the power is sampled, and print the report; `write` receives its JSON, `keep_log` the log.
-    Returns the exit code: 1 if a requested op has no window."""
-    import tempfile
+    Returns the exit code: 1 if requested work has no window."""
     from datetime import UTC
     from pathlib import Path
 
@@ -141,16 +165,20 @@ def run_energy(
     from replayfmt.benchmark.energy.report import make_energy_report
     from replayfmt.benchmark.energy.sampler import sampling
 
-    with tempfile.TemporaryDirectory() as directory:
+    values = work.context.params
+    with tempfile.TemporaryDirectory() as directory, work.flags.plan(work.capture) as plan:
         log = Path(directory) / "power.csv"
         try:
-            with sampling(log, context.params["power_interval"]):
-                found = _windows(make_plan, context, verify, progress)
+            with sampling(log, values["power_interval"], _kinds(values["energy_source"], plan)) as sampler:
+                found = _windows(work, plan, sampler)
         finally:
             if keep_log is not None and log.exists() and log.stat().st_size:
                 keep_log(log.read_text(encoding="utf-8"))
         power = read_power_log(log, zone=UTC)
-    report = make_energy_report(found, power, offset_s=0.0, averaging_s=context.params["power_averaging"])
+        warnings = _not_of_the_work(power, plan)
+    report = make_energy_report(
+        found, power, offset_s=0.0, averaging_s=values["power_averaging"], source=sampler.source, warnings=warnings
+    )
     if write is not None:
         write(report.json())
     for line in report.lines():
@@ -158,32 +186,93 @@ def run_energy(
     return 1 if found.not_run else 0
 
 
-def _windows(
-    make_plan: Callable[[bool], Plan], context: click.Context, verify: Any, progress: Progress | None
-) -> WindowsFile:
+def _uses_accelerator(plan: Plan) -> bool:
+    from replayfmt.pytorch.accelerators import is_accelerator
+
+    return any(is_accelerator(device) for device in plan.devices)
+
+
+def _kinds(source: str, plan: Plan) -> tuple[str, ...]:
+    """Kinds of sources, the best for this work first."""
+    if source != "auto":
+        return (source,)
+    return ("gpu", "soc") if _uses_accelerator(plan) else ("cpu", "soc", "gpu")
+
+
+def _not_of_the_work(power: PowerLog, plan: Plan) -> list[str]:
+    """A warning if what was sampled is not what worked."""
+    processors = any(name.startswith("cpu:") for name in power.gpus)
+    if any(name.startswith("soc") for name in power.gpus) or processors != _uses_accelerator(plan):
+        return []
+    if processors:
+        return ["the replay works on an accelerator, and this is the energy of the processors"]
+    return ["the replay uses no accelerator, and this is the energy of GPUs that had nothing to do"]
+
+
+def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
+    """Run all windows. `plan` is that of the whole capture."""
     from datetime import datetime
 
     from replayfmt.benchmark.energy.running import WindowOptions, WindowRunner
     from replayfmt.benchmark.energy.windows import WindowsFile
+    from replayfmt.benchmark.gpu_state import GpuWatch
     from replayfmt.benchmark.reports.rows import plan_context
+    from replayfmt.benchmark.scopes import entered_scopes, find_regions
 
-    values = context.params
+    values = work.context.params
     options = WindowOptions(
-        values["power_interval"], values["power_averaging"], verify, values["op_filter"], values["op_limit"]
+        values["power_interval"],
+        values["power_averaging"],
+        work.flags.verify,
+        values["op_filter"],
+        values["op_limit"],
+        0.0 if sampler is None else sampler.counter_period_s or 0.0,
     )
-    runner = WindowRunner(options, progress=progress)
-    with make_plan(False) as plan:
-        told = plan_context(plan)
-        runner.idle_and_whole(plan)
-    with make_plan(True) as plan:
-        runner.ops(plan)
+    require_source = (lambda: None) if sampler is None else sampler.require_running
+    runner = WindowRunner(options, progress=work.progress, require_source=require_source)
+    told = plan_context(plan)
+    gpus = GpuWatch(plan.devices)
+    regions = find_regions(plan.reader, work.scopes or entered_scopes(plan.reader))
+    runner.idle_and_whole(plan, gpus.begin)
+    plan.close()  # so that its memory is not held twice
+    for region in regions:
+        _scope(work, region, runner)
+    with work.flags.plan(work.capture, keep_going=True) as each:
+        runner.ops(each)
+    if work.program is not None:
+        runner.program(work.program)
+    gpus.end()
     offset = datetime.now().astimezone().utcoffset()
     assert offset is not None
     settings = {
+        "gpus": gpus.rows(),
         "power_interval_s": options.interval_s,
         "power_averaging_s": options.averaging_s,
+        "counter_period_s": None if sampler is None else sampler.counter_period_s,
         "window_s": options.window_s,
         "distinct_ops": runner.distinct_ops,
         "selected_ops": runner.selected_ops,
     }
     return WindowsFile(told | settings, int(offset.total_seconds()), runner.windows, runner.not_run)
+
+
+def _scope(work: Work, region: MeasuredRegion, runner: WindowRunner) -> None:
+    """A window for a scope, of a capture cut to it; one that cannot be cut out or replayed apart is listed."""
+    from replayfmt.errors import OpReplayError
+    from replayfmt.trim.selection import Wanted
+    from replayfmt.trim.trimming import checked_here, trim_capture
+
+    name = str(region.name)
+    if not region.ops:
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        part = os.path.join(directory, "scope.opreplay")
+        try:
+            with work.flags.plan(work.capture, keep_going=True) as plan:
+                trim_capture(plan, part, Wanted(scope=(name,)), checked_here(work.flags.plan), verify=work.flags.verify)
+            with work.flags.plan(part) as alone:
+                runner.scope(alone, name, region.passes)
+        except OpReplayError as error:
+            runner.require_source()
+            why = str(error).partition("\n")[0].replace(part, "the part")
+            runner.not_run.append({"role": "scope", "name": name, "count": region.passes, "reason": why})

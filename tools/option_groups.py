@@ -35,9 +35,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Measurement": (
         "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",
         "--benchmark-repetitions", "--warm", "--compare", "--benchmark", "--baseline", "--fail-above",
-        "--noise-floor", "--energy", "--energy-out", "--power-log-out", "--energy-windows", "--power-interval",
-        "--power-averaging", "--zone", "--gpu", "--clock-offset", "--reconcile", "--program",
-        "--program-runs", "--per-op", "--roofline", "--peak-flops",
+        "--noise-floor", "--energy", "--energy-source", "--energy-out", "--power-log-out", "--energy-windows",
+        "--power-interval", "--power-averaging", "--zone", "--gpu", "--clock-offset", "--reconcile", "--program",
+        "--program-runs", "--memory", "--per-op", "--roofline", "--peak-flops",
         "--peak-bandwidth", "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),
     "Permissions": ("--allow-operator", "--allow-import", "--allow-code", "--allow-incomplete", "--isolate"),

@@ -44,9 +44,9 @@ def reconcile_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--program",
             metavar="COMMAND",
-            help="With --reconcile: the captured program, 'script.py args…' as after python. It is run without a "
-            "recorder, and its own time stands beside the replay's: with --replay-scope that of its scope of that "
-            "name.",
+            help="With --reconcile, --energy or --energy-windows: the captured program, 'script.py args…' as after "
+            "python. It is run without a recorder, and its own time (with --replay-scope that of its scope of that "
+            "name), or the energy of the whole script again and again, stands beside the replay's.",
         ),
         click.option(
             "--reconcile",
@@ -68,7 +68,8 @@ def check_reconcile(context: click.Context, scopes: tuple[str, ...]) -> None:
 
     if not context.params["reconcile"]:
         for name in ("program", "program_runs"):
-            if given(name):
+            measures_energy = context.params["energy"] or context.params["energy_windows"] is not None
+            if given(name) and not (name == "program" and measures_energy):
                 raise UsageError(f"--{name.replace('_', '-')} needs --reconcile")
         return
     if given("program_runs") and not given("program"):

@@ -27,6 +27,7 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult, VerifyMode
 from replayfmt.replay.run.execute import OnScope
 
+from .gpu_state import GpuWatch
 from .inputs import CacheFlush, Inputs, describe_inputs
 from .meters.meter import Clock, MakeMeter, NotMeasured, Quantity
 from .meters.registered import METERS
@@ -115,7 +116,7 @@ class Run:
     requested. `before` and `after` are the results of the verified replays, None if verification is off. `cut_short` is
     the number of elapsed seconds if measuring gave up before it had the requested timed seconds, else None. `inputs`
     says what was in the caches; `step_ns` is the smallest step of the clock that the times are from, None if unknown;
-    `meters` describes every meter (`Stopwatch.describe`).
+    `meters` describes every meter (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`).
     """
 
     options: Options
@@ -127,6 +128,7 @@ class Run:
     inputs: str = ""
     step_ns: float | None = None
     meters: list[dict[str, Any]] = field(default_factory=list)
+    gpus: list[dict[str, Any]] = field(default_factory=list)
 
 
 # The current activity, how many are done, of how many (None: not yet known).
@@ -152,13 +154,18 @@ def measure(
         plan, whole_capture(plan.reader), regions, options, timed_by(plan, clock), progress or _no_progress, meters
     )
     before = runner.verify("before")
+    gpus = GpuWatch(plan.devices)
+    gpus.begin()
     iterations, cut_short = runner.first_repetition()
     for _ in range(1, options.repetitions):
         runner.repetition(iterations)
+    gpus.end()
     after = runner.verify("after")
     whole = Measurement(runner.whole_region, runner.whole_samples)
     scopes = [Measurement(watch.region, samples) for watch, samples in zip(runner.watches, runner.samples, strict=True)]
-    return Run(options, scopes or [whole], whole, before, after, cut_short, runner.inputs, *runner.meters())
+    return Run(
+        options, scopes or [whole], whole, before, after, cut_short, runner.inputs, *runner.meters(), gpus.rows()
+    )
 
 
 def timed_by(plan: Plan, clock: Clock | None) -> Clock:

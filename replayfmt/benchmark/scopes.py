@@ -98,6 +98,14 @@ def matching_scopes(reader: CaptureReader, name: str) -> dict[int, str]:
     return matching
 
 
+def entered_scopes(reader: CaptureReader) -> tuple[str, ...]:
+    """The full paths of the scopes that hold records, in the order of their definitions."""
+    entered: set[int] = set()
+    for index in range(len(reader.record_frames)):
+        entered.update(np.unique(reader.frame(index).scope).tolist())
+    return tuple(dict.fromkeys(reader.scope_path(scope) for scope in sorted(entered - {0})))
+
+
 def scopes_inside(reader: CaptureReader, names: tuple[str, ...]) -> set[int]:
     """The ids of the scopes that any of `names` selects, and of all scopes inside them. Raises UsageError for a name
     that selects none."""

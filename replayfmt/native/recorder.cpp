@@ -17,6 +17,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "code_calls.h"
 #include "hot_run.h"
 
 #include <cstdint>
@@ -28,9 +29,6 @@ namespace {
 using namespace opreplay;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
-
-// PyTorch has this key for fake tensors written in C++, which nothing makes on plain tensors.
-constexpr DispatchKey kKey = DispatchKey::Fake;
 
 // ------------------------------------------------------------------------------------------------------------- the hook
 
@@ -305,6 +303,17 @@ EXPORTED PyObject* opreplay_recorder_types() {
       .def("settle", &Session::settle)
       .def("move_scopes", &Session::move_scopes)
       .def("watch_streams", [](Session& self, const at::Device& device) { self.streams.watch(device); })
+      .def("forget_marked", &Session::forget_marked)
+      .def("cover", [](Session& self, uintptr_t enter, uintptr_t leave) {
+             self.enter = reinterpret_cast<void (*)()>(enter);
+             self.leave = reinterpret_cast<void (*)()>(leave);
+           })
+      .def("noted_region", [](std::shared_ptr<Session> self, int64_t signature, std::optional<std::vector<size_t>> writes,
+                              py::object mark) {
+             return callable<NotedRegion, call_noted>(
+                 std::make_unique<NotedRegion>(NotedRegion{std::move(self), signature, std::move(writes), std::move(mark)}),
+                 "noted_region");
+           })
       .def("clear", &Session::clear)
       .def("forked", &Session::forked);
   return scope.release().ptr();

@@ -143,6 +143,8 @@ class Session {
   size_t born = 0;                       // storages since the last look for dead ones
   std::optional<Draws> drawn;            // where a replay's generator is; none where Python has not said it
   size_t drawing = 0;                    // calls that draw here
+  void (*enter)() = nullptr;             // around work that is recorded as a whole, where threads are watched
+  void (*leave)() = nullptr;
   std::condition_variable drew;          // one of them has returned
 
   // Whether it is time to look for dead storages. With the mutex held.
@@ -184,10 +186,8 @@ class Session {
     return found == storages.end() ? nullptr : &found->second;
   }
   Storage& add(c10::StorageImpl* impl, int64_t id, int64_t bytes, bool adopted, bool new_views) {
-    auto weak = c10::weak_intrusive_ptr<c10::StorageImpl>(
-        c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(impl));
     born++;
-    return storages.emplace(impl, Storage{std::move(weak), id, bytes, adopted, new_views, false, {}, {}}).first->second;
+    return storages.emplace(impl, Storage{weak(impl), id, bytes, adopted, new_views, false, {}, {}}).first->second;
   }
 
   // Append a row that tells the death of the storages that were born here, if any died. With the mutex held.
@@ -358,6 +358,24 @@ class Session {
            });
   }
 
+  // Python knows that a storage may have been written unseen, until it says otherwise.
+  void note_marked(c10::StorageImpl* impl) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (marked_.size() >= 2 * marked_alive_ + 64) {
+      std::erase_if(marked_, [](const auto& each) { return each.second.expired(); });
+      marked_alive_ = marked_.size();
+    }
+    marked_.emplace(impl, weak(impl));
+  }
+  bool is_marked(c10::StorageImpl* impl) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return marked_.count(impl) != 0;
+  }
+  void forget_marked(uintptr_t address) {
+    std::lock_guard<std::mutex> lock(mutex);
+    marked_.erase(reinterpret_cast<c10::StorageImpl*>(address));
+  }
+
   void move_scopes() { scopes_moved.store(next_move()); }
 
   void clear() {
@@ -368,14 +386,42 @@ class Session {
     metas.clear();
     metas_by_id.clear();
     signatures.clear();
+    marked_.clear();
   }
 
  private:
+  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_;
+  size_t marked_alive_ = 0;  // when it was last looked
+
+  static WeakStorage weak(c10::StorageImpl* impl) {
+    return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(impl));
+  }
   // The storage that a tracker of Python's is of. Its memory may be another storage's by now: ids tell them apart.
   std::unordered_map<const c10::StorageImpl*, Storage>::iterator find(uintptr_t address, int64_t id) {
     const auto found = storages.find(reinterpret_cast<c10::StorageImpl*>(address));
     return found == storages.end() || id == 0 || found->second.id == id ? found : storages.end();
   }
+};
+
+// While it lives, what the calling thread does belongs to work that is recorded as a whole.
+class Covered {
+ public:
+  explicit Covered(const Session& session) : leave_(session.leave) {
+    if (session.enter) {
+      session.enter();
+    }
+  }
+  Covered(const Covered&) = delete;
+  Covered& operator=(const Covered&) = delete;
+  ~Covered() {
+    if (leave_) {
+      leave_();
+    }
+  }
+
+ private:
+  void (*leave_)();
 };
 
 }  // namespace opreplay

@@ -94,6 +94,12 @@ class ThreadWatch:
         finally:
             self._library.opreplay_watch_leave()
 
+    def tell_how_to_cover(self, session: Any) -> None:
+        """Have a `Session` of session.h do around work what `covered` does."""
+        if self._library is not None:
+            functions = (self._library.opreplay_watch_enter, self._library.opreplay_watch_leave)
+            session.cover(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
+
     def has_counted(self) -> bool:
         """Whether there is anything to collect."""
         return self._library is not None and self._watching and self._library.opreplay_watch_collect(None, 0) > 0

@@ -152,6 +152,7 @@ class Core:
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
         self.numeric = NumericState(self.records)
         if native is not None:
+            self.thread_watch.tell_how_to_cover(native)
             native.settle()
             self.numeric.restated = native.settle
             self.scopes.contexts.moved = native.move_scopes

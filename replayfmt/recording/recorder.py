@@ -393,13 +393,19 @@ class Recorder:
         core = self._core
         return None if core is None else core.attempt(step, *args)
 
-    def unsupported(self, reason: str, op: str, detail: str) -> None:
-        """Record work that cannot be reproduced."""
-        self._tell(lambda core: core.records.unsupported(reason, op, detail))
+    def unsupported(self, reason: str, op: str, detail: str) -> int | None:
+        """Record work that cannot be reproduced. Returns the record's signature; None if nothing was recorded."""
+        return self._tell(lambda core: core.records.unsupported(reason, op, detail))
 
-    def mark_outside_write(self, tensor: torch.Tensor) -> None:
-        """Something unseen may have written to a tensor: its content is imported again at its next use."""
-        self._tell(lambda core: core.outside.written(tensor))
+    def mark_outside_write(self, tensor: torch.Tensor) -> bool:
+        """Something unseen may have written to a tensor: its content is imported again at its next use. See
+        `Outside.written`."""
+        return bool(self._tell(lambda core: core.outside.written(tensor)))
+
+    @property
+    def native(self) -> Any:
+        """What records without Python, a `Session` of native/session.h; None where nothing does."""
+        return None if self._core is None else self._core.native
 
     def storage_written(self, storage: torch.UntypedStorage) -> None:
         """Something unseen wrote to a storage: its content is imported again at its next use."""
@@ -417,10 +423,9 @@ class Recorder:
         """Others may write to a storage from now on: its content is checked before each use."""
         self._tell(lambda core: core.outside.shared(storage))
 
-    def _tell(self, what: Callable[[Core], None]) -> None:
+    def _tell(self, what: Callable[[Core], _T]) -> _T | None:
         core = self._core
-        if core is not None and core.on:
-            core.attempt(_tell, core, what)
+        return core.attempt(_tell, core, what) if core is not None and core.on else None
 
 
 @contextmanager
@@ -458,13 +463,14 @@ def scope(name: str) -> Iterator[None]:
             core.scope_end(entered)
 
 
-def _tell(core: Core, what: Callable[[Core], None]) -> None:
+def _tell(core: Core, what: Callable[[Core], _T]) -> _T | None:
     with core.lock:
         if core.on:
             try:
-                what(core)
+                return what(core)
             except Unrepresentable as problem:
                 core.records.unsupported(problem.reason, "", problem.detail)
+    return None
 
 
 def _set_inactive(recorder: Recorder) -> None:

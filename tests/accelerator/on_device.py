@@ -166,22 +166,6 @@ def test_draws_from_a_generator_that_pytorch_does_not_show_are_unsupported(
     assert "unseen_draws" in refused.value.findings[0]
 
 
-def test_the_peak_of_a_devices_memory_is_measured_or_said_not_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.opreplay"
-    with replayfmt.capture(path):
-        x = torch.ones(1 << 16, device="sim:0")
-        (x + 1).sum().item()
-    with Plan(path) as plan:
-        peaks = {each.device: each for each in plan.execute(verify="bitwise").memory}
-    assert 2 * 4 << 16 <= peaks["sim:0"].peak_bytes < 8 * 4 << 16
-    monkeypatch.delattr(torch.sim, "reset_peak_memory_stats")  # type: ignore[attr-defined]
-    with Plan(path) as plan:
-        peak = {each.device: each for each in plan.execute(verify="bitwise").memory}["sim:0"]
-    assert peak.peak_bytes is None and "reports no peak" in peak.note
-
-
 def test_a_benchmark_measures_the_devices_time_by_events(tmp_path: Path, tools: Tools) -> None:
     path = tmp_path / "a.opreplay"
     with replayfmt.capture(path), replayfmt.scope("execute"):

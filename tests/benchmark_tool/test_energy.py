@@ -14,9 +14,8 @@ from replayfmt.benchmark.energy.integration import find_clock_offset, integrate
 from replayfmt.benchmark.energy.power_log import PowerLog, Series, read_power_log, zone_named
 from replayfmt.benchmark.energy.report import make_energy_report
 from replayfmt.benchmark.energy.running import Moments, WindowOptions, WindowRunner
-from replayfmt.benchmark.energy.sampler import sampling
 from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile, read_windows
-from replayfmt.errors import ReplayFailed, UsageError
+from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
 
 NOW = 1_700_000_000.0
@@ -384,7 +383,13 @@ def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
     whole = measured.windows[1]
     assert content["whole_model"]["joules"] == pytest.approx(30 * whole.seconds, rel=1e-4)
     (kernel,) = content["kernels"]
-    op = measured.windows[2]
+    (op,) = (each for each in measured.windows if each.role == "op")
+    parts = {each["name"]: each for each in content["scopes"]}
+    assert list(parts) == ["init", "execute", "execute/step", "execute/step/forward"]
+    for each in measured.windows:
+        if each.role == "scope":
+            assert parts[each.name]["joules_per_run"] == pytest.approx(30 * each.seconds / each.runs, rel=1e-4)
+            assert each.count == (3 if "step" in each.name else 1)
     assert kernel["joules_per_call"] == pytest.approx(30 * op.seconds / op.runs, rel=1e-4) and kernel["count"] == 3
     assert tools("energy", windows, power, "-o", out).code == 1  # it exists
     assert tools("energy", windows, power, "-o", out, "--force", "--gpu=0", "--clock-offset=0.25").code == 0
@@ -417,79 +422,12 @@ def test_local_times_are_those_of_the_machine_that_was_measured_unless_a_zone_is
         (["--energy", "--energy-windows=w.jsonl"], "give one of them"),
         (["--energy", "--per-op"], "--per-op does not go with --energy"),
         (["--energy-windows=w.jsonl", "--per-op"], "--per-op does not go with --energy-windows"),
-        (["--energy-windows=w.jsonl", "--replay-scope=step"], "--replay-scope does not go with --energy-windows"),
+        (["--energy-windows=w.jsonl", "--replay-scope=nowhere"], "has no scope of that name or path"),
+        (["--energy-windows=w.jsonl", "--program=nowhere.py"], "expected a Python script with its arguments"),
+        (["--energy-windows=w.jsonl", "--program-runs=2"], "--program-runs does not go with --energy-windows"),
+        (["--energy-windows=w.jsonl", "--energy-source=cpu"], "--energy-source needs --energy"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(tools, captured, flags, words):
     ran = tools("benchmark", captured, *flags)
     assert ran.code == 2 and words in ran.err
-
-
-FAKE_ZEUS = """
-class Gpus:
-    def __len__(self):
-        return 2
-    def get_instant_power_usage(self, index):
-        raise RuntimeError("not on this board")
-    def get_average_power_usage(self, index):
-        return 30_000 + 10_000 * index
-def get_gpus():
-    return Gpus()
-"""
-
-
-def a_zeus(folder, monkeypatch, text):
-    """A zeus for processes that start from now on."""
-    (folder / "zeus").mkdir()
-    (folder / "zeus" / "__init__.py").write_text("")
-    (folder / "zeus" / "device.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-
-
-def test_power_is_sampled_by_a_process_of_its_own_and_its_log_is_kept(tools, captured, tmp_path, monkeypatch):
-    a_zeus(tmp_path, monkeypatch, FAKE_ZEUS)
-    out, log = tmp_path / "report.json", tmp_path / "power.csv"
-    flags = ["--energy", "--op-filter=aten::tanh", "--power-interval=0.005", "--power-averaging=1"]
-    ran = tools("benchmark", captured, *flags, f"--energy-out={out}", f"--power-log-out={log}")
-    assert ran.code == 0 and "whole model " in ran.out
-    content = json.loads(out.read_text())
-    jsonschema.validate(content, SCHEMA)
-    assert content["power_log"]["gpus"] == ["0", "1"]
-    assert log.read_text().startswith("timestamp,gpu,power_w\n") and set(read_power_log(log).series) == {"0", "1"}
-    for each in (content["whole_model"], *content["kernels"]):
-        assert each["mean_watts"] is None or each["mean_watts"] == pytest.approx(70)
-        assert each["mean_watts"] is not None or "samples in the window" in each["reason"]  # on a machine that starves
-
-
-@pytest.mark.parametrize(
-    ("zeus", "reason"),
-    [
-        ("raise ImportError('no zeus')", "zeus is not installed (no zeus): pip install 'opreplay[energy]'"),
-        (
-            "def get_gpus():\n    raise OSError('NVML and AMDSMI unavailable')",
-            "no GPU says what power it takes (OSError: NVML and AMDSMI unavailable)",
-        ),
-        ("def get_gpus():\n    return []", "zeus finds no GPU"),
-        (FAKE_ZEUS.replace("return 30_000", "raise OSError('N/A')"), "the GPU does not say what power it takes"),
-    ],
-)
-def test_a_machine_without_a_source_of_power_says_why_nothing_is_measured(
-    tools, captured, tmp_path, monkeypatch, zeus, reason
-):
-    a_zeus(tmp_path, monkeypatch, zeus)
-    out = tmp_path / "report.json"
-    ran = tools("benchmark", captured, "--energy", f"--energy-out={out}")
-    assert ran.code == 1 and not ran.out and not out.exists()
-    assert f"--energy: not measured: {reason}" in ran.err and "use --energy-windows" in ran.err
-
-
-def test_a_sampler_that_is_killed_leaves_no_figure_and_its_log(tmp_path, monkeypatch):
-    a_zeus(tmp_path, monkeypatch, FAKE_ZEUS)
-    log = tmp_path / "power.csv"
-    with pytest.raises(ReplayFailed, match=r"the power sampler ended \(signal 9\)"), sampling(log, 0.005) as sampler:
-        sampler._process.kill()
-        sampler._process.wait()
-    assert log.read_text().startswith("timestamp,gpu,power_w\n")
-    with sampling(log, 0.005) as sampler:
-        process = sampler._process
-    assert process.poll() == 0  # it ends with the process that it samples for

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+
+from replayfmt.format.codes import KernelKind
+from replayfmt.format.model import Kernel
+from replayfmt.replay.code import allowed
+from replayfmt.replay.code.triton_kernels import TritonKernel, resolve_triton
+from replayfmt.replay.planning.kernels import ResolvedKernel
 
 
 class FakeDriver:
@@ -50,3 +56,16 @@ def install(arch: int, does: dict[str, Callable[..., None]]) -> FakeDriver:
     driver = FakeDriver(arch, does)
     triton.runtime.driver.set_active(driver)
     return driver
+
+
+def replay_as_on_a_device() -> None:
+    """From now on, replays in this process launch Triton kernels on the CPU's memory as they do on a device's."""
+
+    def resolve(
+        kernel: Kernel, contents: Callable[[], Mapping[str, bytes]], _types: frozenset[str]
+    ) -> ResolvedKernel | str:
+        return resolve_triton(kernel, contents, frozenset({"cuda"}))
+
+    allowed.RESOLVERS[KernelKind.triton] = resolve
+    allowed.prepare_triton = lambda _types: None
+    TritonKernel.runs_on = lambda _self, _type: True  # type: ignore[method-assign]

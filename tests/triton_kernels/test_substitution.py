@@ -34,6 +34,7 @@ def results(captures: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
     folder, _ = captures
     requests = [request(name) for name in ("softmax_kernel", *REFUSED)]
     requests += [request("in_python", ""), f"all@triton={REPLACEMENTS}", f"aten::mul@triton={REPLACEMENTS}:in_python"]
+    requests.append(f"{NAME}@cubin={REPLACEMENTS}")
     capture = str(folder / "softmax.opreplay")
     done = run_python("-m", "tests.triton_kernels.substituting", capture, *requests)
     assert done.returncode == 0, done.stderr
@@ -55,6 +56,10 @@ def test_what_does_not_fit_is_refused(results: dict[str, Any], function: str) ->
 def test_functions_of_triton_replace_kernels_of_triton_that_are_named(results: dict[str, Any]) -> None:
     assert "all does not take functions of Triton" in results[f"all@triton={REPLACEMENTS}"]["error"]
     assert "it is no Triton kernel" in results[f"aten::mul@triton={REPLACEMENTS}:in_python"]["error"]
+
+
+def test_the_interpreter_launches_no_binaries(results: dict[str, Any]) -> None:
+    assert "Triton's interpreter runs the kernel here" in results[f"{NAME}@cubin={REPLACEMENTS}"]["error"]
 
 
 def test_a_skeleton_has_the_parameters_and_the_source_as_a_comment(

@@ -22,6 +22,7 @@ from replayfmt.replay.substitution.call_sites import CallSite, KernelStandIn
 from replayfmt.replay.substitution.replace import Replace
 from replayfmt.replay.substitution.table import Substitutions
 
+from ..gpu_state import GpuWatch
 from ..measure import PATIENCE, Options, Progress, collector_off, timed_by
 from ..meters.meter import Clock
 from ..meters.stopwatch import Readings, ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
@@ -56,6 +57,7 @@ class CompareRun:
     before: ReplayResult | None
     after: ReplayResult | None
     cut_short: float | None
+    gpus: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Timed:
@@ -164,9 +166,13 @@ class _Comparing:
                 side.signatures.clear()
                 for times in side.scopes:
                     times.clear()
+            gpus = GpuWatch(self._plan.devices)
+            gpus.begin()
             cut_short = self._rounds()
+            gpus.end()
         after = self._verify("after")
-        return CompareRun(self._options, self._whole, self._rows(), len(self._sides[0].whole), before, after, cut_short)
+        rounds = len(self._sides[0].whole)
+        return CompareRun(self._options, self._whole, self._rows(), rounds, before, after, cut_short, gpus.rows())
 
     def _rounds(self) -> float | None:
         """Run rounds until there are enough; returns the elapsed seconds if they had to be cut short, else None."""

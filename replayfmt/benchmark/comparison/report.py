@@ -18,6 +18,7 @@ import numpy as np
 from replayfmt.format.printable import printable
 from replayfmt.replay.plan import Plan
 
+from ..gpu_state import gpu_lines
 from ..measure import Measurement, Run, Sample
 from ..reports.caveats import run_caveats
 from ..reports.rows import csv_field, plan_context
@@ -77,6 +78,7 @@ class CompareReport:
         yield f"capture   {context['capture']} (session {context['capture_session']})"
         yield ran_on(context)
         yield verified(context["verified"])
+        yield from (f"gpu       {text}" for text in gpu_lines(context["gpus"]))
         yield from (f"checked   {line.strip()}" for line in context["substitution_check"])
         yield ""
         yield from _table(self.comparisons)
@@ -97,7 +99,7 @@ def make_compare_report(run: CompareRun, plan: Plan) -> CompareReport:
     assert plan.substitution is not None and plan.substitution.report is not None
     whole = run.rows[0].comparison
     sample = Sample(whole.substituted, whole.substituted, None)
-    as_run = Run(run.options, [], Measurement(run.whole, [sample]), run.before, run.after, run.cut_short)
+    as_run = Run(run.options, [], Measurement(run.whole, [sample]), run.before, run.after, run.cut_short, gpus=run.gpus)
     verified = "not verified: --verify=none" if run.before is None else run.before.verification.text
     context = {
         **plan_context(plan),
@@ -105,6 +107,7 @@ def make_compare_report(run: CompareRun, plan: Plan) -> CompareReport:
         "warmup_iterations": run.options.warmup,
         "rounds": run.rounds,
         "confidence": CONFIDENCE,
+        "gpus": run.gpus,
         "verified": verified,
         "warnings": [*run_caveats(as_run, plan.reader, plan.devices), *_too_wide(run.rows)],
     }

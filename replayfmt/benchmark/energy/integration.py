@@ -1,4 +1,6 @@
-"""The energy of a window: the trapezoid rule over sampled power, interpolated linearly at the window's edges."""
+"""The energy of a window: what an energy counter rose by in it, or the trapezoid rule over sampled power; both are
+interpolated linearly at the window's edges.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ import numpy as np
 
 from replayfmt.errors import UsageError
 
-from .power_log import PowerLog, Series
+from .power_log import CounterSeries, PowerLog, Series
 
 LEAST_SAMPLES = 10
+TRAPEZOID = "trapezoid rule, linear interpolation at the edges"
+COUNTER = "energy counter, linear interpolation at the edges"
 # Two samples farther apart than so many intervals have a gap between them.
 GAP_INTERVALS = 3.0
 # Load has to be that much above idle for its edge to be found, which is where that part of the rise is over.
@@ -23,8 +27,8 @@ class Energy:
     """Joules of one window. `joules` is None if they cannot be known, and `reason` says why.
 
     `error` bounds them on either side: power between two samples lies between these, and each sample is right to half
-    the log's resolution. `samples` are those inside the window, of the GPU that has the fewest; `gaps` the pairs of
-    samples that are too far apart.
+    the log's resolution; a counter may be one step late at either edge. `samples` are those inside the window, or the
+    changes of the counter, of the GPU that has the fewest; `gaps` the pairs of samples that are too far apart.
     """
 
     joules: float | None
@@ -40,30 +44,65 @@ class Energy:
         return None if self.joules is None else self.joules / self.seconds
 
 
+def method_of(log: PowerLog) -> str:
+    """How energy is found from a log."""
+    trapezoid = log.series.keys() - log.counters.keys()
+    return "; ".join([*([COUNTER] if log.counters else []), *([TRAPEZOID] if trapezoid else [])])
+
+
 def integrate(log: PowerLog, start_s: float, end_s: float) -> Energy:
-    """The energy of all GPUs of a log from one moment to another (seconds since 1970). GPUs are integrated one by one
-    and added: their samples need not be of the same moments."""
+    """The energy of all GPUs of a log from one moment to another (seconds since 1970): by its counter where a GPU has
+    one. GPUs are taken one by one and added: their samples need not be of the same moments."""
     seconds = end_s - start_s
     joules = error = 0.0
-    samples, gaps = None, 0
-    for gpu, series in log.series.items():
-        begins, ends = float(series.times_s[0]), float(series.times_s[-1])
+    fewest: tuple[int, str] | None = None
+    gaps = 0
+    for gpu in log.gpus:
+        counter = log.counters.get(gpu)
+        times = log.series[gpu].times_s if counter is None else counter.times_s
+        begins, ends = float(times[0]), float(times[-1])
         if start_s < begins or end_s > ends:
             late, early = max(0.0, begins - start_s), max(0.0, end_s - ends)
             what = f"begins {late:.3f} s after" if late else f"ends {early:.3f} s before"
             return Energy(None, None, seconds, 0, 0, f"the power log of GPU {gpu} {what} the window does")
-        times, watts = _cut(series, start_s, end_s)
-        inside = times.size - 2
-        samples = inside if samples is None else min(samples, inside)
-        steps, rises = np.diff(times), np.abs(np.diff(watts))
-        joules += float(np.trapezoid(watts, times))
-        error += float((rises * steps).sum() / 2) + series.resolution_w / 2 * seconds
-        gaps += _gaps(series, start_s, end_s)
-    if samples is None or samples < LEAST_SAMPLES:
-        return Energy(
-            None, None, seconds, samples or 0, gaps, f"{samples or 0} samples in the window; {LEAST_SAMPLES} are needed"
-        )
+        if counter is None:
+            found, wrong, samples = _trapezoid(log.series[gpu], start_s, end_s)
+            gaps += _gaps(log.series[gpu], start_s, end_s)
+            what = "samples"
+        else:
+            told = _counted(counter, start_s, end_s)
+            if told is None:
+                return Energy(None, None, seconds, 0, 0, f"the energy counter of GPU {gpu} ran backwards in the window")
+            found, wrong, samples = told
+            what = "changes of the energy counter"
+        joules, error = joules + found, error + wrong
+        if fewest is None or samples < fewest[0]:
+            fewest = samples, what
+    samples, what = fewest or (0, "samples")
+    if samples < LEAST_SAMPLES:
+        reason = f"{samples} {what} in the window; {LEAST_SAMPLES} are needed"
+        return Energy(None, None, seconds, samples, gaps, reason)
     return Energy(joules, error, seconds, samples, gaps)
+
+
+def _trapezoid(series: Series, start_s: float, end_s: float) -> tuple[float, float, int]:
+    """Joules, their error, and the samples inside."""
+    times, watts = _cut(series, start_s, end_s)
+    rises = np.abs(np.diff(watts))
+    error = float((rises * np.diff(times)).sum() / 2) + series.resolution_w / 2 * (end_s - start_s)
+    return float(np.trapezoid(watts, times)), error, times.size - 2
+
+
+def _counted(series: CounterSeries, start_s: float, end_s: float) -> tuple[float, float, int] | None:
+    """Joules, their error, and the changes inside; None if the counter fell between the sample before the window and
+    the one behind it."""
+    first = int(np.searchsorted(series.times_s, start_s, "right")) - 1
+    behind = int(np.searchsorted(series.times_s, end_s, "left"))
+    steps = np.diff(series.joules[first : behind + 1])
+    if (steps < 0).any():
+        return None
+    before, after = np.interp([start_s, end_s], series.times_s, series.joules)
+    return float(after - before), 2 * float(steps.max(initial=0.0)), int((steps[:-1] > 0).sum())
 
 
 def _cut(series: Series, start_s: float, end_s: float) -> tuple[np.ndarray, np.ndarray]:
@@ -88,6 +127,8 @@ def find_clock_offset(log: PowerLog, idle: tuple[float, float], load: tuple[floa
     after which the window of `load` has clearly more power than that of `idle`, the one is taken that needs the
     smallest offset. Raises UsageError if there is none.
     """
+    if not log.series:
+        raise UsageError(f"{log.path}: holds no power, so a rise of it cannot be found: give --clock-offset=SECONDS")
     grid = np.unique(np.concatenate([series.times_s for series in log.series.values()]))
     total = np.sum([np.interp(grid, series.times_s, series.watts) for series in log.series.values()], axis=0)
     low, high = np.percentile(total, (5, 95))

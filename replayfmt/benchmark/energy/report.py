@@ -1,5 +1,8 @@
 """The report of a measurement of energy: the whole model, single kernels added up, and the two compared.
 
+Where a log has energy counters, joules are theirs, and what the trapezoid rule makes of the sampled power stands beside
+them (`joules_from_power`).
+
 A kernel's joules a call are those of its window by its runs; of an op that writes its inputs, less those of putting
 them back, which a window of its own measured, with both errors added. The prediction of the whole sums, over measured
 kernels, calls times joules a call; what was not measured is estimated from its time, and kept apart.
@@ -8,20 +11,22 @@ kernels, calls times joules a call; what was not measured is estimated from its 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from replayfmt.errors import UsageError
 from replayfmt.format.printable import printable
 
+from ..gpu_state import gpu_caveats, gpu_lines
 from ..reports.units import duration
-from .integration import Energy, find_clock_offset, integrate
+from .integration import Energy, find_clock_offset, integrate, method_of
 from .power_log import PowerLog
-from .windows import EnergyWindow, WindowsFile
+from .windows import EnergyWindow, Role, WindowsFile
 
 SCHEMA_VERSION = 1
-METHOD = "trapezoid rule, linear interpolation at the edges"
+# Between a counter and the integral of sampled power, beyond what their errors explain.
+_DIFFERS = 0.05
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,22 @@ class EnergyReport:
         left_out = ", ".join(f"{count} {reason}" for reason, count in log["left_out"].items()) or "none"
         yield printable(
             f"power log   {log['path']}: GPU {', '.join(log['gpus'])}, {log['rows']} rows, every "
-            f"{log['interval_s'] * 1e3:.4g} ms, steps of {log['resolution_w']:.4g} W; left out: {left_out}"
+            f"{log['interval_s'] * 1e3:.4g} ms, "
+            + ("no power" if log["resolution_w"] is None else f"steps of {log['resolution_w']:.4g} W")
+            + f"; left out: {left_out}"
         )
+        if log["source"] is not None:
+            yield printable(f"source      {log['source']}")
+        yield f"method      {content['method']}"
         if log["out_of_order"]:
             yield f"            {log['out_of_order']} rows were not in the order of time and were sorted"
         yield f"clock       {log['clock']}"
+        yield from (printable(f"gpu         {text}") for text in gpu_lines(content["context"].get("gpus", [])))
         for key, title in (("idle", "idle"), ("whole_model", "whole model"), ("program", "program")):
             if content[key] is not None:
                 yield _figure(title, content[key])
+        for each in content["scopes"]:
+            yield _figure("scope", each, f"  {each['name']}")
         isolated = content["isolated_kernels"]
         yield (
             f"isolated    {isolated['measured']} of {isolated['distinct']} distinct kernels measured, "
@@ -86,9 +99,16 @@ class EnergyReport:
 
 
 def make_energy_report(
-    windows: WindowsFile, log: PowerLog, *, offset_s: float | None = None, averaging_s: float | None = None
+    windows: WindowsFile,
+    log: PowerLog,
+    *,
+    offset_s: float | None = None,
+    averaging_s: float | None = None,
+    source: str | None = None,
+    warnings: Sequence[str] = (),
 ) -> EnergyReport:
-    """Integrate a log over windows. `offset_s` is added to the log's times; None finds it from the first rise of power.
+    """Integrate a log over windows. `offset_s` is added to the log's times; None finds it from the first rise of power;
+    `source` says where the log is from, `warnings` what is known against it.
 
     Raises UsageError if the log and the windows do not overlap, or the offset cannot be found.
     """
@@ -103,6 +123,13 @@ def make_energy_report(
     shifted = log.shifted(offset_s)
     _require_overlap(windows, shifted)
     found = {id(window): integrate(shifted, window.start_s, window.end_s) for window in windows.windows}
+    alone = shifted.power_alone()
+    powers = {
+        id(window): None if alone is None else integrate(alone, window.start_s, window.end_s)
+        for window in windows.windows
+    }
+    method = method_of(log)
+    gpus = windows.context.get("gpus", [])  # files of earlier versions say nothing of them
 
     def energy(window: EnergyWindow | None) -> Energy | None:
         return None if window is None else found[id(window)]
@@ -113,14 +140,24 @@ def make_energy_report(
     whole_window = next(iter(by_role.get("whole", ())), None)
     restores = {window.name: window for window in by_role.get("restore", ())}
     kernels = [
-        _kernel(window, found[id(window)], restores.get(window.name), energy(restores.get(window.name)))
+        _kernel(window, found[id(window)], restores.get(window.name), energy(restores.get(window.name)), method)
         for window in by_role.get("op", ())
     ]
-    kernels += [_not_run(each) for each in windows.not_run]
-    whole = _part(whole_window, energy(whole_window))
+    kernels += [_not_run(each) for each in windows.not_run if each.get("role") != "scope"]
+
+    def part(window: EnergyWindow | None) -> dict[str, Any] | None:
+        return None if window is None else _part(window, found[id(window)], powers[id(window)], method)
+
+    def first(role: Role) -> dict[str, Any] | None:
+        return part(next(iter(by_role.get(role, ())), None))
+
+    whole = part(whole_window)
     isolated = _isolated(kernels)
     gaps = sum(each.gaps > 0 for each in found.values())
-    warnings = [] if not gaps else [f"{gaps} windows have gaps in the power log, of more than three intervals"]
+    warnings = [*warnings]
+    if gaps:
+        warnings.append(f"{gaps} windows have gaps in the power log, of more than three intervals")
+    warnings += [*_disagreement(whole), *gpu_caveats(gpus)]
     distinct, selected = windows.context.get("distinct_ops"), windows.context.get("selected_ops")
     if isinstance(distinct, int) and isinstance(selected, int) and selected < distinct:
         warnings.append(
@@ -137,25 +174,25 @@ def make_energy_report(
         {
             "schema_version": SCHEMA_VERSION,
             "context": windows.context,
-            "method": METHOD,
+            "method": method,
             "power_log": {
                 "path": log.path,
-                "gpus": list(log.series),
+                "source": source,
+                "gpus": log.gpus,
+                "counters": list(log.counters),
                 "rows": log.rows,
                 "left_out": log.left_out,
                 "out_of_order": log.out_of_order,
                 "interval_s": log.interval_s,
-                "resolution_w": max(series.resolution_w for series in log.series.values()),
+                "resolution_w": log.resolution_w,
                 "averaging_s": averaging_s,
                 "clock_offset_s": offset_s,
                 "clock": how,
             },
-            "idle": _part(next(iter(by_role.get("idle", ())), None), energy(next(iter(by_role.get("idle", ())), None))),
+            "idle": first("idle"),
             "whole_model": whole,
-            "program": _part(
-                next(iter(by_role.get("program", ())), None), energy(next(iter(by_role.get("program", ())), None))
-            ),
-            "scopes": [_part(window, found[id(window)]) for window in by_role.get("scope", ())],
+            "program": first("program"),
+            "scopes": [part(window) for window in by_role.get("scope", ())] + _scopes_not_run(windows, method),
             "isolated_kernels": isolated,
             "comparison": _comparison(whole, isolated),
             "by_class": _by_class(kernels),
@@ -185,17 +222,30 @@ def _require_overlap(windows: WindowsFile, log: PowerLog) -> None:
         )
 
 
-def _part(window: EnergyWindow | None, energy: Energy | None) -> dict[str, Any] | None:
+def _disagreement(whole: dict[str, Any] | None) -> list[str]:
+    """A warning if the counter and the sampled power do not tell the same."""
+    if whole is None or whole["joules"] is None or whole["joules_from_power"] is None:
+        return []
+    apart = abs(whole["joules_from_power"] - whole["joules"])
+    if apart <= max(_DIFFERS * whole["joules"], whole["error_joules"]):
+        return []
+    return [
+        f"the energy counter says {_joules(whole['joules'])} for the whole model, the sampled power "
+        f"{_joules(whole['joules_from_power'])}: one of them does not fit the other's time or device"
+    ]
+
+
+def _part(window: EnergyWindow, energy: Energy, power: Energy | None, method: str) -> dict[str, Any]:
     """Idle, the whole model, a scope or the program."""
-    if window is None or energy is None:
-        return None
     per_run = None if energy.joules is None or not window.runs else energy.joules / window.runs
     return {
         "name": window.name,
         "runs": window.runs,
         "joules": energy.joules,
         "error_joules": energy.error,
+        "joules_from_power": None if power is None else power.joules,
         "joules_per_run": per_run,
+        "method": method,
         "seconds": energy.seconds,
         "samples": energy.samples,
         "gaps": energy.gaps,
@@ -204,8 +254,20 @@ def _part(window: EnergyWindow | None, energy: Energy | None) -> dict[str, Any] 
     }
 
 
+def _scopes_not_run(windows: WindowsFile, method: str) -> list[dict[str, Any]]:
+    """Scopes that could not be cut out of the capture, or not be replayed apart."""
+    now = EnergyWindow("scope", "", 0, 0, 0, 0, 0)
+    return [
+        _part(
+            replace(now, name=str(each.get("name"))), Energy(None, None, 0.0, 0, 0, str(each["reason"])), None, method
+        )
+        for each in windows.not_run
+        if each.get("role") == "scope"
+    ]
+
+
 def _kernel(
-    window: EnergyWindow, energy: Energy, restore: EnergyWindow | None, restoring: Energy | None
+    window: EnergyWindow, energy: Energy, restore: EnergyWindow | None, restoring: Energy | None, method: str
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": window.name,
@@ -217,7 +279,7 @@ def _kernel(
         "samples": energy.samples,
         "gaps": energy.gaps,
         "mean_watts": energy.watts,
-        "method": METHOD,
+        "method": method,
         "joules_per_call": None,
         "error_joules_per_call": None,
         "joules_per_run": None,
@@ -233,7 +295,7 @@ def _kernel(
         joules -= restoring.joules / restore.runs
         error += restoring.error / restore.runs
         seconds -= restoring.seconds / restore.runs
-        found["method"] = f"{METHOD}; less putting back what it writes, measured apart"
+        found["method"] = f"{method}; less putting back what it writes, measured apart"
         if joules <= error:
             return found | {
                 "reason": f"putting back what it writes takes as much: {joules:.3g} J a call remain, +-{error:.3g} J"
@@ -333,12 +395,14 @@ def _joules(value: float) -> str:
     return f"{value / 1e-9:.4g} nJ"
 
 
-def _figure(title: str, part: dict[str, Any]) -> str:
+def _figure(title: str, part: dict[str, Any], name: str = "") -> str:
     if part["joules"] is None:
-        return printable(f"{title:<12}not measured: {part['reason']}")
+        return printable(f"{title:<12}not measured: {part['reason']}{name}")
     each = part["joules_per_run"]
     per_run = "" if each is None else f"{_joules(each)} a run, {part['runs']} runs, "
     return (
         f"{title:<12}{per_run}{_joules(part['joules'])} (+-{_joules(part['error_joules'])}) in "
         f"{duration(part['seconds'] * 1e9)}, {part['mean_watts']:.4g} W, {part['samples']} samples"
+        + ("" if part["joules_from_power"] is None else f"; {_joules(part['joules_from_power'])} from sampled power")
+        + printable(name)
     )

@@ -1,9 +1,9 @@
-"""Runs the windows: idle, the whole replay again and again, and each distinct op again and again.
+"""Runs the windows: idle, the whole replay, each scope, and each distinct op, all again and again.
 
 Each window begins after the same work has already run for as long as the source of power averages over, so that what it
 says in the window is of this work alone. A replay restores the state that it writes before each run, inside its window:
 the name of that window says so. Where an op writes its inputs they are put back before each call, and a window of
-putting back alone follows.
+putting back alone follows. A scope is a replay of its own, of a capture that was cut to it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from replayfmt.replay.run.isolated import IsolatedOp
 from ..measure import Progress
 from ..per_op.groups import Chosen, OpGroup, choose
 from ..per_op.work import work_of
+from ..program import run_for
 from .integration import LEAST_SAMPLES
 from .windows import EnergyWindow, Role
 
@@ -42,50 +43,72 @@ class Moments:
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """`interval_s` is that between two samples of power, `averaging_s` what each of them is an average over."""
+    """`interval_s` is that between two samples, `averaging_s` what each of power is an average over, `update_s` how
+    long an energy counter stays the same."""
 
     interval_s: float = 0.04
     averaging_s: float = 1.0
     verify: VerifyMode = "auto"
     pattern: str | None = None
     limit: int | None = None
+    update_s: float = 0.0
 
     @property
     def window_s(self) -> float:
         """Long enough for the samples that are needed, wherever between two samples it begins, and for an average."""
-        return max((LEAST_SAMPLES + 2) * self.interval_s, self.averaging_s)
+        return max((LEAST_SAMPLES + 2) * max(self.interval_s, self.update_s), self.averaging_s)
 
 
 class WindowRunner:
     """Runs windows one after the other. `windows` and `not_run` grow with each."""
 
     def __init__(
-        self, options: WindowOptions, moments: Moments | None = None, progress: Progress | None = None
+        self,
+        options: WindowOptions,
+        moments: Moments | None = None,
+        progress: Progress | None = None,
+        require_source: Callable[[], None] = lambda: None,
     ) -> None:
-        self._options, self._moments = options, moments or Moments()
+        """`require_source` is called after each window, and raises if nothing sampled the power any more."""
+        self._options, self._moments, self.require_source = options, moments or Moments(), require_source
         self._progress = progress or _unseen
         self.windows: list[EnergyWindow] = []
         self.not_run: list[dict[str, Any]] = []
         self.distinct_ops = self.selected_ops = 0
 
-    def idle_and_whole(self, plan: Plan) -> None:
+    def idle_and_whole(self, plan: Plan, when_verified: Callable[[], None] = lambda: None) -> None:
         """After a verified replay a window in which nothing runs, and at once the whole replay: the rise of power is
-        where the idle window ends. Raises ReplayMismatch if the verified replay does not match."""
+        where the idle window ends. `when_verified` is called right after the verified replay. Raises ReplayMismatch if
+        that does not match."""
         self._progress("verifying", 0, None)
         result = plan.execute(verify=self._options.verify)
         if result.outcome != "ok":
             raise ReplayMismatch(f"the replay did not match the capture, so no energy is measured: {result.divergence}")
         _synchronize(plan.devices)
+        when_verified()
         self._progress("idle", 0, None)
         begun = self._now()
         self._moments.sleep(self._options.averaging_s + self._options.window_s)
         self._add("idle", "idle", 0, begun)
         self._progress("whole replay", 0, None)
+        self._replay("whole", "whole replay, with restoring what it writes", plan)
 
+    def scope(self, plan: Plan, name: str, passes: int) -> None:
+        """A replay of what one scope holds, in all its passes: `plan` is that of a capture of it alone."""
+        self._progress(f"scope {name}", 0, None)
+        self._replay("scope", name, plan, count=passes)
+
+    def program(self, command: str) -> None:
+        """The captured program itself, again and again in a process of its own."""
+        self._progress("program", 0, None)
+        self.windows.append(run_for(command, self._options.averaging_s, self._options.window_s))
+        self.require_source()
+
+    def _replay(self, role: Role, name: str, plan: Plan, **told: Any) -> None:
         def run(_count: int) -> None:
             plan.execute(verify="none")
 
-        self._repeat("whole", "whole replay, with restoring what it writes", run, plan.devices, batch=1)
+        self._repeat(role, name, run, plan.devices, batch=1, **told)
 
     def ops(self, plan: Plan) -> None:
         """Every distinct op. The plan must be made with keep_going."""
@@ -114,6 +137,7 @@ class WindowRunner:
             failed.pop(group.first_ordinal, None)
             del waiting[group.first_ordinal]
             done += 1
+            self.require_source()
 
         verdicts = {each.ordinal: each.reason for each in plan.examine(each, only) if each.verdict != "ok"}
         self._tell(chosen, waiting, failed, verdicts)
@@ -193,6 +217,8 @@ class WindowRunner:
     def _add(self, role: Role, name: str, runs: int, begun: tuple[int, int], **told: Any) -> None:
         utc, monotonic = self._now()
         self.windows.append(EnergyWindow(role, name, runs, begun[0], utc, begun[1], monotonic, **told))
+        if role in ("idle", "whole", "scope"):
+            self.require_source()
 
 
 def _synchronize(devices: list[torch.device]) -> None:

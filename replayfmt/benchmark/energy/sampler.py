@@ -1,46 +1,87 @@
 """The sampler of power: a process of its own that writes a log while work runs.
 
-`python -m replayfmt.benchmark.energy.sampler INTERVAL` reads the power of every GPU through zeus (NVML, AMD SMI) each
-INTERVAL seconds and writes `timestamp,gpu,power_w` to stdout, the first line at once and the last when its stdin ends,
-so that it never outlives the process that it samples for. Imports no torch.
+`python -m replayfmt.benchmark.energy.sampler INTERVAL KINDS` reads the first of these kinds of sources that the machine
+has (`sources`) each INTERVAL seconds and writes `timestamp,gpu,power_w` to stdout, and behind it the energy counter
+where there is one; the first line at once and the last when its stdin ends, so that it never outlives the process that
+it samples for. On stderr it says in a line what it samples, or why it does not. Imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import NoReturn
 
-from replayfmt.errors import OpReplayError, ReplayFailed
+from replayfmt.errors import OpReplayError
+
+from .power_log import COUNTER
+from .sources import KINDS, EnergySource, NoSource, SourceLost, open_source
 
 HEADER = "timestamp,gpu,power_w"
 _READY_S = 60.0
 _END_S = 10.0
 _SHOWN = 300
+_NOT_SAID = "[N/A]"
+_READY = "ready: "
+# How often a counter's change is waited for, and how long, to know how often it changes.
+_UPDATES = 6
+_UPDATES_S = 1.0
 
 
 class NoPowerSource(OpReplayError):
     """Nothing on this machine says what power it takes."""
 
 
-class Sampler:
-    """A running sampler, writing to a file."""
+class PowerSourceLost(OpReplayError):
+    """What said what power this machine takes ended while work was measured. Not an op's failure."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self._process, self._log = process, log
+
+class Sampler:
+    """A running sampler, writing to a file. `source` says what it reads, `counter_period_s` how often its energy
+    counters change; None if it has none."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.source = ""
+        self.counter_period_s: float | None = None
+
+    def await_ready(self) -> None:
+        """Wait until it has written a line: then its source works. Raises NoPowerSource."""
+        said, until = "", time.monotonic() + _READY_S
+        while (left := until - time.monotonic()) > 0 and (more := self._said(left)):
+            said += more
+            for line in said.splitlines():
+                if line.startswith(_READY):  # what libraries say on stderr may stand before it
+                    told = json.loads(line.removeprefix(_READY))
+                    self.source, self.counter_period_s = told["source"], told["counter_period_s"]
+                    return
+        why = said.strip()[-_SHOWN:] or "the sampler of power does not answer"
+        raise NoPowerSource(
+            f"--energy: not measured: {why}; log the power in another way, and use --energy-windows with "
+            "opreplay-energy"
+        )
 
     def require_running(self) -> None:
-        """Raises ReplayFailed if the sampler has ended: what ran since is in no log."""
+        """Raises PowerSourceLost if the sampler has ended: what ran since is in no log."""
         code = self._process.poll()
         if code is not None:
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise ReplayFailed(f"the power sampler ended ({how}) while energy was measured; measure again")
+            said = self._said(0.0).strip().splitlines()
+            how = f"signal {-code}" if code < 0 else said[-1] if said else f"exit code {code}"
+            raise PowerSourceLost(f"the power sampler ended ({how}) while energy was measured; measure again")
+
+    def _said(self, timeout_s: float) -> str:
+        """What it has written to stderr since it was asked last."""
+        assert self._process.stderr is not None
+        ready, _, _ = select.select([self._process.stderr], [], [], timeout_s)
+        return os.read(self._process.stderr.fileno(), 4096).decode(errors="replace") if ready else ""
 
     def stop(self) -> None:
         """End it and wait for it."""
@@ -54,19 +95,19 @@ class Sampler:
 
 
 @contextmanager
-def sampling(log: Path, interval_s: float) -> Iterator[Sampler]:
-    """Sample power into `log` while the body runs. Raises NoPowerSource if there is none, ReplayFailed if the sampler
-    ends before the body does."""
+def sampling(log: Path, interval_s: float, kinds: Sequence[str] = KINDS) -> Iterator[Sampler]:
+    """Sample into `log` while the body runs, the first of `kinds` that there is. Raises NoPowerSource if there is none,
+    PowerSourceLost if the sampler ends before the body does."""
     with open(log, "wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, repr(interval_s)],
+            [sys.executable, "-m", __name__, repr(interval_s), ",".join(kinds)],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=subprocess.PIPE,
         )
-    sampler = Sampler(process, log)
+    sampler = Sampler(process)
     try:
-        _await_first_line(process, log)
+        sampler.await_ready()
         yield sampler
         sampler.require_running()
     finally:
@@ -75,72 +116,69 @@ def sampling(log: Path, interval_s: float) -> Iterator[Sampler]:
         process.stderr.close()
 
 
-def _await_first_line(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the sampler has written a line: then its source works."""
-    assert process.stderr is not None
-    ready, _, _ = select.select([process.stderr], [], [], _READY_S)
-    said = os.read(process.stderr.fileno(), 4096).decode(errors="replace").strip() if ready else "it does not answer"
-    if said != "ready":
-        said += process.stderr.read().decode(errors="replace").strip() if process.poll() is not None else ""
-        raise NoPowerSource(
-            f"--energy: not measured: {said[:_SHOWN]}; log the power in another way, and use --energy-windows with "
-            "opreplay-energy"
-        )
-
-
 def main() -> None:
     """Sample until stdin ends."""
-    interval = float(sys.argv[1])
+    interval, kinds = float(sys.argv[1]), sys.argv[2].split(",")
     try:
-        read = _zeus_reader()
-    except _NoSource as error:
-        sys.stderr.write(" ".join(str(error).split()))
-        sys.exit(1)
-    print(HEADER, flush=True)
-    _write(read)
-    sys.stderr.write("ready")
-    sys.stderr.flush()
-    due = time.monotonic()
-    while True:
-        due = max(due + interval, time.monotonic())
-        ended, _, _ = select.select([sys.stdin], [], [], max(0.0, due - time.monotonic()))
-        _write(read)  # also at the end: the last window needs a sample behind it
-        if ended:
-            return
-
-
-class _NoSource(Exception):
-    """There is no source; the message says why."""
-
-
-def _zeus_reader() -> Any:
-    """A function that returns (GPU, watts) pairs. Raises _NoSource with the reason."""
+        source = open_source(kinds)
+    except NoSource as error:
+        _end(error)
     try:
-        from zeus.device import get_gpus
-    except ImportError as error:
-        raise _NoSource(f"zeus is not installed ({error}): pip install 'opreplay[energy]'") from error
-    try:
-        gpus: Any = get_gpus()
-    except Exception as error:  # zeus has an exception for each way in which a driver can be missing
-        raise _NoSource(f"no GPU says what power it takes ({type(error).__name__}: {error})") from error
-    if not len(gpus):
-        raise _NoSource("zeus finds no GPU")
-    functions = (gpus.get_instant_power_usage, gpus.get_average_power_usage)
-    for function in functions:
-        try:
-            function(0)
-        except Exception as error:  # boards have one, the other, or neither
-            reason = f"{type(error).__name__}: {error}"
-            continue
-        return lambda: [(index, function(index) / 1e3) for index in range(len(gpus))]
-    raise _NoSource(f"the GPU does not say what power it takes ({reason})")
+        counts = source.has_counters()
+        period = _update_period(source) if counts else None
+        print(HEADER + (f",{COUNTER}" if counts else ""), flush=True)
+        _write(source, counts)
+        told = {"source": source.name, "counter_period_s": period}
+        sys.stderr.write(f"{_READY}{json.dumps(told)}\n")
+        sys.stderr.flush()
+        due = time.monotonic()
+        while True:
+            due = max(due + interval, time.monotonic())
+            ended, _, _ = select.select([sys.stdin], [], [], max(0.0, due - time.monotonic()))
+            _write(source, counts)  # also at the end: the last window needs a sample behind it
+            if ended:
+                return
+    except Exception as error:  # whatever a driver raises: there is no source any more
+        _end(error)
 
 
-def _write(read: Any) -> None:
+def _end(error: Exception) -> NoReturn:
+    """Say why there is no source, or none any more, and leave."""
+    text = str(error) if isinstance(error, NoSource | SourceLost) else f"{type(error).__name__}: {error}"
+    sys.stderr.write(" ".join(text.split())[:_SHOWN])
+    sys.exit(1)
+
+
+def _update_period(source: EnergySource) -> float:
+    """Seconds from one change of a counter to the next, of the device whose counter changes least often; that of the
+    wait if it was in vain."""
+    began = time.monotonic()
+    changes: dict[str, list[float]] = {}
+    last: dict[str, float | None] = {}
+    while (now := time.monotonic()) - began < _UPDATES_S:
+        for sample in source.read():
+            if last.setdefault(sample.device, sample.joules) != sample.joules:
+                changes.setdefault(sample.device, []).append(now)
+                last[sample.device] = sample.joules
+        if len(changes) == len(last) and all(len(times) >= _UPDATES for times in changes.values()):
+            break
+    periods = [
+        median(after - before for before, after in zip(times, times[1:], strict=False))
+        for times in changes.values()
+        if len(times) > 1
+    ]
+    return max(periods) if len(periods) == len(last) else _UPDATES_S
+
+
+def _write(source: EnergySource, counts: bool) -> None:
     before = time.time()
-    found = read()
+    found = source.read()
     when = (before + time.time()) / 2
-    sys.stdout.write("".join(f"{when:.6f},{gpu},{watts:.3f}\n" for gpu, watts in found))
+    rows = []
+    for sample in found:
+        row = f"{when:.6f},{sample.device},{_NOT_SAID if sample.watts is None else f'{sample.watts:.3f}'}"
+        rows.append(row + (f",{_NOT_SAID if sample.joules is None else f'{sample.joules:.6f}'}" if counts else ""))
+    sys.stdout.write("".join(f"{row}\n" for row in rows))
     sys.stdout.flush()
 
 

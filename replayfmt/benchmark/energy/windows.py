@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args
 from replayfmt.errors import UsageError
 from replayfmt.format.regular_files import require_regular_file
 
+from ..gpu_state import are_gpu_rows
+
 FORMAT = "opreplay-energy-windows"
 VERSION = 1
 Role = Literal["idle", "whole", "scope", "op", "restore", "program"]
@@ -100,6 +102,8 @@ def read_windows(path: str | os.PathLike[str]) -> WindowsFile:
     context, not_run = head.get("context"), head.get("not_run")
     if not isinstance(context, dict) or not isinstance(not_run, list) or not isinstance(head.get("utc_offset_s"), int):
         raise UsageError(f"{path}: its header is damaged")
+    if not are_gpu_rows(context.get("gpus", [])):
+        raise UsageError(f"{path}: its header is damaged: the states of the GPUs")
     return WindowsFile(context, head["utc_offset_s"], [_window(row, str(path)) for row in body[:-1]], not_run)
 
 

@@ -23,6 +23,7 @@ from replayfmt.replay.planning.slices import Slice
 from replayfmt.replay.results import Verdict, VerifyMode
 from replayfmt.replay.run.isolated import IsolatedOp, call_repeatedly
 
+from ..gpu_state import GpuWatch
 from ..inputs import CacheFlush, Inputs, default_inputs, describe_inputs
 from ..measure import Progress, further_readings
 from ..meters.meter import Clock, MakeMeter, NotMeasured, Quantity
@@ -118,7 +119,7 @@ class PerOpRun:
 
     `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones depend on;
     `overhead_ns` is the measured time of a call that does nothing. `inputs` says what was in the caches, `meters`
-    describes every meter (`Stopwatch.describe`).
+    describes every meter (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`).
     """
 
     options: OpOptions
@@ -130,6 +131,7 @@ class PerOpRun:
     differs: bool = False
     inputs: str = ""
     meters: list[dict[str, Any]] = field(default_factory=list)
+    gpus: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -242,6 +244,7 @@ class _OpMeasurement:
         inputs = options.inputs or default_inputs(plan.devices)
         self._flush = CacheFlush(plan.devices) if inputs == "cold" else None
         self._inputs = describe_inputs(inputs, self._flush, "calls")
+        self._gpus = GpuWatch(plan.devices)
         self._ops = {group.first_ordinal: MeasuredOp(group) for group in chosen.groups}
         self._reported = 0
         self._verdicts: dict[int, tuple[Verdict, str]] = {}
@@ -257,6 +260,7 @@ class _OpMeasurement:
             verified, self._differs = result.verified, result.divergence is not None
             self._verdicts = {each.ordinal: (each.verdict, each.reason) for each in result.verdicts or ()}
         overhead = self._overhead()
+        self._gpus.begin()
         stopped = False
         was_on = gc.isenabled()
         gc.disable()
@@ -270,6 +274,7 @@ class _OpMeasurement:
         finally:
             if was_on:
                 gc.enable()
+        self._gpus.end()
         return self._finished(verified, overhead, stopped)
 
     def _examine(self, only: Slice | None) -> None:
@@ -431,4 +436,5 @@ class _OpMeasurement:
             self._differs,
             self._inputs,
             self._stopwatch.describe(),
+            self._gpus.rows(),
         )

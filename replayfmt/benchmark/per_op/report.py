@@ -12,6 +12,7 @@ from typing import Any
 
 from replayfmt.replay.plan import Plan
 
+from ..gpu_state import gpu_caveats
 from ..meters.meter import NotMeasured, Quantity
 from ..reports.rows import Report, further_fields, plan_context, statistics_fields, unmeasurable_fields
 from ..reports.units import call_count, duration
@@ -44,6 +45,7 @@ def make_op_report(
         "max_time": None if run.options.precision is None else f"{run.options.precision.cap_s:g}s",
         "inputs": run.inputs,
         "meters": run.meters,
+        "gpus": run.gpus,
         "verified": run.verified,
         "call_overhead_ns": run.overhead_ns,
         "distinct_ops": run.chosen.total,
@@ -64,7 +66,7 @@ def make_op_report(
         "rows_not_shown": len(measured) - len(shown),
         "estimated_us_not_shown": sum(row.estimated_ns or 0.0 for row in measured[len(shown) :]) / 1e3,
         "complete": run.complete,
-        "warnings": _warnings(run, shown, total),
+        "warnings": [*_warnings(run, shown, total), *gpu_caveats(run.gpus)],
     }
     reported = [
         _row(row, index, total, group_by) | row_work(row, group_by is None, peaks, context["torch_num_threads"])

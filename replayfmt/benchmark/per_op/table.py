@@ -12,6 +12,7 @@ from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.text import signature_of
 
+from ..gpu_state import gpu_lines
 from ..meters.meter import Quantity
 from ..reports.rows import Report
 from ..reports.units import call_count, duration, figure, ran_on, rate, verified
@@ -74,6 +75,7 @@ def table_lines(report: Report) -> Iterator[str]:
         )
     yield printable(ran_on(context))
     yield printable(f"inputs    {context['inputs']}")
+    yield from (printable(f"gpu       {text}") for text in gpu_lines(context["gpus"]))
     yield verified(printable(context["verified"]))
 
 

@@ -16,6 +16,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.accelerators import HOST, NOTHING, is_accelerator
 from replayfmt.pytorch.environment import cpu_capability, describe_device
 
+from ..gpu_state import gpu_caveats
 from ..measure import PATIENCE, Measurement, Run
 from ..precision import Precision
 from ..statistics import SMALLEST_FOR_INTERVAL, summarize
@@ -83,7 +84,7 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
         found.append(f"the capture's {threads} threads share {processors} processors here")
     if not reader.complete:
         found.append(f"the capture is incomplete: {reader.incomplete_reason}")
-    return found + _differences(reader, devices)
+    return [*found, *gpu_caveats(run.gpus), *_differences(reader, devices)]
 
 
 def _differences(reader: CaptureReader, devices: list[torch.device]) -> list[str]:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from replayfmt.format.printable import printable
 
+from ..gpu_state import gpu_lines
 from ..meters.meter import Quantity
 from .rows import Report
 from .units import duration, figure, ran_on, rate, verified
@@ -36,6 +37,8 @@ def _print(report: Report, console: Console) -> None:
     _line(console, ran_on(context))
     _line(console, verified(context["verified"]))
     _line(console, f"inputs    {context['inputs']}")
+    for text in gpu_lines(context.get("gpus", ())):
+        _line(console, f"gpu       {text}")
     for text in context.get("substitution_check", ()):
         _line(console, f"checked   {text.strip()}")
     console.print()

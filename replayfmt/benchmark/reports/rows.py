@@ -160,6 +160,7 @@ def _context(run: Run, plan: Plan) -> dict[str, Any]:
         "warmup_iterations": run.options.warmup,
         "inputs": run.inputs,
         "meters": run.meters,
+        "gpus": run.gpus,
         "verified": _verified(run),
         "warnings": run_caveats(run, plan.reader, plan.devices),
     }

@@ -8,6 +8,7 @@ from replayfmt.format.printable import counted
 
 _TIME_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"), (1.0, "ns"))
 _RATE_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_SIZE_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _DIGITS = 4
 
 
@@ -17,6 +18,12 @@ def duration(nanoseconds: float | None) -> str:
         return "-"
     scale, unit = next((pair for pair in _TIME_UNITS if abs(nanoseconds) >= pair[0]), _TIME_UNITS[-1])
     return f"{_digits(nanoseconds / scale)} {unit}"
+
+
+def size(length: int) -> str:
+    """A number of bytes in B, KiB, MiB, GiB or TiB; whole below 1 KiB."""
+    scale, unit = next((pair for pair in _SIZE_UNITS if abs(length) >= pair[0]), _SIZE_UNITS[-1])
+    return f"{length} {unit}" if scale == 1 else f"{_digits(length / scale)} {unit}"
 
 
 def call_count(number: int) -> str:

@@ -83,20 +83,22 @@ def compiled_accesses(kernel: Any) -> tuple[frozenset[str], bool] | None:
         found: IrAccesses = ir_accesses(str(kernel.asm["ttir"]))
     except (KeyError, NotRead):
         return None
-    places = list(_places(kernel.src.signature))
+    places = argument_places(kernel.src.signature)
     if len(places) != found.count:
         return None
     return frozenset(places[place] for place in found.written), found.makes_pointers
 
 
-def _places(signature: Mapping[str, Any]) -> Iterator[str]:
+def argument_places(signature: Mapping[str, Any]) -> list[str]:
     """The parameter that each argument of the compiled function belongs to."""
+    found = []
     for name, kind in signature.items():
         for leaf in _leaves(kind):
             descriptor = _DESCRIPTOR.match(leaf)
             # A descriptor brings the sizes and strides of its tensor.
             rank = len(descriptor[1].split(",")) if descriptor else 0
-            yield from [name] * (1 + 2 * rank)
+            found += [name] * (1 + 2 * rank)
+    return found
 
 
 def _leaves(kind: Any) -> Iterator[str]:
@@ -108,7 +110,8 @@ def _leaves(kind: Any) -> Iterator[str]:
 
 
 class StoredBinary:
-    """The binary of a capture, in place of what Triton's compiler would make."""
+    """The binary of a capture, in place of what Triton's compiler would make. `metadata`: those that Triton keeps with
+    it. `specialization`: see the function of this name."""
 
     def __init__(self, metadata: Mapping[str, Any], stages: Mapping[str, bytes]) -> None:
         """`metadata`: what `compiled_metadata` gave. Raises ValueError if they are not, or do not match `stages`."""
@@ -116,8 +119,8 @@ class StoredBinary:
         for key, kind in kinds.items():
             if not isinstance(metadata.get(key), kind):
                 raise ValueError(f"its metadata have no {key}")
-        self.target, self._compiled = metadata["target"], metadata["compiled"]
-        self._specialization = metadata["specialization"]
+        self.target, self.metadata = metadata["target"], metadata["compiled"]
+        self.specialization = metadata["specialization"]
         for role, digest in metadata["sha256"].items():
             if role in stages and hashlib.sha256(stages[role]).hexdigest() != digest:
                 raise ValueError(f"its {role} does not match the hash in its metadata")
@@ -125,11 +128,16 @@ class StoredBinary:
         if unknown:
             raise ValueError(f"its metadata have no hash of its {', '.join(unknown)}")
         self.stages = dict(stages)
-        self.triton = str(self._compiled.get("triton_version"))
+        self.triton = str(self.metadata.get("triton_version"))
         if not any(role in stages for role in BINARIES):
             raise ValueError("it has no binary")
-        if not isinstance(self._compiled.get("name"), str) or not self._compiled["name"].isidentifier():
+        if not isinstance(self.metadata.get("name"), str) or not self.metadata["name"].isidentifier():
             raise ValueError("its metadata have no name of a function")
+
+    @property
+    def name(self) -> str:
+        """The name of the function in it."""
+        return str(self.metadata["name"])
 
     def mismatch(self, target: Any, version: str) -> str:
         """Why it cannot be launched on a target by a version of Triton, or ""."""
@@ -143,9 +151,9 @@ class StoredBinary:
     def difference(self, signature: Any, constants: Any, attrs: Any, options: Mapping[str, Any]) -> str:
         """How arguments and options differ from those that it was compiled for, or ""."""
         given = specialization(signature, constants, attrs)
-        chosen = {name: value for name, value in options.items() if name in self._compiled and name not in _LOCAL}
+        chosen = {name: value for name, value in options.items() if name in self.metadata and name not in _LOCAL}
         given |= json.loads(json.dumps(chosen, default=str))
-        compiled = {**self._compiled, **self._specialization}
+        compiled = {**self.metadata, **self.specialization}
         parts = [key for key in given if given[key] != compiled.get(key)]
         return "; ".join(f"{part}: compiled for {compiled.get(part)}, given {given[part]}" for part in parts)
 
@@ -153,15 +161,15 @@ class StoredBinary:
         """Triton's object for it. `source`: what it was compiled from."""
         from triton.compiler import CompiledKernel
 
-        name = self._compiled["name"]
+        name = self.name
         with tempfile.TemporaryDirectory(prefix="opreplay-") as folder:
-            files = {f"{name}.json": json.dumps(self._compiled).encode()}
+            files = {f"{name}.json": json.dumps(self.metadata).encode()}
             files |= {f"{name}.{role}": content for role, content in self.stages.items()}
             for file, content in files.items():
                 with open(os.path.join(folder, file), "wb") as opened:
                     opened.write(content)
             # It reads them at once.
-            return CompiledKernel(source, {file: os.path.join(folder, file) for file in files}, str(self._compiled))
+            return CompiledKernel(source, {file: os.path.join(folder, file) for file in files}, str(self.metadata))
 
 
 def _named(target: Mapping[str, Any]) -> str:

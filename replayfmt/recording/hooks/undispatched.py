@@ -58,11 +58,20 @@ class RecorderForHooks(Protocol):
         inside an op, not closed."""
         ...
 
-    def unsupported(self, reason: str, op: str, detail: str) -> None: ...
+    @property
+    def native(self) -> Any:
+        """What records without Python, if anything does."""
+        ...
+
+    def unsupported(self, reason: str, op: str, detail: str) -> int | None:
+        """Returns the record's signature, if it has one."""
+        ...
 
     def paused(self) -> AbstractContextManager[Any]: ...
 
-    def mark_outside_write(self, tensor: torch.Tensor) -> None: ...
+    def mark_outside_write(self, tensor: torch.Tensor) -> bool:
+        """Returns whether nothing more need be said of its memory until it is used."""
+        ...
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
         """Run recorder code: a failure in it ends the recording, not the program."""
@@ -79,13 +88,15 @@ class _NoRecorder:
     def launching(self) -> bool:
         return False
 
-    def unsupported(self, reason: str, op: str, detail: str) -> None:
+    native = None
+
+    def unsupported(self, reason: str, op: str, detail: str) -> int | None:
         raise AssertionError("nothing records")
 
     def paused(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def mark_outside_write(self, tensor: torch.Tensor) -> None:
+    def mark_outside_write(self, tensor: torch.Tensor) -> bool:
         raise AssertionError("nothing records")
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
@@ -164,10 +175,23 @@ def _region(
     hint: str = "",
 ) -> Function:
     """A compiled region: its kernels are fused or call the C library directly, so none of its work may be recorded,
-    unless `regions` knows all that it calls."""
+    unless `regions` knows all that it calls. Calls after the first are noted without Python where that is possible."""
+    noted: dict[int, tuple[weakref.ref[Any], Function]] = {}  # by the region's identity
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            known = noted.get(id(self))
+            if known is not None and known[0]() is self and not kwargs:
+                results = known[1](original, self, args)
+                if results is not NotImplemented:
+                    return results
+            return complete(self, *args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    def complete(self: Any, *args: Any, **kwargs: Any) -> Any:
         unknown = None if regions is None else recorder.attempt(regions.open, self)
         if unknown == "" or not recorder.launching():
             return original(self, *args, **kwargs)
@@ -182,9 +206,19 @@ def _region(
     def enter(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str | None) -> _Given:
         name, detail = describe(region, args)
         first = unknown or hint
-        recorder.unsupported("compiled_region", name, f"{first}; {detail}" if first else detail)
+        signature = recorder.unsupported("compiled_region", name, f"{first}; {detail}" if first else detail)
+        if signature is not None and regions is None:
+            note(region, signature, args)
         _mark(recorder, _written_arguments(region, args, kwargs))
         return [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
+
+    def note(region: Any, signature: int, args: tuple[Any, ...]) -> None:
+        native, number = recorder.native, id(region)
+        if native is not None and type(region).__weakrefoffset__:
+            calling = native.noted_region(
+                signature, _written_indices(region, args), functools.partial(_mark_all, recorder)
+            )
+            noted[number] = weakref.ref(region, lambda _: noted.pop(number, None)), calling
 
     def leave(given: _Given | None, results: Any) -> None:
         # A result may reuse the memory of an earlier result, or of an argument that has no other reference. What the
@@ -219,10 +253,21 @@ def _mark(recorder: RecorderForHooks, tensors: Iterable[torch.Tensor]) -> None:
         recorder.mark_outside_write(tensor)
 
 
+def _mark_all(recorder: RecorderForHooks, value: Any) -> bool:
+    """Mark every tensor in a value. Returns whether nothing more need be said of their memory until it is used."""
+    return all([recorder.mark_outside_write(tensor) for tensor in _tensors(value)])
+
+
+def _written_indices(region: Any, args: tuple[Any, ...]) -> list[int] | None:
+    """The arguments that a region may write, by index in its list of arguments. None: any of them."""
+    indices = getattr(region, "mutated_input_idxs", None)
+    return None if indices is None or len(args) != 1 or not isinstance(args[0], (list, tuple)) else list(indices)
+
+
 def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The arguments that a region may write: those that Inductor names, else all."""
-    indices = getattr(region, "mutated_input_idxs", None)
-    if indices is None or len(args) != 1 or not isinstance(args[0], (list, tuple)):
+    indices = _written_indices(region, args)
+    if indices is None:
         yield from _tensors((args, kwargs))
     else:
         yield from _tensors([args[0][i] for i in indices if i < len(args[0])])
@@ -402,6 +447,9 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
     def hook(make: Callable[..., Function], *extra: Any) -> Callable[[Function], Function]:
         return lambda original: _leaving_no_frames(make(recorder, *extra, original))
 
+    def region(describe: Function, **more: Any) -> Callable[[Function], Function]:
+        return lambda original: _region(recorder, describe, original, **more)
+
     inductor = "torch._inductor.output_code"
     heuristics = "torch._inductor.runtime.triton_heuristics"
     pauses: dict[int, AbstractContextManager[Any]] = {}
@@ -409,13 +457,13 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
         Patch(
             inductor,
             "CompiledFxGraph.__call__",
-            hook(functools.partial(_region, regions=regions, hint=_KERNELS), _graph_name),
+            region(_graph_name, regions=regions, hint=_KERNELS),
             "compiled_region",
             vital=True,
         ),
-        Patch(inductor, "CompiledAOTI.__call__", hook(_region, _class_name), "compiled_region"),
-        Patch("torch._C._aoti", "AOTIModel*.run", hook(_region, _class_name), "compiled_region", vital=True),
-        Patch("torch._C._aoti", "AOTIModel*.boxed_run", hook(_region, _class_name), "compiled_region"),
+        Patch(inductor, "CompiledAOTI.__call__", region(_class_name), "compiled_region"),
+        Patch("torch._C._aoti", "AOTIModel*.run", region(_class_name), "compiled_region", vital=True),
+        Patch("torch._C._aoti", "AOTIModel*.boxed_run", region(_class_name), "compiled_region"),
         Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
         Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
         Patch(heuristics, "CachingAutotuner.run", hook(_launch), "triton_launch", vital=True),

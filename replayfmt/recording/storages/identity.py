@@ -95,6 +95,7 @@ class Storages:
         tracker = self._kind(storage, self.dead.append)
         if isinstance(tracker, NativeTracker):
             tracker.address = storage._cdata
+            self._native.forget_marked(storage._cdata)
         tracker.id = number
         tracker.size = length
         tracker.views = {}
@@ -383,6 +384,8 @@ class Storages:
         self._records.storage_import(tracker.id, content, version, reason)
         self._note_content(tracker, content)
         state.outside = state.unexplained = None
+        if self._native is not None:
+            self._native.forget_marked(storage._cdata)
         state.coverage = None
         self.synchronize(tracker, storage)
         tracker.settle()

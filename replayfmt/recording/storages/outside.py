@@ -27,12 +27,18 @@ class Outside:
         self._storages = storages
         self._digests = digests
 
-    def written(self, tensor: torch.Tensor) -> None:
-        """Something unseen may have written to a tensor. Unknown storages are imported at their first use anyway."""
+    def written(self, tensor: torch.Tensor) -> bool:
+        """Something unseen may have written to a tensor. Unknown storages are imported at their first use anyway.
+        Returns whether another such write would change nothing until then."""
+        stays = True
         for plain in plain_parts(tensor):
             tracker = self._storages.tracker_of(storage_of(plain))
             if tracker is not None:
+                stays = stays and not tracker.alias
                 self._storages.mark_written_outside(tracker)
+            else:
+                stays = False
+        return stays
 
     def shared(self, storage: torch.UntypedStorage) -> None:
         """Others may write to a storage from now on. An unknown storage is checked when it is imported."""

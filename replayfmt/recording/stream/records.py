@@ -86,12 +86,14 @@ class Records:
         nodes: Callable[[], tuple[Node, ...]],
         words: Sequence[int] = (),
         floats: Sequence[float] = (),
-    ) -> None:
-        """Add a record whose signature is identified by `key`: a record kind, and the parts of its nodes that vary."""
+    ) -> int:
+        """Add a record whose signature is identified by `key`: a record kind, and the parts of its nodes that vary.
+        Returns the signature's id."""
         signature = self._signatures.get(key)
         if signature is None:
             signature = self.signature(key, lambda: Signature(key[0], nodes()))
         self._add(signature, words, floats)
+        return signature
 
     # ------------------------------------------------------------------------------------------------------- storages
 
@@ -144,12 +146,13 @@ class Records:
     def scope_end(self, name: str) -> None:
         self._constant((RecordKind.scope_end, name), lambda: argument_nodes(RecordKind.scope_end, name=name))
 
-    def unsupported(self, reason: str, op: str, detail: str) -> None:
+    def unsupported(self, reason: str, op: str, detail: str) -> int:
+        """Work that cannot be reproduced. Returns its record's signature."""
         if (reason, op, detail) not in self._details:
             if len(self._details) >= _DISTINCT_DETAILS:
                 op, detail = "", "too many different ones to describe each"
             self._details.add((reason, op, detail))
-        self._constant(
+        return self._constant(
             (RecordKind.unsupported, reason, op, detail),
             lambda: argument_nodes(RecordKind.unsupported, reason=reason, op=op, detail=detail),
         )

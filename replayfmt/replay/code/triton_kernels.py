@@ -22,8 +22,10 @@ from replayfmt.errors import ReplayFailed
 from replayfmt.format.model import Kernel
 from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.triton.compiled import StoredBinary
 from replayfmt.pytorch.triton.forms import Assembly
 from replayfmt.pytorch.triton.functions import KernelFunction, is_callable_of_triton
+from replayfmt.pytorch.triton.given_binaries import GivenCubin, given_binary
 from replayfmt.pytorch.triton.kernels import INTERPRETER, StoredKernel
 from replayfmt.pytorch.triton.sources import load_source
 
@@ -192,7 +194,29 @@ class TritonKernel(ResolvedKernel):
             self.how += f": {problem}"
             return
         self.how = "launched from the stored binary"
-        function, named = self._function, self._named
+        self._launch_binary(self._function, binary)
+
+    def with_binary(self, given: GivenCubin) -> TritonKernel:
+        """The kernel with a cubin of the user's, which is launched as this one's binary is."""
+        import triton
+
+        if self._interpreted:
+            raise ValueError("Triton's interpreter runs the kernel here, and it launches no binaries")
+        if self._stored.binary is None:
+            raise ValueError("the capture has no binary of the kernel, as which it would be launched")
+        device = triton.runtime.driver.active
+        target, version = device.get_current_target(), triton.__version__
+        most_shared_bytes = device.utils.get_device_properties(device.get_current_device())["max_shared_mem"]
+        binary = given_binary(self._stored.binary, given, target, version, most_shared_bytes)
+        other = copy.copy(self)
+        # Of its own: it keeps what it launches.
+        other._function = vars(load_source(self._stored.module, f"{self._named} from a cubin"))[self._stored.function]
+        other._launch_binary(other._function, binary)
+        return other
+
+    def _launch_binary(self, function: Any, binary: StoredBinary) -> None:
+        """Have a function launch a binary, for the arguments that it was compiled for."""
+        named = self._named
 
         def stored(key: Any, signature: Any, device: Any, constants: Any, options: Any, attrs: Any, warmup: Any) -> Any:
             """In place of Triton's compiler."""

@@ -53,6 +53,11 @@ class ResolvedKernel(ABC):
         with the reason, for one that cannot take its place."""
         raise ValueError("it is no Triton kernel")
 
+    def with_binary(self, given: Any) -> ResolvedKernel:
+        """This kernel with a binary of the user's (a GivenCubin) in place of the captured one. Raises ValueError, with
+        the reason, for one that cannot take its place."""
+        raise ValueError("it is no Triton kernel")
+
     @abstractmethod
     def effects(self, layout: SlotLayout) -> Effects:
         """What a call of a signature may do to its arguments."""

@@ -6,9 +6,11 @@ place. Each file is loaded once per process.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import traceback
@@ -24,6 +26,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.model import Kernel
 from replayfmt.format.regular_files import require_regular_file
 from replayfmt.pytorch.registry import overloads_of
+from replayfmt.pytorch.triton.given_binaries import GivenCubin
 
 from .binding import schema_signature
 from .requests import Format, SubstitutionRequest
@@ -68,10 +71,28 @@ class Replacement:
 
 
 class Library:
-    """What a loaded file offers: `functions` by name, or the operators it registered."""
+    """What a loaded file offers: `functions` by name, the operators it registered, or a binary."""
 
-    def __init__(self, path: str, form: Format, module: ModuleType | None, operators: Sequence[str]) -> None:
+    def __init__(
+        self,
+        path: str,
+        form: Format,
+        module: ModuleType | None = None,
+        operators: Sequence[str] = (),
+        cubin: GivenCubin | None = None,
+    ) -> None:
         self._path, self._form, self._module, self._operators = path, form, module, tuple(operators)
+        self._cubin = cubin
+
+    @property
+    def label(self) -> str:
+        """The file's name."""
+        return os.path.basename(self._path)
+
+    def cubin(self, entry: str) -> GivenCubin:
+        """The binary, of which the kernel `entry` was asked for ("": none)."""
+        assert self._cubin is not None
+        return dataclasses.replace(self._cubin, entry=entry)
 
     def find(self, name: str, told: str) -> Replacement:
         """The function or operator of a name. Raises UsageError that lists the available ones."""
@@ -167,6 +188,8 @@ class Loader:
         path = os.path.realpath(request.path)
         self._readable(path, request)
         key = (path, request.format)
+        if request.format == "cubin":
+            return Library(request.path, "cubin", cubin=_cubin(path, request.told))
         if key not in self._loaded:
             self._loaded[key] = self._load(path, request)
         return self._loaded[key]
@@ -199,6 +222,21 @@ class Loader:
         library = Library(request.path, form, module, operators)
         _LIBRARIES[path, form] = _Loaded(library, stamp)
         return library
+
+
+def _cubin(path: str, told: str) -> GivenCubin:
+    """A cubin and its sidecar. Raises UsageError for a sidecar that cannot be read."""
+    sidecar_path = os.path.splitext(path)[0] + ".json"
+    sidecar = None
+    try:
+        if os.path.lexists(sidecar_path):
+            require_regular_file(sidecar_path)
+            with open(sidecar_path, "rb") as opened:
+                sidecar = json.load(opened)
+        with open(path, "rb") as opened:
+            return GivenCubin(opened.read(), "", sidecar_path, sidecar)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{told}: {sidecar_path}: cannot be read: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from replayfmt.format.signatures.values import SignatureText
 
 FLAG = "--replay-kernel-substitution"
 FORM = "SELECTOR[@FORMAT]=PATH[:NAME]"
-Format = Literal["python", "torch-library", "triton"]
-FORMATS: tuple[Format, ...] = ("python", "torch-library", "triton")
+Format = Literal["python", "torch-library", "triton", "cubin"]
+FORMATS: tuple[Format, ...] = ("python", "torch-library", "triton", "cubin")
 ALL = "all"
 _ANY = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
@@ -149,6 +149,8 @@ def infer_format(path: str, name: str, told: str) -> Format:
     """The format of a file by its extension and by the name asked for. Raises UsageError if neither determines it."""
     if path.lower().endswith(_LIBRARY_ENDINGS):
         return "torch-library"
+    if path.lower().endswith(".cubin"):
+        return "cubin"
     if path.lower().endswith(".py"):
         return "torch-library" if "::" in name else "python"
     raise UsageError(

@@ -27,6 +27,8 @@ from .loading import Library, Loader, Replacement, replacement_of
 from .requests import Substitution, SubstitutionRequest, parse_request
 
 _SHOWN = 8
+# Formats of what is launched in place of a Triton kernel, in words.
+_STANDS_FOR_TRITON = {"triton": "functions of Triton", "cubin": "binaries"}
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ def _refuse_repeated(requests: Sequence[SubstitutionRequest]) -> None:
             raise UsageError(
                 f"{request.told}: the selector {request.selector.text!r} is repeated; {known.told} has it already"
             )
+
+
+def _never(*_args: Any, **_kwargs: Any) -> None:
+    """Stands for a kernel where the original is not available, so that nothing is replayed."""
+    raise AssertionError
 
 
 class Substitutions:
@@ -226,10 +233,9 @@ class Substitutions:
         """The meaning of `all`: every called kernel for which the file has a function."""
         if library is None:
             raise UsageError(f"{request.told}: all takes a file that has functions by operator name, not one function")
-        if request.format == "triton":
-            raise UsageError(
-                f"{request.told}: all does not take functions of Triton: name the kernel that one replaces"
-            )
+        if request.format in _STANDS_FOR_TRITON:
+            what = _STANDS_FOR_TRITON[request.format]
+            raise UsageError(f"{request.told}: all does not take {what}: name the kernel that one replaces")
         if request.name:
             raise UsageError(f"{request.told}: all takes no name: the file's functions have the operators' names")
         found = [(number, library.offer(self._kernel(number))) for number in sorted(self._called)]
@@ -246,12 +252,20 @@ class Substitutions:
             return replacement_of(request.function, request.name)
         assert library is not None
         kernel = self._kernel(number)
-        found = library.find(request.name or kernel.name.rpartition("::")[2], request.told)
         resolved = self._kernels.get(number)
-        if request.format != "triton" or resolved is None:
+        if request.format == "cubin":
+            label = library.label + (f":{request.name}" if request.name else "")
+            found = Replacement(_never, label, "", 0, None)
+        else:
+            found = library.find(request.name or kernel.name.rpartition("::")[2], request.told)
+        if request.format not in _STANDS_FOR_TRITON or resolved is None:
             return found
         try:
-            launched = resolved.with_function(found.call)
+            launched = (
+                resolved.with_binary(library.cubin(request.name))
+                if request.format == "cubin"
+                else resolved.with_function(found.call)
+            )
         except ValueError as error:
             what = f"{found.label} cannot stand for {kernel.qualified_name}"
             raise UsageError(f"{request.told}: {what}: {error}") from None

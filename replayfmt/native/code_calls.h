@@ -1,0 +1,191 @@
+// Compiled regions that are noted as a whole: work that no dispatcher calls.
+//
+// What is new about it takes the complete path, in Python (hooks/undispatched.py, code/inductor_regions.py); calls like
+// one that took it are recorded here. All of it is called with the interpreter's lock.
+
+#pragma once
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "hot_run.h"
+
+namespace opreplay {
+
+// The dispatch key of the recorder. PyTorch has it for fake tensors written in C++, which nothing makes on plain tensors.
+constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
+
+// An object that Python calls like a function, made of a C++ one that takes (callee, arguments, their number).
+template <typename Callee, PyObject* (*call)(Callee&, PyObject* const*, Py_ssize_t)>
+py::object callable(std::unique_ptr<Callee> callee, const char* name) {
+  static PyMethodDef definition = {
+      name,
+      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(+[](PyObject* self, PyObject* const* given,
+                                                                Py_ssize_t count) -> PyObject* {
+        HANDLE_TH_ERRORS
+        return call(*static_cast<Callee*>(PyCapsule_GetPointer(self, nullptr)), given, count);
+        END_HANDLE_TH_ERRORS
+      })),
+      METH_FASTCALL, nullptr};
+  const auto capsule = py::reinterpret_steal<py::object>(
+      PyCapsule_New(callee.release(), nullptr, [](PyObject* self) {
+        delete static_cast<Callee*>(PyCapsule_GetPointer(self, nullptr));
+      }));
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));
+}
+
+// The result of a Python function, whose exception becomes one of C++.
+inline py::object checked(PyObject* result) {
+  if (!result) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// The capture in progress, where it is this session's, and where nothing but the hook sees what this thread calls now.
+inline std::shared_ptr<Capture> capture_seeing(const Session& session) {
+  std::shared_ptr<Capture> capture = capture_in_progress();
+  const bool sees = capture && capture->session.get() == &session && session.hot.load(std::memory_order_relaxed) &&
+                    c10::impl::tls_is_dispatch_key_included(kKey) && !c10::impl::tls_is_dispatch_key_excluded(kKey) &&
+                    c10::impl::TorchDispatchModeTLS::stack_len() == 0 && session.streams.are_default();
+  return sees ? capture : nullptr;
+}
+
+inline c10::StorageImpl* storage_impl(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// A compiled region, after its first call: what is recorded of each further one is the same.
+struct NotedRegion {
+  std::shared_ptr<Session> session;
+  int64_t signature;                        // of its unsupported record
+  std::optional<std::vector<size_t>> writes;  // the arguments that it may write, by index in its list; none: any
+  py::object mark;  // (tensor) -> whether nothing more need be said of its storage until it is used; it may be written
+};
+
+// A tensor that a region is given. It may let go of it.
+struct GivenTensor {
+  c10::StorageImpl* storage;
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
+};
+
+// Whether Python may have something to say of a storage: it has met it, or it was born here.
+inline bool may_be_known(Session& session, c10::StorageImpl* impl) {
+  if (impl->pyobj_slot()->load_pyobj()) {
+    return true;
+  }
+  std::lock_guard<std::mutex> lock(session.mutex);
+  return session.storage_of(impl) != nullptr;
+}
+
+// The memory of a tensor may have been written unseen.
+inline void mark_written(const NotedRegion& region, PyObject* tensor) {
+  Session& session = *region.session;
+  c10::StorageImpl* impl = storage_impl(THPVariable_Unpack(tensor));
+  if (may_be_known(session, impl) && !session.is_marked(impl) &&
+      py::cast<bool>(checked(PyObject_CallOneArg(region.mark.ptr(), tensor)))) {
+    session.note_marked(impl);
+  }
+}
+
+// Calls `visit` with the tensors in a value and in its lists. Whether these, numbers and None are all that it holds.
+inline bool visit_tensors(PyObject* value, const std::function<bool(PyObject*)>& visit) {
+  if (THPVariable_Check(value)) {
+    return is_plain(THPVariable_Unpack(value)) && visit(value);
+  }
+  if (PyTuple_Check(value) || PyList_Check(value)) {
+    for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(value); index++) {
+      const auto item = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(value, index));
+      if (!visit_tensors(item.ptr(), visit)) {
+        return false;
+      }
+    }
+    return true;
+  }
+  return value == Py_None || PyLong_Check(value) || PyFloat_Check(value);
+}
+
+// Given (the function that runs a region, the region, its arguments as a tuple): its results, with a record of the call;
+// NotImplemented, and nothing was done, where the complete path has to look. What it may write counts as written unseen,
+// as there; what it hands through unchanged does not.
+inline PyObject* call_noted(NotedRegion& region, PyObject* const* given, Py_ssize_t) {
+  Session& session = *region.session;
+  const std::shared_ptr<Capture> capture = capture_seeing(session);
+  int64_t context = 0;
+  if (!capture || !find_context(*capture, &context)) {
+    return Py_NewRef(Py_NotImplemented);
+  }
+  PyObject* const arguments = given[2];
+  PyObject* const list = PyTuple_GET_SIZE(arguments) == 1 ? PyTuple_GET_ITEM(arguments, 0) : arguments;
+  std::vector<GivenTensor> tensors;
+  if (!(PyList_Check(list) || PyTuple_Check(list)) || !visit_tensors(list, [&](PyObject* value) {
+        const at::Tensor& tensor = THPVariable_Unpack(value);
+        tensors.push_back({storage_impl(tensor), c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr())});
+        return true;
+      })) {
+    return Py_NewRef(Py_NotImplemented);
+  }
+  bool waits = false;
+  {
+    std::lock_guard<std::mutex> lock(session.mutex);
+    if (!session.hot.load(std::memory_order_relaxed)) {
+      return Py_NewRef(Py_NotImplemented);
+    }
+    const int64_t row[] = {region.signature, context, now_ns() - session.began_ns, 0};
+    session.rows.add(row, 4);
+    waits = session.waits();
+  }
+  const auto mark = [&](PyObject* tensor) {
+    mark_written(region, tensor);
+    return true;
+  };
+  if (!region.writes) {
+    visit_tensors(list, mark);
+  } else {
+    for (const size_t index : *region.writes) {
+      if (static_cast<Py_ssize_t>(index) < PySequence_Fast_GET_SIZE(list)) {
+        visit_tensors(PySequence_Fast_GET_ITEM(list, index), mark);
+      }
+    }
+  }
+  py::object results;
+  {
+    const c10::impl::ExcludeDispatchKeyGuard hidden(kKey);
+    const Covered covered(session);
+    PyObject* values[] = {given[1], nullptr, nullptr};
+    if (PyTuple_GET_SIZE(arguments) == 1) {
+      values[1] = list;
+      results = checked(PyObject_Vectorcall(given[0], values, 2, nullptr));
+    } else {
+      const auto all = py::reinterpret_steal<py::object>(PySequence_Concat(
+          py::make_tuple(py::reinterpret_borrow<py::object>(given[1])).ptr(), arguments));
+      results = checked(PyObject_Call(given[0], all.ptr(), nullptr));
+    }
+  }
+  const auto is_handed_through = [&](c10::StorageImpl* impl) {
+    return std::any_of(tensors.begin(), tensors.end(), [impl](const GivenTensor& each) {
+      return each.storage == impl && !each.tensor.expired();
+    });
+  };
+  const bool all_seen = visit_tensors(results.ptr(), [&](PyObject* tensor) {
+    return is_handed_through(storage_impl(THPVariable_Unpack(tensor))) || mark(tensor);
+  });
+  if (!all_seen) {  // tensors of other kinds: none of it is taken for handed through
+    checked(PyObject_CallOneArg(region.mark.ptr(), results.ptr()));
+  }
+  if (waits && capture->functions.pump) {
+    call(capture->functions.pump);
+  }
+  return results.release().ptr();
+}
+
+}  // namespace opreplay

@@ -1,0 +1,129 @@
+"""Replays of a captured launch with cubins of the user's in its place, on a device that is not there. As a script it
+works in the directory that it is given, which may have cubins by nvcc, and prints what came of each as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import replayfmt
+from replayfmt.errors import OpReplayError
+from tests.triton_kernels import programs
+from tests.triton_kernels.fake_device import install, replay_as_on_a_device
+
+ARCH, NAME = 90, "triton::double_kernel"
+
+
+@triton.jit
+def twofold(x, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, mask=at < n)
+    tl.store(x + at, values + values, mask=at < n)
+
+
+@triton.jit
+def summing(x, out, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.atomic_add(out, tl.sum(tl.load(x + at, mask=at < n), 0))
+
+
+def double(x: torch.Tensor, n: int, *_more: Any) -> None:
+    x[:n] *= 2
+
+
+def triple(x: torch.Tensor, n: int, *_more: Any) -> None:
+    x[:n] *= 3
+
+
+DOES = {name: double for name in ("double_kernel", "twofold", "twice", "narrow", "wide")}
+
+
+def compiled(folder: Path, name: str, kernel: Any, signature: dict[str, str], arch: int = ARCH, warps: int = 1) -> Path:
+    """A cubin by Triton, ahead of time, with the sidecar that Triton writes."""
+    constants = {(len(signature),): 4}
+    source = ASTSource(kernel, {**signature, "BLOCK": "constexpr"}, constants, {})
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    path = folder / f"{name}.cubin"
+    path.write_bytes(made.asm["cubin"])
+    (sidecar,) = [each for each in made.metadata_group.values() if each.endswith(f"{kernel.__name__}.json")]
+    shutil.copy(sidecar, path.with_suffix(".json"))
+    return path
+
+
+def beside(path: Path, name: str, said: Any) -> Path:
+    """The cubin again, with another sidecar."""
+    copied = path.with_name(f"{name}.cubin")
+    shutil.copy(path, copied)
+    copied.with_suffix(".json").write_text(said if isinstance(said, str) else json.dumps(said))
+    return copied
+
+
+def replayed(capture: Path, request: str, does: Any = None, *, allow_code: bool = True) -> dict[str, Any]:
+    driver = install(ARCH, {**DOES, **(does or {})})
+    try:
+        with replayfmt.Plan(capture, allow_code=allow_code, substitutions=[request] if request else []) as plan:
+            result = plan.execute(verify="bitwise")
+    except OpReplayError as error:
+        text = f"{type(error).__name__}: {error} {' '.join(getattr(error, 'findings', ()))}"
+        return {"error": text, "launches": driver.launches}
+    return {"outcome": result.outcome, "launches": driver.launches, "loaded": [each.hex() for each in driver.loaded]}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    replay_as_on_a_device()
+    install(ARCH, DOES)
+    capture = folder / "doubled.opreplay"
+    x = torch.arange(8.0)
+    with replayfmt.capture(capture, digests="ops"):
+        programs.double_kernel[(2,)](x, 8, BLOCK=4, num_warps=2)
+        x + 1
+    ours = compiled(folder, "twofold", twofold, {"x": "*fp32", "n": "i32"})
+    requests = {
+        "": "",
+        "twofold": f"{NAME}@cubin={ours}",
+        "named": f"{NAME}@cubin={ours}:twofold",
+        "by its ending": f"{NAME}={ours}",
+        "no sidecar": f"{NAME}@cubin={shutil.copy(ours, folder / 'alone.cubin')}",
+        "no shared": f"{NAME}@cubin={beside(ours, 'empty', {})}",
+        "no object": f"{NAME}@cubin={beside(ours, 'list', [])}",
+        "no JSON": f"{NAME}@cubin={beside(ours, 'broken', 'shared: 0')}",
+        "unknown key": f"{NAME}@cubin={beside(ours, 'key', {'shared': 0, 'warps': 1})}",
+        "no warps": f"{NAME}@cubin={beside(ours, 'warps', {'shared': 0, 'num_warps': 0})}",
+        "other threads": f"{NAME}@cubin={beside(ours, 'threads', {'shared': 0, 'num_warps': 4})}",
+        "too much shared": f"{NAME}@cubin={beside(ours, 'shared', {'shared': 1 << 30})}",
+        "other entry": f"{NAME}@cubin={ours}:threefold",
+        "other parameters": f"{NAME}@cubin="
+        + str(compiled(folder, "summing", summing, {"x": "*fp32", "out": "*fp32", "n": "i32"})),
+        "another device": f"{NAME}@cubin={compiled(folder, 'older', twofold, {'x': '*fp32', 'n': 'i32'}, arch=80)}",
+        "no cubin": f"{NAME}@cubin={shutil.copy(__file__, folder / 'text.cubin')}",
+        "cut off": f"{NAME}@cubin={folder / 'cut.cubin'}",
+        "all": f"all@cubin={ours}",
+        "an operator": f"aten::add@cubin={ours}",
+    }
+    (folder / "cut.cubin").write_bytes(ours.read_bytes()[:700])
+    (folder / "cut.json").write_text('{"shared": 0}')
+    shutil.copy(ours.with_suffix(".json"), folder / "text.json")
+    by_nvcc = folder / "by_nvcc.cubin"
+    if by_nvcc.exists():
+        by_nvcc.with_suffix(".json").write_text('{"shared": 0}')
+        requests |= {name: f"{NAME}@cubin={by_nvcc}:{name}" for name in ("twice", "narrow", "wide")}
+        requests["several"] = f"{NAME}@cubin={by_nvcc}"
+    found = {name: replayed(capture, request) for name, request in requests.items()}
+    found["wrong"] = replayed(capture, requests["twofold"], {"twofold": triple})
+    found["without leave"] = replayed(capture, requests["twofold"], allow_code=False)
+    found["cubins"] = {path.stem: path.read_bytes().hex() for path in (ours, by_nvcc) if path.exists()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
