@@ -28,6 +28,7 @@ from replayfmt.probes.instrumenting import (
 from replayfmt.probes.reporting import KINDS, NamedFile, ReportOptions, evaluate, write_report
 
 from .command import reader_may_leave, run_tool, say, tool
+from .probe_run import run_probe
 from .progress import record_bar
 
 
@@ -37,10 +38,14 @@ from .progress import record_bar
     ("opreplay-probe report overhead dmat=run1 block_sched=run2", "What did two probes cost?"),
     ("opreplay-probe list", "Which probes are there?"),
     ("opreplay-probe instrument kernel.ptx --tool=block_sched -o probed", "Put a probe into a kernel:"),
+    (
+        "opreplay-probe run --allow-code --tool=block_sched --kernel=triton::softmax_kernel step.opreplay -o run",
+        "Run a captured kernel with a probe:",
+    ),
     ("opreplay-probe report memory --predict=fill:32768,1,1:128,1,1:16:warp", "How much memory will a probe need?"),
 )
-@click.argument("action", type=click.Choice(["report", "list", "instrument"]))
-@click.argument("words", metavar="[KIND FILES… | PROBES… | FILE]", nargs=-1)
+@click.argument("action", type=click.Choice(["report", "list", "instrument", "run"]))
+@click.argument("words", metavar="[KIND FILES… | PROBES… | FILE | CAPTURE]", nargs=-1)
 @click.option(
     "-o", "--output", metavar="DIR", type=click.Path(), help="Write KIND.txt, .json, .svg and .png to this folder."
 )
@@ -66,8 +71,8 @@ from .progress import record_bar
     help="report memory: predict what a probe needs that saves BYTES for each thread, or each warp, of a launch. "
     "Repeatable; needs no FILES.",
 )
-@click.option("--tool", "probe", metavar="PROBE", help="instrument: a probe of `list` by name, or a .toml file.")
-@click.option("--kernel", metavar="NAME", help="instrument: which kernel of FILE, where it has several.")
+@click.option("--tool", "probe", metavar="PROBE", help="instrument, run: a probe of `list` by name, or a .toml file.")
+@click.option("--kernel", metavar="NAME", help="instrument, run: which kernel, where there are several.")
 @click.option(
     "--launch",
     metavar="GX,GY,GZ:BX,BY,BZ",
@@ -84,7 +89,13 @@ from .progress import record_bar
     "most_bytes",
     metavar="N",
     type=click.IntRange(min=0),
-    help="instrument: refuse if the records need more.",
+    help="instrument, run: refuse if the records need more; run: by default a gibibyte.",
+)
+@click.option("--launches", metavar="N", type=click.IntRange(min=1), help="run: the first N launches, by default all.")
+@click.option("--device", metavar="DEVICE", multiple=True, help="run: replay on this device, as in opreplay-run.")
+@click.option("--allow-code", is_flag=True, help="run: run the code that is in the capture: only if you trust it.")
+@click.option(
+    "--replay-file-remap", "remaps", metavar="CAPTURED=REPLAY", multiple=True, help="run: as in opreplay-run."
 )
 @click.option("--target", metavar="SM", help="instrument, list: what nvcc compiles a .cu file for, by default sm_80.")
 @click.option(
@@ -96,27 +107,32 @@ def cli(action: str, words: tuple[str, ...], form: str, output: str | None, forc
 
     `report KIND FILES…` evaluates recordings. `list` shows what probes there are, `list FILE.toml` one of your own,
     `list FILE` which kernels can be probed. `instrument FILE --tool=PROBE -o DIR` puts a probe into a kernel.
+    `run CAPTURE --tool=PROBE -o DIR` replays a Triton kernel's launches with a probe, and writes recordings.
 
-    FILE is a capture, a .ptx or a .cu file. Nothing is launched.
+    FILE is a capture, a .ptx or a .cu file. Only `run` launches anything; it needs a CUDA device.
 
-    Exits with 0 once all is printed and written, with 1 if it could not be written or the kernel cannot be probed, with
-    3 if a recording or a capture is missing or not valid.
+    Exits with 0 once all is printed and written, with 1 if it could not be written, the kernel cannot be probed or a
+    probe changed its results, with 3 if a recording or a capture is missing or not valid.
     """
     _check_flags(action)
     if action == "list":
         _list(words, form, flags["target"])
     elif action == "instrument":
         _instrument(words, form, output, force, **{name: flags[name] for name in _OF_INSTRUMENT})
+    elif action == "run":
+        run_probe(words, form, output, force, **{name: flags[name] for name in _OF_RUN})
     else:
         _report(words, form, output, force, **{name: flags[name] for name in _OF_REPORT})
 
 
 _OF_REPORT = ("no_picture", "section", "tensors", "predicted")
 _OF_INSTRUMENT = ("probe", "kernel", "launch", "records", "most_bytes", "target")
+_OF_RUN = ("probe", "kernel", "launches", "most_bytes", "device", "allow_code", "remaps")
 _FLAGS = {
     "report": {"form", "output", "force", *_OF_REPORT},
     "list": {"form", "target"},
     "instrument": {"form", "output", "force", *_OF_INSTRUMENT},
+    "run": {"form", "output", "force", *_OF_RUN},
 }
 
 

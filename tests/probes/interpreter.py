@@ -8,6 +8,7 @@ each thread, is what probes have to find.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections import defaultdict
 from typing import Any
@@ -31,6 +32,7 @@ class Device:
     """Global memory: one run of bytes, in which arrays are placed at multiples of 256."""
 
     def __init__(self, size: int = 1 << 20) -> None:
+        self.base = GLOBAL_BASE
         self.bytes = np.zeros(size, np.uint8)
         self._used = 0
 
@@ -41,12 +43,20 @@ class Device:
         self.bytes[begin : begin + len(raw)] = raw
         self._used += -(-len(raw) // 256) * 256
         assert self._used <= len(self.bytes)
-        return GLOBAL_BASE + begin
+        return self.base + begin
 
     def read(self, begin: int, dtype: Any, count: int) -> Lanes:
         """An array on the device, copied."""
         size = np.dtype(dtype).itemsize * count
-        return np.frombuffer(self.bytes[begin - GLOBAL_BASE :][:size].tobytes(), dtype)
+        return np.frombuffer(self.bytes[begin - self.base :][:size].tobytes(), dtype)
+
+
+class HostMemory(Device):
+    """The memory of this process, where tensors of the CPU are."""
+
+    def __init__(self) -> None:
+        self.base = 1 << 12
+        self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * ((1 << 47) - self.base)).from_address(self.base))
 
 
 def launch(
@@ -211,7 +221,7 @@ class _Block:
 
     def _memory(self, rest: list[str], at: Lanes) -> tuple[Lanes, Lanes]:
         if "global" in rest:
-            return self.device.bytes, at - GLOBAL_BASE
+            return self.device.bytes, at - self.device.base
         assert "shared" in rest, rest
         return self.shared, at & 0xFFFFFFFF
 
@@ -230,7 +240,7 @@ class _Block:
         size = int(ins.operands[2], 0)
         read = self._bits(ins.operands[3]).astype(int) if len(ins.operands) > 3 else np.full(self.count, size)
         for lane in np.flatnonzero(mask):
-            source = self.device.bytes[of[lane] - GLOBAL_BASE :][: read[lane]]
+            source = self.device.bytes[of[lane] - self.device.base :][: read[lane]]
             self.shared[to[lane] : to[lane] + size] = 0
             self.shared[to[lane] : to[lane] + len(source)] = source
 

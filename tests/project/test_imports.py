@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim} ← report
-# ← api, tools; dump and probes stand on format alone.
+# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim, probing}
+# ← report ← api, tools; dump and probes stand on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "format": {"errors"},
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "importers": {"errors", "format", "pytorch"},
     "initializers": {"errors", "format", "pytorch"},
     "replay": {"errors", "format", "pytorch", "initializers"},
+    "probing": {"errors", "format", "probes", "pytorch", "replay"},
     "benchmark": {"errors", "format", "pytorch", "recording", "importers", "initializers", "replay"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
     "export": {"errors", "format", "pytorch", "initializers", "replay", "dump", "trim"},
