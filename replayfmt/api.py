@@ -11,7 +11,7 @@ from operator import index
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Kernel, Record, Session, Summary
 from replayfmt.format.reader import CaptureReader, open_capture
@@ -19,6 +19,7 @@ from replayfmt.format.reader import CaptureReader, open_capture
 if TYPE_CHECKING:
     import pandas
 
+    from replayfmt.export.tables import TableName
     from replayfmt.initializers import Initializer
     from replayfmt.replay.one_call import PlanOptions
 
@@ -184,27 +185,17 @@ class Capture:
     def ops(self) -> Ops:
         return Ops(self.reader)
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """A DataFrame with a row for each op, indexed by ordinal: op, overload, kernel (its id), signature, scope,
-        thread, device (None without tensors), status, start_ns (since the capture began), duration_ns and
-        device_duration_ns (nanoseconds; NA: not measured).
+    def to_pandas(self, table: TableName = "ops") -> pandas.DataFrame:
+        """A table as a DataFrame; docs/tables.md says what each column holds. Unknown numbers are NA, never 0.
+
+        `ops` has a row for each op, by ordinal; `signatures` for each distinct signature of ops (docs/signatures.md),
+        with numbers of calls and sums of times; `kernels` likewise for each kernel, by its id.
 
         Raises OpReplayError if pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            if error.name != "pandas":
-                raise
-            raise OpReplayError(
-                "to_pandas() needs pandas, which is not installed: pip install 'opreplay[pandas]'"
-            ) from None
-        from replayfmt.dump.table import DURATIONS, op_columns
+        from replayfmt.export.tables import data_frame
 
-        columns = op_columns(self.reader)
-        for name in DURATIONS:
-            columns[name] = pandas.arrays.IntegerArray(*columns[name])
-        return pandas.DataFrame(columns).set_index("ordinal")
+        return data_frame(self.reader, table)
 
     def _repr_html_(self) -> str:
         from replayfmt.dump.html import capture_html

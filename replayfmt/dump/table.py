@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from replayfmt.format.codes import UNKNOWN_DEVICE_NS, RecordKind
 from replayfmt.format.distinct import distinct
+from replayfmt.format.model import calls_in
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.signatures.groups import SignatureIndex
 
@@ -24,6 +26,7 @@ COLUMNS = (
     "thread",
     "device",
     "status",
+    "calls",
     "start_ns",
     "duration_ns",
     "device_duration_ns",
@@ -34,32 +37,56 @@ DURATIONS = ("duration_ns", "device_duration_ns")
 def op_columns(reader: CaptureReader) -> dict[str, Any]:
     """The columns by name, in the order of COLUMNS: int64 arrays, object arrays of text, and for durations a pair of an
     int64 array and a mask that is True if nothing was measured."""
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
-    missing: dict[str, list[np.ndarray]] = {name: [] for name in DURATIONS}
+    parts: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for columns in op_column_frames(reader):
+        for name, column in columns.items():
+            parts[name].append(column)
+    joined: dict[str, Any] = {}
+    for name, pieces in parts.items():
+        if name in DURATIONS:
+            values, missing = ([each[place] for each in pieces] for place in (0, 1))
+            joined[name] = (_joined(values).astype(np.int64), _joined(missing).astype(bool))
+        else:
+            joined[name] = _joined(pieces)
+    return joined
+
+
+def op_column_frames(reader: CaptureReader, ordinals: np.ndarray | None = None) -> Iterator[dict[str, Any]]:
+    """The columns of `op_columns` for the ops of one frame after the other; with `ordinals` (ascending), only for
+    these. Raises InvalidCapture for a damaged frame."""
     shared = _SharedColumns(reader)
     for index in range(len(reader.record_frames)):
         frame = reader.frame(index)
         rows = np.flatnonzero(shared.kind[frame.signature] == RecordKind.op)
+        if ordinals is not None:
+            rows = rows[np.isin(rows + frame.first_ordinal, ordinals, assume_unique=True)]
         if not len(rows):
             continue
         signatures = frame.signature[rows]
-        parts["ordinal"].append(rows + frame.first_ordinal)
-        for name in ("op", "overload", "status"):
-            parts[name].append(getattr(shared, name)[signatures])
-        parts["kernel"].append(shared.kernel[signatures])
-        parts["signature"].append(shared.texts(frame, rows))
-        parts["scope"].append(shared.scope[frame.scope[rows]])
-        parts["thread"].append(frame.thread[rows].astype(np.int64))
-        parts["device"].append(shared.devices(frame, rows))
-        parts["start_ns"].append(frame.start_ns[rows].astype(np.int64))
-        for name in DURATIONS:
-            values, absent = _durations(getattr(frame, name), rows)
-            parts[name].append(values)
-            missing[name].append(absent)
-    joined: dict[str, Any] = {name: _joined(arrays) for name, arrays in parts.items()}
-    for name in DURATIONS:
-        joined[name] = (joined[name].astype(np.int64), _joined(missing[name]).astype(bool))
-    return joined
+        yield {
+            "ordinal": rows + frame.first_ordinal,
+            "op": shared.op[signatures],
+            "overload": shared.overload[signatures],
+            "kernel": shared.kernel[signatures],
+            "signature": shared.texts(frame, rows),
+            "scope": shared.scope[frame.scope[rows]],
+            "thread": frame.thread[rows].astype(np.int64),
+            "device": shared.devices(frame, rows),
+            "status": shared.status[signatures],
+            "calls": _calls(reader, frame, rows),
+            "start_ns": frame.start_ns[rows].astype(np.int64),
+            **{name: _durations(getattr(frame, name), rows) for name in DURATIONS},
+        }
+
+
+def _calls(reader: CaptureReader, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
+    """How many calls of the program each op stands for."""
+    calls = np.ones(len(rows), np.int64)
+    if frame.annotation is not None:
+        for place in np.flatnonzero(frame.annotation[rows]).tolist():
+            ordinal = frame.first_ordinal + int(rows[place])
+            calls[place] = calls_in(reader.annotation(int(frame.annotation[rows[place]])), ordinal)
+    return calls
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

@@ -329,6 +329,16 @@ Value = (
 )
 
 
+def calls_in(annotation: dict[str, Any] | None, ordinal: int) -> int:
+    """How many calls the record at an ordinal stands for. Raises InvalidCapture where the annotation has no number."""
+    count = (annotation or {}).get("count", 1)
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 1 << 60:
+        raise InvalidCapture(
+            f"ordinal {ordinal}: its annotation has count={count!r:.40}; expected a whole number above 0"
+        )
+    return count
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One record, decoded. `args` and `results` are in the order of `signature.args` and `signature.results`."""
@@ -357,12 +367,7 @@ class Record:
 
         Raises InvalidCapture if the annotation has no such number.
         """
-        count = (self.annotation or {}).get("count", 1)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise InvalidCapture(
-                f"ordinal {self.ordinal}: its annotation has count={count!r:.40}; expected a whole number above 0"
-            )
-        return count
+        return calls_in(self.annotation, self.ordinal)
 
     def argument(self, name: str) -> Value:
         """The top-level argument of that name. Raises KeyError if the record has none."""

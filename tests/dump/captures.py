@@ -200,7 +200,9 @@ def every_kind(path: Path) -> Path:
     tokens = w.file(ExternalFile("tokens.bin", len(HOSTILE[0]), payload=w.payload(HOSTILE[0].encode())))
     piece, other_piece = w.range(FileRange(model, 2**53 + 1, 64)), w.range(FileRange(tokens, 3, 5))
     noise = w.recipe(Recipe(DType.bfloat16, 50, 2**64 - 1, Statistics(0.5, 1.25, -math.inf, math.nan, 7, 2, 1, 0)))
-    note = w.annotation({"import": "inferred", "assumed": HOSTILE, "count": 2**70, "deep": {"x": [1.5, None]}})
+    note = w.annotation(
+        {"import": "inferred", "assumed": HOSTILE, "count": 3, "large": 2**70, "deep": {"x": [1.5, None]}}
+    )
 
     text = Node(V.string, "name", "execute")
     b.record(Signature(RecordKind.scope_begin, (text,)), scope=execute)

@@ -28,15 +28,16 @@ ALLOWED: dict[str, set[str]] = {
     "probing": {"errors", "format", "probes", "pytorch", "replay"},
     "benchmark": {"errors", "format", "pytorch", "recording", "importers", "initializers", "replay"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
-    "export": {"errors", "format", "pytorch", "initializers", "replay", "dump", "trim"},
+    "export": {"errors", "format", "pytorch", "importers", "initializers", "replay", "dump", "trim"},
     "report": {"errors", "format", "dump", "benchmark", "probes"},
-    "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump"},
+    "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump", "export"},
 }
 WITHOUT_TORCH = (
     "replayfmt/errors.py",
     "replayfmt/format",
     "replayfmt/dump",
     "replayfmt/probes",
+    "replayfmt/export/tables.py",
     "tools/__init__.py",
     "tools/command.py",
     "tools/__main__.py",

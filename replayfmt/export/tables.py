@@ -1,0 +1,247 @@
+"""A capture's ops, signatures and kernels as tables: CSV, Parquet, or pandas.
+
+Names of columns end in their unit. What is unknown is null (an empty field of a CSV), never 0. Ops are written one
+frame at a time; the other tables have a row for each signature or kernel. Needs no PyTorch; pyarrow for Parquet alone,
+pandas for data frames alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from replayfmt.dump.table import COLUMNS, DURATIONS, op_column_frames
+from replayfmt.errors import InvalidCapture, OpReplayError, UsageError
+from replayfmt.format.container.output import Output, same_file
+from replayfmt.format.reader import CaptureReader
+
+if TYPE_CHECKING:
+    import pandas
+
+TableName = Literal["ops", "signatures", "kernels"]
+TABLES: tuple[TableName, ...] = ("ops", "signatures", "kernels")
+_TEXT = frozenset({"op", "overload", "signature", "scope", "device", "status", "kernel_kind", "schema"})
+_TIMES = ("total_duration_ns", "timed_calls", "total_device_duration_ns", "device_timed_calls")
+# In this order; docs/tables.md says what each holds.
+TABLE_COLUMNS: dict[TableName, tuple[str, ...]] = {
+    "ops": COLUMNS,
+    "signatures": ("signature", "kernel", "op", "overload", "calls", "first_ordinal", *_TIMES),
+    "kernels": ("kernel", "op", "overload", "kernel_kind", "schema", "calls", "signatures", "first_ordinal", *_TIMES),
+}
+NULLABLE = frozenset({*DURATIONS, "device", "total_duration_ns", "total_device_duration_ns"})
+_MOST = np.iinfo(np.int64).max
+
+Rows = dict[str, list[Any]]  # columns by name, of one length; None is null
+
+
+@dataclass
+class _Calls:
+    """The ops of one signature or kernel so far."""
+
+    first: dict[str, Any]
+    calls: int = 0
+    signatures: set[str] = field(default_factory=set)
+    totals: dict[str, list[int]] = field(default_factory=lambda: {name: [0, 0] for name in DURATIONS})
+
+    def add(self, calls: int, durations: Sequence[int | None]) -> None:
+        self.calls += calls
+        for name, duration in zip(DURATIONS, durations, strict=True):
+            if duration is not None:
+                self.totals[name][0] += duration * calls
+                self.totals[name][1] += calls
+
+    def row(self) -> dict[str, Any]:
+        found = {**self.first, "calls": self.calls, "signatures": len(self.signatures)}
+        for name, timed in zip(DURATIONS, ("timed_calls", "device_timed_calls"), strict=True):
+            total, calls = self.totals[name]
+            found |= {f"total_{name}": total if calls else None, timed: calls}
+        return found
+
+
+def table_rows(reader: CaptureReader, table: TableName, ordinals: np.ndarray | None = None) -> Iterator[Rows]:
+    """The columns of a table, in pieces, under the names and in the order of TABLE_COLUMNS. With `ordinals`
+    (ascending), of the ops that have these. Raises InvalidCapture for a damaged frame and for sums beyond 64 bits."""
+    if table != "ops":
+        yield _grouped(reader, table, ordinals)
+        return
+    for columns in op_column_frames(reader, ordinals):
+        yield {name: _plain(column) for name, column in columns.items()}
+
+
+def _plain(column: Any) -> list[Any]:
+    if not isinstance(column, tuple):
+        return column.tolist()
+    values, missing = column
+    return [None if absent else value for value, absent in zip(values.tolist(), missing.tolist(), strict=True)]
+
+
+def _grouped(reader: CaptureReader, table: TableName, ordinals: np.ndarray | None) -> Rows:
+    groups: dict[Any, _Calls] = {}
+    key = "signature" if table == "signatures" else "kernel"
+    for rows in table_rows(reader, "ops", ordinals):
+        for place, name in enumerate(rows[key]):
+            group = groups.get(name)
+            if group is None:
+                group = groups[name] = _Calls(_first(reader, rows, place))
+            group.add(rows["calls"][place], [rows[each][place] for each in DURATIONS])
+            group.signatures.add(rows["signature"][place])
+    made = [group.row() for group in groups.values()]
+    for row in made:
+        if any(isinstance(value, int) and value > _MOST for value in row.values()):
+            raise InvalidCapture(f"{reader.path}: the calls of {row['op']} add up to more than 64 bits hold")
+    return {name: [row[name] for row in made] for name in TABLE_COLUMNS[table]}
+
+
+def _first(reader: CaptureReader, rows: Rows, place: int) -> dict[str, Any]:
+    """What the first op of a group says of all."""
+    kernel = reader.kernels[rows["kernel"][place]]
+    assert kernel is not None
+    found = {name: rows[name][place] for name in ("kernel", "op", "overload", "signature")}
+    return found | {"kernel_kind": kernel.kind.name, "schema": kernel.schema, "first_ordinal": rows["ordinal"][place]}
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def export_table(
+    reader: CaptureReader,
+    out: str | os.PathLike[str],
+    table: TableName,
+    form: Literal["csv", "parquet"],
+    ordinals: np.ndarray | None = None,
+    *,
+    force: bool = False,
+) -> int:
+    """Write a table of a capture to a file, completely or not at all. Returns the number of its rows.
+
+    Raises UsageError if `out` is the capture, OpReplayError if Parquet is asked for without pyarrow, OutputExists, and
+    CaptureFailed if the file cannot be written.
+    """
+    refuse_capture(reader, out)
+    write = _write_csv
+    if form == "parquet":
+        _pyarrow()
+        write = _write_parquet
+    with result_file(out, force) as output:
+        return write(output, table_rows(reader, table, ordinals), TABLE_COLUMNS[table])
+
+
+def refuse_capture(reader: CaptureReader, out: str | os.PathLike[str]) -> None:
+    """Raises UsageError if the result would replace the capture."""
+    if same_file(reader.path, out):
+        raise UsageError(f"{os.fspath(out)}: is the capture that is exported; name another file")
+
+
+class result_file:
+    """A file that gets its name when the `with` statement ends without an error, and is removed otherwise."""
+
+    def __init__(self, path: str | os.PathLike[str], force: bool) -> None:
+        self._output = Output(path, force, doing="exporting")
+
+    def __enter__(self) -> Output:
+        return self._output
+
+    def __exit__(self, error: type[BaseException] | None, *_more: object) -> None:
+        if error is None:
+            self._output.finish()
+        else:
+            self._output.discard()
+
+
+def _write_csv(output: Output, pieces: Iterator[Rows], columns: Sequence[str]) -> int:
+    """RFC 4180 with newlines as line ends: fields with quotes, commas and line breaks are quoted."""
+    count = 0
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for rows in pieces:
+        writer.writerows(zip(*(rows[name] for name in columns), strict=True))
+        count += len(rows[columns[0]])
+        output.write([text.getvalue().encode("utf-8", "backslashreplace")])
+        text.seek(0)
+        text.truncate()
+    output.write([text.getvalue().encode("utf-8")])
+    return count
+
+
+def _write_parquet(output: Output, pieces: Iterator[Rows], columns: Sequence[str]) -> int:
+    arrow = _pyarrow()
+    from pyarrow import parquet
+
+    schema = arrow.schema(
+        [arrow.field(name, arrow.string() if name in _TEXT else arrow.int64(), name in NULLABLE) for name in columns]
+    )
+    count = 0
+    with parquet.ParquetWriter(_Sink(output), schema) as writer:
+        for rows in pieces:
+            piece = arrow.table([arrow.array(rows[each.name], each.type) for each in schema], schema=schema)
+            writer.write_table(piece)
+            count += len(piece)
+    return count
+
+
+class _Sink(io.RawIOBase):
+    """An Output as a file that can only be written."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._output.write([bytes(data)])
+        return len(data)
+
+    def tell(self) -> int:
+        return self._output.position
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        if error.name != "pyarrow":
+            raise
+        raise OpReplayError(
+            "--format=parquet needs pyarrow, which is not installed: pip install 'opreplay[tables]'; --format=csv "
+            "works without it"
+        ) from None
+    return pyarrow
+
+
+def data_frame(reader: CaptureReader, table: TableName) -> pandas.DataFrame:
+    """A table as a DataFrame; see Capture.to_pandas."""
+    try:
+        import pandas
+    except ImportError as error:
+        if error.name != "pandas":
+            raise
+        raise OpReplayError(
+            "to_pandas() needs pandas, which is not installed: pip install 'opreplay[pandas]'"
+        ) from None
+    if table not in TABLES:
+        raise UsageError(f"to_pandas({table!r}): expected {', '.join(map(repr, TABLES))}")
+    columns: dict[str, list[Any]] = {name: [] for name in TABLE_COLUMNS[table]}
+    for rows in table_rows(reader, table):
+        for name, column in columns.items():
+            column += rows[name]
+    made: dict[str, Any] = {}
+    for name, column in columns.items():
+        values = np.empty(len(column), object)
+        values[:] = column
+        if name in _TEXT:
+            made[name] = values
+        elif name in NULLABLE:
+            missing = np.array([each is None for each in column], bool)
+            made[name] = pandas.arrays.IntegerArray(np.where(missing, 0, values).astype(np.int64), missing)
+        else:
+            made[name] = values.astype(np.int64)
+    frame = pandas.DataFrame(made)
+    return frame if table == "signatures" else frame.set_index("ordinal" if table == "ops" else "kernel")

@@ -1,0 +1,1 @@
+"""Exports of captures to other tools' formats."""
