@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 SCRIPTS = (
     "capture_cost",
     "replay_cost",
+    "triton_launches",
     "replay_memory",
     "file_size",
     "large_capture",

@@ -159,6 +159,9 @@ def main() -> None:
         }
 
     case("same device", 90, contents, torch.ones(8))
+    torch.accelerator.device_count, one = lambda: 2, torch.accelerator.device_count  # type: ignore[assignment]
+    case("one of several devices", 90, contents, torch.ones(8))
+    torch.accelerator.device_count = one
     case("another device", 80, contents, torch.ones(8))
     changed = json.loads(contents["metadata"])
     changed["compiled"]["triton_version"] = "3.0.0"

@@ -62,8 +62,9 @@ def test_every_launch_was_made_once(found: dict[str, Any]) -> None:
     assert found["sm80"]["result"] == found["sm90"]["result"]
 
 
-def test_the_stored_binary_is_launched_where_device_and_version_match(found: dict[str, Any]) -> None:
-    case = found["cases"]["same device"]
+@pytest.mark.parametrize("name", ["same device", "one of several devices"])
+def test_the_stored_binary_is_launched_where_device_and_version_match(found: dict[str, Any], name: str) -> None:
+    case = found["cases"][name]
     assert (case["how"], case["stored"], case["x"]) == ("launched from the stored binary", [True], DOUBLED)
     assert case["launches"] == [["double_kernel", [2, 1, 1], 2]]
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -152,7 +153,12 @@ class TritonKernel(ResolvedKernel):
         constexprs = [_constexprs(each) for each in (function, self._function)]
         if constexprs[0] != constexprs[1]:
             raise ValueError(f"its constexprs are {constexprs[0]}, those of the kernel are {constexprs[1]}")
+        return self._launching(function)
+
+    def _launching(self, function: Any) -> TritonKernel:
+        """The same kernel, that launches another function."""
         other = copy.copy(self)
+        vars(other).pop("call", None)
         other._function = function
         return other
 
@@ -160,9 +166,9 @@ class TritonKernel(ResolvedKernel):
     def schema(self) -> torch.FunctionSchema:
         return self._schema
 
-    @property
+    @cached_property
     def call(self) -> Callable[..., Any]:
-        return self.launch
+        return self._plain_launch() or self.launch
 
     def effects(self, layout: SlotLayout) -> Effects:
         return effects_of_schema(layout, self._schema, False, complete=True)
@@ -208,11 +214,10 @@ class TritonKernel(ResolvedKernel):
         target, version = device.get_current_target(), triton.__version__
         most_shared_bytes = device.utils.get_device_properties(device.get_current_device())["max_shared_mem"]
         binary = given_binary(self._stored.binary, given, target, version, most_shared_bytes)
-        other = copy.copy(self)
         # Of its own: it keeps what it launches.
-        other._function = vars(load_source(self._stored.module, f"{self._named} from a cubin"))[self._stored.function]
-        other._launch_binary(other._function, binary)
-        return other
+        function = vars(load_source(self._stored.module, f"{self._named} from a cubin"))[self._stored.function]
+        self._launch_binary(function, binary)
+        return self._launching(function)
 
     def _launch_binary(self, function: Any, binary: StoredBinary) -> None:
         """Have a function launch a binary, for the arguments that it was compiled for."""
@@ -228,6 +233,49 @@ class TritonKernel(ResolvedKernel):
             return kernel
 
         function._do_compile = stored
+
+    def _plain_launch(self) -> Callable[..., None] | None:
+        """What `launch` does, as fast as Triton's own launcher, for a kernel whose parameters are the arguments of its
+        schema, in the same order. None for others, and where the interpreter's own time hides that of a launch."""
+        stored, parameters = self._stored, self._parameters
+        positional = [each.name for each in self._schema.arguments if not each.kwarg_only]
+        by_name = {*parameters[len(positional) :], *(name for name, _ in self._options), stored.grid}
+        if (
+            self._interpreted
+            or any(form != name for name, form in stored.parameters.items())
+            or any(given != name for name, given in self._options)
+            or parameters[: len(positional)] != positional
+            or stored.grid != "grid"
+            or self._keywords
+            or not {name for name, _ in self._dtypes} <= set(positional)
+            or (self._several_devices and not self._dtypes)
+        ):
+            return None
+        dtypes = [(positional.index(name), dtype) for name, dtype in self._dtypes]
+        count, count_by_name = len(positional), len(by_name)
+        grids, run, launch = self._grids, self._function.run, self.launch
+        current_device: Callable[[], int] | None = None
+        if self._several_devices:
+            import triton
+
+            current_device = triton.runtime.driver.active.get_current_device
+
+        def launch_plainly(*args: Any, **kwargs: Any) -> None:
+            if (
+                len(args) == count
+                and len(kwargs) == count_by_name
+                and tuple(kwargs["grid"]) in grids
+                and (current_device is None or args[dtypes[0][0]].get_device() == current_device())
+            ):
+                for place, dtype in dtypes:
+                    if args[place].dtype is not dtype:
+                        break
+                else:
+                    run(*args, warmup=False, **kwargs)
+                    return
+            launch(*args, **kwargs)
+
+        return launch_plainly
 
     def launch(self, *args: Any, **kwargs: Any) -> None:
         """Launch it with the arguments of its schema. Raises ReplayFailed, before the launch, for those that it cannot
