@@ -30,6 +30,7 @@ SCRIPTS = (
     "recorder_memory",
     "growth",
     "per_op_sum",
+    "per_op_thousand",
     "import_coverage",
     "probe_reports",
 )

@@ -6,6 +6,7 @@ unreadable or not valid. Imports no torch.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,18 @@ def agents_md_option(tool: str) -> Callable[[Any], Any]:
         callback=show,
         help="Print this tool's playbook for agents and exit.",
     )
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds in a range. NaN lies in none: click lets it pass each comparison."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is no number of seconds.", param, ctx)
+        return seconds
 
 
 class ToolCommand(click.Command):

@@ -6,7 +6,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import reader_may_leave, run_tool, say, tool
+from .command import Seconds, reader_may_leave, run_tool, say, tool
 
 
 @tool(
@@ -31,7 +31,7 @@ from .command import reader_may_leave, run_tool, say, tool
 )
 @click.option(
     "--power-averaging",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     metavar="SECONDS",
     help="Over how long the source averages power (many boards: about a second); a WARNING says if windows are "
     "shorter.",

@@ -12,7 +12,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import say
+from .command import Seconds, say
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.energy.power_log import PowerLog
@@ -57,7 +57,7 @@ def energy_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--energy-out", metavar="FILE", help="With --energy: write the report to FILE as JSON."),
         click.option(
             "--power-averaging",
-            type=click.FloatRange(min=0, max=60),
+            type=Seconds(min=0, max=60),
             default=1.0,
             show_default=True,
             metavar="SECONDS",
@@ -66,7 +66,7 @@ def energy_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--power-interval",
-            type=click.FloatRange(min=1e-4, max=60),
+            type=Seconds(min=1e-4, max=60),
             default=0.04,
             show_default=True,
             metavar="SECONDS",

@@ -424,6 +424,8 @@ def test_local_times_are_those_of_the_machine_that_was_measured_unless_a_zone_is
         (["--energy-windows=w.jsonl", "--per-op"], "--per-op does not go with --energy-windows"),
         (["--energy-windows=w.jsonl", "--replay-scope=nowhere"], "has no scope of that name or path"),
         (["--energy-windows=w.jsonl", "--program=nowhere.py"], "expected a Python script with its arguments"),
+        (["--energy-windows=w.jsonl", "--power-interval=nan"], "'nan' is no number of seconds"),
+        (["--energy-windows=w.jsonl", "--power-averaging=nan"], "'nan' is no number of seconds"),
         (["--energy-windows=w.jsonl", "--program-runs=2"], "--program-runs does not go with --energy-windows"),
         (["--energy-windows=w.jsonl", "--energy-source=cpu"], "--energy-source needs --energy"),
     ],

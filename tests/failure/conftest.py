@@ -11,6 +11,8 @@ import pytest
 import torch
 from one_thread import one_thread as one_thread
 
+from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile
+
 from .table import recorded
 
 _LONGEST_S = 300
@@ -23,6 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     content = torch.arange(4.0)
     recorded(folder, lambda: (content * 2).sum().item(), "step")
     (folder / "trace.json").write_text('{"traceEvents": []}')
+    windows = [EnergyWindow("whole", "whole", 1, 1_700_000_001 * 10**9, 1_700_000_002 * 10**9, 10**9, 2 * 10**9)]
+    (folder / "windows.jsonl").write_text(WindowsFile({}, 0, windows, []).text())
+    samples = "".join(f"{1_700_000_000 + index / 20},0,30\n" for index in range(60))
+    (folder / "power.csv").write_text(f"timestamp,gpu,power_w\n{samples}")
     (folder / "folder").mkdir()
     os.mkfifo(folder / "fifo")
     os.chdir(folder)

@@ -7,6 +7,7 @@ opreplay-capture runs a program in its own process, once; tests/capture_tool has
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ COMMANDS = {
     "trim": ["--ops=:", "--verify=none", "step.opreplay", "out.opreplay"],
     "import": ["--output=out.opreplay", "trace.json"],
     "export": ["step.opreplay", "out.zip"],
+    "energy": ["windows.jsonl", "power.csv", "--output=out.json"],
+    "probe": ["report", "schedule", "step.opreplay"],
 }
 VALUES = (
     "",
@@ -111,7 +114,7 @@ WRITERS = [tool for tool, command in COMMANDS.items() if any("out." in each for 
 def test_a_place_where_nothing_can_be_written_is_one_error(
     tool: str, out: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [each.replace("out.opreplay", out).replace("out.zip", out) for each in COMMANDS[tool]]
+    arguments = [re.sub(r"out\.(opreplay|zip|json)", lambda _: out, each) for each in COMMANDS[tool]]
     refused = (1, 2, 3) if tool == "import" else (1, 2)  # an import may refuse the trace first, which has no ops
     assert _call(tool, arguments, folder, capsys, monkeypatch) in refused
 
@@ -121,6 +124,7 @@ def test_a_place_where_nothing_can_be_written_is_one_error(
 def test_what_is_no_capture_and_no_trace_is_one_error(
     tool: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [value if each in ("step.opreplay", "trace.json") else each for each in COMMANDS[tool]]
-    expected = {0, 1, 3} if tool == "import" else {3}
+    read = ("step.opreplay", "trace.json", "power.csv")
+    arguments = [value if each in read else each for each in COMMANDS[tool]]
+    expected = {"import": {0, 1, 3}, "energy": {2}}.get(tool, {3})
     assert _call(tool, arguments, folder, capsys, monkeypatch) in expected
