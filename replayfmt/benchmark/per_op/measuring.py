@@ -373,7 +373,9 @@ class _OpMeasurement:
             if samples < _LEAST_SAMPLES:
                 return samples > 0 and waited_ns >= _PATIENCE * max(wanted, 1e9)
             floor = timed_ns >= wanted
-            if waited_ns >= _PATIENCE * wanted or calls >= MOST_ITERATIONS:
+            # Restoring takes several times as long as many an op that writes its inputs: such an op has no more time.
+            most = _PATIENCE * wanted if precision is None else min(_PATIENCE * wanted, precision.cap_s * 1e9)
+            if waited_ns >= most or calls >= MOST_ITERATIONS:
                 return True
         if not floor or precision is None or narrow is None:
             return floor
