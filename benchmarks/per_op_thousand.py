@@ -1,7 +1,7 @@
 """How long `opreplay-benchmark --per-op` takes, with default settings, to measure 1,000 distinct ops.
 
 Twelve operators on 84 shapes each: random numbers, element by element, reductions, matrix products, copies, and some
-that write one of their inputs, which is put back before each call. The tool is a process of its own, and its start counts.
+that write one of their inputs, which is put back before each call. The tool is a process of its own; its start counts.
 """
 
 from __future__ import annotations
