@@ -1,0 +1,55 @@
+"""examples/energy: from the capture of a BLOOM to a report with pictures, in a small size."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_example_goes_from_a_capture_to_a_report_with_pictures(tools, tmp_path, monkeypatch, capsys):
+    script = ROOT / "examples/energy/bloom_energy.py"
+    spec = importlib.util.spec_from_file_location("bloom_energy", script)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    as_a_process, ran = example.run, []
+
+    def run(tool, *arguments):
+        """All but the capture in this process: importing PyTorch takes seconds."""
+        ran.append(tool)
+        if tool == "capture":
+            as_a_process(tool, *arguments)
+        else:
+            assert tools(tool, *arguments).code == 0
+
+    monkeypatch.setattr(example, "run", run)
+    flags = ["--power-interval=0.001", "--power-averaging=0.01", "--op-filter=aten::addmm"]
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), "--small", "--tokens=2", "--recorded", "--", *flags])
+    example.main()
+    assert ran == ["capture", "benchmark", "energy", "report"]
+    report = json.loads((tmp_path / "gpu_energy_report.json").read_text())
+    jsonschema.validate(report, json.loads((ROOT / "docs/energy.schema.json").read_text()))
+    # The log says 230 W of the whole, whatever the machine does.
+    assert report["whole_model"]["mean_watts"] == pytest.approx(example.WORK_W["whole"], rel=0.2)
+    assert [each["name"] for each in report["scopes"]] == ["generate"]
+    assert set(report["by_class"]) == {"matrix product or convolution"}
+    assert "of a made-up power log" in capsys.readouterr().out
+    assert (tmp_path / "energy.svg").read_text().count("<svg") == 1
+    assert (tmp_path / "energy.png").read_bytes().startswith(b"\x89PNG")
+    assert "aten::addmm" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.gpu
+def test_the_example_measures_a_gpu(tmp_path):
+    script = ROOT / "examples/energy/bloom_energy.py"
+    command = [sys.executable, str(script), str(tmp_path), "--small", "--tokens=2", "--", "--op-filter=aten::addmm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "gpu_energy_report.json").read_text())["whole_model"]["mean_watts"] > 10
