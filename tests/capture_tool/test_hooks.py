@@ -304,7 +304,7 @@ def test_every_hook_is_there_once_and_is_taken_out_again():
         for row in hooks_module.table(FakeRecorder()):
             if "*" not in row.attribute and row.module in sys.modules:
                 owner, _, name = row.attribute.rpartition(".")
-                holder = functools.reduce(getattr, owner.split("."), sys.modules[row.module])
+                holder = functools.reduce(getattr, filter(None, owner.split(".")), sys.modules[row.module])
                 found[row.target] = vars(holder)[name]
         return found
 

@@ -20,7 +20,7 @@ from replayfmt.replay.plan import Plan
 
 _CALL = re.compile(
     r"^ +(?:\w+ = )?"
-    r"(?P<callee>(?:cpp_fused\w*|extern_kernels\.\w+|(?:torch\.ops\.)?aten\.\w+(?:\.\w+)?|empty_strided_cpu))\("
+    r"(?P<callee>(?:cpp_\w*|extern_kernels\.\w+|(?:torch\.ops\.)?aten\.\w+(?:\.\w+)?|empty_strided_cpu))\("
 )
 
 

@@ -48,8 +48,8 @@ def test_kernels_keep_what_was_compiled_for_the_target(found: dict[str, Any], ar
         assert "(Tensor(a0!) " in each["schema"] and "int num_warps, int num_ctas, int num_stages" in each["schema"]
     specializations = [each["metadata"]["specialization"] for each in kernels[:2]]
     assert specializations[0]["signature"] == {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}
-    aligned, shifted = ([kind for _, kind in each["attributes"]][0] for each in specializations)
-    assert (aligned, shifted) == ([["tt.divisibility", 16]], [])
+    aligned, shifted = (dict((tuple(path), kind) for path, kind in each["attributes"]) for each in specializations)
+    assert aligned[0,] == [["tt.divisibility", 16]] and (0,) not in shifted
     assert "BLOCK: 32, num_warps: 8" in kernels[3]["metadata"]["configuration"]
 
 

@@ -64,7 +64,7 @@ def specialization(
     found = {
         "signature": signature,
         "constants": [[path, _constant(constants[path], name_of)] for path in sorted(constants)],
-        "attributes": [[path, attrs[path]] for path in sorted(attrs)],
+        "attributes": [[path, attrs[path]] for path in sorted(attrs) if attrs[path]],
     }
     return json.loads(json.dumps(found, default=str))
 

@@ -16,6 +16,7 @@ from .sources import StandaloneSource
 
 VERSION = 1
 INTERPRETER = "interpreter"
+INDUCTOR = "inductor"  # compiled it, and kept the binary for itself
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,13 @@ class KernelCode:
         accesses: Accesses,
         configuration: str,
         compiled: Any = None,
+        *,
+        target: str = INTERPRETER,
+        binary: bool = True,
     ) -> KernelCode:
         """The kernel of a launch. `configuration`: what an autotuner chose, "" if none did. `compiled`: what Triton
-        compiled for it, None under the interpreter. Raises NotRepresentable."""
+        compiled for it; without it, `target` says what ran it. `binary`: whether Triton launches its binary for such
+        arguments. Raises NotRepresentable."""
         import triton
 
         metadata: dict[str, Any] = {
@@ -55,10 +60,10 @@ class KernelCode:
         stages: list[tuple[str, bytes]] = []
         if compiled is None:
             variant = _variant({**metadata, "types": form.types})
-            metadata["target"] = INTERPRETER
+            metadata["target"] = target
         else:
             metadata |= compiled_metadata(compiled, source.name_of)
-            stages = attached_stages(compiled)
+            stages = [each for each in attached_stages(compiled) if binary or each[0] not in BINARIES]
             variant = _variant({**metadata, "types": form.types})
             metadata["declaration"] = declaration_of(source, form.functions)
             found = compiled_accesses(compiled)

@@ -22,19 +22,26 @@ _ASIDE = frozenset({"get_args", "benchmark_compiled_module"})
 _RUNNER = "Runner"
 _RUNNERS_OWN = frozenset({"__init__", "recursively_apply_fns"})
 _DECLARING = "async_compile.cpp_pybinding"
+_CPP_WRAPPER = "CppWrapperCodeCache."
 # What Inductor declares at the top of a module, other than C++ kernels.
 _OTHERS = frozenset({"async_compile.triton"})
 # Methods of tensors that are operators, or look at metadata, and those of the list of arguments.
 _METHODS = frozenset(
     {"clear", "clone", "contiguous", "copy_", "fill_", "item", "numel", "size", "storage_offset", "stride", "zero_"}
 )
-_HARMLESS = ("assert_size_stride", "assert_alignment", "_reinterpret_tensor")
+_HARMLESS = ("assert_size_stride", "assert_alignment", "_reinterpret_tensor", "copy_if_misaligned")
 _ALLOCATING = ("_empty_strided_cpu", "_empty_strided_cpu_pinned", "_empty_strided_cuda", "_empty_strided_xpu")
 _COUNTING = (abs, bool, divmod, float, int, isinstance, len, list, max, min, pow, range, round, sum, tuple)
 _RAISED = (AssertionError, RuntimeError)
 # Where Inductor keeps functions that call operators alone.
 _OF_OPERATORS = frozenset(f"torch._inductor.kernel.{name}" for name in ("bmm", "conv", "mm", "mm_plus_mm"))
 _LAUNCHER = ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner")
+# Which device and which stream the code works on.
+_PLACING = (
+    ("torch._C", ("_cuda_getCurrentRawStream", "_xpu_getCurrentRawStream")),
+    ("torch.cuda", ("_DeviceGuard", "set_device", "synchronize")),
+    ("torch.xpu", ("_DeviceGuard", "set_device", "synchronize")),
+)
 _HOOKS = ("torch._inductor.hooks", "run_intermediate_hooks")
 
 
@@ -101,6 +108,8 @@ def _declared(tree: ast.Module) -> Iterator[DeclaredKernel]:
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
             continue
         callee = ast.unparse(node.value.func)
+        if callee.startswith(_CPP_WRAPPER):
+            raise Unknown("its wrapper is C++ (cpp_wrapper), which runs beneath Python")
         if callee.startswith("async_compile.") and callee not in {_DECLARING, *_OTHERS}:
             raise Unknown(f"it declares a kernel by {callee}")
         if callee != _DECLARING:
@@ -122,7 +131,15 @@ class _Reader:
         self._namespace = namespace
         self._kernels = kernels
         guards = torch._C._dynamo.guards
-        self._harmless = [getattr(guards, name) for name in _HARMLESS if hasattr(guards, name)]
+        self._harmless = [
+            getattr(holder, name)
+            for holder, names in [
+                (guards, _HARMLESS),
+                *((sys.modules.get(module), names) for module, names in _PLACING),
+            ]
+            for name in names
+            if hasattr(holder, name)
+        ]
         self._allocating = [getattr(guards, name) for name in _ALLOCATING if hasattr(guards, name)]
         self.allocators: set[str] = set()
 
@@ -156,6 +173,8 @@ class _Reader:
         return self._is_known_value(value, holder, path)
 
     def _is_known_value(self, value: Any, holder: Any, path: list[str]) -> bool:
+        if value is None:
+            return False
         if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return True
         if (

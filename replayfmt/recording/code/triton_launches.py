@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from replayfmt.format.codes import KernelKind
+from replayfmt.pytorch.inductor.triton_tuners import NotTold, TunedLaunch, choose, launch_of
 from replayfmt.pytorch.triton.accesses import accesses_of
 from replayfmt.pytorch.triton.forms import FormMaker, LaunchForm, NotRepresentable
 from replayfmt.pytorch.triton.functions import KernelFunction, NotStandalone, is_callable_of_triton, kernel_name
-from replayfmt.pytorch.triton.kernels import KernelCode
+from replayfmt.pytorch.triton.kernels import INDUCTOR, INTERPRETER, KernelCode
 from replayfmt.pytorch.triton.sources import StandaloneSource, standalone_source
 
 from ..dispatch.handles import is_address
@@ -37,6 +38,8 @@ _T = TypeVar("_T")
 _Function = Callable[..., Any]
 REASON = "triton_launch"
 _COMPILED_FOR = ("num_warps", "num_ctas", "num_stages")
+_HEURISTICS = "torch._inductor.runtime.triton_heuristics"
+_OF_TUNER = ("stream", "benchmark_run")  # what Inductor's autotuner takes for itself
 
 
 class _Known(NamedTuple):
@@ -56,6 +59,8 @@ class _Launch(NamedTuple):
     kwargs: dict[str, Any]
     run: _Function
     compiled: _Function
+    by: str = INTERPRETER  # what ran it, if nothing is known of what was compiled
+    binary: bool = True  # whether a launch of the kernel finds what was compiled
 
 
 class _Described(NamedTuple):
@@ -185,6 +190,38 @@ class TritonLaunches(Patched):
 
         return bench
 
+    def launch_of_inductor(self, original: _Function) -> _Function:
+        """Of Inductor's autotuner."""
+
+        @functools.wraps(original)
+        def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                mode = self._recorder.attempt(self._recorder.mode_here)
+                # Its trials are launches, too, and under the interpreter it launches the decorated function.
+                if mode is None or kwargs.get("benchmark_run") or tuner.triton_interpret:
+                    return original(tuner, *args, **kwargs)
+                given = {name: value for name, value in kwargs.items() if name not in _OF_TUNER}
+                with self._recorder.hidden():
+                    choose(tuner, args, given)
+                told = self._recorder.attempt(_explained, launch_of, tuner, args, given)
+                if not isinstance(told, TunedLaunch):
+                    return self._unrecorded(tuner, told, lambda: original(tuner, *args, **kwargs), (args, given))
+                launch = _Launch(
+                    told.function,
+                    (),
+                    {**told.arguments, **told.options},
+                    lambda _grid: original(tuner, *args, **kwargs),
+                    lambda _grid: told.compiled,
+                    INDUCTOR,
+                    told.alike,
+                )
+                return self._launch(mode, launch, told.grid)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+
+        return run
+
     def _tried(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that a trial launch may have written."""
         given = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
@@ -215,20 +252,24 @@ class TritonLaunches(Patched):
             if hasattr(launch.kernel, "device_caches"):
                 with self._recorder.hidden():
                     compiled = launch.compiled(grid)
-            recorded = self._recorder.attempt(_explained, self._recorded_as, described, grid, compiled)
+            recorded = self._recorder.attempt(_explained, self._recorded_as, described, launch, grid, compiled)
             if recorded is None:
                 return run()
             if isinstance(recorded, tuple):
                 self._now.launch = run
                 return mode.issue(recorded[0], (), recorded[1].arguments)
             why = recorded
+        return self._unrecorded(launch.kernel, why, run, (launch.args, launch.kwargs))
+
+    def _unrecorded(self, kernel: Any, why: Any, run: _Function, given: Any) -> Any:
+        """Launch what cannot be recorded."""
         if self._recorder.launching():
-            self._recorder.attempt(self._tell, launch.kernel, why)
+            self._recorder.attempt(self._tell, kernel, why)
         try:
             with self._recorder.hidden():
                 return run()
         finally:
-            for tensor in tensors_of((launch.args, launch.kwargs)):
+            for tensor in tensors_of(given):
                 self._recorder.mark_outside_write(tensor)
 
     def _call(self, **_arguments: Any) -> Any:
@@ -273,14 +314,16 @@ class TritonLaunches(Patched):
             known = self._known[key] = _Known((kernel, functions), function, source, FormMaker(function, source))
         return known
 
-    def _recorded_as(self, launch: _Described, grid: Any, compiled: Any) -> tuple[CodeKernel, LaunchForm] | str:
+    def _recorded_as(
+        self, described: _Described, launch: _Launch, grid: Any, compiled: Any
+    ) -> tuple[CodeKernel, LaunchForm] | str:
         """The kernel of a launch, and its arguments. `compiled`: what Triton compiled for it, if it did."""
-        known, options = launch.known, launch.options
+        known, options = described.known, described.options
         if compiled is not None:
             options = {**{name: getattr(compiled.metadata, name) for name in _COMPILED_FOR}, **options}
         try:
             sizes = tuple(operator.index(each) for each in grid)
-            form = known.forms.lay_out(launch.bound, options, sizes)
+            form = known.forms.lay_out(described.bound, options, sizes)
         except NotRepresentable as problem:
             return str(problem)
         except TypeError:
@@ -288,14 +331,17 @@ class TritonLaunches(Patched):
         for name, value in form.values.items():
             if type(value) is int and is_address(value):
                 return f"its argument {name} is the address of something in this process, which a replay has elsewhere"
-        key = (known.source, compiled, repr((form.types, form.parameters, form.dtypes)))
+        key = (known.source, compiled, launch.binary, repr((form.types, form.parameters, form.dtypes)))
         kernel = self._kernels.get(key)
         if kernel is None:
             tuner: Any = getattr(self._now, "tuner", None)
             chosen = str(tuner.best_config) if getattr(tuner, "best_config", None) is not None else ""
             name, source = known.function.name, known.source
             try:
-                code = KernelCode.of_launch(name, source, form, accesses_of(source), chosen, compiled)
+                accesses = accesses_of(source)
+                code = KernelCode.of_launch(
+                    name, source, form, accesses, chosen, compiled, target=launch.by, binary=launch.binary
+                )
                 attached = [Attached(*each) for each in code.attached]
                 kernel = self._kernels[key] = CodeKernel(KernelKind.triton, code.schema, self._call, attached)
             except NotRepresentable as problem:
@@ -309,6 +355,8 @@ def _explained(step: Callable[..., _T], *args: Any) -> _T | str:
     """What a step returns, or why it cannot be done with this Triton."""
     try:
         return step(*args)
+    except NotTold as problem:
+        return str(problem)
     except (AttributeError, ImportError) as error:
         return f"this version of Triton is not known to the recorder ({error})"
 
@@ -335,4 +383,5 @@ def table(launches: TritonLaunches) -> list[Patch]:
         Patch("triton.compiler.compiler", "CompiledKernel.__getitem__", launches.bind, REASON),
         Patch("triton.runtime.autotuner", "Autotuner.run", launches.tune, REASON, vital=True),
         Patch("triton.runtime.autotuner", "Autotuner._bench", launches.trial, REASON, vital=True),
+        Patch(_HEURISTICS, "CachingAutotuner.run", launches.launch_of_inductor, REASON, vital=True),
     ]

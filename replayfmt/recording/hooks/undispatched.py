@@ -229,6 +229,18 @@ def _region(
     return call
 
 
+def _compiling(recorder: RecorderForHooks, original: Function) -> Function:
+    """Inductor compiles: what it computes for that (patterns to look for, trials of kernels) is no work of the
+    program's."""
+
+    @functools.wraps(original)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        with recorder.paused():
+            return original(*args, **kwargs)
+
+    return compiled
+
+
 def _leaving_no_frames(call: Function) -> Function:
     """`call`, with the recorder's frames removed from the tracebacks of what it raises."""
 
@@ -286,6 +298,10 @@ def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
     )
 
 
+_PACKAGE = (
+    "a model that was compiled ahead of time runs beneath Python, kernels and library calls alike; capture the module "
+    "or the exported program that it was compiled from"
+)
 _KERNELS = "--compiled=kernels, the default, records what its code calls"
 # How to capture the operators of a region. When a backward pass runs, it is unknown what called its forward.
 _EAGER = "capture with --compiled=eager to record its operators"
@@ -313,7 +329,7 @@ def _is_ahead_of_time() -> bool:
 
 
 def _class_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
-    return type(region).__qualname__, "a model compiled ahead of time runs kernels that no dispatch mode sees"
+    return type(region).__qualname__, _PACKAGE
 
 
 def _script(recorder: RecorderForHooks, original: Function) -> Function:
@@ -342,32 +358,6 @@ def _hiding_nodes() -> list[str]:
     """The kinds of nodes in the TorchScript graph this thread executed last that run kernels unseen."""
     graph: Any = torch._C._last_executed_optimized_graph()
     return [] if graph is None else [kind for kind in _HIDING_NODES if graph.findAllNodes(kind)]
-
-
-# ------------------------------------------------------------------------------------------------------------- Triton
-
-
-def _launch(recorder: RecorderForHooks, original: Function) -> Function:
-    @functools.wraps(original)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("warmup") or not recorder.launching():
-            return original(self, *args, **kwargs)
-        recorder.attempt(_record_launch, recorder, self, (args, kwargs))
-        with recorder.paused():  # under the interpreter a launch issues operators of its own
-            return original(self, *args, **kwargs)
-
-    return run
-
-
-def _record_launch(recorder: RecorderForHooks, kernel: Any, arguments: Any) -> None:
-    function: Any = getattr(kernel, "fn", None)
-    while hasattr(function, "fn"):  # an autotuner around a kernel
-        function = function.fn
-    name = getattr(function, "__qualname__", None) or getattr(kernel, "name", None) or type(kernel).__name__
-    code = getattr(function, "__code__", None)
-    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    recorder.unsupported("triton_launch", name, f"a Triton kernel{where} was launched; it may write what it is given")
-    _mark(recorder, _tensors(arguments))
 
 
 # -------------------------------------------------------------------------------------------------------- CUDA graphs
@@ -451,7 +441,6 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
         return lambda original: _region(recorder, describe, original, **more)
 
     inductor = "torch._inductor.output_code"
-    heuristics = "torch._inductor.runtime.triton_heuristics"
     pauses: dict[int, AbstractContextManager[Any]] = {}
     return [
         Patch(
@@ -461,12 +450,16 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
             "compiled_region",
             vital=True,
         ),
+        # The second compiles backward passes, later.
+        *(
+            Patch("torch._inductor.compile_fx", name, hook(_compiling))
+            for name in ("compile_fx", "compile_fx_inner", "compile_fx_aot")
+        ),
         Patch(inductor, "CompiledAOTI.__call__", region(_class_name), "compiled_region"),
         Patch("torch._C._aoti", "AOTIModel*.run", region(_class_name), "compiled_region", vital=True),
         Patch("torch._C._aoti", "AOTIModel*.boxed_run", region(_class_name), "compiled_region"),
         Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
         Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
-        Patch(heuristics, "CachingAutotuner.run", hook(_launch), "triton_launch", vital=True),
         *(
             Patch(module, f"{graph}.{method}", hook(make, *extra), "cuda_graph", vital=method == "replay")
             for module, graph in (("torch.cuda.graphs", "CUDAGraph"), ("torch.accelerator.graphs", "Graph"))

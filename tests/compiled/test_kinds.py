@@ -1,0 +1,274 @@
+"""Ways to compile, and what becomes of each under a capture: its work is recorded, or one record says why not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .conftest import Capture
+
+Program = Callable[[], Any]
+pytestmark = pytest.mark.slow
+RECORDED: dict[str, Callable[[], Program]] = {}
+REFUSED: dict[str, tuple[Callable[[], Program], str]] = {}
+
+
+def recorded(make: Callable[[], Program]) -> Callable[[], Program]:
+    RECORDED[make.__name__] = make
+    return make
+
+
+def refused(reason: str) -> Callable[[Callable[[], Program]], Callable[[], Program]]:
+    def decorate(make: Callable[[], Program]) -> Callable[[], Program]:
+        REFUSED[make.__name__] = make, reason
+        return make
+
+    return decorate
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(x)).sin()
+
+
+def on_small(model: nn.Module, **compile: Any) -> Program:
+    compiled, x = torch.compile(model, **compile), torch.randn(4, 8)
+
+    def infer() -> Any:
+        with torch.no_grad():
+            return compiled(x)
+
+    return infer
+
+
+@recorded
+def flex_attention() -> Program:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    bias = torch.randn(32)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 32, 32, device="cpu")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[i], block_mask=mask)
+
+    compiled, given = torch.compile(attend), [torch.randn(1, 2, 32, 16) for _ in range(3)]
+    return lambda: compiled(*given)
+
+
+@recorded
+def freezing_without_prepacked_weights() -> Program:
+    run = on_small(Small().eval(), options={"freezing": True, "cpp.weight_prepack": False})
+    return run
+
+
+@recorded
+def compiled_autograd() -> Program:
+    model, x = Small(), torch.randn(4, 8)
+    compiled = torch.compile(model)
+
+    def step() -> list[Tensor | None]:
+        model.zero_grad()
+        with torch._dynamo.compiled_autograd._enable(torch.compile):
+            compiled(x).sum().backward()
+        return [each.grad for each in model.parameters()]
+
+    return step
+
+
+@recorded
+def backend_aot_eager() -> Program:
+    model, x = Small(), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="aot_eager")
+    return lambda: compiled(x).sum().backward()
+
+
+@recorded
+def backend_eager() -> Program:
+    return on_small(Small(), backend="eager")
+
+
+@recorded
+def backend_cudagraphs() -> Program:
+    return on_small(Small(), backend="cudagraphs")
+
+
+@recorded
+def reduce_overhead() -> Program:
+    return on_small(Small(), mode="reduce-overhead")
+
+
+@recorded
+def max_autotune() -> Program:
+    return on_small(Small(), mode="max-autotune")
+
+
+@recorded
+def exported_and_run() -> Program:
+    x = torch.randn(4, 8)
+    module: Any = torch.export.export(Small(), (x,)).module()
+    return lambda: module(x)
+
+
+@recorded
+def exported_and_compiled() -> Program:
+    return on_small(torch.export.export(Small(), (torch.randn(4, 8),)).module())  # type: ignore[arg-type]
+
+
+@recorded
+def regional() -> Program:
+    model, x = nn.Sequential(Small(), Small()), torch.randn(4, 8)
+    for each in model:
+        each.compile()
+    return lambda: model(x)
+
+
+@recorded
+def nested_region() -> Program:
+    inner: Any = torch.compiler.nested_compile_region(lambda x: x.sin() + 1)
+    compiled, x = torch.compile(lambda x: inner(inner(x))), torch.randn(4, 8)
+    return lambda: compiled(x)
+
+
+@recorded
+def nested_compile() -> Program:
+    inner = torch.compile(lambda x: x.sin() + 1)
+    compiled, x = torch.compile(lambda x: inner(x)), torch.randn(4, 8)
+    return lambda: compiled(x)
+
+
+@recorded
+def disabled_inside() -> Program:
+    plain: Any = torch.compiler.disable(lambda x: x.cos())
+    compiled, x = torch.compile(lambda x: plain(x.sin() + 1).sin() + 1), torch.randn(4, 8)
+    return lambda: compiled(x)
+
+
+@recorded
+def ahead_of_time_in_python() -> Program:
+    """Its guards are looked through by Python."""
+    x = torch.randn(4, 8)
+    compiled: Any = torch.compile(lambda x: x.sin() + 1, fullgraph=True)
+    ahead = compiled.aot_compile(((x,), {}))
+    return lambda: ahead(x)
+
+
+@recorded
+def loaded_from_caches() -> Program:
+    """A graph and its forward and backward come from the caches of Inductor and AOTAutograd."""
+    model, x = Small(), torch.randn(4, 8)
+    torch.compile(model)(x).sum().backward()
+    torch._dynamo.reset()
+    compiled = torch.compile(model)
+    compiled(x).sum().backward()
+    counted = torch._dynamo.utils.counters["aot_autograd"]
+    assert counted["autograd_cache_hit"] or torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+    return lambda: compiled(x).sum().backward()
+
+
+@recorded
+def loaded_from_saved_artifacts() -> Program:
+    model, x = Small().eval(), torch.randn(4, 8)
+    torch.compile(model)(x)
+    saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    torch._dynamo.reset()
+    torch.compiler.load_cache_artifacts(saved[0])
+    compiled = torch.compile(model)
+    compiled(x)
+    return lambda: compiled(x)
+
+
+@recorded
+def optimizer_for_each() -> Program:
+    model, x = Small(), torch.randn(4, 8)
+    adam = torch.optim.Adam(model.parameters(), foreach=True)
+    update = torch.compile(adam.step)
+
+    def step() -> list[Tensor]:
+        model(x).sum().backward()
+        update()
+        adam.zero_grad()
+        return [each.detach() for each in model.parameters()]
+
+    return step
+
+
+@refused("isnan().any().item, which is not known")
+def asserts_on_values() -> Program:
+    return on_small(Small(), options={"nan_asserts": True})
+
+
+@refused("beneath Python")
+def cpp_wrapper() -> Program:
+    return on_small(Small(), options={"cpp_wrapper": True})
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_it_is_recorded_and_replays(name: str, capture: Capture) -> None:
+    run = RECORDED[name]()
+    run()
+    captured = capture(run)
+    assert captured.unsupported() == [], name
+    captured.replays()
+    generated = [each for each in captured.written_calls() if each.startswith("cpp_")]
+    called = [each for each in captured.kernels() if each.startswith("cpp_")]
+    assert called == generated or (name == "nested_region" and len(called) == 2)  # in functions of their own
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_one_record_that_says_why(name: str, capture: Capture) -> None:
+    make, reason = REFUSED[name]
+    run = make()
+    run()
+    x = torch.ones(3)
+    captured = capture(lambda: (x + 1, run(), x * 2))
+    (record,) = captured.unsupported()
+    assert record["reason"] == "compiled_region" and reason in str(record["detail"])
+    assert captured.kernels() == ["add", "mul"], "nothing of it is recorded in part"
+
+
+PACKAGE = """
+import sys
+import torch
+import replayfmt
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import open_capture
+model = torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", False, 1, -1)
+x = torch.ones(4, 8)
+with replayfmt.capture(sys.argv[2]):
+    result = (x * 2, model.run([x]), x + 1)
+assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
+with open_capture(sys.argv[2]) as reader:
+    records = list(reader.records())
+    print([reader.kernels[each.signature.kernel].name for each in records if each.kind is RecordKind.op])
+    for each in records:
+        if each.kind is RecordKind.unsupported:
+            print(*(node.constant for node in each.signature.args))
+"""
+
+
+def test_a_package_is_one_record_where_neither_dynamo_nor_inductor_was_imported(tmp_path: Path) -> None:
+    exported = torch.export.export(Small().eval(), (torch.randn(4, 8),))
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    done = subprocess.run(
+        [sys.executable, "-c", PACKAGE, package, str(tmp_path / "c.opreplay")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    ops, record = done.stdout.splitlines()
+    assert ops == "['aten::mul', 'aten::add']"
+    assert record.startswith("compiled_region AOTIModelPackageLoader") and "compiled ahead of time" in record

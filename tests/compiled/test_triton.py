@@ -1,0 +1,118 @@
+"""Triton kernels that Inductor generates are recorded as launches, between what else a region calls."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from replayfmt.recording.code.inductor_text import Unknown, read_module
+
+pytestmark = pytest.mark.slow
+SINE, RECTIFIED = "triton::triton_poi_fused_sin_0", "triton::triton_poi_fused_add_relu_1"
+CHAINED = ["aten::empty_strided", SINE, "aten::empty_strided", "aten::mm", RECTIFIED]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of a process in which Triton compiles for a device that is not there."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compiled.triton_programs", str(tmp_path_factory.mktemp("triton"))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_launches_are_ops_between_library_calls(found: dict[str, Any]) -> None:
+    plain = found["plain"]
+    assert plain["ops"] == CHAINED and plain["unsupported"] == []
+    assert plain["result"] == found["expected"]
+    assert plain["launches"] == [[name.partition("::")[2], [1, 1, 1], 1] for name in (SINE, RECTIFIED)]
+    schema = plain["kernels"][SINE]["schema"]
+    assert "(Tensor in_ptr0, Tensor(a1!) out_ptr0, int xnumel, *, int XBLOCK, int[] grid, int num_warps" in schema
+    assert all(option in schema for option in ("bool debug", "bool enable_fp_fusion", "int num_stages"))
+
+
+def test_a_binary_is_kept_where_triton_would_compile_the_same(found: dict[str, Any]) -> None:
+    kernels = found["plain"]["kernels"]
+    assert {"cubin", "ptx", "source", "ttir"} <= set(kernels[RECTIFIED]["roles"])
+    assert kernels[RECTIFIED]["how"] == ["launched from the stored binary", [1.0, 2.0]]
+    # The region's argument may lie anywhere, which Inductor knows, and Triton looks at.
+    assert "cubin" not in kernels[SINE]["roles"] and kernels[SINE]["target"]["arch"] == 90
+    assert kernels[SINE]["how"] == "compiled by Triton from the stored source"
+
+
+def test_trial_launches_and_what_compiling_computes_are_no_part_of_a_capture(found: dict[str, Any]) -> None:
+    tuned = found["tuned"]
+    assert len(tuned["launches"]) > 2 and len({tuple(grid) for _name, grid, _warps in tuned["launches"]}) > 1
+    assert tuned["ops"] == ["aten::empty_strided", "triton::triton_poi_fused_exp_0"] and tuned["unsupported"] == []
+
+
+def test_without_what_was_compiled_the_source_is_kept(found: dict[str, Any]) -> None:
+    static = found["static"]
+    assert static["ops"] == CHAINED and static["result"] == found["expected"]
+    assert static["kernels"][SINE]["roles"] == ["metadata", "source"]
+    assert static["kernels"][SINE]["target"] == "inductor"
+
+
+def test_a_launch_that_a_plugin_may_change_is_one_unsupported_record(found: dict[str, Any]) -> None:
+    plugin = found["plugin"]
+    ((reason, name, detail),) = plugin["unsupported"]
+    assert (reason, name) == ("triton_launch", "triton_poi_fused_sin_0") and "a plugin of its autotuner" in detail
+    assert SINE not in plugin["ops"] and plugin["result"] == found["expected"]
+
+
+ON_A_DEVICE = """
+def call(args):
+    arg0_1, = args
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        arg0_1 = copy_if_misaligned(arg0_1)
+        raw_stream0 = get_raw_stream(0)
+        {launch}
+    return (arg0_1, )
+"""
+
+
+@pytest.mark.parametrize(
+    ("launch", "known"),
+    [
+        ("triton_poi_fused_0.run(arg0_1, 64, stream=raw_stream0)", True),
+        ("torch.cuda.current_stream()", False),
+        ("triton_poi_fused_0.other(arg0_1)", False),
+    ],
+)
+def test_what_places_work_on_a_device_is_known(launch: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    place: Any = torch._C
+    monkeypatch.setattr(place, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    kernel = CachingAutotuner.__new__(CachingAutotuner)
+    module = ModuleType("generated")
+    vars(module).update(
+        torch=torch,
+        copy_if_misaligned=torch._C._dynamo.guards.copy_if_misaligned,  # type: ignore[attr-defined]
+        get_raw_stream=place._cuda_getCurrentRawStream,
+        triton_poi_fused_0=kernel,
+    )
+    text = ON_A_DEVICE.format(launch=launch)
+    (running,) = [
+        each for each in compile(text, "<generated>", "exec", dont_inherit=True).co_consts if hasattr(each, "co_code")
+    ]
+    if known:
+        assert read_module(text, vars(module), running).kernels == ()
+    else:
+        with pytest.raises(Unknown, match="which is not known"):
+            read_module(text, vars(module), running)

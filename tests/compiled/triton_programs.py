@@ -1,0 +1,124 @@
+"""Regions whose kernels Inductor generates in Triton, for a device that is not there: see tests/triton_kernels. As a
+script it works in the directory that it is given, and prints what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+import torch._inductor.runtime.triton_heuristics as heuristics
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from triton.backends.compiler import GPUTarget
+
+import replayfmt
+from replayfmt.format.attachments import contents_of
+from replayfmt.format.codes import KernelKind, RecordKind
+from replayfmt.format.reader import CaptureReader
+from replayfmt.replay.code.triton_kernels import resolve_triton
+from tests.triton_kernels.fake_device import install
+
+ARCH = 90
+Program = Callable[[torch.Tensor], torch.Tensor]
+
+
+def sine(given: torch.Tensor, out: torch.Tensor, _count: int, _block: int) -> None:
+    out.copy_(given.sin())
+
+
+def rectified(given: torch.Tensor, _count: int, _block: int) -> None:
+    given.copy_(given.relu() + 1)
+
+
+DOES = {
+    "triton_poi_fused_sin_0": sine,
+    "triton_poi_fused_add_relu_1": rectified,
+    "triton_poi_fused_exp_0": lambda given, out, *_sizes: out.copy_(given.exp()),
+}
+
+
+def capture(path: Path, run: Program, x: torch.Tensor) -> dict[str, Any]:
+    """A capture of one call, and what is in it."""
+    before = len(DRIVER.launches)
+    with replayfmt.capture(path):
+        result = run(x)
+    made = [[name, list(grid), warps] for name, grid, warps in DRIVER.launches[before:]]
+    found: dict[str, Any] = {"result": result.tolist(), "launches": made, "ops": [], "kernels": {}, "unsupported": []}
+    with CaptureReader(path) as reader:
+        for record in reader.records():
+            texts = {node.name: node.constant for node in record.signature.args} if record.signature else {}
+            if record.kind is RecordKind.unsupported:
+                found["unsupported"].append([texts["reason"], texts["op"], texts["detail"]])
+            if record.kind is RecordKind.op:
+                found["ops"].append(reader.kernels[record.signature.kernel].name)
+        for kernel in reader.kernels:
+            if kernel is not None and kernel.kind is KernelKind.triton:
+                contents = contents_of(reader, kernel)
+                found["kernels"][kernel.name] = {
+                    "schema": kernel.schema,
+                    "roles": sorted(contents),
+                    "target": json.loads(contents["metadata"])["target"],
+                    "how": launched(kernel, contents),
+                }
+    return found
+
+
+def launched(kernel: Any, contents: dict[str, bytes]) -> Any:
+    """How a kernel that adds in place is launched again, and what it makes of -1 and 1."""
+    resolved = resolve_triton(kernel, lambda: contents, frozenset({"cuda"}))
+    if isinstance(resolved, str) or kernel.name != "triton::triton_poi_fused_add_relu_1":
+        return resolved if isinstance(resolved, str) else resolved.how
+    x = torch.tensor([-1.0, 1.0]).repeat(32)
+    options = {"num_warps": 1, "num_ctas": 1, "num_stages": 1, "debug": True, "sanitize_overflow": False}
+    resolved.call(x, 64, XBLOCK=64, grid=[1, 1, 1], enable_fp_fusion=True, **options)
+    return [resolved.how, x[:2].tolist()]
+
+
+def chained(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() @ x).relu() + 1
+
+
+def main() -> None:
+    folder, x = Path(sys.argv[1]), torch.arange(64.0).reshape(8, 8) / 64
+    found: dict[str, Any] = {}
+    run: Any = torch.compile(chained)
+    expected = run(x)
+    found["expected"] = expected.tolist()
+    found["plain"] = capture(folder / "plain.opreplay", run, x)
+    with inductor_config.patch(max_autotune_pointwise=True):
+        wide = torch.arange(1 << 13).float() / (1 << 13)
+        tuned: Any = torch.compile(lambda x: x.exp())
+        found["tuned"] = capture(folder / "tuned.opreplay", tuned, wide) | {"result": None}
+
+    class Plugin:
+        def pre_dispatch(self, tuner: Any, *args: Any, **kwargs: Any) -> Any:
+            return heuristics.DEFER
+
+    tuner = next(each for each in TUNERS if each.fn.__name__ == "triton_poi_fused_sin_0")
+    tuner._plugins = [Plugin()]
+    found["plugin"] = capture(folder / "plugin.opreplay", run, x)
+    tuner._plugins = []
+    result = tuner.compile_results[0]
+    tuner.compile_results[0].kernel, kept = object(), result.kernel  # as where Inductor keeps the binary alone
+    found["static"] = capture(folder / "static.opreplay", run, x)
+    result.kernel = kept
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    DRIVER = install(ARCH, DOES)
+    inductor_config.cpu_backend = "triton"
+    vars(heuristics)["GPUTarget"] = lambda _kind, _arch, _width: GPUTarget("cuda", ARCH, 32)
+    TUNERS: list[Any] = []
+    made = CachingAutotuner.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        TUNERS.append(self)
+
+    CachingAutotuner.__init__ = init  # type: ignore[method-assign]
+    main()
