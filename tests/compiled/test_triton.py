@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +24,12 @@ CHAINED = ["aten::empty_strided", SINE, "aten::empty_strided", "aten::mm", RECTI
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of a process in which Triton compiles for a device that is not there."""
     pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("triton")
+    # Inductor's cache has what autotuners have chosen before.
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compiled.triton_programs", str(tmp_path_factory.mktemp("triton"))],
+        [sys.executable, "-m", "tests.compiled.triton_programs", str(folder)],
+        env=environment,
         capture_output=True,
         text=True,
         timeout=300,
