@@ -18,22 +18,30 @@ if TYPE_CHECKING:
 
 _TABLE_FORMATS = ("csv", "parquet")
 # Flags that only some formats take.
-_ONLY_FOR = {"unique": ("replay-zip",), "partial": ("replay-zip",), "table": _TABLE_FORMATS}
+_ONLY_FOR = {
+    "unique": ("replay-zip",),
+    "partial": ("replay-zip",),
+    "table": _TABLE_FORMATS,
+    "replayed": ("perfetto",),
+    "power_log": ("perfetto",),
+    "zone": ("perfetto",),
+}
 
 
 @tool(
     "opreplay-export",
     ("opreplay-export step.opreplay step.zip", "TraceLens EventReplay IR and a script that replays it:"),
+    ("opreplay-export --format=perfetto step.opreplay step.json", "A timeline for Perfetto and chrome://tracing:"),
     ("opreplay-export --format=csv --table=kernels step.opreplay kernels.csv", "A row for each kernel:"),
 )
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["replay-zip", *_TABLE_FORMATS]),
+    type=click.Choice(["replay-zip", "perfetto", *_TABLE_FORMATS]),
     default="replay-zip",
     show_default=True,
-    help="replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, a README. csv, parquet: a "
-    "table.",
+    help="replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, a README. perfetto: a "
+    "timeline, as Chrome's JSON. csv, parquet: a table.",
 )
 @click.option(
     "--table",
@@ -42,6 +50,20 @@ _ONLY_FOR = {"unique": ("replay-zip",), "partial": ("replay-zip",), "table": _TA
     show_default=True,
     help="With --format=csv or parquet: a row for each op, for each distinct signature, or for each kernel.",
 )
+@click.option(
+    "--replayed",
+    multiple=True,
+    metavar="TRACE",
+    help="With --format=perfetto: also show a replay, from the trace that --device-profiling-output of opreplay-run or "
+    "opreplay-benchmark wrote; it begins with the capture's first op. Repeatable.",
+)
+@click.option(
+    "--power-log",
+    metavar="FILE",
+    help="With --format=perfetto: also show the power of this log (CSV, docs/energy.md), which was sampled during the "
+    "capture.",
+)
+@click.option("--zone", metavar="ZONE", help="With --power-log: the zone of times that name none: UTC, +02:00.")
 @click.option(
     "--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be missing."
 )
@@ -81,6 +103,9 @@ def cli(
     out: str,
     form: str,
     table: Any,
+    replayed: tuple[str, ...],
+    power_log: str | None,
+    zone: str | None,
     ops: str | None,
     scopes: tuple[str, ...],
     kernels: tuple[str, ...],
@@ -98,13 +123,16 @@ def cli(
     for name, formats in _ONLY_FOR.items():
         given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if given and form not in formats:
-            raise UsageError(f"--{name} is for --format={' and '.join(formats)}")
+            raise UsageError(f"--{name.replace('_', '-')} is for --format={' and '.join(formats)}")
     from replayfmt.trim.selection import Wanted
 
     wanted = Wanted(ops, scopes or None, kernels or None, signatures or None)
     with open_capture(capture) as reader:
         if form in _TABLE_FORMATS:
             _table(reader, out, table, form, wanted, force)
+            return
+        if form == "perfetto":
+            _timeline(reader, out, wanted, replayed, power_log, zone, force)
             return
         from replayfmt.export.replay_zip import export_replay_zip
 
@@ -122,6 +150,41 @@ def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: Wante
     ordinals = None if wanted.everything else resolve(reader, wanted).ordinals
     rows = export_table(reader, out, table, form, ordinals, force=force)
     say(f"{out}: {rows:,} rows of {table}")
+
+
+def _timeline(
+    reader: CaptureReader,
+    out: str,
+    wanted: Wanted,
+    replayed: tuple[str, ...],
+    power_log: str | None,
+    zone: str | None,
+    force: bool,
+) -> None:
+    from replayfmt.export.perfetto import PowerSeries, export_perfetto
+    from replayfmt.trim.selection import resolve
+
+    power = []
+    if zone is not None and power_log is None:
+        raise UsageError("--zone is for --power-log")
+    if power_log is not None:
+        from replayfmt.benchmark.energy.power_log import read_power_log, zone_named
+
+        log = read_power_log(power_log, zone=None if zone is None else zone_named(zone))
+        power = [PowerSeries(gpu, each.times_s, each.watts) for gpu, each in log.series.items()]
+    ordinals = None if wanted.everything else resolve(reader, wanted).ordinals
+    counts = export_perfetto(reader, out, ordinals, replayed=replayed, power=power, force=force)
+    if counts.untimed:
+        say(f"note      {counts.untimed:,} ops have no known duration: they are instants")
+    for reason, count in counts.left_out.items():
+        say(f"left out  {count:,} {reason}")
+    shown = [
+        f"{counts.ops + counts.untimed:,} ops",
+        f"{counts.kernels:,} device kernels",
+        f"{counts.counters:,} samples",
+    ]
+    shown += [f"{counts.replayed:,} events of replays"] if replayed else []
+    say(f"{out}: {', '.join(shown)}")
 
 
 def _report(out: str, exported: Exported) -> None:

@@ -13,11 +13,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--benchmark-format", "--benchmark-out", "--no-picture",
     ),
     "Selection": (
-        "--ops", "--scope", "--kernel", "--signature", "--table", "--unique", "--partial", "--summary", "--signatures",
+        "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
         "--values", "--kernel-skeleton", "--attachment", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
         "--steps", "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
         "--section", "--tensors", "--predict", "--tool", "--launch", "--records", "--max-bytes", "--target",
-        "--reads-unwritten",
+        "--reads-unwritten", "--table", "--replayed", "--power-log",
     ),
     "Scopes": ("--mark", "--module-scopes"),
     "Content": (

@@ -1,0 +1,371 @@
+"""A capture as a timeline in Chrome's trace event format (JSON), which Perfetto and chrome://tracing open.
+
+One process for the host, with a track for each thread and one for its scopes; one for each device whose kernels' times
+an import has kept, with a track for each stream; counters of the bytes alive on each device and of power. Traces of
+replays (torch.profiler) become processes of their own that begin with the capture's first op. Written frame by frame.
+
+Times are microseconds since the capture began, with nanoseconds behind the point. What has no known duration is an
+instant, not a slice of length 0. Slices of one thread that overlap are on tracks of their own: viewers nest those of
+one track.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from replayfmt.dump.table import op_column_frames
+from replayfmt.errors import UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.container.output import Output
+from replayfmt.format.memory import LifetimeWalk, StorageEnds
+from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.importers.common.json_stream import JsonStream, LongFloat
+from replayfmt.importers.common.trace_files import TraceFile
+
+from .tables import refuse_capture, result_file
+
+_HOST, _COUNTERS, _FIRST_DEVICE, _FIRST_REPLAYED = 1, 2, 10, 1000
+_MARKS = (RecordKind.scope_begin, RecordKind.scope_end, RecordKind.unsupported)
+_PHASES = frozenset("XBEbeniIsftCM")  # those of torch.profiler's traces, which the viewers know
+_FIRST_NAMED_TID = 1 << 30  # for threads of a replay's trace that have a name in place of a number
+_ODD = "events of a replay without a name, a time or numbers that viewers know"
+_AT_ONCE = 1024  # events that are written together
+
+
+@dataclass(frozen=True)
+class PowerSeries:
+    """Sampled power of one GPU: seconds since 1970 (UTC), ascending, and watts."""
+
+    gpu: str
+    times_s: np.ndarray
+    watts: np.ndarray
+
+
+@dataclass
+class TimelineCounts:
+    """What was written: slices of ops, `untimed` ops that are instants, `kernels` on devices, `counters`, `replayed`
+    events; `left_out` counts what is not in the file, by reason."""
+
+    ops: int = 0
+    untimed: int = 0
+    kernels: int = 0
+    counters: int = 0
+    replayed: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def export_perfetto(
+    reader: CaptureReader,
+    out: str | os.PathLike[str],
+    ordinals: np.ndarray | None = None,
+    *,
+    replayed: Sequence[str] = (),
+    power: Sequence[PowerSeries] = (),
+    force: bool = False,
+) -> TimelineCounts:
+    """Write the timeline of a capture, completely or not at all. With `ordinals` (ascending), only these records.
+
+    Raises UsageError if `out` is the capture or a trace in `replayed`, for a file there that is no trace, and for
+    `power` that has no sample during the capture; OutputExists; CaptureFailed if the file cannot be written.
+    """
+    refuse_capture(reader, out)
+    timeline = _CaptureTimeline(reader, ordinals)
+    origin = timeline.first_ns()
+    traces = [_ReplayedTrace(path, out) for path in replayed]
+    chosen = [_during(reader, each) for each in power]
+    with result_file(out, force) as output:
+        output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
+        events = _EventWriter(output)
+        events.add(_named("process_name", _HOST, 0, "captured: host"))
+        for event in timeline.events():
+            events.add(event)
+        for series, times in zip(power, chosen, strict=True):
+            for place, time_ns in times:
+                events.add(_counter(f"power, GPU {series.gpu} (W)", "W", time_ns, float(series.watts[place])))
+                timeline.counts.counters += 1
+        for number, trace in enumerate(traces):
+            for event in trace.events(_FIRST_REPLAYED * (number + 1), origin, timeline.counts):
+                events.add(event)
+        events.end()
+        about = {"capture": os.path.basename(reader.path), "session": reader.session.session_id}
+        output.write([f'\n],"otherData":{json.dumps(about)}}}\n'.encode()])
+    return timeline.counts
+
+
+class _EventWriter:
+    """The array of events, as it is written."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._lines: list[str] = []
+        self._any = False
+
+    def add(self, event: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(event, separators=(",", ":")))
+        if len(self._lines) == _AT_ONCE:
+            self.end()
+
+    def end(self) -> None:
+        if self._lines:
+            text = ",\n".join(self._lines)
+            self._output.write([(",\n" + text if self._any else text).encode()])
+            self._any = True
+            self._lines.clear()
+
+
+class _CaptureTimeline:
+    """The events of the capture itself."""
+
+    def __init__(self, reader: CaptureReader, ordinals: np.ndarray | None) -> None:
+        self._reader = reader
+        self._ordinals = ordinals
+        self.counts = TimelineCounts()
+        self._tracks: dict[tuple[int, str], list[tuple[int, int]]] = {}  # by name: tid and end of each lane
+        self._next_tid = 1
+        self._devices: dict[str, int] = {}
+        self._open: dict[int, list[tuple[str, int]]] = {}  # scopes by thread: name and start
+        kinds = [0, *(each.kind for each in reader.signatures[1:])]
+        self._is_mark = np.isin(kinds, [int(each) for each in _MARKS])
+
+    def first_ns(self) -> int:
+        """When the first op began."""
+        first = next(op_column_frames(self._reader, self._ordinals), None)
+        return 0 if first is None else int(first["start_ns"][0])
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """All of them, frame by frame."""
+        reader = self._reader
+        last_ns = 0
+        ops = op_column_frames(reader, self._ordinals)
+        waiting = next(ops, None)
+        for memory in LifetimeWalk(reader, StorageEnds(reader).used):
+            frame = memory.frame
+            end = frame.first_ordinal + frame.count
+            while waiting is not None and waiting["ordinal"][0] < end:
+                yield from self._ops(frame, waiting)
+                waiting = next(ops, None)
+            yield from self._marks(frame)
+            if self._ordinals is None or self._among(frame):
+                for device, alive in memory.bytes.items():
+                    yield from self._memory(frame, str(reader.devices[device]), alive)
+            last_ns = int(frame.start_ns[-1])
+        for thread, scopes in self._open.items():
+            while scopes:
+                name, start = scopes.pop()
+                yield from self._slice(_HOST, f"thread {thread}: scopes", name, start, last_ns, {"ended": False})
+
+    def _among(self, frame: RecordFrame) -> bool:
+        assert self._ordinals is not None
+        first, last = np.searchsorted(self._ordinals, (frame.first_ordinal, frame.first_ordinal + frame.count))
+        return bool(last > first)
+
+    def _ops(self, frame: RecordFrame, columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        rows = columns["ordinal"] - frame.first_ordinal
+        notes = [0] * len(rows) if frame.annotation is None else frame.annotation[rows].tolist()
+        durations, untimed = columns["duration_ns"]
+        on_device, not_on_device = columns["device_duration_ns"]
+        for place, note in enumerate(notes):
+            name = f"{columns['op'][place]}.{columns['overload'][place]}"
+            start = int(columns["start_ns"][place])
+            about: dict[str, Any] = {
+                "ordinal": int(columns["ordinal"][place]),
+                "signature": columns["signature"][place],
+                "scope": columns["scope"][place],
+            }
+            if not not_on_device[place]:
+                about["device_duration_ns"] = int(on_device[place])
+            track = f"thread {columns['thread'][place]}"
+            if untimed[place]:
+                self.counts.untimed += 1
+                yield from self._instant(track, name, "op", start, about)
+            else:
+                self.counts.ops += 1
+                yield from self._slice(_HOST, track, name, start, start + int(durations[place]), about)
+            if note:
+                yield from self._kernels(self._reader.annotation(note) or {}, about["ordinal"])
+
+    def _kernels(self, annotation: dict[str, Any], ordinal: int) -> Iterator[dict[str, Any]]:
+        """What an import has kept of the kernels that ran for a record."""
+        listed = annotation.get("device_kernels")
+        for each in listed if isinstance(listed, list) else ():
+            start, duration = each.get("start_ns"), each.get("duration_ns")
+            if not isinstance(start, int) or not isinstance(duration, int) or duration < 0:
+                self.counts.left_out["device kernels whose time is not known"] += 1
+                continue
+            device = str(each.get("device"))
+            if device not in self._devices:
+                self._devices[device] = _FIRST_DEVICE + len(self._devices)
+                yield _named("process_name", self._devices[device], 0, f"captured: {device}")
+            about = {"ordinal": ordinal, "grid": each.get("grid"), "block": each.get("block")}
+            stream = each.get("stream")
+            track = "stream not known" if stream is None else f"stream {stream}"
+            self.counts.kernels += 1
+            yield from self._slice(self._devices[device], track, str(each.get("name")), start, start + duration, about)
+
+    def _marks(self, frame: RecordFrame) -> Iterator[dict[str, Any]]:
+        """Scopes, and what the capture could not record."""
+        for row in np.flatnonzero(self._is_mark[frame.signature]).tolist():
+            record = self._reader.record(frame.first_ordinal + row)
+            scopes = self._open.setdefault(record.thread, [])
+            if record.kind is RecordKind.scope_begin:
+                scopes.append((str(record.argument("name")), record.start_ns))
+            elif record.kind is RecordKind.unsupported:
+                what = f"{record.argument('reason')}: {record.argument('op')}"
+                yield from self._instant(
+                    f"thread {record.thread}", what, "unsupported", record.start_ns, {"ordinal": record.ordinal}
+                )
+            elif scopes:
+                name, start = scopes.pop()
+                yield from self._slice(_HOST, f"thread {record.thread}: scopes", name, start, record.start_ns, {})
+
+    def _memory(self, frame: RecordFrame, device: str, alive: np.ndarray) -> Iterator[dict[str, Any]]:
+        for row in (np.flatnonzero(np.diff(alive, prepend=alive[0] - 1))).tolist():
+            self.counts.counters += 1
+            yield _counter(f"bytes alive, {device}", "bytes", int(frame.start_ns[row]), int(alive[row]))
+
+    def _slice(
+        self, pid: int, track: str, name: str, start: int, end: int, about: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        known = self._tracks.setdefault((pid, track), [])
+        scopes = track.endswith("scopes")  # they nest as they are
+        lane = next((number for number, (_tid, until) in enumerate(known) if until <= start or scopes), len(known))
+        if lane == len(known):
+            known.append((self._next_tid, 0))
+            self._next_tid += 1
+            yield _named("thread_name", pid, known[lane][0], track + (f", overlapping {lane}" if lane else ""))
+        known[lane] = (known[lane][0], end)
+        yield _event("X", name, pid, known[lane][0], start) | {"dur": _microseconds(end - start), "args": about}
+
+    def _instant(
+        self, track: str, name: str, category: str, start: int, about: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        known = self._tracks.setdefault((_HOST, track), [])
+        if not known:
+            known.append((self._next_tid, 0))
+            self._next_tid += 1
+            yield _named("thread_name", _HOST, known[0][0], track)
+        yield _event("i", name, _HOST, known[0][0], start) | {"s": "t", "cat": category, "args": about}
+
+
+class _ReplayedTrace:
+    """A torch.profiler trace of a replay."""
+
+    def __init__(self, path: str, out: str | os.PathLike[str]) -> None:
+        self._path = path
+        if os.path.exists(path) and os.path.exists(out) and os.path.samefile(path, out):
+            raise UsageError(f"--replayed={path}: is the file to write; name another one")
+        starts = (time for event in self._read() if event.get("ph") == "X" and (time := _time(event)) is not None)
+        first = min(starts, default=None)
+        if first is None:
+            raise UsageError(
+                f"--replayed={path}: has no events with a time; expected a trace that opreplay-run or "
+                "opreplay-benchmark wrote with --device-profiling-output"
+            )
+        self._first_ns = first
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        try:
+            with JsonStream(TraceFile(self._path), exact=True) as stream:
+                for key, value in stream.entries({"traceEvents"}):
+                    if key in ("traceEvents", "") and isinstance(value, dict):
+                        yield value
+        except OSError as error:
+            raise UsageError(f"--replayed={self._path}: cannot be read: {error.strerror}") from None
+
+    def events(self, first_pid: int, origin_ns: int, counts: TimelineCounts) -> Iterator[dict[str, Any]]:
+        """Its events, moved so that the first begins at `origin_ns`, in processes from `first_pid` on."""
+        pids: dict[str, int] = {}
+        tids: dict[tuple[str, str], int] = {}
+        for event in self._read():
+            phase, pid = event.get("ph"), str(event.get("pid"))
+            time = 0 if phase == "M" else _time(event)
+            if phase not in _PHASES or time is None or not isinstance(event.get("name"), str):
+                counts.left_out[_ODD] += 1
+                continue
+            if pid not in pids:
+                pids[pid] = first_pid + len(pids)
+                yield _named("process_name", pids[pid], 0, f"replayed: process {pid}")
+            moved = {**event, "pid": pids[pid], "ts": _microseconds(time - self._first_ns + origin_ns)}
+            tid = event.get("tid")
+            if not isinstance(tid, int):
+                moved["tid"] = tids.setdefault((pid, str(tid)), _FIRST_NAMED_TID + len(tids))
+            if isinstance(event.get("id"), int):  # of flows: those of two replays are not the same
+                moved["id"] = event["id"] + (first_pid << 32)
+            if phase == "M":
+                moved.pop("ts")
+                arguments = event.get("args")
+                if event["name"] == "process_name" and isinstance(arguments, dict):
+                    moved["args"] = {"name": f"replayed: {arguments.get('name')} {pid}"}
+            elif phase == "X":
+                try:
+                    moved["dur"] = max(0.0, float(event.get("dur", 0)))
+                except (TypeError, ValueError):
+                    counts.left_out[_ODD] += 1
+                    continue
+            if not _is_json(moved):
+                counts.left_out[_ODD] += 1
+                continue
+            counts.replayed += 1
+            yield moved
+
+
+def _is_json(event: dict[str, Any]) -> bool:
+    """Whether an event has no NaN or infinity in it, for which JSON has no number."""
+    try:
+        json.dumps(event, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _time(event: dict[str, Any]) -> int | None:
+    """When an event begins, in nanoseconds; None if it does not say."""
+    value = event.get("ts")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, LongFloat):
+        whole, _point, fraction = value.text.partition(".")
+        if whole.lstrip("-").isdigit() and fraction.isdigit():
+            return int(whole) * 1000 + int(f"{fraction:0<3.3}")
+    return None if value != value or abs(value) > 1e18 else round(value * 1000)
+
+
+def _during(reader: CaptureReader, series: PowerSeries) -> list[tuple[int, int]]:
+    """The samples during the capture: their places, and nanoseconds since it began. Raises UsageError if none is."""
+    began = reader.session.created_unix_ns
+    ended = reader.summary.ended_ns
+    if not began or ended is None:
+        raise UsageError(f"{reader.path}: does not say when it was made, so that no power can be placed in it")
+    times = np.round(series.times_s * 1e9 - began).astype(np.int64)
+    places = np.flatnonzero((times >= 0) & (times <= ended)).tolist()
+    if not places:
+        first, last = series.times_s[0], series.times_s[-1]
+        raise UsageError(
+            f"the power log has no sample of GPU {series.gpu} during the capture: it has {first:.3f} to {last:.3f} s, "
+            f"the capture lasted from {began / 1e9:.3f} to {(began + ended) / 1e9:.3f} s since 1970 (UTC)"
+        )
+    return [(place, int(times[place])) for place in places]
+
+
+def _event(phase: str, name: str, pid: int, tid: int, time_ns: int) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": _microseconds(time_ns)}
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _counter(name: str, unit: str, time_ns: int, value: float) -> dict[str, Any]:
+    return _event("C", name, _COUNTERS, 0, time_ns) | {"args": {unit: value}}
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """Exact to the nanosecond for 2^53 of them: 104 days."""
+    return nanoseconds / 1000

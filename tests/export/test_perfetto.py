@@ -1,0 +1,177 @@
+"""The timeline: what Chrome's trace event format asks of a file, and what the capture says, nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dump import captures
+from in_process import Tools
+
+import replayfmt
+from replayfmt.export.perfetto import export_perfetto
+from replayfmt.format.memory import memory_by_device
+from replayfmt.format.reader import open_capture
+
+Event = dict[str, Any]
+
+
+def exported(tools: Tools, path: Path, *flags: object) -> list[Event]:
+    out = path.with_suffix(".json")
+    done = tools("export", "--format=perfetto", "--force", *flags, path, out)
+    assert done.code == 0, done.err
+    return checked(json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")))
+
+
+def checked(document: dict[str, Any]) -> list[Event]:
+    """The events, if the document is as the format's description wants it."""
+    assert document["displayTimeUnit"] == "ns"
+    ends: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    named = set()
+    for event in document["traceEvents"]:
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert event["ph"] == "M" or isinstance(event["ts"], int | float)
+        if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
+            assert isinstance(event["args"]["name"], str)
+            named.add((event["name"], event["pid"], event["tid"]))
+        if event["ph"] == "C":
+            assert all(isinstance(value, int | float) for value in event["args"].values())
+        if event["ph"] == "X" and event["pid"] < 1000:
+            assert event["dur"] >= 0 and ("thread_name", event["pid"], event["tid"]) in named
+            ends[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        if event["ph"] == "i":
+            assert event["s"] in "gpt"
+    for spans in ends.values():
+        around: list[float] = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1] <= start + 1e-6:
+                around.pop()
+            assert not around or end <= around[-1] + 1e-6, "viewers nest what is on one track"
+            around.append(end)
+    return document["traceEvents"]
+
+
+def of(events: list[Event], phase: str) -> list[Event]:
+    return [event for event in events if event["ph"] == phase]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    weight = torch.ones(64, 64)
+    with replayfmt.capture(tmp_path / "a.opreplay"), replayfmt.scope("outer"):
+        for _ in range(2):
+            with replayfmt.scope("inner"):
+                (weight @ weight).sum().item()
+    return tmp_path / "a.opreplay"
+
+
+def test_ops_scopes_and_memory_are_where_the_capture_has_them(path: Path, tools: Tools) -> None:
+    events = exported(tools, path)
+    slices = {event["args"]["ordinal"]: event for event in of(events, "X") if "ordinal" in event["args"]}
+    with replayfmt.open(path) as capture:
+        assert list(slices) == list(capture.ops)
+        for ordinal, op in capture.ops.items():
+            event = slices[ordinal]
+            assert event["name"] == op.kernel.qualified_name and event["args"]["scope"] == op.scope
+            assert round(event["ts"] * 1000) == op.record.start_ns and round(event["dur"] * 1000) == op.duration_ns
+        (memory,) = memory_by_device(capture.reader)
+    assert [event["name"] for event in of(events, "X") if not event["args"]] == ["inner", "inner", "outer"]
+    counters = [event["args"]["bytes"] for event in of(events, "C")]
+    assert max(counters) == memory.peak_bytes and counters[-1] == memory.end_bytes
+    tracks = {event["args"]["name"] for event in of(events, "M")}
+    assert tracks == {"captured: host", "thread 0", "thread 0: scopes"}
+
+
+@pytest.mark.parametrize("make", [captures.every_kind, captures.plain])
+def test_any_capture_becomes_a_valid_timeline(make: Any, tmp_path: Path, tools: Tools) -> None:
+    path = make(tmp_path / "a.opreplay")
+    events = exported(tools, path)
+    with replayfmt.open(path) as capture:
+        untimed = [op.ordinal for op in capture.ops.values() if op.duration_ns is None]
+        found = {event["args"]["ordinal"] for event in events if "ordinal" in event.get("args", {})}
+        assert set(capture.ops) <= found
+        assert [event["args"]["ordinal"] for event in of(events, "i") if event["cat"] == "op"] == untimed
+        unsupported = [event for event in of(events, "i") if event["cat"] == "unsupported"]
+        assert len(unsupported) == sum(capture.summary.unsupported.values())
+
+
+def test_a_selection_has_its_ops_alone(path: Path, tools: Tools) -> None:
+    events = exported(tools, path, "--kernel=aten::mm")
+    assert {event["name"] for event in of(events, "X") if "ordinal" in event["args"]} == {"aten::mm.default"}
+
+
+def test_a_replay_begins_with_the_captures_first_op_in_processes_of_its_own(path: Path, tools: Tools) -> None:
+    trace = path.with_name("replay.json.gz")
+    done = tools("run", "--device-profiling-mode=host-ops", f"--device-profiling-output={trace}", path)
+    assert done.code == 0, done.err
+    events = exported(tools, path, f"--replayed={trace}", f"--replayed={trace}")
+    captured = [event for event in of(events, "X") if event["pid"] == 1 and "ordinal" in event["args"]]
+    for first in (1000, 2000):
+        replayed = [event for event in of(events, "X") if first <= event["pid"] < first + 1000]
+        assert min(event["ts"] for event in replayed) == pytest.approx(captured[0]["ts"], abs=1e-3)
+        assert sum(event["name"] == "aten::mm" for event in replayed) == 2
+        assert {"outer", "outer/inner"} <= {event["name"] for event in replayed}
+
+
+def test_what_a_replays_trace_says_wrongly_is_left_out_and_counted(path: Path, tools: Tools) -> None:
+    trace = path.with_name("odd.json")
+    good = {"ph": "X", "name": "good", "pid": "a", "tid": "b", "ts": 5, "dur": 1}
+    odd = [good | change for change in ({"ts": "x"}, {"ts": True}, {"name": 3}, {"ph": "?"}, {"dur": []})]
+    trace.write_text(json.dumps({"traceEvents": [*odd, good | {"args": {"x": float("nan")}}, good]}))
+    done = tools("export", "--format=perfetto", f"--replayed={trace}", path, path.with_name("out"))
+    assert done.code == 0 and "left out  6 events of a replay" in done.out, done.out + done.err
+    events = checked(json.loads(path.with_name("out").read_text(), parse_constant=pytest.fail))
+    assert [event["name"] for event in events if event["pid"] >= 1000 and event["ph"] == "X"] == ["good"]
+
+
+def test_power_is_shown_where_it_was_sampled_during_the_capture_and_refused_elsewhere(path: Path, tools: Tools) -> None:
+    with open_capture(path) as reader:
+        began, ended = reader.session.created_unix_ns, reader.summary.ended_ns
+    assert ended is not None
+    log = path.with_name("power.csv")
+
+    def write(offsets_ns: list[int]) -> None:
+        rows = [f"{(began + offset) / 1e9:.9f},0,{100 + number}" for number, offset in enumerate(offsets_ns)]
+        log.write_text("\n".join(["timestamp,gpu,power_w", *rows, ""]))
+
+    write([-(10**9), ended // 2, ended + 10**9])
+    (sample,) = (event for event in of(exported(tools, path, f"--power-log={log}"), "C") if "W" in event["args"])
+    assert sample["args"] == {"W": 101.0} and sample["ts"] == pytest.approx(ended / 2000, abs=1)
+    write([-(10**9)])
+    done = tools("export", "--format=perfetto", f"--power-log={log}", path, path.with_name("out"))
+    assert done.code == 2 and "no sample of GPU 0 during the capture" in done.err and done.err.count("\n") == 1
+
+
+def test_wrong_requests_are_one_line_and_write_nothing(path: Path, tools: Tools) -> None:
+    (empty := path.with_name("empty.json")).write_text('{"traceEvents":[]}')
+    before = sorted(path.parent.iterdir())
+    for flags, said in (
+        (["--format=csv", "--replayed=x"], "--replayed is for --format=perfetto"),
+        (["--format=perfetto", "--table=ops"], "--table is for --format=csv and parquet"),
+        (["--format=perfetto", f"--replayed={empty}"], "has no events with a time"),
+        (["--format=perfetto", "--replayed=no/such.json"], "no/such.json"),
+        (["--format=perfetto", "--zone=UTC"], "--zone is for --power-log"),
+        (["--format=perfetto", "--power-log=no/such.csv"], "no/such.csv"),
+    ):
+        done = tools("export", *flags, path, path.with_name("out"))
+        assert done.code in (1, 2, 3) and said in done.err and done.err.count("\n") == 1, done.err
+    assert sorted(path.parent.iterdir()) == before
+
+
+def test_slices_that_overlap_in_one_thread_have_tracks_of_their_own(tmp_path: Path) -> None:
+    builder = captures.Builder(tmp_path / "a.opreplay")
+    kernel = builder.writer.kernel(captures.Kernel("test::op", "default", "test::op() -> ()"))
+    call = captures.Signature(captures.RecordKind.op, (), (), kernel, captures.OpStatus.ok)
+    for _ in range(3):
+        builder.record(call)
+        builder.starts[-1] = 1000 + 40 * len(builder.starts)  # each takes 100 ns and more
+    builder.frame()
+    builder.close()
+    with open_capture(builder.path) as reader:
+        export_perfetto(reader, tmp_path / "out")
+    events = checked(json.loads((tmp_path / "out").read_text()))
+    assert len({event["tid"] for event in of(events, "X")}) == 3
