@@ -32,8 +32,10 @@
   // A colour of its own where the background is dark: the others can be told from both.
   const coloured = (data) => {
     const blue = dark.matches && !printing ? "#4aa3df" : "#0072B2";
-    const own = (part) => (part?.color === "#0072B2" ? { ...part, color: blue } : part);
-    return data.map((trace) => ({ ...trace, marker: own(trace.marker), line: own(trace.line) }));
+    return data.map((trace) => {
+      const part = trace.marker ? "marker" : "line";
+      return trace[part].color === "#0072B2" ? { ...trace, [part]: { ...trace[part], color: blue } } : trace;
+    });
   };
 
   const config = { responsive: true, displaylogo: false, displayModeBar: false, showTips: false, locale: "en" };

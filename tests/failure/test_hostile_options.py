@@ -27,6 +27,7 @@ COMMANDS = {
     "export": ["step.opreplay", "out.zip"],
     "energy": ["windows.jsonl", "power.csv", "--output=out.json"],
     "probe": ["report", "schedule", "step.opreplay"],
+    "report": ["--output=out.html", "step.opreplay"],
 }
 VALUES = (
     "",
@@ -114,7 +115,7 @@ WRITERS = [tool for tool, command in COMMANDS.items() if any("out." in each for 
 def test_a_place_where_nothing_can_be_written_is_one_error(
     tool: str, out: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [re.sub(r"out\.(opreplay|zip|json)", lambda _: out, each) for each in COMMANDS[tool]]
+    arguments = [re.sub(r"out\.(opreplay|zip|json|html)", lambda _: out, each) for each in COMMANDS[tool]]
     refused = (1, 2, 3) if tool == "import" else (1, 2)  # an import may refuse the trace first, which has no ops
     assert _call(tool, arguments, folder, capsys, monkeypatch) in refused
 

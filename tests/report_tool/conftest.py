@@ -98,7 +98,8 @@ def energy_of(per_op: dict[str, object]) -> dict[str, object]:
                 "reason": None if known else "too few samples",
             }
         )
-    part = {"runs": 4, "joules": 400.0, "error_joules": 4.0, "seconds": 10.0, "samples": 99, "gaps": 0}
+    part = {"runs": 4, "joules": 400.0, "error_joules": 4.0, "seconds": 10.0, "samples": 99, "gaps": 0,
+            "joules_from_power": None, "method": "trapezoid rule"}  # fmt: skip
     whole = {"name": "whole", **part, "joules_per_run": 100.0, "mean_watts": 40.0, "reason": None}
     nothing = {"name": "idle", **part, "joules": None, "error_joules": None, "joules_per_run": None}
     return {
@@ -106,7 +107,8 @@ def energy_of(per_op: dict[str, object]) -> dict[str, object]:
         "context": per_op["context"],
         "method": "trapezoid rule",
         "power_log": {
-            "path": "power.csv", "gpus": ["0"], "rows": 9, "left_out": {}, "out_of_order": 0, "interval_s": 0.04,
+            "path": "power.csv", "source": None, "counters": [],
+            "gpus": ["0"], "rows": 9, "left_out": {}, "out_of_order": 0, "interval_s": 0.04,
             "resolution_w": 0.1, "averaging_s": None, "clock_offset_s": 0.0, "clock": "as it is",
         },
         "idle": {**nothing, "mean_watts": None, "reason": "the log ends before"},
