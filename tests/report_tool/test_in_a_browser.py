@@ -1,0 +1,176 @@
+"""The page in a real browser, from a file: it draws, sorts, filters and zooms, says nothing on the console and asks for
+nothing from elsewhere. Skipped where there is no Chromium with its driver."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Measured, tool
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")]
+LONGEST_S = 30
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,900",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    driver.set_script_timeout(LONGEST_S)
+    yield driver
+    driver.quit()
+
+
+def opened(browser: Any, page: Path) -> Any:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)  # what other pages left
+    browser.get(page.as_uri())
+    ready = "return document.documentElement.dataset.ready === 'yes'"
+    WebDriverWait(browser, LONGEST_S).until(lambda driver: driver.execute_script(ready))
+    return browser
+
+
+def asked_for(browser: Any) -> list[str]:
+    """The addresses that were requested, besides the page and what is within it."""
+    messages = [json.loads(each["message"])["message"] for each in browser.get_log("performance")]
+    addresses = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    return [each for each in addresses if not each.startswith(("file:", "data:", "blob:"))]
+
+
+@pytest.fixture(scope="module")
+def page(measured: Measured, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("page") / "report.html"
+    flags = [f"--benchmark={measured.whole}", f"--benchmark={measured.per_op}", f"--energy={measured.energy}"]
+    assert tool("report", *flags, f"--baseline={measured.earlier}", "-o", out, measured.capture) == 0
+    return out
+
+
+def test_every_picture_is_drawn_and_nothing_is_said_or_asked_for(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    pictures = browser.execute_script("return document.querySelectorAll('.picture').length")
+    drawn = browser.execute_script("return document.querySelectorAll('.picture .main-svg:first-child').length")
+    assert pictures == drawn == 11
+    assert browser.execute_script("return document.querySelectorAll('.picture .bars path').length") > 50
+    assert browser.get_log("browser") == [] and asked_for(browser) == []
+
+
+TABLE = "arguments[0].querySelectorAll('tbody tr')"
+
+
+def cells(browser: Any, table: str, place: int) -> list[str]:
+    script = (
+        "return [...document.querySelectorAll(`#${arguments[0]} tbody tr`)].map(r => r.cells[arguments[1]].innerText)"
+    )
+    found: list[str] = browser.execute_script(script, table, place)
+    return found
+
+
+def test_a_table_sorts_by_figures_and_filters(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    heads = browser.find_elements("css selector", "#call-sites thead th")
+    place = [each.text for each in heads].index("calls")
+    for expected in ({False}, {True}):  # one click and the next: the two orders
+        browser.execute_script("arguments[0].click()", heads[place])
+        numbers = [int(text) for text in cells(browser, "call-sites", place)]
+        assert len(numbers) == 10
+        assert {numbers == sorted(numbers), numbers == sorted(numbers, reverse=True)} >= {True}
+        assert expected
+    assert cells(browser, "call-sites", place) != sorted(cells(browser, "call-sites", place)) or len(set(numbers)) == 1
+    search = browser.find_element("css selector", "#call-sites input[type=search]")
+    search.send_keys("aten::mm")
+    assert all("aten::mm" in text for text in cells(browser, "call-sites", 1))
+    search.send_keys("no such thing")
+    assert browser.find_elements("css selector", "#call-sites td.dt-empty")
+
+
+def test_a_kernel_leads_to_the_row_of_its_dearest_call_site(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    link = browser.find_element("xpath", "//div[@id='kernels']//a[starts-with(., 'aten::mm')]")
+    name = link.get_attribute("href").partition("#")[2]
+    browser.execute_script("arguments[0].click()", link)
+    (row,) = browser.find_elements("css selector", "tr.found")
+    assert row.get_attribute("id") == name and "aten::mm" in row.text
+
+
+def bars_of_ops(browser: Any) -> list[str]:
+    script = (
+        "return document.getElementById('picture-timeline').data"
+        ".filter(each => each.name !== 'scopes').flatMap(each => each.hovertext)"
+    )
+    found: list[str] = browser.execute_script(script)
+    return found
+
+
+def test_zooming_into_the_timeline_tells_apart_what_shared_a_bar(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    before = bars_of_ops(browser)
+    assert any(" ops</b>" in text for text in before)
+    first = browser.execute_script(
+        "const bars = window.reportFigures['picture-timeline'] ?? window.reportFigures.timeline;"
+        "return [bars.timeline.bars.start[0], bars.timeline.bars.span[0]]"
+    )
+    zoom = (
+        "const done = arguments[2], place = document.getElementById('picture-timeline');"
+        "place.once('plotly_afterplot', () => setTimeout(done, 0));"
+        "Plotly.relayout(place, {'xaxis.range': [arguments[0], arguments[1]]})"
+    )
+    browser.execute_async_script(zoom, first[0] / 1e9, (first[0] + first[1] * 4) / 1e9)
+    after = bars_of_ops(browser)
+    assert after and not any(" ops</b>" in text for text in after) and len(after) < 45
+    assert "a bar for each" in browser.find_element("css selector", "#timeline .told").text
+    browser.execute_script("document.getElementById('picture-timeline').emit('plotly_doubleclick')")
+    assert bars_of_ops(browser) == before
+
+
+def test_what_a_capture_is_named_does_not_run(browser: Any, hostile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    assert tool("report", "-o", out, hostile) == 0
+    opened(browser, out)
+    assert browser.execute_script("return window.harmed ?? null") is None
+    assert browser.execute_script("return document.querySelectorAll('img').length") == 0
+    assert browser.get_log("browser") == [] and asked_for(browser) == []
+    # Even markup that found its way into the page would not run.
+    browser.execute_script("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.harmed=1\">')")
+    browser.execute_async_script("setTimeout(arguments[0], 200)")
+    assert browser.execute_script("return window.harmed ?? null") is None
+    assert any("Content Security Policy" in each["message"] for each in browser.get_log("browser"))
+
+
+@pytest.mark.parametrize(("scheme", "text"), [("light", "rgb(36, 41, 47)"), ("dark", "rgb(214, 217, 220)")])
+def test_on_a_phone_nothing_is_wider_than_the_screen_by_day_and_by_night(
+    browser: Any, page: Path, scheme: str, text: str
+) -> None:
+    size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        opened(browser, page)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        assert browser.execute_script("return getComputedStyle(document.body).color") == text
+        label = "return getComputedStyle(document.querySelector('#picture-top-calls .ytick text')).fill"
+        assert browser.execute_script(label) == text
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
