@@ -37,7 +37,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--benchmark-repetitions", "--warm", "--compare", "--benchmark", "--baseline", "--fail-above",
         "--noise-floor", "--energy", "--energy-source", "--energy-out", "--power-log-out", "--energy-windows",
         "--power-interval", "--power-averaging", "--zone", "--gpu", "--clock-offset", "--reconcile", "--program",
-        "--program-runs", "--memory", "--per-op", "--roofline", "--peak-flops",
+        "--program-runs", "--memory", "--per-op", "--cuda-graph", "--roofline", "--peak-flops",
         "--peak-bandwidth", "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),
     "Permissions": ("--allow-operator", "--allow-import", "--allow-code", "--allow-incomplete", "--isolate"),

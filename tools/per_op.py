@@ -29,6 +29,7 @@ _NEEDS_PER_OP = (
     "op_filter",
     "op_limit",
     "op_instances",
+    "cuda_graph",
     "group_by",
     "top",
     "stop_on_error",
@@ -78,6 +79,13 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
             is_flag=True,
             help="With --per-op: print achieved FLOP/s and B/s of each op, the share of what its device can do for "
             "such an op, and what bounds it. Peaks are measured once and kept in the user's cache, or given.",
+        ),
+        click.option(
+            "--cuda-graph",
+            is_flag=True,
+            help="With --per-op, on a CUDA device: launch the calls of an op in a graph, so that the device does not "
+            "wait for the host between them; what issuing a call takes stands apart. Ops that cannot be put into a "
+            "graph are measured call by call, and say why.",
         ),
         click.option(
             "--op-instances",
@@ -155,6 +163,7 @@ class PerOpFlags:
             values["stop_on_error"],
             op_precision(values["benchmark_precision"], values["benchmark_max_time"], floor),
             values["inputs"],
+            values["cuda_graph"],
         )
         return PerOpFlags(options, values["group_by"], values["top"], values["verbose"], _peaks(values))
 

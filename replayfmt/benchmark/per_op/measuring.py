@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.slices import Slice
 from replayfmt.replay.results import Verdict, VerifyMode
@@ -32,6 +33,7 @@ from ..meters.stopwatch import Readings, stopwatch_for
 from ..min_time import MOST_ITERATIONS, MinTime
 from ..precision import NarrowEnough, Precision
 from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize, why_unmeasurable
+from .graphs import FLAG, NoGraph, OpGraph, RecordGraph, graph_of, graphs_of
 from .groups import Chosen, OpGroup, choose
 from .work import CallWork, work_of
 
@@ -62,7 +64,8 @@ _PATIENCE = 5  # restoring is untimed: give up after this many times the request
 class OpOptions:
     """What to measure and how: `min_time` is per op, in calls or seconds, and is extended if it is too short to rank
     ops by; with `precision` until the median is known that well, or its time is up. `inputs` is None for the default of
-    the devices; see `choose` for the selection."""
+    the devices; see `choose` for the selection. With `cuda_graph` calls are launched in device graphs where they can
+    be."""
 
     min_time: MinTime = field(default_factory=lambda: MinTime(seconds=0.05))
     verify: VerifyMode = "auto"
@@ -73,6 +76,13 @@ class OpOptions:
     stop_on_error: bool = False
     precision: Precision | None = None
     inputs: Inputs | None = None
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cuda_graph and self.inputs == "cold":
+            raise UsageError(
+                f"{FLAG} launches many calls at once, which find the same inputs in the caches: leave --inputs=cold out"
+            )
 
 
 @dataclass
@@ -96,6 +106,9 @@ class MeasuredOp:
     samples: tuple[float, ...] = ()  # nanoseconds per call, in order
     unmeasurable: str = ""
     work: CallWork | None = None  # of one call
+    graph_calls: int | None = None  # in each graph, if `times` are those of calls in graphs
+    no_graph: str = ""  # why it was asked for and could not be
+    eager_ns: float | None = None  # the median of calls one by one, if `times` are those of calls in graphs
 
     @property
     def status(self) -> str:
@@ -184,12 +197,16 @@ def measure_ops(
     progress: Progress,
     on_measured: OnMeasured | None = None,
     meters: Sequence[MakeMeter] = METERS,
+    record_graph: RecordGraph | None = None,
 ) -> PerOpRun:
-    """Measure a plan's ops one by one, with `meters`; the plan must be made with keep_going.
+    """Measure a plan's ops one by one, with `meters`; the plan must be made with keep_going. `record_graph` replaces
+    the graphs of the plan's device.
 
     If there is something to compare with, a verified replay determines the verdicts first. Raises UsageError if no op
     is chosen.
     """
+    if options.cuda_graph and record_graph is None:
+        record_graph = graphs_of(plan.devices)
     chosen = choose(
         plan.reader,
         pattern=options.pattern,
@@ -198,7 +215,9 @@ def measure_ops(
         scopes=options.scopes,
         progress=progress,
     )
-    return _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, meters).run()
+    measurement = _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, meters)
+    measurement.record_graph = record_graph
+    return measurement.run()
 
 
 def _shown(result: Any) -> tuple[str, ...]:
@@ -241,7 +260,8 @@ class _OpMeasurement:
         self._clock, self._on_measured = clock, on_measured
         self._stopwatch = stopwatch_for(plan.devices, clock, meters)
         self._step_ns = self._stopwatch.step_ns()
-        inputs = options.inputs or default_inputs(plan.devices)
+        self.record_graph: RecordGraph | None = None
+        inputs = options.inputs or ("hot" if options.cuda_graph else default_inputs(plan.devices))
         self._flush = CacheFlush(plan.devices) if inputs == "cold" else None
         self._inputs = describe_inputs(inputs, self._flush, "calls")
         self._gpus = GpuWatch(plan.devices)
@@ -352,6 +372,41 @@ class _OpMeasurement:
             quantity: readings if isinstance(readings, NotMeasured) else float(readings.mean())
             for quantity, readings in further_readings(samples).items()
         }
+
+        if self.record_graph is not None:
+            try:
+                self._time_graph(graph_of(op, statistics.median, self.record_graph), op, measured)
+            except NoGraph as error:
+                measured.no_graph = str(error)
+            op.restore()
+
+    def _time_graph(self, graph: OpGraph, op: IsolatedOp, measured: MeasuredOp) -> None:
+        """Replace the times by those of calls in a graph; what the host took to issue each call stays."""
+        times: list[float] = []
+        timed, began = 0.0, self._clock.real()
+        narrow = None if self._options.precision is None else NarrowEnough(self._options.precision.share)
+        while not self._enough(graph.calls * len(times), times, timed, self._clock.real() - began, narrow):
+            op.restore()
+            taken = self._launch(graph.launch)
+            put_back = 0.0 if graph.restoring is None else self._launch(graph.restoring)
+            times.append((taken - put_back) / graph.calls)
+            timed += taken
+        step = None if self._step_ns is None else self._step_ns / graph.calls
+        statistics = summarize(times)
+        measured.eager_ns = None if measured.times is None else measured.times.median
+        measured.unmeasurable = why_unmeasurable(statistics, step, noise=self._options.precision is not None)
+        measured.times = None if measured.unmeasurable else statistics
+        measured.calls, measured.samples, measured.graph_calls = graph.calls * len(times), tuple(times), graph.calls
+
+    def _launch(self, launch: Callable[[], None]) -> float:
+        """Nanoseconds of what one launch does."""
+        self._synchronize()
+        self._stopwatch.reset()
+        self._stopwatch.start()
+        launch()
+        self._stopwatch.stop()
+        self._synchronize()
+        return self._stopwatch.read().real_ns
 
     def _block(self, op: IsolatedOp, first_ns: float) -> int:
         """How many calls a sample times: one where memory has to be restored or caches flushed between two."""

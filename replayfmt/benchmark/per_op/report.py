@@ -7,6 +7,7 @@ There is a row for each distinct op, or each kernel, signature or scope, the mos
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from .rows import WIDE, GroupBy, OpRow, make_rows
 _MUCH_SLOWER = 5
 # Rows below this share of the total are not worth a warning.
 _SMALL = 0.01
+# Reasons in a warning; the rows have all of them.
+_REASONS = 3
 
 
 def make_op_report(
@@ -44,6 +47,7 @@ def make_op_report(
         "precision": None if run.options.precision is None else run.options.precision.share,
         "max_time": None if run.options.precision is None else f"{run.options.precision.cap_s:g}s",
         "inputs": run.inputs,
+        "cuda_graph": run.options.cuda_graph,
         "meters": run.meters,
         "gpus": run.gpus,
         "verified": run.verified,
@@ -112,6 +116,13 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
         warnings.append(
             f"the calls took {slower:.0f} times as long as when they were captured: threads may be waiting for a "
             "processor (try OMP_WAIT_POLICY=passive), or this is another machine"
+        )
+    outside = [op for op in run.ops if op.no_graph]
+    if outside:
+        reasons = Counter(op.no_graph for op in outside)
+        warnings.append(
+            f"{len(outside)} ops could not be put into a graph, and were measured call by call, with the gaps between: "
+            + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(_REASONS))
         )
     if few:
         warnings.append(f"{len(few)} ops have too few samples for a confidence interval: raise --benchmark-min-time")
@@ -199,7 +210,21 @@ def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> d
     host = _mean(row, lambda op: op.host_ns)
     if host is not None:
         found["host_time"] = host
+    found |= _graphed(row)
     return found | further_fields({quantity: _further(row, quantity) for quantity in row.members[0][0].further})
+
+
+def _graphed(row: OpRow) -> dict[str, Any]:
+    """With --cuda-graph: how many of the calls were measured in graphs, why others were not, and the time of a call
+    that is issued by itself."""
+    inside = [op for op, _calls in row.members if op.graph_calls is not None]
+    reasons = list(dict.fromkeys(op.no_graph for op, _calls in row.members if op.no_graph))
+    if not inside and not reasons:
+        return {}
+    found: dict[str, Any] = {"graphs": len(inside), "no_graph": reasons or None}
+    if len(inside) == len(row.members):
+        found["eager_time"] = _mean(row, lambda op: op.eager_ns)
+    return found
 
 
 def _further(row: OpRow, quantity: Quantity) -> float | NotMeasured:

@@ -58,6 +58,10 @@ class IsolatedOp:
                 copy_bytes(work, original)
         self._arguments = moved(self._inputs, self._work)
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where the memory is that calls write, as of the last `restore`."""
+        return tuple(storage.data_ptr() for storage in self._work.values())
+
     def call(self) -> list[Any]:
         """Run the op once; what it returns is in the result until that is dropped. Raises whatever the op raises."""
         return self._function(list(self._arguments), None)

@@ -1,0 +1,153 @@
+"""--cuda-graph: calls of an op launched together, without the gaps in which a device waits for the host."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.benchmark.meters.meter import Clock
+from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark.per_op.graphs import NoGraph, graph_of, graphs_of
+from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
+from replayfmt.benchmark.per_op.report import make_op_report
+from replayfmt.errors import UsageError
+from replayfmt.replay.plan import Plan
+
+TICK_NS = 100_000  # the clock moves so far each time it is read; a call between two readings takes no more
+
+
+class Device:
+    """A device that is made up: the calls in a graph take half a millisecond together, putting back takes nothing."""
+
+    def __init__(self):
+        self.now = 0
+        self.recorded = []
+
+    def clock(self):
+        def real():
+            self.now += TICK_NS
+            return self.now
+
+        return Clock(real=real, cpu=lambda: 0)
+
+    def record(self, work):
+        self.recorded.append(work)
+        work()
+        return lambda: self.launch(work)
+
+    def launch(self, work):
+        calls = 0 if "restore" in work.__qualname__ else TICK_NS * 5
+        self.now += calls
+        work()
+
+
+def measured(path, device, record=None, **options):
+    with Plan(path, keep_going=True) as plan:
+        asked = OpOptions(MinTime(iterations=3), "none", cuda_graph=True, **options)
+        run = measure_ops(
+            plan, asked, clock=device.clock(), progress=lambda *_: None, record_graph=record or device.record
+        )
+        return run, make_op_report(run, plan)
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "calls.opreplay"
+    with replayfmt.capture(found, digests="none"):
+        x = torch.ones(8)
+        x.mul_(2)
+        torch.sin(x)
+    return found
+
+
+def test_a_graph_holds_many_calls_and_its_time_is_theirs(path):
+    device = Device()
+    run, report = measured(path, device, pattern="aten::sin")
+    (op,) = run.ops
+    assert op.graph_calls == 5 and op.eager_ns == TICK_NS  # half a millisecond of calls of 100 us
+    assert set(op.samples) == {(TICK_NS * 5 + TICK_NS) / 5} and op.calls == 5 * len(op.samples)
+    (row,) = report.rows
+    assert row["graphs"] == 1 and row["no_graph"] is None and row["eager_time"] == TICK_NS
+    assert report.context["cuda_graph"] and report.context["inputs"].startswith("hot")
+
+
+def test_putting_back_what_a_call_writes_is_in_a_graph_of_its_own_and_subtracted(path):
+    device = Device()
+    run, _report = measured(path, device, pattern="aten::mul_")
+    (op,) = run.ops
+    assert len(device.recorded) == 2 and op.graph_calls == 5
+    assert set(op.samples) == {TICK_NS * 5 / 5}  # what reading the clock takes is in both, and in neither
+
+
+def test_an_op_in_a_graph_leaves_the_replay_as_it_was(path):
+    run, _report = measured(path, Device())
+    assert {op.verdict for op in run.ops} == {"ok"}
+    with Plan(path, keep_going=True) as plan:
+        before = plan.execute(verify="none", keep_going=True)
+    assert before.outcome == "ok"
+
+
+def test_what_cannot_be_put_into_a_graph_is_measured_call_by_call_and_says_why(path):
+    def refuse(_work):
+        raise NoGraph("RuntimeError: operation not permitted when stream is capturing")
+
+    run, report = measured(path, Device(), refuse, pattern="aten::sin")
+    (op,) = run.ops
+    assert op.graph_calls is None and op.times is not None and op.times.median == TICK_NS
+    (row,) = report.rows
+    assert row["graphs"] == 0 and "eager_time" not in row
+    assert row["no_graph"] == ["RuntimeError: operation not permitted when stream is capturing"]
+    assert any(
+        warning.startswith("1 ops could not be put into a graph") and "1 x RuntimeError" in warning
+        for warning in report.context["warnings"]
+    )
+
+
+def test_an_op_that_moves_the_memory_that_it_writes_has_no_graph():
+    places = iter([(1,), (2,)])
+    op = SimpleNamespace(
+        writes=True, restore=lambda: None, calls=lambda count: None, addresses=lambda: next(places), ordinal=0
+    )
+    with pytest.raises(NoGraph, match="it moves the memory that it writes"):
+        graph_of(op, 1000.0, lambda work: work)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--per-op", "--cuda-graph"], "--cuda-graph needs a CUDA device, and PyTorch finds none here: leave it out"),
+        (["--cuda-graph"], "--cuda-graph needs --per-op"),
+        (["--per-op", "--cuda-graph", "--inputs=cold"], "leave --inputs=cold out"),
+    ],
+)
+def test_graphs_that_cannot_be_are_one_line(tools, path, monkeypatch, flags, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = tools("benchmark", *flags, path)
+    assert ran.code == 2 and words in ran.err and len(ran.err.splitlines()) == 1 and not ran.out
+
+
+def test_a_replay_that_uses_no_cuda_device_and_one_of_two_have_no_graphs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="the replay works on none"):
+        graphs_of([torch.device("cpu")])
+    with pytest.raises(UsageError, match="measures one device, and the replay works on cuda:0, cuda:1"):
+        graphs_of([torch.device("cuda:0"), torch.device("cuda:1")])
+
+
+@pytest.mark.gpu
+def test_calls_in_a_cuda_graph_take_less_than_calls_one_by_one(tools, tmp_path):
+    path, out = tmp_path / "gpu.opreplay", tmp_path / "results.json"
+    with replayfmt.capture(path, digests="none"):
+        x = torch.ones(64, device="cuda")
+        x.mul_(2)
+        x.t()
+        torch.sin(x).sum().item()
+    assert tools("benchmark", "--per-op", "--cuda-graph", f"--benchmark-out={out}", path).code == 0
+    rows = {row["name"]: row for row in json.loads(out.read_text())["benchmarks"]}
+    (sine,) = (row for name, row in rows.items() if "aten::sin" in name)
+    assert sine["graphs"] == 1 and sine["real_time"] < sine["eager_time"] and sine["host_time"] > 0
+    (view,) = (row for name, row in rows.items() if "aten::t." in name)
+    (read,) = (row for name, row in rows.items() if "_local_scalar_dense" in name)
+    assert "launches nothing" in view["no_graph"][0] and read["no_graph"]
