@@ -27,6 +27,7 @@ WRITTEN = {
     "names_of_a_script": {"softmax_kernel": {"out"}, "run": {"x"}, "t3": {"x"}, "calling_kernel": {"out"}},
     "given_a_function": {"applied_kernel": {"out"}},
     "constexprs_of_each_kind": {"constexprs_kernel": {"out"}},
+    "stand_ins_that_are_not_read": {"optional_kernel": {"out"}},
     "in_a_function_that_hides_a_global": {"scaling_kernel": {"x"}},
     "tuples_and_none": {"tuples_kernel": {"outs_0", "outs_1"}},
     "descriptors": {"described_kernel": {"out"}},

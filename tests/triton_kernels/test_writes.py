@@ -20,7 +20,7 @@ from tests.triton_kernels import writing_kernels
 from tests.triton_kernels.writing_kernels import KERNELS, POINTERS
 
 
-def ttir(kernel: Any, types: dict[str, str]) -> str:
+def ttir(kernel: Any, types: dict[str, str], constants: dict[tuple[int, ...], Any] | None = None) -> str:
     """Triton's first intermediate code of a kernel."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
@@ -32,7 +32,7 @@ def ttir(kernel: Any, types: dict[str, str]) -> str:
     backend.load_dialects(context)
     options = backend.parse_options({})
     codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    return str(ASTSource(kernel, types).make_ir(target, options, codegen, modules, context))
+    return str(ASTSource(kernel, types, constants).make_ir(target, options, codegen, modules, context))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -79,6 +79,69 @@ def test_what_is_not_followed_counts_as_written() -> None:
     assert accesses_of(standalone_source(with_an_unknown_function)).written == {"a", "function"}
     assert accesses_of(standalone_source(with_a_name_of_python)).written == {"a", "b"}
     assert accesses_of(standalone_source(with_a_function_inside)).written is None
+
+
+@triton.jit
+def loading(p):
+    return tl.load(p)
+
+
+@triton.jit
+def with_branches(a, b, c, n, MODE: tl.constexpr, KIND: tl.constexpr, CHANGED: tl.constexpr):
+    CHANGED = CHANGED + 0
+    if MODE and KIND == "sum":
+        tl.store(c, tl.load(a))
+    elif not MODE or KIND is None:
+        tl.store(c, loading(b))
+    if CHANGED:
+        tl.atomic_add(c, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("constants", "read"),
+    [
+        ({}, {"a", "b", "c"}),
+        ({"MODE": True, "KIND": "sum", "CHANGED": 0}, {"a", "c"}),
+        ({"MODE": 1, "KIND": "most"}, {"c"}),
+        ({"MODE": True, "KIND": None}, {"b", "c"}),
+        ({"MODE": False}, {"b", "c"}),
+        ({"KIND": "most"}, {"b", "c"}),
+    ],
+)
+def test_constants_decide_what_is_read(constants: dict[str, Any], read: set[str]) -> None:
+    """What is written is what any launch may write, and a variable that is assigned is no constant."""
+    source = standalone_source(with_branches)
+    assert accesses_of(source, constants).read == read
+    assert accesses_of(source).written == {"c"}
+
+
+@triton.jit
+def with_an_option(a, b, c, HAS_B: tl.constexpr):
+    value = tl.load(a)
+    if HAS_B:
+        value += loading(b)
+    tl.store(c, value)
+
+
+@triton.jit
+def adding_up(a, b, c, HAS_B: tl.constexpr):
+    tl.atomic_add(c if HAS_B else a, tl.load(b))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "has_b", "read"),
+    [
+        (with_an_option, True, {"a", "b"}),
+        (with_an_option, False, {"a"}),
+        (adding_up, True, {"b", "c"}),
+        (adding_up, False, {"a", "b"}),
+    ],
+)
+def test_reads_are_found_in_the_intermediate_code(kernel: Any, has_b: bool, read: set[str]) -> None:
+    types = {"a": "*fp32", "b": "*fp32", "c": "*fp32", "HAS_B": "constexpr"}
+    found = ir_accesses(ttir(kernel, types, {(3,): has_b})).read
+    assert {list(types)[place] for place in found} == read
+    assert read <= (accesses_of(standalone_source(kernel), {"HAS_B": has_b}).read or set())
 
 
 def test_what_triton_cannot_read_is_an_error() -> None:

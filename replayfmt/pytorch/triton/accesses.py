@@ -1,18 +1,18 @@
-"""Which parameters of a kernel may be written, from the source of the kernel and of what it calls.
+"""Which parameters of a kernel may be written and read, from the source of the kernel and of what it calls.
 
 Followed is where each pointer may end up: a variable may hold every pointer that occurs in any expression assigned to
-it anywhere in the function. A pointer that is given to a function counts as written, unless it is known that the
-function does not write (`tl.load`), or it is another function of the kernel, which is looked into. So what is not found
-is not written; what is found may not be.
+it anywhere in the function. A pointer that is given to a function counts as written and as read, unless it is known
+that the function does not write (`tl.load`) or read (`tl.store`), or it is another function of the kernel, which is
+looked into. So what is not found is not written, or not read; what is found may not be.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeGuard
 
 from .functions import MISSING, KernelFunction, is_callable_of_triton
@@ -22,7 +22,8 @@ _Names = frozenset[str]
 _NONE: _Names = frozenset()
 # Return what is in memory, not where it is.
 _LOADS = frozenset({"load", "gather", "load_tensor_descriptor", "_experimental_descriptor_load", "atomic_load"})
-# May be given pointers, and write nothing.
+_STORE = "store"  # writes, and reads nothing
+# May be given pointers, and neither read nor write.
 # fmt: off
 _PURE = frozenset({
     "program_id", "num_programs", "arange", "cast", "to", "broadcast", "broadcast_to", "expand_dims", "reshape",
@@ -46,41 +47,44 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class Accesses:
-    """What a kernel does with its parameters. `written`: those that it may write, None if that is not known.
-    `makes_pointers`: it turns integers into pointers, so that it may read and write anything; so it does if one of
-    `casts_to`, to whose type it turns something, is a pointer."""
+    """What a kernel does with its parameters. `written`: those that it may write, `read`: may read, None if that is not
+    known. `makes_pointers`: it turns integers into pointers, so that it may read and write anything; so it does if one
+    of `casts_to`, to whose type it turns something, is a pointer."""
 
     written: _Names | None
     makes_pointers: bool
     casts_to: _Names
+    read: _Names | None
 
 
-def accesses_of(source: StandaloneSource) -> Accesses:
-    """The accesses of a module's kernel."""
-    found = _Found()
+def accesses_of(source: StandaloneSource, constants: Mapping[str, Any] = MappingProxyType({})) -> Accesses:
+    """The accesses of a module's kernel. `constants`: values of its constexprs, which decide on branches."""
+    found = _Found(constants)
     # Where something is not followed, a mention of pointer types is all that there is to see.
     mentioned = any(_MENTIONED.search(function.text) for function in source.functions.values())
     try:
         summary = found.function(source.functions[source.name])
     except (_Unknown, RecursionError):
-        return Accesses(None, mentioned, _NONE)
-    return Accesses(summary.written, mentioned, summary.casts_to)
+        return Accesses(None, mentioned, _NONE, None)
+    return Accesses(summary.written, mentioned, summary.casts_to, summary.read)
 
 
 @dataclass(frozen=True)
 class _Summary:
-    """Of one function: the parameters that it may write, those that its result may point into, and those to whose type
-    it turns something."""
+    """Of one function: the parameters that it may write and read, those that its result may point into, and those to
+    whose type it turns something."""
 
     written: _Names
+    read: _Names
     returned: _Names
     casts_to: _Names
 
 
 class _Found:
-    """What was found so far, by function."""
+    """What was found so far, by function. `constants` are those of the one that is asked for first, the kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, constants: Mapping[str, Any]) -> None:
+        self._constants: Mapping[str, Any] = constants
         self._summaries: dict[int, _Summary] = {}
         self._running: set[int] = set()
 
@@ -89,8 +93,9 @@ class _Found:
         if key not in self._summaries:
             if key in self._running:
                 raise _Unknown("a function that calls itself")
+            constants = {} if self._running else self._constants
             self._running.add(key)
-            self._summaries[key] = _Body(self, function).summary()
+            self._summaries[key] = _Body(self, function, constants).summary()
             self._running.discard(key)
         return self._summaries[key]
 
@@ -98,12 +103,15 @@ class _Found:
 class _Body:
     """One function. `held`: the parameters that each local variable may point into."""
 
-    def __init__(self, found: _Found, function: KernelFunction) -> None:
+    def __init__(self, found: _Found, function: KernelFunction, constants: Mapping[str, Any]) -> None:
         self._found, self._function = found, function
+        assigned = {node.id for node in ast.walk(function.tree) if isinstance(node, ast.Name) and _is_stored(node)}
+        self._constants = {name: value for name, value in constants.items() if name not in assigned}
         self._outer = {name: function.value_of(name) for name in function.outer_names}
         parameters = tuple(function.signature.parameters)
         self._held: dict[str, _Names] = {name: frozenset({name}) for name in parameters}
         self._written: _Names = _NONE
+        self._read: _Names = _NONE
         self._returned: _Names = _NONE
         self._casts_to: _Names = _NONE
 
@@ -111,14 +119,24 @@ class _Body:
         if any(isinstance(node, _OPAQUE) for statement in self._function.tree.body for node in ast.walk(statement)):
             raise _Unknown("something other than plain statements")
         while True:
-            before = (dict(self._held), self._written, self._returned, self._casts_to)
+            before = (dict(self._held), self._written, self._read, self._returned, self._casts_to)
             for statement in self._function.tree.body:
                 self._statement(statement)
-            if before == (self._held, self._written, self._returned, self._casts_to):
-                return _Summary(self._written, self._returned, self._casts_to)
+            if before == (self._held, self._written, self._read, self._returned, self._casts_to):
+                return _Summary(self._written, self._read, self._returned, self._casts_to)
+
+    def _reached(self, node: ast.AST) -> Iterator[ast.AST]:
+        """A node and those inside it, but for branches that the constants rule out."""
+        taken = decided(node.test, self._constants) if isinstance(node, ast.If) else None
+        yield node
+        for name, child in ast.iter_fields(node):
+            if name != {None: "", True: "orelse", False: "body"}[taken]:
+                for each in child if isinstance(child, list) else [child]:
+                    if isinstance(each, ast.AST):
+                        yield from self._reached(each)
 
     def _statement(self, statement: ast.stmt) -> None:
-        for node in ast.walk(statement):
+        for node in self._reached(statement):
             match node:
                 case ast.Assign():
                     for target in node.targets:
@@ -169,9 +187,11 @@ class _Body:
         if is_callable_of_triton(callee) and not _is_tritons(callee):
             return self._inside(call, callee)
         if name in _LOADS:
+            self._read |= given
             return _NONE
         if name not in _PURE:
             self._written |= given
+            self._read |= given if name != _STORE else _NONE
         return given
 
     def _callee(self, function: ast.expr) -> tuple[str, Any, _Names]:
@@ -211,6 +231,7 @@ class _Body:
         if any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords):
             given = self._all([*call.args, *(each.value for each in call.keywords)])
             self._written |= given if summary.written else _NONE
+            self._read |= given if summary.read else _NONE
             self._casts_to |= given if summary.casts_to else _NONE
             return given
         names = list(function.signature.parameters)
@@ -219,8 +240,35 @@ class _Body:
             **{str(keyword.arg): keyword.value for keyword in call.keywords},
         }
         self._written |= self._all([passed[name] for name in summary.written if name in passed])
+        self._read |= self._all([passed[name] for name in summary.read if name in passed])
         self._casts_to |= self._all([passed[name] for name in summary.casts_to if name in passed])
         return self._all([passed[name] for name in summary.returned if name in passed])
+
+
+def decided(test: ast.expr, constants: Mapping[str, Any]) -> bool | None:
+    """Whether a condition holds, None if the constants do not decide it."""
+    match test:
+        case ast.Name(id=name) if name in constants:
+            return bool(constants[name])
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            holds = decided(inner, constants)
+            return None if holds is None else not holds
+        case ast.BoolOp(op=joined, values=parts):
+            found = [decided(part, constants) for part in parts]
+            short = isinstance(joined, ast.Or)
+            return short if short in found else None if None in found else not short
+        case ast.Compare(left=ast.Name(id=name), ops=[compared], comparators=[ast.Constant(value=other)]):
+            if name in constants and (isinstance(compared, ast.Eq) or (isinstance(compared, ast.Is) and other is None)):
+                return bool(constants[name] == other)
+            if name in constants and (
+                isinstance(compared, ast.NotEq) or (isinstance(compared, ast.IsNot) and other is None)
+            ):
+                return bool(constants[name] != other)
+    return None
+
+
+def _is_stored(name: ast.Name) -> bool:
+    return not isinstance(name.ctx, ast.Load)
 
 
 def _is_type(node: ast.AST) -> TypeGuard[ast.Attribute]:

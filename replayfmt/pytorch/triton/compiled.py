@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .ir_writes import IrAccesses, NotRead, ir_accesses
 
@@ -76,9 +76,16 @@ def _constant(value: Any, name_of: Callable[[Any], str | None]) -> str:
     return repr(value)
 
 
-def compiled_accesses(kernel: Any) -> tuple[frozenset[str], bool] | None:
-    """The parameters that a compiled kernel may write, and whether it makes pointers of integers; None if its
-    intermediate code does not tell."""
+class CompiledAccesses(NamedTuple):
+    """The parameters that a compiled kernel may write and read, and whether it makes pointers of integers."""
+
+    written: frozenset[str]
+    read: frozenset[str]
+    makes_pointers: bool
+
+
+def compiled_accesses(kernel: Any) -> CompiledAccesses | None:
+    """What a compiled kernel does with its parameters; None if its intermediate code does not tell."""
     try:
         found: IrAccesses = ir_accesses(str(kernel.asm["ttir"]))
     except (KeyError, NotRead):
@@ -86,7 +93,8 @@ def compiled_accesses(kernel: Any) -> tuple[frozenset[str], bool] | None:
     places = argument_places(kernel.src.signature)
     if len(places) != found.count:
         return None
-    return frozenset(places[place] for place in found.written), found.makes_pointers
+    written, read = (frozenset(places[place] for place in each) for each in (found.written, found.read))
+    return CompiledAccesses(written, read, found.makes_pointers)
 
 
 def argument_places(signature: Mapping[str, Any]) -> list[str]:

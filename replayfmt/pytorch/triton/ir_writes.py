@@ -1,4 +1,4 @@
-"""Which parameters a compiled kernel may write, from Triton's intermediate code.
+"""Which parameters a compiled kernel may write and read, from Triton's intermediate code.
 
 Followed is which of the function's pointers each value may be made of. An operation that is given a pointer counts as
 writing to it, unless it is known that it does not; what a load returns is no pointer.
@@ -17,6 +17,7 @@ _Places = frozenset[int]
 # Return what is in memory, not where it is, and write nothing.
 _LOADS = frozenset({"tt.load", "tt.descriptor_load", "tt.descriptor_gather", "tt.load_tensor_descriptor"})
 _WRITES = frozenset({"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.descriptor_store", "tt.descriptor_scatter"})
+_STORES = frozenset({"tt.store", "tt.descriptor_store"})  # write, and read nothing
 # Dialects of arithmetic, and what Triton's own operations do that write nothing.
 _PURE_DIALECTS = ("arith.", "math.", "scf.", "cf.", "ub.")
 # fmt: off
@@ -40,10 +41,11 @@ class NotRead(Exception):
 
 @dataclass(frozen=True)
 class IrAccesses:
-    """`written`: the places of the function's arguments that it may write, of `count`. `makes_pointers`: it turns
-    integers into pointers, so that it may read and write anything."""
+    """`written` and `read`: the places of the function's arguments that it may write and read, of `count`.
+    `makes_pointers`: it turns integers into pointers, so that it may read and write anything."""
 
     written: _Places
+    read: _Places
     count: int
     makes_pointers: bool
 
@@ -158,13 +160,16 @@ def _follow(module: _Module, entry: str) -> IrAccesses:
     while any([flow.through(operation) for operation in module.operations]):
         pass
     written: set[int] = set()
+    read: set[int] = set()
     for operation in module.operations:
         name = operation.name
         if name not in _PURE and name not in _LOADS and not name.startswith(_PURE_DIALECTS):
             operands = operation.operands[:1] if name in _WRITES else operation.operands
             written.update(*(flow.held[each] for each in operands))
+        if name in _LOADS or (name not in _PURE and name not in _STORES and not name.startswith(_PURE_DIALECTS)):
+            read.update(*(flow.held[each] for each in operation.operands))
     made = any(operation.name in _MADE for operation in module.operations)
-    return IrAccesses(frozenset(written), len(entry_arguments), made)
+    return IrAccesses(frozenset(written), frozenset(read), len(entry_arguments), made)
 
 
 class _Flow:

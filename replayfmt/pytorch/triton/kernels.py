@@ -21,10 +21,12 @@ INDUCTOR = "inductor"  # compiled it, and kept the binary for itself
 
 @dataclass(frozen=True)
 class KernelCode:
-    """A kernel that is written to a capture. `attached`: role, name and content of each attachment."""
+    """A kernel that is written to a capture. `attached`: role, name and content of each attachment. `read`: the
+    parameters through which it may read, None if its intermediate code does not tell."""
 
     schema: str
     attached: tuple[tuple[str, str, bytes], ...]
+    read: frozenset[str] | None
 
     @classmethod
     def of_launch(
@@ -58,6 +60,7 @@ class KernelCode:
         written, how = accesses.written, "assumed" if accesses.written is None else "source"
         makes_pointers = accesses.makes_pointers or bool(accesses.casts_to & form.tensor_owners)
         stages: list[tuple[str, bytes]] = []
+        read: frozenset[str] | None = None
         if compiled is None:
             variant = _variant({**metadata, "types": form.types})
             metadata["target"] = target
@@ -68,7 +71,7 @@ class KernelCode:
             metadata["declaration"] = declaration_of(source, form.functions)
             found = compiled_accesses(compiled)
             if found is not None:
-                (written, makes_pointers), how = found, "ir"
+                (written, read, makes_pointers), how = found, "ir"
         if makes_pointers:
             raise NotRepresentable("it turns integers into pointers, so that what it reads and writes is not known")
         metadata |= {"triton": triton.__version__, "writes": how}
@@ -81,6 +84,7 @@ class KernelCode:
                 ("metadata", f"{name}.json", json.dumps(metadata, indent=1).encode()),
                 *((role, f"{name}.{role}", content) for role, content in stages),
             ),
+            read,
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -69,6 +69,42 @@ class _Described(NamedTuple):
     known: _Known
     bound: Mapping[str, Any]
     options: Mapping[str, Any]
+
+
+class TritonCode(CodeKernel):
+    """A Triton kernel. Of a tensor that a launch does not read, such as a stand-in for one that it does without, no
+    content is needed. The values of its constexprs decide what a launch reads."""
+
+    __slots__ = ("_constexprs", "_owner", "_read", "_reads_with", "_source")
+
+    def __init__(
+        self,
+        code: KernelCode,
+        call: Callable[..., Any],
+        attached: Iterable[Attached],
+        source: StandaloneSource,
+        form: LaunchForm,
+    ) -> None:
+        super().__init__(KernelKind.triton, code.schema, call, attached)
+        self._read, self._source, self._owner = code.read, source, dict(form.owner)
+        forms = [(name, form.parameters[name]) for name in form.constexprs]
+        self._constexprs = [(name, argument) for name, argument in forms if isinstance(argument, str)]
+        self._reads_with: dict[str, frozenset[str] | None] = {}  # by the values of its constexprs
+
+    def reads(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+        argument = self.arguments[index]
+        # What it does not write of a tensor has to be what it was.
+        if argument.written:
+            return True
+        read = self._read if self._read is not None else self._read_with(kwargs)
+        return read is None or self._owner[argument.name] in read
+
+    def _read_with(self, kwargs: dict[str, object]) -> frozenset[str] | None:
+        constants = {name: kwargs[argument] for name, argument in self._constexprs}
+        key = repr(constants)
+        if key not in self._reads_with:
+            self._reads_with[key] = accesses_of(self._source, constants).read
+        return self._reads_with[key]
 
 
 class RecorderForLaunches(Protocol):
@@ -343,7 +379,7 @@ class TritonLaunches(Patched):
                     name, source, form, accesses, chosen, compiled, target=launch.by, binary=launch.binary
                 )
                 attached = [Attached(*each) for each in code.attached]
-                kernel = self._kernels[key] = CodeKernel(KernelKind.triton, code.schema, self._call, attached)
+                kernel = self._kernels[key] = TritonCode(code, self._call, attached, source, form)
             except NotRepresentable as problem:
                 return str(problem)
             except Unrepresentable as problem:
