@@ -1,4 +1,5 @@
-// Compiled regions that are noted as a whole: work that no dispatcher calls.
+// Work that no dispatcher calls: compiled regions that are noted as a whole, or the kernels and allocations of their
+// generated code.
 //
 // What is new about it takes the complete path, in Python (hooks/undispatched.py, code/inductor_regions.py); calls like
 // one that took it are recorded here. All of it is called with the interpreter's lock.
@@ -9,6 +10,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
 
 #include <functional>
 #include <memory>
@@ -186,6 +188,185 @@ inline PyObject* call_noted(NotedRegion& region, PyObject* const* given, Py_ssiz
     call(capture->functions.pump);
   }
   return results.release().ptr();
+}
+
+// ------------------------------------------------------------------------------------- kernels of generated code
+
+// A kernel, or `aten::empty_strided` as generated code calls it.
+struct GeneratedKernel {
+  std::shared_ptr<Session> session;
+  c10::FunctionSchema schema;
+  Operator known;
+};
+
+// What stands in the place of a function among a generated module's globals.
+struct GeneratedCall {
+  std::shared_ptr<GeneratedKernel> of;
+  py::object kernel;    // as Python's complete path knows it
+  py::object original;  // what generated code would call
+  py::object complete;  // Python's complete path, called with the same arguments
+  c10::DeviceType device = at::kCPU;  // where a function allocates
+  bool pinned = false;
+};
+
+inline py::object vectorcall(py::handle function, PyObject* const* given, Py_ssize_t count) {
+  return checked(PyObject_Vectorcall(function.ptr(), given, static_cast<size_t>(count), nullptr));
+}
+
+// An argument as a stack has it; None where only the complete path takes it.
+inline c10::IValue value_of(PyObject* object) {
+  if (THPVariable_Check(object)) {
+    return THPVariable_Unpack(object);
+  }
+  if (PyFloat_CheckExact(object)) {
+    return PyFloat_AS_DOUBLE(object);
+  }
+  if (PyLong_CheckExact(object)) {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (!overflow && value >> 32 <= 0) {  // others may be addresses
+      return static_cast<int64_t>(value);
+    }
+  }
+  return {};
+}
+
+using Values = c10::SmallVector<c10::IValue, 16>;
+
+// The arguments of a kernel; none where only the complete path takes them.
+inline std::optional<Values> values_of(const GeneratedKernel& kernel, PyObject* const* given, Py_ssize_t count) {
+  Values values;
+  for (Py_ssize_t index = 0; index < count; index++) {
+    values.push_back(value_of(given[index]));
+    if (values.back().isNone()) {
+      return std::nullopt;
+    }
+  }
+  return values.size() == kernel.known.kinds.size() ? std::optional(std::move(values)) : std::nullopt;
+}
+
+// Runs a kernel whose signature is known before it runs, and records that.
+inline PyObject* call_kernel(GeneratedCall& call, PyObject* const* given, Py_ssize_t count) {
+  const GeneratedKernel& of = *call.of;
+  const std::shared_ptr<Capture> capture = capture_seeing(*of.session);
+  if (const auto values = capture ? values_of(of, given, count) : std::nullopt) {
+    HotRun run(*capture, of.known, of.schema, [&call] { return call.kernel; });
+    if (run.begins([&](HotCall& made) { return made.take_all(*values) && made.signature() != 0; })) {
+      const auto arguments = [&] { return Stack(values->begin(), values->end()); };
+      const c10::impl::ExcludeDispatchKeyGuard hidden(kKey);
+      py::object result = run.runs([&] { return vectorcall(call.original, given, count); }, arguments);
+      run.returned([](HotCall&) { return true; }, arguments, [] { return Stack(); });
+      return result.release().ptr();
+    }
+  }
+  return vectorcall(call.complete, given, count).release().ptr();
+}
+
+inline bool is_tuple_of_integers(PyObject* object) {
+  if (!PyTuple_CheckExact(object)) {
+    return false;
+  }
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(object); index++) {
+    if (!PyLong_CheckExact(PyTuple_GET_ITEM(object, index))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+inline std::vector<int64_t> integers(PyObject* tuple) {
+  std::vector<int64_t> found(PyTuple_GET_SIZE(tuple));
+  for (size_t index = 0; index < found.size(); index++) {
+    found[index] = THPUtils_unpackLong(PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(index)));
+  }
+  return found;
+}
+
+// Allocates memory for generated code, given (sizes, strides, dtype), and records that.
+inline PyObject* call_allocator(GeneratedCall& call, PyObject* const* given, Py_ssize_t count) {
+  const GeneratedKernel& of = *call.of;
+  const std::shared_ptr<Capture> capture = capture_seeing(*of.session);
+  if (capture && count == 3 && is_tuple_of_integers(given[0]) && is_tuple_of_integers(given[1]) &&
+      THPDtype_Check(given[2])) {
+    const std::vector<int64_t> sizes = integers(given[0]), strides = integers(given[1]);
+    const std::optional<at::ScalarType> dtype(reinterpret_cast<THPDtype*>(given[2])->scalar_type);
+    const std::optional<at::Device> device =
+        call.device == at::kCPU ? at::Device(at::kCPU) : c10::impl::getDeviceGuardImpl(call.device)->getDevice();
+    HotRun run(*capture, of.known, of.schema, [&call] { return call.kernel; });
+    if (run.begins([&](HotCall& made) {
+          return made.take(at::IntArrayRef(sizes)) && made.take(at::IntArrayRef(strides)) && made.take(dtype) &&
+                 made.take(std::optional<at::Layout>()) && made.take(device) && made.take(std::optional(call.pinned));
+        })) {
+      const auto arguments = [&] { return Stack{sizes, strides, *dtype, c10::IValue(), *device, call.pinned}; };
+      const c10::impl::ExcludeDispatchKeyGuard hidden(kKey);
+      py::object result = run.runs([&] { return vectorcall(call.original, given, count); }, arguments);
+      const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
+      run.returned([&](HotCall& made) { return made.take_result(tensor); }, arguments, [&] { return Stack{tensor}; });
+      return result.release().ptr();
+    }
+  }
+  return vectorcall(call.complete, given, count).release().ptr();
+}
+
+// ------------------------------------------------------------------------------------------------------ from Python
+
+inline py::object noted_region(std::shared_ptr<Session> session, int64_t signature,
+                               std::optional<std::vector<size_t>> writes, py::object mark) {
+  auto made = std::make_unique<NotedRegion>(
+      NotedRegion{std::move(session), signature, std::move(writes), std::move(mark)});
+  return callable<NotedRegion, call_noted>(std::move(made), "noted_region");
+}
+
+// A kernel of generated code, described by its schema, the settings that it may depend on, and which of its arguments it
+// reads (None: unless generated code has just allocated their memory, which it does not read before it has written it).
+inline std::shared_ptr<GeneratedKernel> generated_kernel(std::shared_ptr<Session> session, const std::string& schema,
+                                                         std::vector<size_t> writes, std::vector<size_t> watches,
+                                                         const std::vector<std::optional<bool>>& reads) {
+  auto made = std::make_shared<GeneratedKernel>(GeneratedKernel{session, torch::jit::parseSchema(schema), {}});
+  Operator& known = made->known;
+  known.plain = true;
+  known.writes = std::move(writes);
+  known.watches = std::move(watches);
+  for (const auto& each : reads) {
+    known.reads.push_back(each == false ? Reads::no : Reads::yes);
+  }
+  std::lock_guard<std::mutex> lock(session->mutex);
+  known.number = --session->last_generated;
+  read_schema(known, *session, made->schema);
+  return made;
+}
+
+// Remember the signature that Python gave a call.
+inline void learn_kernel(const GeneratedKernel& of, const py::tuple& given, int64_t signature) {
+  const auto values = values_of(of, reinterpret_cast<PyTupleObject*>(given.ptr())->ob_item,
+                                static_cast<Py_ssize_t>(given.size()));
+  std::lock_guard<std::mutex> lock(of.session->mutex);
+  HotCall made(*of.session, of.known);
+  if (values && made.take_all(*values)) {
+    of.session->signatures.emplace(made.key(), signature);
+  }
+}
+
+inline py::object kernel_caller(std::shared_ptr<GeneratedKernel> of, py::object kernel, py::object original,
+                                py::object complete) {
+  auto made = std::make_unique<GeneratedCall>(
+      GeneratedCall{std::move(of), std::move(kernel), std::move(original), std::move(complete)});
+  return callable<GeneratedCall, call_kernel>(std::move(made), "kernel");
+}
+
+// None where no capture is in progress.
+inline py::object allocator(std::shared_ptr<Session> session, py::object kernel, py::object original,
+                            py::object complete, const std::string& device, bool pinned) {
+  const std::shared_ptr<Capture> capture = capture_in_progress();
+  if (!capture || capture->session != session) {
+    return py::none();
+  }
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::empty_strided", "");
+  auto of = std::make_shared<GeneratedKernel>(GeneratedKernel{session, op.schema(), described(op, *capture)});
+  of->known.generated = true;
+  auto made = std::make_unique<GeneratedCall>(GeneratedCall{std::move(of), std::move(kernel), std::move(original),
+                                                            std::move(complete), at::Device(device).type(), pinned});
+  return callable<GeneratedCall, call_allocator>(std::move(made), "allocator");
 }
 
 }  // namespace opreplay

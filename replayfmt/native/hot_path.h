@@ -24,6 +24,9 @@ struct Encoded {
   c10::SmallVector<double, 4> floats;
 };
 
+// Whether a kernel of generated code reads what was in a tensor before.
+enum class Reads : uint8_t { no, yes };
+
 struct Operator {
   bool plain = false;  // Python says that its calls may be recorded here
   std::vector<Kind> kinds;
@@ -36,6 +39,8 @@ struct Operator {
   bool fills = false;                // it writes all of its first argument, and reads nothing of it
   bool empty = false;                // it returns memory that nothing was written to
   bool draws = false;                // it fills its first argument with random numbers
+  std::vector<Reads> reads;          // of each argument, of a kernel of generated code
+  bool generated = false;            // it allocates for generated code
   int64_t number = 0;                // tells operators apart in keys
 };
 
@@ -115,6 +120,12 @@ class HotCall {
       go_back(end_);
     }
     return true;
+  }
+
+  // The arguments of a kernel of generated code, all at once, as a stack has them.
+  bool take_all(c10::ArrayRef<c10::IValue> values) {
+    given_ = values;
+    return std::all_of(values.begin(), values.end(), [this](const c10::IValue& value) { return take(value); });
   }
 
   // Whether a call that draws random numbers is known as a whole, before it runs: it returns its first argument, and the
@@ -260,6 +271,7 @@ class HotCall {
       const int64_t id = session_.next_storage.next();
       const bool unwritten = op_.empty && !fills_empty();
       storage = &session_.add(made.impl, id, bytes, false, true);
+      storage->generated = op_.generated;
       storage->unwritten = unwritten && bytes != 0 && made.impl->device_type() != at::kMeta;
       const int64_t birth[] = {id, bytes, made.meta->second.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
       session_.births.add(birth, 5);
@@ -300,6 +312,10 @@ class HotCall {
     if (index == 0) {
       device_ = tensor.device().type();
     }
+    const bool written = std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end();
+    if (written && is_out(index) && storage->bytes == 0) {
+      return false;  // it will be resized
+    }
     int64_t number = storage->find(tensor);
     if (!number) {
       const auto* meta = storage->new_views ? session_.meta_of(tensor) : nullptr;
@@ -309,7 +325,7 @@ class HotCall {
       number = new_view(*storage, meta, tensor.storage_offset());
     }
     tensors_.push_back(number);
-    if (std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end()) {
+    if (written) {
       written_.emplace_back(impl, number);
     }
     return take_token(kTensor);
@@ -365,10 +381,41 @@ class HotCall {
     return take_list(list, [&](const std::optional<at::Tensor>& item) { return take_value(index, item); });
   }
 
-  // Whether the operator writes all of a storage.
+  bool is_out(size_t index) const { return index >= op_.keywords; }  // of an argument that is written
+
+  // Whether the operator writes all of a storage, and reads nothing of it.
   bool fills(size_t index, const at::Tensor& tensor, const Storage& storage) const {
-    return op_.fills && index == 0 && tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
+    if (op_.reads.empty()) {
+      const bool writes = std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end();
+      if (!(op_.fills && index == 0) && !(writes && is_out(index))) {
+        return false;
+      }
+    } else if (op_.reads[index] == Reads::no || storage.generated) {
+      return is_completed(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    } else {
+      return false;
+    }
+    return tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
            static_cast<int64_t>(tensor.nbytes()) == storage.bytes;
+  }
+
+  // Whether the tensors that a kernel of generated code writes are all of a storage, so that it reads what it has written.
+  bool is_completed(const c10::StorageImpl& storage) const {
+    c10::SmallVector<std::pair<size_t, size_t>, 4> written;  // its first byte, and the one after its last
+    for (const size_t index : op_.writes) {
+      const at::Tensor& tensor = given_[index].toTensor();
+      const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+      if (impl.unsafe_storage().unsafeGetStorageImpl() == &storage && impl.is_non_overlapping_and_dense()) {
+        const size_t first = static_cast<size_t>(impl.storage_offset()) * impl.itemsize();
+        written.emplace_back(first, first + tensor.nbytes());
+      }
+    }
+    std::sort(written.begin(), written.end());
+    size_t end = 0;
+    for (const auto& [first, after] : written) {
+      end = first <= end ? std::max(end, after) : end;
+    }
+    return end == storage.nbytes();
   }
 
   // ----------------------------------------------------------------------------------------------- and as a stack does
@@ -458,6 +505,7 @@ class HotCall {
   bool has_results_ = false;
   at::DeviceType device_ = at::kMeta;  // of the first argument
   Encoded said_;
+  c10::ArrayRef<c10::IValue> given_;   // of a kernel of generated code
   c10::SmallVector<int64_t, 16> tensors_;
   c10::SmallVector<Made, 4> made_;
   c10::SmallVector<std::pair<c10::StorageImpl*, int64_t>, 4> written_;

@@ -246,6 +246,7 @@ EXPORTED int opreplay_recorder_take_key() {
     keep_unboxed<
         ops::_local_scalar_dense, ops::_safe_softmax, ops::_softmax, ops::_softmax_backward_data, ops::_to_copy,
         ops::_unsafe_view, ops::add_Scalar, ops::add_Tensor, ops::add__Tensor, ops::addcdiv_, ops::addcmul_,
+        ops::addmm_out, ops::bmm_out, ops::mm_out,
         ops::addmm, ops::alias, ops::bmm, ops::cat, ops::clone, ops::copy_, ops::detach, ops::div_Scalar,
         ops::div_Tensor, ops::div__Scalar, ops::div__Tensor, ops::embedding, ops::exp, ops::expand, ops::fill__Scalar,
         ops::gelu, ops::gelu_backward, ops::index_Tensor, ops::lerp__Scalar, ops::mean_dim, ops::mm, ops::mul_Scalar,
@@ -269,6 +270,9 @@ EXPORTED PyObject* opreplay_recorder_types() {
   py::class_<Counter>(scope, "Counter", py::module_local())
       .def("__iter__", [](py::object self) { return self; })
       .def("__next__", &Counter::next);
+  py::class_<GeneratedKernel, std::shared_ptr<GeneratedKernel>>(scope, "GeneratedKernel", py::module_local())
+      .def("caller", &kernel_caller)
+      .def("learn", &learn_kernel);
   py::class_<Session, std::shared_ptr<Session>>(scope, "Session", py::module_local())
       .def(py::init([](int64_t began_ns, size_t chunk_records, bool scalars) {
         auto made = std::make_shared<Session>();
@@ -308,12 +312,9 @@ EXPORTED PyObject* opreplay_recorder_types() {
              self.enter = reinterpret_cast<void (*)()>(enter);
              self.leave = reinterpret_cast<void (*)()>(leave);
            })
-      .def("noted_region", [](std::shared_ptr<Session> self, int64_t signature, std::optional<std::vector<size_t>> writes,
-                              py::object mark) {
-             return callable<NotedRegion, call_noted>(
-                 std::make_unique<NotedRegion>(NotedRegion{std::move(self), signature, std::move(writes), std::move(mark)}),
-                 "noted_region");
-           })
+      .def("noted_region", &noted_region)
+      .def("generated_kernel", &generated_kernel)
+      .def("allocator", &allocator)
       .def("clear", &Session::clear)
       .def("forked", &Session::forked);
   return scope.release().ptr();

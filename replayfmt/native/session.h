@@ -94,6 +94,7 @@ struct Storage {
   bool adopted;    // Python has a tracker of it, which tells its death
   bool new_views;  // it may be seen in other ways than so far
   bool unwritten;  // nothing was written to it: it may be filled, and nothing else
+  bool generated;  // generated code allocated it
   std::vector<View> views;
   std::vector<int64_t> written;  // tensors written since Python asked
 
@@ -143,6 +144,7 @@ class Session {
   size_t born = 0;                       // storages since the last look for dead ones
   std::optional<Draws> drawn;            // where a replay's generator is; none where Python has not said it
   size_t drawing = 0;                    // calls that draw here
+  int64_t last_generated = 0;            // number of the newest kernel of generated code, counted down
   void (*enter)() = nullptr;             // around work that is recorded as a whole, where threads are watched
   void (*leave)() = nullptr;
   std::condition_variable drew;          // one of them has returned
@@ -187,7 +189,7 @@ class Session {
   }
   Storage& add(c10::StorageImpl* impl, int64_t id, int64_t bytes, bool adopted, bool new_views) {
     born++;
-    return storages.emplace(impl, Storage{weak(impl), id, bytes, adopted, new_views, false, {}, {}}).first->second;
+    return storages.emplace(impl, Storage{weak(impl), id, bytes, adopted, new_views, false, false, {}, {}}).first->second;
   }
 
   // Append a row that tells the death of the storages that were born here, if any died. With the mutex held.
@@ -261,11 +263,11 @@ class Session {
     return found == storages.end() ? 0 : found->second.find(meta, offset);
   }
 
-  // Id, bytes, views and written tensors of a storage, and whether nothing was written to it, which Python has a tracker of from now on; None where it is not
-  // known. `id`: 0 where Python does not know it. `forget`: it is not known here any more.
+  // Id, bytes, views and written tensors of a storage, whether nothing was written to it, and whether generated code
+  // allocated it; Python has a tracker of it from now on. None where it is not known. `id`: 0 where Python does not know it. `forget`: it is not known here any more.
   py::object take(uintptr_t address, int64_t id, bool forget) {
     int64_t bytes = 0;
-    bool unwritten = false;
+    bool unwritten = false, generated = false;
     std::vector<View> seen;
     std::vector<int64_t> written;
     {
@@ -278,6 +280,7 @@ class Session {
       id = found->second.id;
       bytes = found->second.bytes;
       unwritten = found->second.unwritten;
+      generated = found->second.generated;
       seen = found->second.views;
       written = std::exchange(found->second.written, {});
       if (forget) {
@@ -288,7 +291,7 @@ class Session {
     for (size_t index = 0; index < seen.size(); index++) {
       views[index] = py::make_tuple(seen[index].meta, seen[index].offset, seen[index].tensor);
     }
-    return py::make_tuple(id, bytes, views, py::cast(written), unwritten);
+    return py::make_tuple(id, bytes, views, py::cast(written), unwritten, generated);
   }
 
   // Its writes so far do not matter any more.

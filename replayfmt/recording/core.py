@@ -357,7 +357,9 @@ class Core:
             if not self.on:
                 return None
             try:
-                return self.calls.after(call, result, started, ended)
+                signature = self.calls.after(call, result, started, ended)
+                call.kernel.recorded(call.args, signature)
+                return signature
             except PassedThrough:
                 return None
             except Unrepresentable as problem:

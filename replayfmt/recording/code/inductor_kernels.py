@@ -16,31 +16,43 @@ from replayfmt.pytorch.inductor.library_paths import without_paths
 from replayfmt.pytorch.tensors.looks import storage_of
 
 from ..dispatch.kernels import CapturedKernel
+from ..state.numeric_state import watched_indices
+from ..storages.trackers import GENERATED
 from ..stream.records import Unrepresentable
 from .inductor_text import DeclaredKernel, Unknown
 from .kernels import Attached, CodeKernel
 
 Function = Callable[..., Any]
 _LIBRARY, _SOURCE = ".main.so", ".main.cpp"
-_ALLOCATED = "_opreplay_allocated"  # an attribute of storages that generated code allocated
 
 
 class InductorCode(CodeKernel):
     """A C++ kernel. `reads`: of each argument, whether it is read; None: unless generated code has just allocated its
     memory."""
 
-    __slots__ = ("_reads",)
+    __slots__ = ("_reads", "native")
 
     def __init__(self, schema: str, call: Function, attached: Iterable[Attached], reads: Sequence[bool | None]) -> None:
         super().__init__(KernelKind.inductor_cpp, schema, call, attached)
         self._reads = tuple(reads)
+        self.native: Any = None
+
+    def use_native(self, session: Any) -> None:
+        """Have calls that hold nothing new recorded without Python. `session`: a `Session` of native/session.h."""
+        if self.native is None:
+            watches = watched_indices(self.name)
+            self.native = session.generated_kernel(self.schema, list(self.writes), list(watches), list(self._reads))
+
+    def recorded(self, args: tuple[Any, ...], signature: int) -> None:
+        if self.native is not None:
+            self.native.learn(args, signature)
 
     def reads(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         reads = self._reads[index]
         if reads is False:
             return False
         storage = storage_of(args[index])
-        if not hasattr(storage, _ALLOCATED):
+        if not hasattr(storage, GENERATED):
             return True
         # A fused kernel reads what it has written itself: then it is given the same memory for a written argument.
         return reads is not None and all(storage_of(args[i])._cdata != storage._cdata for i in self.writes)
@@ -59,8 +71,11 @@ class Allocation(CapturedKernel):
     def _run(self, size: list[int], stride: list[int], *, dtype: torch.dtype, **_options: Any) -> torch.Tensor:
         # PyTorch's function takes tuples alone, and sizes in an op's record are lists.
         result = self._allocate(tuple(size), tuple(stride), dtype)
-        setattr(storage_of(result), _ALLOCATED, True)
+        self.ran(result)
         return result
+
+    def ran(self, result: Any) -> None:
+        setattr(storage_of(result), GENERATED, True)
 
 
 def find_kernel(declared: DeclaredKernel, function: Any) -> InductorCode:

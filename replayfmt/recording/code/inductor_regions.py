@@ -9,6 +9,7 @@ capture ends. A region of which anything is not known is left as it is, and reco
 from __future__ import annotations
 
 import functools
+import weakref
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -30,6 +31,11 @@ _AROUND = {
 class RecorderForCode(Protocol):
     """What is needed from a recorder to record the calls of code kernels."""
 
+    @property
+    def native(self) -> Any:
+        """What records without Python, if anything does."""
+        ...
+
     def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a kernel, and record that, if this thread is being recorded. Returns its result."""
         ...
@@ -44,6 +50,13 @@ class Regions:
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._kernels: dict[tuple[str, str], InductorCode] = {}
         self._graphs = GraphsSwitchedOff()
+        # By a region's identity: the region, and what it called when it was last opened.
+        self._opened: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def opened(self, region: Any) -> bool:
+        """Whether all that a region calls is recorded, as `open` found before."""
+        found = self._opened.get(id(region))
+        return found is not None and found[1] is region.current_callable and found[0]() is region
 
     def open(self, region: Any) -> str:
         """Have the calls of a region recorded. Returns why they cannot be, or ""."""
@@ -64,6 +77,9 @@ class Regions:
             known = self._modules[id(namespace)] = namespace, unknown
         if not known[1]:
             self._graphs.switch_off(region)
+            number = id(region)
+            forget = weakref.ref(region, lambda _: self._opened.pop(number, None))
+            self._opened[number] = forget, region.current_callable
         return known[1]
 
     def close(self) -> None:
@@ -74,6 +90,7 @@ class Regions:
             if namespace.get(name) is replacement:
                 namespace[name] = original
         self._modules.clear()
+        self._opened.clear()
 
     def _replace(self, region: Any, namespace: dict[str, Any], function: FunctionType) -> None:
         text = read_module(region.source_code, namespace, function.__code__)
@@ -97,7 +114,12 @@ class Regions:
                 leave_no_frames(error)
                 raise
 
-        return call
+        native = self._recorder.native
+        if native is None:
+            return call
+        kernel.use_native(native)
+        caller: Function = kernel.native.caller(kernel, original, call)
+        return caller
 
     def _allocating(self, original: Function) -> Function:
         kernel = Allocation(original)
@@ -117,7 +139,8 @@ class Regions:
                 raise
             return result
 
-        return allocate
+        native = self._recorder.native
+        return (None if native is None else native.allocator(kernel, original, allocate, kind, pinned)) or allocate
 
 
 _DEVICES = {"_empty_strided_cuda": "cuda", "_empty_strided_xpu": "xpu"}

@@ -210,6 +210,12 @@ class CapturedKernel:
         given = tensors_in((*args, *kwargs.values()))
         return (device is not None and torch.device(device).type == "meta") or any(tensor.is_meta for tensor in given)
 
+    def recorded(self, args: tuple[Any, ...], signature: int) -> None:
+        """A call of it on the complete path was recorded."""
+
+    def ran(self, result: Any) -> None:
+        """It ran, other than through `call`."""
+
     def writes_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """The arguments that this call writes."""
         if self.only_with is None:

@@ -185,8 +185,6 @@ class NativeMode(ObservingMode):
             and not (operator.casts_inside or operator.resizes or operator.changes_view or operator.lifts)
             and not operator.makes_tensor_of
             and not (kernel.view and self.core.options.payload == "integers")
-            # An op may resize its out= argument, so the complete path has to see it before the call.
-            and not any(kernel.arguments[index].keyword_only for index in kernel.writes)
             and not any(part in kernel.name for part in ("quantize", "fbgemm", "meta"))
             and all(isinstance(each.type, _HOT_RESULTS) for each in returns)
         )
@@ -216,7 +214,9 @@ class NativeMode(ObservingMode):
         """An operator ran on the hot path, and some of its results are unknown."""
         try:
             core = self.core
-            signature = core.ran(core.calls.kernel_of(func), args, kwargs, result, started, ended)
+            kernel = self._kernel_of(func)
+            signature = core.ran(kernel, args, kwargs, result, started, ended)
+            kernel.ran(result)
             core.pump()
             return signature
         except BaseException as error:
@@ -234,10 +234,13 @@ class NativeMode(ObservingMode):
     ) -> None:
         """An operator raised on the hot path."""
         try:
-            kernel = self.core.calls.kernel_of(func)
+            kernel = self._kernel_of(func)
             self.core.attempt(self._late_raised, kernel, args, kwargs, is_interrupt(error), started, ended)
         except BaseException as struck:
             self._end_or_pass(struck)
+
+    def _kernel_of(self, func: Any) -> CapturedKernel:
+        return func if isinstance(func, CapturedKernel) else self.core.calls.kernel_of(func)
 
     def _late_raised(
         self, kernel: CapturedKernel, args: Any, kwargs: Any, interrupt: bool, start: int, end: int

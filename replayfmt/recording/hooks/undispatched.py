@@ -181,6 +181,8 @@ def _region(
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
+            if regions is not None and regions.opened(self):
+                return original(self, *args, **kwargs)
             known = noted.get(id(self))
             if known is not None and known[0]() is self and not kwargs:
                 results = known[1](original, self, args)

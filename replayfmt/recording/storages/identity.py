@@ -27,7 +27,7 @@ from .coverage import ByteRegion, Coverage
 from .native_trackers import NativeTracker, adopted
 from .recipes import is_synthesized
 from .storage_content import content_number
-from .trackers import ATTRIBUTE, State, Tracker, has_bytes
+from .trackers import ATTRIBUTE, GENERATED, State, Tracker, has_bytes
 from .unexplained import Unexplained, Unwritten
 
 RELEASE_BATCH = 64
@@ -77,10 +77,12 @@ class Storages:
         found = adopted(self._native, storage)
         if found is None:
             return None
-        number, length, views, written, unwritten = found
+        number, length, views, written, unwritten, generated = found
         tracker = self.live[number] = self._track(storage, number, length)
         assert isinstance(tracker, NativeTracker)
         tracker.take_over(views, written)
+        if generated:
+            setattr(storage, GENERATED, True)
         if unwritten:
             self._begin_coverage(tracker, length)
         return tracker

@@ -17,6 +17,7 @@ from .file_mappings import MappedRange
 from .storage_content import content_number
 
 ATTRIBUTE = "_opreplay"
+GENERATED = "_opreplay_generated"  # an attribute of storages that generated code allocated
 
 
 class Origin(NamedTuple):
