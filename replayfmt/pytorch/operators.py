@@ -12,7 +12,7 @@ registers and want to know each namespace, and each operator of a kind that migh
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # ----------------------------------------------------------------------------------------------------------- namespaces
@@ -272,6 +272,9 @@ _ONLY_WITH = {
 }
 # Operators that do not read an argument where another one is true.
 _UNREAD_WITH = {"aten::_fused_sgd_": ("momentum_buffer_list", "is_first_step")}
+# Arguments that an operator reads only for one of its results: the argument that says which results are wanted, and the
+# place of that result. (`torch.nn.grad` gives memory without content for the others.)
+_READ_FOR_RESULT = {"aten::convolution_backward": {"weight": ("output_mask", 0), "input": ("output_mask", 1)}}
 # Arguments that are written without an annotation that says so.
 _RUNNING = ("running_mean", "running_var")
 _UNANNOTATED_WRITES = {
@@ -317,7 +320,8 @@ class Operator:
     `idle`: it only allocates, looks at metadata, or names what is there. `copies`: index of the argument that it copies
     as it is, -1 for none. `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation.
     `only_with`: (argument, the flag without which it is not used), `unread_with`: (argument, the flag with which it is
-    not read). `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it
+    not read), `read_for_result`: by argument, (the flags of the results that are wanted, the place of the one for which
+    it is read). `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it
     computes may depend on autocast. `for_gradients`: index of the result that it computes only where an input requires
     gradients, and leaves empty otherwise; -1 for none. `makes_tensor_of`: the list argument of which PyTorch's
     composite around it makes a tensor without an operator; "" for none. `moves_elements`: it moves, repeats or chooses
@@ -346,6 +350,7 @@ class Operator:
     quiet_writes: tuple[str, ...]
     only_with: tuple[str, str] | None
     unread_with: tuple[str, str] | None
+    read_for_result: Mapping[str, tuple[str, int]]
     collective: bool
     maps_files: bool
     unchecked_view: bool
@@ -384,6 +389,7 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         quiet_writes=_UNANNOTATED_WRITES.get(name, ()),
         only_with=_ONLY_WITH.get(name),
         unread_with=_UNREAD_WITH.get(name),
+        read_for_result=_READ_FOR_RESULT.get(name, {}),
         collective=namespace in COLLECTIVES,
         maps_files=name in _MAPS_FILES,
         unchecked_view=name in _UNCHECKED_VIEWS,

@@ -78,6 +78,8 @@ def test_arguments_that_the_table_names_are_arguments() -> None:
             names = {argument.name for argument in overload._schema.arguments}
             for pair in (of.only_with, of.unread_with):
                 assert pair is None or set(pair) <= names, name
+            read = of.read_for_result
+            assert {*read, *(flags for flags, _place in read.values())} <= names, name
             assert set(of.unread) <= names, name
             assert set(of.quiet_writes) <= names, name
             assert all(index < len(overload._schema.returns) for index in opaque_results(name)), name

@@ -49,6 +49,20 @@ def test_what_was_copied_from_unwritten_memory_is_compared_again_once_it_is_writ
     captured.replays()
 
 
+def test_a_convolutions_gradients_read_what_they_are_gradients_through(capture: Capture) -> None:
+    """`torch.nn.grad` gives memory without content for the input, or the weight, that a gradient does not need."""
+    x, weight, grad = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(2, 4, 6, 6)
+
+    def program() -> Any:
+        leave_behind(1e30)
+        return (torch.nn.grad.conv2d_weight(x, weight.shape, grad), torch.nn.grad.conv2d_input(x.shape, weight, grad))
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    leave_behind(2.0)
+    captured.replays()
+
+
 def test_noise_of_rrelu_is_only_written_and_read_in_training(capture: Capture) -> None:
     def program() -> Any:
         leave_behind(1e30)

@@ -191,6 +191,10 @@ class CapturedKernel:
             return False
         if operator.unread_with is not None and argument.name == operator.unread_with[0]:
             return not self.argument(self.indices[operator.unread_with[1]], args, kwargs)
+        if argument.name in operator.read_for_result:
+            flags, place = operator.read_for_result[argument.name]
+            wanted = self.argument(self.indices[flags], args, kwargs)
+            return not isinstance(wanted, list | tuple) or bool(wanted[place])
         if index == 0:
             if operator.overwrites_self or operator.packs:
                 return False
