@@ -33,6 +33,7 @@ SCRIPTS = (
     "per_op_thousand",
     "import_coverage",
     "probe_reports",
+    "report_page",
 )
 
 
