@@ -16,8 +16,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
         "--values", "--kernel-skeleton", "--attachment", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
         "--steps", "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
-        "--section", "--tensors", "--predict", "--tool", "--launch", "--records", "--max-bytes", "--target",
-        "--reads-unwritten", "--table", "--replayed", "--power-log",
+        "--section", "--tensors", "--predict", "--tool", "--launch", "--launches", "--records", "--max-bytes",
+        "--target", "--reads-unwritten", "--table", "--replayed", "--power-log",
     ),
     "Scopes": ("--mark", "--module-scopes"),
     "Content": (

@@ -92,10 +92,16 @@ from .progress import record_bar
     help="instrument, run: refuse if the records need more; run: by default a gibibyte.",
 )
 @click.option("--launches", metavar="N", type=click.IntRange(min=1), help="run: the first N launches, by default all.")
-@click.option("--device", metavar="DEVICE", multiple=True, help="run: replay on this device, as in opreplay-run.")
+@click.option(
+    "--device", metavar="DEVICE", multiple=True, help="run: replay on this device, as in opreplay-run. Repeatable."
+)
 @click.option("--allow-code", is_flag=True, help="run: run the code that is in the capture: only if you trust it.")
 @click.option(
-    "--replay-file-remap", "remaps", metavar="CAPTURED=REPLAY", multiple=True, help="run: as in opreplay-run."
+    "--replay-file-remap",
+    "remaps",
+    metavar="CAPTURED=REPLAY",
+    multiple=True,
+    help="run: as in opreplay-run. Repeatable.",
 )
 @click.option("--target", metavar="SM", help="instrument, list: what nvcc compiles a .cu file for, by default sm_80.")
 @click.option(
