@@ -67,10 +67,20 @@ def flex_attention() -> Program:
     return lambda: compiled(*given)
 
 
+def frozen(**options: Any) -> Program:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model)
+
+    def infer() -> Any:
+        with torch.no_grad(), torch._inductor.config.patch(freezing=True, **options):
+            return compiled(x)
+
+    return infer
+
+
 @recorded
-def freezing_without_prepacked_weights() -> Program:
-    run = on_small(Small().eval(), options={"freezing": True, "cpp.weight_prepack": False})
-    return run
+def freezing_without_packed_weights() -> Program:
+    return frozen(**{"cpp.weight_prepack": False})
 
 
 @recorded

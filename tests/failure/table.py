@@ -335,7 +335,9 @@ REFUSED = (
         'select(.kind=="kernel") | select(.name=="failure_gone::twice") | .calls == 2',
     ),
     unsupported("unseen_write", "aten::add", of(lambda: torch.empty(4) + 1), "read before any captured op wrote it"),
-    unsupported("mkldnn_layout", "aten::_to_dense", of(lambda: torch.randn(4, 4).to_mkldnn().to_dense() + 1), "oneDNN"),
+    unsupported(
+        "mkldnn_layout", "aten::_to_dense", of(lambda: torch.randn(4, 4).to_mkldnn().to_dense() + 1), "weight_prepack"
+    ),
     unsupported("opaque_argument", "aten::fill_", of(_opaque)),
     unsupported(
         "symbolic_argument",

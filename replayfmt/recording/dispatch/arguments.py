@@ -32,6 +32,11 @@ _FALSE, _TRUE = Token(ValueKind.bool, 0), Token(ValueKind.bool, 1)
 _INT, _FLOAT, _COMPLEX = Token(ValueKind.int), Token(ValueKind.float), Token(ValueKind.complex)
 _TENSOR, _STORAGE, _GENERATOR = Token(ValueKind.tensor), Token(ValueKind.storage), Token(ValueKind.generator)
 
+_PACKED = (
+    "a tensor in oneDNN's own layout, which cannot be read; if Inductor packed a weight so when it froze a model "
+    "(freezing), torch._inductor.config.cpp.weight_prepack=False keeps it plain, from before the first model is frozen"
+)
+
 
 class Encoder:
     """Encodes the values of calls. `tensor` resolves a plain tensor to its use; `storage` and `generator` return
@@ -135,7 +140,7 @@ class Encoder:
 
     def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues, call: OpCall) -> None:
         if isinstance(value, torch.Tensor) and layout_of(value) is TORCH_LAYOUT[Layout.mkldnn]:
-            raise Unrepresentable("mkldnn_layout", "a tensor in oneDNN's own layout")
+            raise Unrepresentable("mkldnn_layout", _PACKED)
         try:
             if isinstance(value, torch.Tensor):
                 form, parts = call_undispatched(take_apart, value)
