@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from in_process import Tools
 
 import replayfmt
 from replayfmt.format.codes import KernelKind
@@ -36,3 +38,17 @@ def test_a_launch_is_replayed_bitwise_from_its_binary(name: str, tmp_path: Path)
         assert result.outcome == "ok", result.divergence
         (note,) = [note for note in result.notes if "triton kernel" in note]
         assert "launched from the stored binary" in note
+
+
+def test_a_kernel_that_takes_a_tenth_longer_is_found(tmp_path: Path, tools: Tools) -> None:
+    busy_kernels = importlib.import_module("tests.triton_kernels.busy_kernels")
+    path = tmp_path / "busy.opreplay"
+    x = torch.ones(1 << 16, device="cuda")
+    with replayfmt.capture(path):
+        busy_kernels.busy[(256,)](x, 20_000, 20_000, BLOCK=256)
+    chosen = f"triton::busy@triton={busy_kernels.__file__}:busy_for_longer"
+    options = ("--compare", "--allow-code", "--benchmark-min-time=50x", "--benchmark-format=json")
+    ran = tools("benchmark", *options, f"--replay-kernel-substitution={chosen}", path)
+    assert ran.code == 0, ran.err
+    compared = [each for each in json.loads(ran.out)["comparisons"] if each["calls"]]
+    assert [each["verdict"] for each in compared] == ["slower"]
