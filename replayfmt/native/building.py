@@ -148,7 +148,7 @@ def _linked(with_python: bool) -> list[str]:
 def _files(source: str) -> dict[str, bytes]:
     """The files that a library is compiled from, by name."""
     here = Path(__file__).parent
-    headers = sorted(here.glob("*.h")) if source in _WITH_PYTHON else []
+    headers = sorted(here.glob("*.h" if source in _WITH_PYTHON else "watched.h"))
     return {path.name: path.read_bytes() for path in (here / source, *headers)}
 
 

@@ -72,8 +72,10 @@ class DispatchHook:
         """A `Session` of session.h, for one capture. `began_ns`: the capture's start."""
         return self._types.Session(began_ns, chunk_records, scalars)
 
-    def begin(self, functions: Functions, session: Any) -> None:
-        """Call these around the operators of participating threads; recorder.cpp says with which arguments."""
+    def begin(self, functions: Functions, session: Any, watch: int) -> None:
+        """Call these around the operators of participating threads; recorder.cpp says with which arguments. `watch`:
+        the address of what the watch on threads shares, or 0."""
+        self._library.opreplay_recorder_watched(ctypes.c_void_p(watch))
         self._library.opreplay_recorder_begin((*functions, session))
 
     def end(self) -> None:

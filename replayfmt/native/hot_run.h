@@ -12,6 +12,7 @@
 
 #include "hot_path.h"
 #include "python_values.h"
+#include "watched.h"
 
 #include <array>
 #include <atomic>
@@ -37,6 +38,7 @@ struct Capture {
 };
 inline std::shared_ptr<Capture> current;        // read and written with the interpreter's lock
 inline std::atomic<uint64_t> current_number{0};  // of the capture in progress; 0: there is none
+inline std::atomic<Watch*> watch{nullptr};       // on threads, where there is one
 
 // The capture in progress, or none. Takes the interpreter's lock once in each thread.
 inline std::shared_ptr<Capture> capture_in_progress() {
@@ -44,6 +46,9 @@ inline std::shared_ptr<Capture> capture_in_progress() {
     uint64_t number = 0;
     std::shared_ptr<Capture> capture;
   } known;
+  if (Watch* of = watch.load(std::memory_order_relaxed); of && of->state.load(std::memory_order_relaxed) == kOver) {
+    of->settle();
+  }
   const uint64_t number = current_number.load(std::memory_order_acquire);
   if (number == 0) {
     return nullptr;

@@ -37,23 +37,49 @@ using c10::DispatchKeySet;
 //   False   run it; what it calls is recorded
 //   True    Python runs it (`run`)
 
-bool is_for_others(const Stack& stack, size_t first) {
-  // Tensors that dispatch themselves come here when their own code calls an operator beneath itself.
-  for (size_t index = first; index < stack.size(); index++) {
-    const auto& value = stack[index];
-    if (value.isTensor()) {
-      if (value.toTensor().key_set().has(DispatchKey::Python)) {
-        return true;
-      }
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorList()) {
-        if (tensor.defined() && tensor.key_set().has(DispatchKey::Python)) {
-          return true;
-        }
-      }
+// While an operator runs here: what it calls is hidden from the recorder, and the watch on threads knows that the threads
+// of the parallel regions that it opens work for it.
+class Runs {
+ public:
+  Runs() : inside_(of_this()), before_(inside_.load(std::memory_order_relaxed)) {
+    if (before_ == kNothing) {
+      inside_.store(at::in_parallel_region() ? kInParallel : kOperatorRuns, std::memory_order_relaxed);
     }
   }
+  ~Runs() { inside_.store(before_, std::memory_order_relaxed); }
+
+ private:
+  static std::atomic<int>& of_this() {
+    thread_local std::atomic<int> unwatched{kNothing};
+    thread_local std::atomic<int>& known = watch.load() ? *watch.load()->inside() : unwatched;
+    return known;
+  }
+  const c10::impl::ExcludeDispatchKeyGuard hidden_{kKey};
+  std::atomic<int>& inside_;
+  const int before_;
+};
+
+// What is called while it lives is not hidden.
+struct Shown {
+  Shown() { c10::impl::tls_set_dispatch_key_excluded(kKey, false); }
+  ~Shown() { c10::impl::tls_set_dispatch_key_excluded(kKey, true); }
+};
+
+// Tensors that dispatch themselves come here when their own code calls an operator beneath itself.
+bool is_for_others(const at::Tensor& tensor) { return tensor.key_set().has(DispatchKey::Python); }
+bool is_for_others(const std::optional<at::Tensor>& tensor) { return tensor && is_for_others(*tensor); }
+bool is_for_others(at::ITensorListRef list) {
+  return std::any_of(list.begin(), list.end(), [](const at::Tensor& tensor) { return is_for_others(tensor); });
+}
+template <typename Value>
+bool is_for_others(const Value&) {
   return false;
+}
+bool is_for_others(const Stack& stack, size_t first) {
+  return std::any_of(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end(), [](const c10::IValue& value) {
+    return value.isTensor() ? is_for_others(value.toTensor())
+                            : value.isTensorList() && is_for_others(at::TensorList(value.toTensorVector()));
+  });
 }
 
 // The last `count` values of a stack.
@@ -91,7 +117,7 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     op.redispatchBoxed(below, stack);
     return;
   }
-  c10::impl::ExcludeDispatchKeyGuard hidden(kKey);
+  const Runs runs;
   const Capture& capture = *found;
   Session& of = *capture.session;
   if (of.hot.load(std::memory_order_relaxed) && record_hot(capture, op, below, stack, first)) {
@@ -131,14 +157,8 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     return;
   }
   if (made.get().ptr() == Py_False) {
-    c10::impl::tls_set_dispatch_key_excluded(kKey, false);  // the guard puts it back as it was before
-    try {
-      op.redispatchBoxed(below, stack);
-    } catch (...) {
-      c10::impl::tls_set_dispatch_key_excluded(kKey, true);
-      throw;
-    }
-    c10::impl::tls_set_dispatch_key_excluded(kKey, true);
+    const Shown shown;
+    op.redispatchBoxed(below, stack);
     return;
   }
   const auto arguments = [] { return PythonArguments{py::tuple(), py::dict()}; };  // the call has them
@@ -171,16 +191,6 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 
 // ------------------------------------------------------------------------------------- operators whose calls stay unboxed
 
-bool is_for_others(const at::Tensor& tensor) { return tensor.key_set().has(DispatchKey::Python); }
-bool is_for_others(const std::optional<at::Tensor>& tensor) { return tensor && is_for_others(*tensor); }
-bool is_for_others(at::ITensorListRef list) {
-  return std::any_of(list.begin(), list.end(), [](const at::Tensor& tensor) { return is_for_others(tensor); });
-}
-template <typename Value>
-bool is_for_others(const Value&) {
-  return false;
-}
-
 // The same as `recorded`, with arguments and results as C++ has them: tensors are not counted once more, which for one
 // that has a Python object takes the interpreter's lock. What the hot path does not know goes the way of all others.
 template <typename Result, typename... Args>
@@ -191,7 +201,7 @@ Result recorded_unboxed(const c10::TypedOperatorHandle<Result(Args...)>& op, Dis
     return op.redispatch(below, std::forward<Args>(args)...);
   }
   if (found->session->hot.load(std::memory_order_relaxed)) {
-    c10::impl::ExcludeDispatchKeyGuard hidden(kKey);
+    const Runs runs;
     HotRun run(*found, op);
     if (run.begins([&](HotCall& made) { return (made.take(args) && ...); })) {
       const auto given = [&] { return c10::impl::boxArgs<Args...>(args...); };
@@ -281,17 +291,12 @@ EXPORTED PyObject* opreplay_recorder_types() {
         made->scalars = scalars;
         return made;
       }))
-      .def_property_readonly("rows", [](Session& self) { return &self.rows; }, py::return_value_policy::reference_internal)
-      .def_property_readonly("births", [](Session& self) { return &self.births; },
-                             py::return_value_policy::reference_internal)
-      .def_property_readonly("definitions", [](Session& self) { return &self.definitions; },
-                             py::return_value_policy::reference_internal)
-      .def_property_readonly("next_storage", [](Session& self) { return &self.next_storage; },
-                             py::return_value_policy::reference_internal)
-      .def_property_readonly("next_tensor", [](Session& self) { return &self.next_tensor; },
-                             py::return_value_policy::reference_internal)
-      .def_property("hot", [](Session& self) { return self.hot.load(); },
-                    &Session::set_hot)
+      .def_readonly("rows", &Session::rows)
+      .def_readonly("births", &Session::births)
+      .def_readonly("definitions", &Session::definitions)
+      .def_readonly("next_storage", &Session::next_storage)
+      .def_readonly("next_tensor", &Session::next_tensor)
+      .def_property("hot", [](Session& self) { return self.hot.load(); }, &Session::set_hot)
       .def("note_meta", &Session::note_meta)
       .def("publish", &Session::publish)
       .def("view", &Session::view)
@@ -334,6 +339,9 @@ EXPORTED void opreplay_recorder_begin(PyObject* given) {
   current = std::move(made);
   current_number.store(++captures, std::memory_order_release);
 }
+
+// What thread_watch.cpp shares. Before the first capture.
+EXPORTED void opreplay_recorder_watched(Watch* by) { watch.store(by); }
 
 // Record nothing more.
 EXPORTED void opreplay_recorder_end() {

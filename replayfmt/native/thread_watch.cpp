@@ -5,6 +5,11 @@
 // thread's own stack, or its key included: PyTorch hands that on to its threads (autograd, TorchScript). All other operators are counted, with
 // the first one's name. What runs inside of a counted or seen operator belongs to it.
 //
+// A thread in which the recorder takes part through the key need not be watched, and yet each of its operators would pay
+// for the callback, a quarter of a microsecond. So PyTorch's RecordFunction is off there (quiet) as long as the callback
+// is the only one: like the key, that is part of the state that PyTorch hands on to threads, and takes back. The doors
+// by which a program gets callbacks of its own turn it on again first (watching.py).
+//
 // No function takes the interpreter's lock. Memory is allocated once for each thread, and given to another when it ends.
 // All that Python calls is declared at the end, with C linkage; building.py compiles this file, watching.py calls it.
 
@@ -26,17 +31,17 @@
 #include <new>
 #include <string>
 
+#include "watched.h"
+
 // Of the interpreter, where there is one: whether the calling thread has its lock.
 extern "C" int PyGILState_Check() __attribute__((weak));
 
 namespace {
 
+using namespace opreplay;
+
 constexpr size_t kName = 64;
 constexpr size_t kOperator = 192;
-
-// What an operator that is running stands for. `kInParallel`: it began inside a parallel region, so it is no reason for
-// the region's other threads to run operators.
-enum Inside : int { kNothing, kOperatorRuns, kInParallel };
 
 struct Thread;
 
@@ -82,6 +87,10 @@ std::atomic<Thread*> threads{nullptr};
 std::atomic<uint64_t> active{0};         // the number of the capture that counts; 0: none
 std::atomic<uint64_t> captures{0};
 std::atomic<const void*> mode{nullptr};  // its dispatch mode, a Python object that is only compared
+std::atomic<at::CallbackHandle> last_handle{0};  // the last one that is known to be given; they count up
+void settle();
+std::atomic<int>* inside_of_this();
+Watch watch{{kNeverQuiet}, inside_of_this, settle};
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
 bool forked = false;  // then the callback stays: PyTorch's lock around callbacks may be held for ever
 
@@ -226,6 +235,24 @@ std::unique_ptr<at::ObserverContext> started(const at::RecordFunction& function)
   return begins(thread);
 }
 
+// RecordFunction is on again in the calling thread, where a capture has turned it off.
+void settle() {
+  if (watch.state.load(std::memory_order_relaxed) == kOver && !at::isRecordFunctionEnabled()) {
+    at::enableRecordFunction(true);
+  }
+}
+
+std::atomic<int>* inside_of_this() { return &self()->inside; }
+
+// A handle that PyTorch gives now.
+at::CallbackHandle next_handle() {
+  const auto nothing = [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> { return nullptr; };
+  const at::CallbackHandle given =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(nothing).scopes({at::RecordScope::LITE_INTERPRETER}));
+  at::removeCallback(given);
+  return given;
+}
+
 void ended(const at::RecordFunction&, at::ObserverContext* context) {
   Thread* thread = context ? static_cast<Begun*>(context)->thread : nullptr;
   if (thread) {
@@ -244,18 +271,51 @@ struct OpReplayCounted {
   char first[kOperator];
 };
 
-// Begin to count. `dispatch_mode`: the Python object that is on the mode stacks of threads that take part.
-__attribute__((visibility("default"))) void opreplay_watch_begin(const void* dispatch_mode) {
+// For the recorder's hook.
+__attribute__((visibility("default"))) Watch* opreplay_watch_shared() { return &watch; }
+
+// Begin to count. `dispatch_mode`: the Python object that is on the mode stacks of threads that take part. `may_be_quiet`:
+// the calling thread has the key, and nothing but counting needs the callback there. Whether it is quiet.
+__attribute__((visibility("default"))) int opreplay_watch_begin(const void* dispatch_mode, int may_be_quiet) {
+  const bool quiet = may_be_quiet && !at::hasCallbacks() && at::isRecordFunctionEnabled();
   mode.store(dispatch_mode);
   if (handle == at::INVALID_CALLBACK_HANDLE) {
     handle = at::addGlobalCallback(
         at::RecordFunctionCallback(started, ended).scopes({at::RecordScope::FUNCTION}));
   }
   active.store(++captures);
+  if (quiet) {
+    last_handle.store(next_handle());
+    watch.state.store(kQuiet);
+    at::enableRecordFunction(false);
+  }
+  return quiet;
+}
+
+// The calling thread is quiet no more, nor may any other be: they settle when the hook or a step in Python finds them.
+// Whether it was otherwise before.
+__attribute__((visibility("default"))) int opreplay_watch_loud() {
+  int quiet = kQuiet;
+  const bool was = watch.state.compare_exchange_strong(quiet, kOver);
+  settle();
+  return was;
+}
+
+// The calling thread is quiet no more where it must not be.
+__attribute__((visibility("default"))) void opreplay_watch_settle() { settle(); }
+
+// Whether somebody was given a callback while threads are quiet, and came through none of the doors.
+__attribute__((visibility("default"))) int opreplay_watch_overlooked() {
+  if (watch.state.load() != kQuiet) {
+    return 0;
+  }
+  const at::CallbackHandle given = next_handle();
+  return last_handle.exchange(given) + 1 != given;
 }
 
 // Count no more. What was counted is kept until the next begin.
 __attribute__((visibility("default"))) void opreplay_watch_end() {
+  opreplay_watch_loud();
   active.store(0);
   mode.store(nullptr);
   if (handle != at::INVALID_CALLBACK_HANDLE && !forked) {
@@ -265,10 +325,11 @@ __attribute__((visibility("default"))) void opreplay_watch_end() {
 }
 
 // In a forked child: count no more. Takes no lock, since others' may be held for ever; the callback stays and does
-// nothing.
+// nothing. (Where RecordFunction was off, PyTorch takes its lock around callbacks to turn it on, as for a backward pass.)
 __attribute__((visibility("default"))) void opreplay_watch_forked() {
   forked = true;
   active.store(0);
+  opreplay_watch_loud();
   for (Thread* thread = threads.load(); thread; thread = thread->next.load()) {
     thread->lock.clear();
     thread->count = 0;

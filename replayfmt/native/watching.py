@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .building import NotAvailable, library
+from .building import NotAvailable, library, say
 
 _AT_ONCE = 64  # threads returned by one call
 
@@ -58,16 +58,39 @@ class ThreadWatch:
         self._library = found
         self._watching = False
 
-    def begin(self, mode: Any) -> None:
-        """Start counting. `mode`: the capture's dispatch mode. The calling thread participates."""
+    def begin(self, mode: Any, may_be_quiet: bool = False) -> None:
+        """Start counting. `mode`: the capture's dispatch mode. The calling thread participates. `may_be_quiet`: it does
+        so by the hook, and nobody else needs RecordFunction callbacks in it now: if there are none, PyTorch's
+        RecordFunction is turned off in it until `loud`, because calling ours there would be for nothing."""
         if self._library is not None:
-            self._library.opreplay_watch_begin(ctypes.c_void_p(id(mode)))
+            self._library.opreplay_watch_begin(ctypes.c_void_p(id(mode)), int(may_be_quiet))
             self._watching = True
             self.take_part(True)
+
+    def loud(self) -> bool:
+        """Turn RecordFunction on again, in the calling thread at once, and in others at their next `settle` or
+        operator. Returns whether it was off."""
+        return self._library is not None and bool(self._library.opreplay_watch_loud())
+
+    def look(self) -> None:
+        """Notice callbacks that were registered from C++ code alone while RecordFunction was off, and turn it on for
+        them: they do not see what ran before that, which is told on stderr."""
+        if self._library is not None and self._watching and self._library.opreplay_watch_overlooked():
+            self.loud()
+            say(
+                "C++ code registered a RecordFunction callback during the capture: the callback sees the program's "
+                "operators from now on, and those since it was registered only in part (the capture is complete; "
+                "--recorder=python turns RecordFunction off nowhere)"
+            )
+
+    def shared(self) -> int:
+        """The address of what the library shares with the hook; 0 without the library."""
+        return 0 if self._library is None else int(self._library.opreplay_watch_shared())
 
     def end(self) -> None:
         """Idempotent."""
         if self._library is not None and self._watching:
+            self.look()
             self._watching = False
             self._library.opreplay_watch_end()
 
@@ -130,11 +153,23 @@ def thread_watch(choice: str) -> ThreadWatch:
     return ThreadWatch(found, "native")
 
 
+def settle() -> None:
+    """Turn RecordFunction on in the calling thread, where a capture turned it off and `loud` was called since then."""
+    if _loaded is not None:
+        _loaded.opreplay_watch_settle()
+
+
+_loaded: ctypes.PyDLL | None = None
+
+
 @functools.cache
 def _found() -> ctypes.PyDLL | NotAvailable:
     """Looked for once."""
+    global _loaded
     try:
-        return library("thread_watch.cpp")
+        _loaded = library("thread_watch.cpp")
+        _loaded.opreplay_watch_shared.restype = ctypes.c_void_p
+        return _loaded
     except NotAvailable as problem:
         return problem
 

@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from replayfmt.native.hook import DispatchHook, loaded_hook
+from replayfmt.native.watching import settle
 
 from ..core import Core
 from ..dispatch.mode import RecordingMode
 from ..dispatch.mode_stack import mode_stack, remove_finished_modes, remove_mode, remove_mode_at, set_modes
 from ..dispatch.native_mode import NativeMode
 from ..hooks.patches import Patch, PatchSet
+from .observers import DOORS, guards_exist
 
 
 class Presence(Protocol):
@@ -21,6 +23,9 @@ class Presence(Protocol):
     otherwise."""
 
     mode: RecordingMode
+
+    def may_be_quiet(self) -> bool:
+        """Whether the thread needs no RecordFunction callback of the recorder's."""
 
     def begin(self) -> None:
         """The thread participates, as the first one."""
@@ -59,6 +64,9 @@ class ModePresence:
     def __init__(self, core: Core, mode: RecordingMode) -> None:
         self._core = core
         self.mode = mode
+
+    def may_be_quiet(self) -> bool:
+        return False
 
     def begin(self) -> None:
         self.mode.__enter__()
@@ -125,16 +133,20 @@ class HookPresence:
         self._patches = PatchSet(
             [
                 Patch("torch._ops", "_compute_keyset", self._without_key),
-                Patch("torch._dynamo.guards", "CheckFunctionManager.__init__", self._away),
+                Patch("torch._dynamo.guards", "CheckFunctionManager.__init__", self._looked_through),
                 # Of code compiled ahead of time, which looks through them by itself.
                 Patch("torch._dynamo.guards", "GuardManagerWrapper.check", self._away),
                 Patch("torch._dynamo.guards", "GuardManagerWrapper.check_verbose", self._away),
+                *[Patch(module, name, self._loud) for module, names in DOORS.items() for name in names],
             ]
         )
 
+    def may_be_quiet(self) -> bool:
+        return not guards_exist()
+
     def begin(self) -> None:
         self._patches.install()
-        self._hook.begin(self._native.functions(), self._core.native)
+        self._hook.begin(self._native.functions(), self._core.native, self._core.thread_watch.shared())
         self._hook.include(True)
 
     def end(self) -> None:
@@ -197,6 +209,20 @@ class HookPresence:
 
         return without
 
+    def _looked_through(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Guards are created, which Dynamo looks through from now on: thread_watch.cpp is to be called then."""
+        return self._loud(self._away(original))
+
+    def _loud(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Who registers a RecordFunction callback here finds RecordFunction as it is without a capture."""
+
+        @functools.wraps(original)
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            self._core.thread_watch.loud()
+            return original(*args, **kwargs)
+
+        return opened
+
 
 @contextmanager
 def _without_modes(core: Core) -> Iterator[None]:
@@ -222,6 +248,7 @@ def _without_modes(core: Core) -> Iterator[None]:
 
 def leave_finished() -> bool:
     """The calling thread leaves captures that are over. Returns whether there were any."""
+    settle()
     hook = loaded_hook()
     left = hook is not None and hook.leave_finished()
     return remove_finished_modes() or left

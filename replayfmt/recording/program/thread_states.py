@@ -65,7 +65,7 @@ def thread_states() -> list[ThreadState]:
     """All threads that Python knows now. Empty if this interpreter does not expose them."""
     if not _has_lists:
         return []
-    with _undisturbed():
+    with undisturbed():
         addresses, same, again = tee(_addresses(), 3)
         found = list(zip(addresses, map(_id_of, same), map(_copy, again, repeat(_WORDS * _WORD_BYTES)), strict=True))
     # C threads create their states without the GIL, under a lock that this call takes: from here on, the states found
@@ -82,7 +82,7 @@ def _addresses() -> Iterator[int]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """No garbage collection inside, because it runs code of the program."""
     enabled = gc.isenabled()
     gc.disable()
@@ -209,7 +209,7 @@ def _give(slot: _Slot, state: ThreadState, function: int | None, argument: int |
     """Set a function on a thread that may have ended. Returns whether it was still there."""
     matches = filter(state.address.__eq__, _addresses())
     given: deque[int] = deque(maxlen=1)
-    with _undisturbed():
+    with undisturbed():
         given.extend(map(slot.setter, matches, repeat(function), repeat(argument)))
     return bool(given)
 

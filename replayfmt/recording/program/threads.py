@@ -25,7 +25,7 @@ from ..hooks.patches import Patch, PatchSet
 from ..interrupts import is_interrupt
 from ..storages.external_files import DIGESTING
 from .presence import Presence, leave_finished
-from .thread_states import NextStep, own_id, thread_states
+from .thread_states import NextStep, own_id, thread_states, undisturbed
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -70,7 +70,7 @@ class Threads:
         self._presence.begin()
         self._carrying.add(own_id())
         self._installed = True
-        self.core.thread_watch.begin(self._presence.mode)
+        self.core.thread_watch.begin(self._presence.mode, self._presence.may_be_quiet())
         if not _next_step().available and threading.active_count() > 1:
             self._tell(
                 "this Python interpreter gives no access to threads that ran before the capture began: their "
@@ -82,6 +82,7 @@ class Threads:
     def look(self) -> None:
         """Find the threads that began unseen. Costs a few microseconds per thread."""
         self._meet(late=True)
+        self.core.thread_watch.look()
 
     def remove(self) -> None:
         """The calling thread no longer carries the mode; the others do until their next step. Idempotent."""
@@ -180,8 +181,16 @@ class Threads:
             self._carrying.add(number)
             self.core.scopes.contexts.pop(ident, None)  # of a thread that had this ident before
             self._presence.join()
+            self._settle_others()
         self.core.thread_watch.take_part(True)
         return True
+
+    def _settle_others(self) -> None:
+        """The calling thread may start an observer of all threads (a profiler's): they have RecordFunction on then."""
+        if self.core.thread_watch.loud():
+            for state in thread_states():
+                if state.id in self._carrying and state.id != own_id():
+                    _next_step().set(state)
 
     # ----------------------------------------------------------------------------------------------------- what to tell
 
@@ -193,7 +202,9 @@ class Threads:
 
     def _tell_of_backward_passes(self) -> None:
         """Report backward passes that have begun in other threads: the rest of them runs without a Python step."""
-        for ident, frame in sys._current_frames().items():
+        with undisturbed():  # the interpreter holds a lock of its own meanwhile
+            frames = sys._current_frames()
+        for ident, frame in frames.items():
             codes = {inner.f_code for inner, _line in traceback.walk_stack(frame)}
             if ident != get_ident() and _run_backward.__code__ in codes:
                 self._tell(
