@@ -33,7 +33,7 @@ GENERATED     := tests/format/generated
 
 .PHONY: demo test check serving fuzz exact sanitize bench wheel lint schema picture help
 help:
-	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark and dump it'
+	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark, dump and report it'
 	@echo 'make test    the whole test suite'
 	@echo 'make check   the part of it that takes less than three minutes'
 	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
@@ -74,12 +74,15 @@ demo: $(INSTALLED)
 	$(BIN)/opreplay-run $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-benchmark --replay-scope=execute --benchmark-min-time=20x \
-	    $(DEMO)/step.opreplay | fold -s -w 100
+	    --force --benchmark-out=$(DEMO)/whole.json $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-benchmark --per-op --group-by=kernel --top=8 --benchmark-min-time=0.01s \
-	    $(DEMO)/step.opreplay | fold -s -w 100
+	    --force --benchmark-out=$(DEMO)/kernels.json $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-dump --ops=0:12 $(DEMO)/step.opreplay | cut -c -100
+	@echo
+	$(BIN)/opreplay-report --force --benchmark=$(DEMO)/whole.json \
+	    --benchmark=$(DEMO)/kernels.json -o $(DEMO)/report.html $(DEMO)/step.opreplay
 
 test: $(INSTALLED)
 	$(PYTEST)

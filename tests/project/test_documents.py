@@ -128,7 +128,8 @@ def test_the_demo_runs_and_fits_a_hundred_columns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     output = done.stdout.replace(str(Path(sys.executable).parent), ".venv/bin").replace(str(tmp_path), "build/demo")
     assert [line for line in output.splitlines() if len(line) > 100] == []
-    for tool in ("capture", "run", "benchmark", "dump"):
+    assert (tmp_path / "report.html").stat().st_size > 1_000_000
+    for tool in ("capture", "run", "benchmark", "dump", "report"):
         assert f".venv/bin/opreplay-{tool}" in output
     assert "BM_replay/scope:execute" in output and "bitwise" in output
 
