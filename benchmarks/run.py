@@ -20,6 +20,7 @@ from measuring import CLOCK
 HERE = Path(__file__).parent
 SCRIPTS = (
     "capture_cost",
+    "compiled_code",
     "replay_cost",
     "triton_launches",
     "replay_memory",
