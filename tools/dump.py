@@ -28,9 +28,9 @@ from .command import run_tool, tool
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["text", "jsonl"]),
+    type=click.Choice(["text", "jsonl", "csv"]),
     default=None,
-    help="text for people (the default), or one JSON object a line.",
+    help="text for people (the default), or one JSON object a line; with --device-kernels also csv.",
 )
 @click.option(
     "--jq",
@@ -86,6 +86,12 @@ from .command import run_tool, tool
     "--ops and --kernel if given.",
 )
 @click.option(
+    "--device-kernels",
+    is_flag=True,
+    help="Only the distinct kernels, copies and fills that ran on devices, with their counts and times, and the "
+    "streams: of captures imported from profiler traces.",
+)
+@click.option(
     "--kernel-skeleton",
     metavar="ID|OPERATOR",
     help="Print a Python file to start a replacement kernel from, for --replay-kernel-substitution of other "
@@ -110,6 +116,7 @@ def cli(
     values: int,
     summary: bool,
     signatures: bool,
+    device_kernels: bool,
     kernel_skeleton: str | None,
     attachment: str | None,
     output: str | None,
@@ -119,11 +126,15 @@ def cli(
 
     An incomplete capture is shown as far as it goes, and says so.
     """
-    if query is not None and form == "text":
+    if query is not None and form in ("text", "csv"):
         raise UsageError("--jq works on rows: omit --format, or give --format=jsonl")
+    if form == "csv" and not device_kernels:
+        raise UsageError("--format=csv is for --device-kernels; opreplay-export --format=csv writes tables of ops")
+    if device_kernels and (summary or signatures or scopes or kernels or ops is not None):
+        raise UsageError("--device-kernels is about the whole trace; it goes with --format and --jq alone")
     if query is None and (raw or slurp):
         raise UsageError(f"{'--raw-output' if raw else '--slurp'} is for --jq")
-    selects = summary or signatures or scopes or kernels or (form, query, ops) != (None,) * 3
+    selects = summary or signatures or device_kernels or scopes or kernels or (form, query, ops) != (None,) * 3
     if kernel_skeleton is not None and (selects or attachment is not None):
         raise UsageError(f"--kernel-skeleton={kernel_skeleton} prints a Python file; it goes with no other flag")
     if attachment is not None and selects:
@@ -157,6 +168,14 @@ def cli(
                 write(program.apply(signature_lines(reader, selection)))
             else:
                 write((signature_lines if form == "jsonl" else signature_text_lines)(reader, selection))
+        elif device_kernels:
+            from replayfmt.dump import device_kernels as table
+
+            if program is not None:
+                write(program.apply(table.device_kernel_lines(reader)))
+            else:
+                forms = {"jsonl": table.device_kernel_lines, "csv": table.device_kernel_csv}
+                write(forms.get(form or "", table.device_kernel_text)(reader))
         elif program is not None:
             write(program.apply(jsonl_chunks(reader, selection, summary, values)))
         else:

@@ -13,6 +13,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.attachments import SOURCE
 from replayfmt.format.codes import Codec
 from replayfmt.format.container.payload_input import PayloadInfo
+from replayfmt.format.device_kernels import ROLE
 from replayfmt.format.distinct import distinct
 from replayfmt.format.printable import counted, printable
 from replayfmt.format.reader import CaptureReader
@@ -41,11 +42,12 @@ class Code:
 def code_in(reader: CaptureReader) -> Code:
     """The code in a capture, whether an op calls it or not."""
     column = reader.definitions.column
-    payloads = distinct(column("attachment_payload"))
+    is_code = np.array([each is not None and each.role != ROLE for each in reader.attachments], bool)
+    payloads = distinct(column("attachment_payload")[is_code[1:]])
     source = reader.strings.index(SOURCE) if SOURCE in reader.strings else -1
     return Code(
         kernels=int(np.count_nonzero(column("kernel_attachments"))),
-        attachments=len(reader.attachments) - 1,
+        attachments=int(np.count_nonzero(is_code)),
         sources=int(np.count_nonzero(column("attachment_role") == source)),
         bytes=sum(reader.payload_info(number).raw_bytes for number in payloads.tolist()),
     )

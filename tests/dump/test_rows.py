@@ -291,6 +291,8 @@ def test_the_schema_knows_every_kind_and_no_other() -> None:
         "recipe",
         "attachment",
         "signature",
+        "device_stream",
+        "device_kernel",
         "storage",
     }
     assert kinds == definitions | {kind.name for kind in RecordKind if kind != RecordKind.none}

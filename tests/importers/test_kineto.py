@@ -39,7 +39,15 @@ def test_with_device_work_the_operators_that_launched_it_stand_for_it(imported: 
         "import": "exact",
         "stream": 7,
         "device_kernels": [
-            {"name": "gemm", "grid": [4, 1, 1], "block": [128, 1, 1], "stream": 7, "duration_ns": 30_000}
+            {
+                "name": "gemm",
+                "grid": [4, 1, 1],
+                "block": [128, 1, 1],
+                "stream": 7,
+                "device": "cuda:0",
+                "start_ns": 190_000,
+                "duration_ns": 30_000,
+            }
         ],
     }
     mat2 = record.argument("mat2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from replayfmt.format.device_kernels import device_kernel_rows
 from replayfmt.importers.importing import import_trace
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import ResolvedKernel
@@ -125,6 +128,20 @@ def test_other_peoples_traces_are_imported_with_every_call_classified(
     for record in result.of("op"):
         assert record.annotation is not None and record.annotation["import"] in ("exact", "inferred")
         assert ("assumed" in record.annotation) == (record.annotation["import"] == "inferred")
+    _all_work_is_in_the_table(SHARED / "kineto" / f"{name}.json.gz", device_kernel_rows(result.reader) or [])
+
+
+def _all_work_is_in_the_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    work = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts[row["name"]] += row["count"]
+    assert counts == Counter(each["name"] for each in work)
+    assert sum(row["total_ns"] for row in rows) == sum(round(each["dur"] * 1000) for each in work)
+    for theirs, ours in (("registers per thread", "registers_per_thread"), ("bytes", "bytes")):
+        known = [row for row in rows if row[ours] is not None]
+        assert sum(row["count"] for row in known) == sum(theirs in each["args"] for each in work)
 
 
 @pytest.mark.slow

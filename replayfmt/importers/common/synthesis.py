@@ -77,6 +77,10 @@ class ImportedSession:
             number = self._devices[name] = self._writer.device(described or plain_device(name))
         return number
 
+    def attachment(self, role: str, name: str, content: bytes) -> None:
+        """Keep bytes that belong to no kernel. Raises ValueError for a role that is no identifier."""
+        self._writer.attach([(role, name, content)])
+
     def _device_or_refuse(self, name: str | None) -> int:
         if name is None:
             raise ValueError("a device argument whose device is not known")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.json_stream import JsonStream, LongFloat
+from .work_details import Details, details_of
 
 # Categories by what they are. The first names are those of today, the capitalized ones of PyTorch before 1.12.
 OPERATOR_CATEGORIES = frozenset({"cpu_op", "Operator", "operator"})
@@ -164,7 +165,8 @@ class OpKind:
 
 @dataclass(frozen=True)
 class WorkKind:
-    """What all launches of one kernel with the same grid share. `stream` and `device` are -1 if not recorded."""
+    """What all launches of one kernel with the same grid share. `stream` and `device` are -1 if not recorded; `details`
+    is what else the trace says of it."""
 
     name: str
     category: str
@@ -172,6 +174,7 @@ class WorkKind:
     block: tuple[int, ...] | None
     stream: int
     device: int
+    details: Details = ()
 
     def row(self) -> dict[str, Any]:
         """As a JSON object for an annotation."""
@@ -365,6 +368,7 @@ class TraceEvents:
             _triple(arguments.get("block")),
             integer(arguments.get("stream")),
             integer(arguments.get("device")),
+            details_of(arguments),
         )
         number = self._work_ids.get(kind)
         if number is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from replayfmt.format.device_kernels import ROLE
 from replayfmt.format.model import Device
 from replayfmt.format.records.builder import Moment
 
@@ -23,6 +24,7 @@ from ..rewrites.portable import Portable
 from ..rewrites.rewriting import Rewritten
 from .arguments import has_lists, read_arguments, signature_text
 from .calls import EventCalls, Hints, Placement, ResolvedCall
+from .device_work import device_kernel_table
 from .events import OpKind, TraceEvents
 from .scopes import AnnotationScopes
 from .strays import Stray, captured_outside, compiled_regions, unclaimed_work
@@ -145,6 +147,9 @@ class _Writing:
             if on_record is not None and not done % 1024:
                 on_record(done, len(order))
         self.report.device_time = self._device_time()
+        table = device_kernel_table(self.events, self.trace.devices)
+        if table is not None:
+            self.session.attachment(ROLE, "device kernels", table)
 
     def _device_time(self) -> DeviceTime | None:
         work = self.events.work
@@ -372,7 +377,10 @@ class _Writing:
         times = [time if time >= 0 else None for time in (self.events.work.duration[each] for each in work)]
         annotation: dict[str, Any] = {
             "device_kernels": [
-                kind.row() | {"duration_ns": time} for kind, time in zip(kinds[:_SHOWN_KERNELS], times, strict=False)
+                kind.row()
+                | {"device": self._device_name(kind.device)}
+                | {"start_ns": self.events.work.start[each] - self._base, "duration_ns": time}
+                for each, kind, time in zip(work[:_SHOWN_KERNELS], kinds, times, strict=False)
             ]
         }
         if len(kinds) > _SHOWN_KERNELS:
@@ -381,6 +389,9 @@ class _Writing:
         if streams:
             annotation["stream"] = streams[0] if len(streams) == 1 else streams
         return annotation
+
+    def _device_name(self, number: int) -> str | None:
+        return str(self.trace.devices[number]) if number in self.trace.devices else None
 
     def _thread(self, thread: int) -> int:
         return self.events.borrowed.get(thread, thread)
