@@ -10,7 +10,7 @@ import click
 GROUPS: dict[str, tuple[str, ...]] = {
     "Output": (
         "--output", "--force", "--format", "--jq", "--raw-output", "--slurp", "--verbose", "--report",
-        "--benchmark-format", "--benchmark-out", "--no-picture",
+        "--benchmark-format", "--benchmark-out", "--plots", "--no-picture",
     ),
     "Selection": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import click
 
 from replayfmt.format.printable import counted
@@ -16,6 +18,7 @@ from .command import reader_may_leave, run_tool, say, tool
         "opreplay-report --benchmark=whole.json --benchmark=per_op.json step.opreplay -o report.html",
         "With what opreplay-benchmark measured (--benchmark-out):",
     ),
+    ("opreplay-report --plots=pictures step.opreplay -o report.html", "With its pictures as files of their own:"),
 )
 @click.option("--output", "-o", "out", metavar="FILE", required=True, help="Write the page to FILE.")
 @click.option(
@@ -32,10 +35,21 @@ from .command import reader_may_leave, run_tool, say, tool
     metavar="FILE",
     help="Compare each row of --benchmark with that of the same name in FILE, which --benchmark-out wrote.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option(
+    "--plots",
+    metavar="DIR",
+    help="Write each picture of the page to this folder as well, as SVG and PNG. Needs matplotlib.",
+)
+@click.option("--force", is_flag=True, help="Replace existing files.")
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
 def cli(
-    capture: str, out: str, benchmarks: tuple[str, ...], energy: str | None, baseline: str | None, force: bool
+    capture: str,
+    out: str,
+    benchmarks: tuple[str, ...],
+    energy: str | None,
+    baseline: str | None,
+    plots: str | None,
+    force: bool,
 ) -> int:
     """Make one page of CAPTURE and of what was measured of it.
 
@@ -53,20 +67,31 @@ def cli(
     from replayfmt.report.contents import ReportInputs, make_contents
     from replayfmt.report.documents import read_benchmark, read_energy
     from replayfmt.report.page import make_page
+    from replayfmt.report.plot_files import plot_folder
 
-    for given in (capture, *benchmarks, energy, baseline):
-        if given is not None:
-            refuse_input("--output", out, given)
+    sources = [each for each in (capture, *benchmarks, energy, baseline) if each is not None]
+    for given in sources:
+        refuse_input("--output", out, given)
     with open_capture(capture) as reader, output_file("--output", out, force) as file:
         inputs = ReportInputs(
             [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],
             None if baseline is None else (baseline, read_baseline(baseline)),
             None if energy is None else read_energy("--energy", energy, reader),
         )
-        page = make_page(make_contents(reader, inputs), version("opreplay"))
-        file.write(page)
+        contents = make_contents(reader, inputs)
+        page = make_page(contents, version("opreplay"))
+        with ExitStack() as opened:
+            pictures = (
+                None if plots is None else opened.enter_context(plot_folder(plots, contents, [out, *sources], force))
+            )
+            file.write(page)
+            written = [] if pictures is None else pictures.commit()
     with reader_may_leave():
         say(f"{out}: {counted(len(page.encode()), 'byte')}; open it in a browser")
+        for path in written:
+            say(f"written: {path}", err=True)
+        for each in [] if pictures is None else pictures.missing:
+            say(f"no picture {each.name}: {each.reason}", err=True)
     return 0
 
 

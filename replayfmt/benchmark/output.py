@@ -34,14 +34,18 @@ class OutputFile:
 
     def write(self, text: str) -> None:
         """Write the whole text and commit. Raises OpReplayError if writing fails."""
+        self.fill(text.encode())
+        self.commit()
+
+    def fill(self, content: bytes) -> None:
+        """Write everything, for `commit` to follow. Raises OpReplayError if writing fails."""
         try:
-            with open(self.partial, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(self.partial, "wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise OpReplayError(f"{self._flag}={self._path}: cannot be written: {error.strerror}") from error
-        self.commit()
 
 
 @contextmanager

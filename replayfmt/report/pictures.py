@@ -15,6 +15,11 @@ CATEGORIES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, YELLOW)
 OTHERS = "#8C8C8C"
 
 
+def colour_of(place: int) -> str:
+    """That of the series, line or group of points in this place. After seven they come again."""
+    return CATEGORIES[place % len(CATEGORIES)]
+
+
 @dataclass(frozen=True)
 class Axis:
     """`unit` may be "" (a number) or "%" (a share)."""

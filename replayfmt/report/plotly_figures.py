@@ -7,9 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from .pictures import CATEGORIES, OTHERS, Axis, BarPicture, Drawn, ScatterPicture, StepPicture, TimelinePicture
+from .pictures import (
+    CATEGORIES,
+    OTHERS,
+    Axis,
+    BarPicture,
+    Drawn,
+    ScatterPicture,
+    StepPicture,
+    TimelinePicture,
+    colour_of,
+)
 
 _LABEL = 34
+_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def plotly_figure(picture: Drawn) -> dict[str, Any]:
@@ -37,7 +48,7 @@ def _bars(picture: BarPicture) -> dict[str, Any]:
     places = list(range(len(picture.labels)))
     data = []
     hover = "%{x:+.2%}" if picture.axis.unit == "%" else f"%{{x:.4s}}{picture.axis.unit}"
-    for series, colour in zip(picture.series, CATEGORIES, strict=False):
+    for place, series in enumerate(picture.series):
         trace: dict[str, Any] = {
             "type": "bar",
             "orientation": "h",
@@ -47,7 +58,7 @@ def _bars(picture: BarPicture) -> dict[str, Any]:
             "customdata": picture.links,
             "hovertext": [_shown(label, 120) for label in picture.labels],
             "hovertemplate": f"%{{hovertext}}<br>{hover}<extra>{series.name}</extra>",
-            "marker": {"color": colour},
+            "marker": {"color": colour_of(place)},
         }
         if any(value is not None for value in series.low):
             ends = list(zip(series.values, series.low, series.high, strict=True))
@@ -89,9 +100,9 @@ def _scatter(picture: ScatterPicture) -> dict[str, Any]:
             "customdata": points.links,
             "hovertext": [_shown(label, 160) for label in points.labels],
             "hovertemplate": f"%{{hovertext}}<br>%{{x:.4s}}{picture.x.unit}, %{{y:.4s}}{picture.y.unit}<extra></extra>",
-            "marker": {"color": colour, "size": 9, "opacity": 0.8},
+            "marker": {"color": colour_of(place), "size": 9, "opacity": 0.8},
         }
-        for points, colour in zip(picture.points, CATEGORIES, strict=False)
+        for place, points in enumerate(picture.points)
     ]
     data += [
         {
@@ -122,10 +133,15 @@ def _steps(picture: StepPicture) -> dict[str, Any]:
             "x": line.x,
             "y": line.y,
             "hovertemplate": f"%{{x:,}}: %{{y:.4s}}{picture.y.unit}",
-            "line": {"shape": "hv", "color": colour, "width": 1.5},
+            "line": {
+                "shape": "hv",
+                "color": colour_of(place),
+                "width": 1.5,
+                "dash": _DASHES[place // len(CATEGORIES) % len(_DASHES)],
+            },
             "fill": "tozeroy" if len(picture.lines) == 1 else "none",
         }
-        for line, colour in zip(picture.lines, CATEGORIES, strict=False)
+        for place, line in enumerate(picture.lines)
     ]
     layout = _plane(picture.x, picture.y)
     layout["yaxis"] |= {"rangemode": "tozero"}

@@ -84,8 +84,8 @@ def _call(
         errors = [line for line in printed.err.splitlines() if not line.startswith("  ")]
         assert len(errors) == 1 or errors[0].startswith("Usage: "), (arguments, printed.err)
         assert after == before, arguments
-    for name in after.keys() - before.keys():
-        (folder / name).unlink()
+    for path in sorted((folder / name for name in after.keys() - before.keys()), reverse=True):  # folders last
+        path.unlink() if path.is_file() else path.rmdir()
     assert {name: after[name] for name in before} == before, arguments
     return code
 

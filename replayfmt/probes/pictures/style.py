@@ -3,6 +3,7 @@ one colour differ in lightness."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -34,21 +35,28 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-def pictures_of(draw: Callable[[Figure], None], width_inches: float, height_inches: float) -> dict[str, bytes]:
-    """What `draw` draws, as files by ending: "svg" and "png". Raises LibraryMissing."""
+def pictures_of(
+    draw: Callable[[Figure], None],
+    width_inches: float,
+    height_inches: float,
+    *,
+    creator: str = "opreplay-probe",
+    advice: str = "pip install 'opreplay[probe]', or leave them out with --no-picture",
+) -> dict[str, bytes]:
+    """What `draw` draws, as files by ending: "svg" and "png". `creator` is named in the SVG, `advice` ends the error.
+    Raises LibraryMissing."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise LibraryMissing(
-            f"pictures need matplotlib, which cannot be imported ({error}): pip install 'opreplay[probe]', or leave "
-            "them out with --no-picture"
-        ) from None
-    with matplotlib.rc_context(_SETTINGS):  # type: ignore[arg-type]
+        raise LibraryMissing(f"pictures need matplotlib, which cannot be imported ({error}): {advice}") from None
+    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():  # type: ignore[arg-type]
+        # Names may be in a script that the font does not have: boxes stand for it.
+        warnings.filterwarnings("ignore", r"Glyph .* missing from font")
         figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
         draw(figure)
         found = {}
-        for ending, metadata in (("svg", {"Date": None, "Creator": "opreplay-probe"}), ("png", {"Software": None})):
+        for ending, metadata in (("svg", {"Date": None, "Creator": creator}), ("png", {"Software": None})):
             target = BytesIO()
             figure.savefig(target, format=ending, metadata=metadata)
             found[ending] = target.getvalue()
