@@ -34,7 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Verification": ("--verify", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels"),
     "Measurement": (
         "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",
-        "--benchmark-repetitions", "--warm", "--compare", "--benchmark", "--baseline", "--fail-above",
+        "--benchmark-repetitions", "--warm", "--compare", "--benchmark", "--probes", "--baseline", "--fail-above",
         "--noise-floor", "--energy", "--energy-source", "--energy-out", "--power-log-out", "--energy-windows",
         "--power-interval", "--power-averaging", "--zone", "--gpu", "--clock-offset", "--reconcile", "--program",
         "--program-runs", "--memory", "--per-op", "--cuda-graph", "--roofline", "--peak-flops",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 
 import click
@@ -17,6 +18,10 @@ from .command import reader_may_leave, run_tool, say, tool
     (
         "opreplay-report --benchmark=whole.json --benchmark=per_op.json step.opreplay -o report.html",
         "With what opreplay-benchmark measured (--benchmark-out):",
+    ),
+    (
+        "opreplay-report --probes=run step.opreplay -o report.html",
+        "With what a probe of opreplay-probe run -o run found in a kernel:",
     ),
     ("opreplay-report --plots=pictures step.opreplay -o report.html", "With its pictures as files of their own:"),
 )
@@ -36,6 +41,13 @@ from .command import reader_may_leave, run_tool, say, tool
     help="Compare each row of --benchmark with that of the same name in FILE, which --benchmark-out wrote.",
 )
 @click.option(
+    "--probes",
+    multiple=True,
+    metavar="DIR",
+    help="Add what a probe cost a kernel, and the schedules of block_sched, from a folder of opreplay-probe run. "
+    "Repeatable.",
+)
+@click.option(
     "--plots",
     metavar="DIR",
     help="Write each picture of the page to this folder as well, as SVG and PNG. Needs matplotlib.",
@@ -48,6 +60,7 @@ def cli(
     benchmarks: tuple[str, ...],
     energy: str | None,
     baseline: str | None,
+    probes: tuple[str, ...],
     plots: str | None,
     force: bool,
 ) -> int:
@@ -68,8 +81,10 @@ def cli(
     from replayfmt.report.documents import read_benchmark, read_energy
     from replayfmt.report.page import make_page
     from replayfmt.report.plot_files import plot_folder
+    from replayfmt.report.probe_results import read_probe_run
 
-    sources = [each for each in (capture, *benchmarks, energy, baseline) if each is not None]
+    logs = (os.path.join(each, "event.log") for each in probes)
+    sources = [each for each in (capture, *benchmarks, energy, baseline, *logs) if each is not None]
     for given in sources:
         refuse_input("--output", out, given)
     with open_capture(capture) as reader, output_file("--output", out, force) as file:
@@ -77,6 +92,7 @@ def cli(
             [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],
             None if baseline is None else (baseline, read_baseline(baseline)),
             None if energy is None else read_energy("--energy", energy, reader),
+            [read_probe_run("--probes", path, reader) for path in probes],
         )
         contents = make_contents(reader, inputs)
         page = make_page(contents, version("opreplay"))

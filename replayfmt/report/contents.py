@@ -22,6 +22,8 @@ from .measurement_sections import baseline_section, captured_and_replayed, energ
 from .memory_section import memory_section
 from .ops import captured_ops
 from .pictures import CATEGORIES, MissingPicture, TimelinePicture
+from .probe_results import ProbeRun
+from .probe_section import probe_section
 from .tables import LONGEST_TEXT, figure_cell, si
 from .timeline import Timeline, timeline_of
 
@@ -35,6 +37,7 @@ class ReportInputs:
     benchmarks: list[tuple[str, Document]] = field(default_factory=list)
     baseline: tuple[str, Document] | None = None
     energy: Fields | None = None
+    probes: list[ProbeRun] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def make_contents(reader: CaptureReader, inputs: ReportInputs) -> ReportContents
     sections = [
         top_kernels(figures),
         kernels,
+        *([probe_section(inputs.probes, figures)] if inputs.probes else []),
         captured_and_replayed(figures),
         *([] if comparison is None else [baseline_section(comparison)]),
         roofline(figures),

@@ -233,9 +233,12 @@ def _format(axes: Axes, name: str, axis: Axis) -> None:
         ticks.grid(True, color=LIGHT, linewidth=0.6)
     else:
         ticks.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10], integer=not axis.unit))
-    shown = (lambda value, _place: f"{value:+.0%}") if axis.unit == "%" else lambda value, _place: _amount(value, axis)
-    ticks.set_major_formatter(FuncFormatter(shown))
+    ticks.set_major_formatter(FuncFormatter(lambda value, _place: _tick(value, axis)))
     getattr(axes, f"set_{name}label")(axis.title + (" (logarithmic)" if axis.logarithmic else ""))
+
+
+def _tick(value: float, axis: Axis) -> str:
+    return f"{value:+.0%}" if axis.unit == "%" else f"{value:g} ×" if axis.unit == "×" else _amount(value, axis)
 
 
 def _amount(value: float, axis: Axis) -> str:
