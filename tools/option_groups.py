@@ -31,7 +31,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--string-default", "--graph-capture",
     ),
     "Devices": ("--device", "--streams"),
-    "Verification": ("--verify", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels"),
+    "Verification": (
+        "--verify", "--run", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels",
+    ),
     "Measurement": (
         "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",
         "--benchmark-repetitions", "--warm", "--compare", "--benchmark", "--probes", "--baseline", "--fail-above",

@@ -34,6 +34,13 @@ from .command import reader_may_leave, run_tool, say, tool
     help="Add times that opreplay-benchmark --benchmark-out wrote: of whole replays, or of single ops (--per-op). "
     "Repeatable: one of each.",
 )
+@click.option(
+    "--run",
+    "runs",
+    multiple=True,
+    metavar="FILE",
+    help="Say whether a replay was verified, as opreplay-run --format=jsonl > FILE printed. Repeatable.",
+)
 @click.option("--energy", metavar="FILE", help="Add the joules of a report that opreplay-energy wrote.")
 @click.option(
     "--baseline",
@@ -58,6 +65,7 @@ def cli(
     capture: str,
     out: str,
     benchmarks: tuple[str, ...],
+    runs: tuple[str, ...],
     energy: str | None,
     baseline: str | None,
     probes: tuple[str, ...],
@@ -78,13 +86,13 @@ def cli(
     from replayfmt.benchmark.output import output_file, refuse_input
     from replayfmt.format.reader import open_capture
     from replayfmt.report.contents import ReportInputs, make_contents
-    from replayfmt.report.documents import read_benchmark, read_energy
+    from replayfmt.report.documents import read_benchmark, read_energy, read_run
     from replayfmt.report.page import make_page
     from replayfmt.report.plot_files import plot_folder
     from replayfmt.report.probe_results import read_probe_run
 
     logs = (os.path.join(each, "event.log") for each in probes)
-    sources = [each for each in (capture, *benchmarks, energy, baseline, *logs) if each is not None]
+    sources = [each for each in (capture, *benchmarks, *runs, energy, baseline, *logs) if each is not None]
     for given in sources:
         refuse_input("--output", out, given)
     with open_capture(capture) as reader, output_file("--output", out, force) as file:
@@ -93,6 +101,7 @@ def cli(
             None if baseline is None else (baseline, read_baseline(baseline)),
             None if energy is None else read_energy("--energy", energy, reader),
             [read_probe_run("--probes", path, reader) for path in probes],
+            [read_run("--run", path, reader) for path in runs],
         )
         contents = make_contents(reader, inputs)
         page = make_page(contents, version("opreplay"))

@@ -142,6 +142,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
     row: dict[str, Any] = {
         "kind": "replay",
         "path": plan.reader.path,
+        "capture_session": plan.reader.session.session_id,
         "outcome": result.outcome,
         "devices": [str(device) for device in plan.devices],
         "ops": result.ops,

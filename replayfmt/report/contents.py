@@ -26,6 +26,7 @@ from .probe_results import ProbeRun
 from .probe_section import probe_section
 from .tables import LONGEST_TEXT, figure_cell, si
 from .timeline import Timeline, timeline_of
+from .verification import VerificationNote, verification_notes
 
 _LONGEST_WARNING = 240
 
@@ -38,16 +39,7 @@ class ReportInputs:
     baseline: tuple[str, Document] | None = None
     energy: Fields | None = None
     probes: list[ProbeRun] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class VerificationNote:
-    """`verified` None: nothing says. `source` is the file that says it, `command` what verifies."""
-
-    verified: bool
-    text: str
-    source: str = ""
-    command: str = ""
+    runs: list[Fields] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -112,27 +104,12 @@ def make_contents(reader: CaptureReader, inputs: ReportInputs) -> ReportContents
     ]
     return ReportContents(
         printable(os.path.basename(reader.path), 80),
-        _verification(figures, inputs),
+        verification_notes(inputs.benchmarks, inputs.runs, figures),
         [*_tiles(figures, inputs), *_memory_tiles(devices)],
         [(name, printable(text, LONGEST_TEXT)) for name, text in summary_facts(reader) if text],
         _warnings(reader, inputs),
         sections,
     )
-
-
-def _verification(figures: KernelFigures, inputs: ReportInputs) -> list[VerificationNote]:
-    found = []
-    for where, document in inputs.benchmarks:
-        text = document["context"].get("verified")
-        if isinstance(text, str):
-            found.append(VerificationNote("not verified" not in text, printable(text, LONGEST_TEXT), printable(where)))
-    if found:
-        return found
-    return [
-        VerificationNote(
-            False, "not verified: no result of a replay was given. This verifies it:", "", figures.command("run")
-        )
-    ]
 
 
 def _tiles(figures: KernelFigures, inputs: ReportInputs) -> list[Tile]:

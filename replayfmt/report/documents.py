@@ -16,6 +16,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.regular_files import require_regular_file
 
 _ENERGY_SCHEMA = 1
+_LONGEST_ROW = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,25 @@ def read_energy(flag: str, path: str | PathLike[str], reader: CaptureReader) -> 
     found = Fields(content, f"{flag}={path}")
     _require_same_capture(found.where, found.fields("context").content.get("capture_session"), reader)
     return found
+
+
+def read_run(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fields:
+    """The first row that opreplay-run --format=jsonl printed for this capture. Raises UsageError for another one."""
+    wanted = "expected what opreplay-run --format=jsonl printed, whose first row has the kind replay"
+    try:
+        require_regular_file(path)
+        with open(path, "rb") as file:
+            line = file.readline(_LONGEST_ROW + 1)
+    except OSError as error:
+        raise UsageError(f"{flag}={path}: cannot be read: {error.strerror}") from None
+    try:
+        content = json.loads(line) if len(line) <= _LONGEST_ROW else None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or content.get("kind") != "replay":
+        raise UsageError(f"{flag}={path}: its first line is no such row; {wanted}: a replay that was refused has none")
+    _require_same_capture(f"{flag}={path}", content.get("capture_session"), reader)
+    return Fields(content, f"{flag}={path}")
 
 
 def _require_same_capture(where: str, session: object, reader: CaptureReader) -> None:
