@@ -23,7 +23,7 @@ from replayfmt.probes.recordings.folders import TraceFolder
 from replayfmt.probes.recordings.logs import EventLog, read_event_log
 from replayfmt.probes.recordings.results import BLOCK_SCHED, ProbeRecording
 
-_PROBE = re.compile(r"// probe (\S+?):?(?:\s|$)")
+_PROBE = re.compile(r"\s*// probe (\S+?):?(?:\s|$)")
 _NAMESPACE = "triton::"
 _MOST_RECORDINGS = 200
 

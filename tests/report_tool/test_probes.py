@@ -14,11 +14,15 @@ from replayfmt.errors import UsageError
 from replayfmt.format.codes import DType, KernelKind, OpStatus, RecordKind
 from replayfmt.format.model import Attachment, Device, Kernel, Signature, TensorMeta
 from replayfmt.format.reader import open_capture
+from replayfmt.probes.definitions import find_probe
+from replayfmt.probes.ptx.parsing import parse_ptx
+from replayfmt.probes.ptx.rewriting import probed_ptx
 from replayfmt.probes.recordings.results import write_recording
 from replayfmt.report.contents import ReportContents, ReportInputs, make_contents
 from replayfmt.report.pictures import BarPicture, MissingPicture
 from replayfmt.report.probe_results import read_probe_run
 from replayfmt.report.tables import NOT_MEASURED
+from tests.probes.kernels import ptx
 from tests.probes.synthetic import block_records, shape_of, waves
 from tests.probes.test_costs import run_folder
 
@@ -56,7 +60,9 @@ def run(tmp_path: Path) -> Path:
     log = folder / "event.log"
     log.write_text(log.read_text().replace("grid 64 1 1 block 96", f"grid {len(BLOCKS)} 1 1 block 32"))
     (folder / "kernel/0_ab/original.ptx").write_bytes(b"// two")
-    (folder / "kernel/0_ab/probed.ptx").write_bytes(b".version 8\n// probe block_sched\n")
+    module = parse_ptx(ptx("triton_add", 90))
+    probed = probed_ptx(module, "triton_add", find_probe("block_sched"))
+    (folder / "kernel/0_ab/probed.ptx").write_text(probed.text)
     (folder / "result").mkdir()
     for number, blocks in enumerate([BLOCKS, BLOCKS, ONE_IS_LONG]):
         write_recording(folder / "result" / f"{number}.5.bin", shape_of(len(blocks)), [block_records(blocks)])
