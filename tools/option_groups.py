@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--whole", "--compiled", "--native", "--recorder", "--from", "--level", "--rewrite", "--op-alias",
         "--string-default", "--graph-capture",
     ),
-    "Devices": ("--device", "--streams"),
+    "Devices": ("--device", "--streams", "--graphs"),
     "Verification": (
         "--verify", "--run", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels",
     ),

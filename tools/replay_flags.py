@@ -131,6 +131,14 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "or all of it to the default stream, in the order of the capture.",
         ),
         click.option(
+            "--graphs",
+            type=click.Choice(("captured", "issued")),
+            default="captured",
+            show_default=True,
+            help="Capture the graphs of a device anew, where it can, and replay them; or issue their ops one by one at "
+            "each replay.",
+        ),
+        click.option(
             "--verify",
             type=click.Choice(_MODES),
             default="auto",
@@ -169,6 +177,7 @@ class ReplayFlags:
 
     device: tuple[str, ...]
     streams: Literal["captured", "serial"]
+    graphs: Literal["captured", "issued"]
     verify: Literal["auto", "bitwise", "close", "none"]
     replay_initializer: tuple[str, ...]
     moe_routing: str | None
@@ -213,6 +222,7 @@ class ReplayFlags:
                 allow_imports=self.allow_imports,
                 allow_operators=self.allow_operators,
                 streams=self.streams,
+                graphs=self.graphs,
                 allow_code=self.allow_code,
                 opaque_results=self.opaque_results,
                 substitutions=self.replay_kernel_substitution,

@@ -173,12 +173,15 @@ def cli(
         _report(_copy(part, out, less, force, allow_incomplete=False), trimmed)
 
 
+_DEFAULTS = (("verify", "auto"), ("streams", "captured"), ("graphs", "captured"))
+
+
 def _replays_nothing(flags: ReplayFlags, why: str) -> None:
     """Refuse flags on how to replay if nothing is replayed."""
     given = [
         flag_of(name)
         for name, value in vars(flags).items()
-        if value and name != "allow_incomplete" and (name, value) not in (("verify", "auto"), ("streams", "captured"))
+        if value and name != "allow_incomplete" and (name, value) not in _DEFAULTS
     ]
     if given:
         raise UsageError(f"{why} replays nothing: leave {', '.join(given)} out")

@@ -16,11 +16,12 @@ from .json_values import nested_deeper
 from .model import Attachment, Kernel
 from .reader import CaptureReader
 
-SOURCE, METADATA = "source", "metadata"
+SOURCE, METADATA, BODY = "source", "metadata", "body"
 # What a replay may use, with the longest that it takes of each. Other roles are shown, and used for nothing.
 MAX_BYTES = {
     SOURCE: 16 << 20,
     METADATA: 16 << 20,
+    BODY: 256 << 20,
     "ttir": 64 << 20,
     "ttgir": 64 << 20,
     "llir": 64 << 20,

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from replayfmt.errors import InvalidCapture
 
-from .attachments import MAX_BYTES, METADATA, SOURCE, parse_metadata
+from .attachments import BODY, MAX_BYTES, METADATA, SOURCE, parse_metadata
+from .codes import StorageOrigin
+from .graphs import open_body
 from .redaction import Redaction, has_path
 
 BINARIES = frozenset({"cubin", "hsaco", "object"})
@@ -32,6 +34,8 @@ class KeptAttachments:
             return None
         if self.redaction is None:
             return name, content
+        if role == BODY and not self._reveals_nothing(bytes(content)):
+            return None
         if role == METADATA:
             redacted = _redacted(self.redaction, bytes(content))
             return None if redacted is None else (self.redaction.text(name), redacted)
@@ -40,7 +44,28 @@ class KeptAttachments:
     def _is_free_of_source(self, role: str, content: bytes | memoryview) -> bool:
         if role in _INTERMEDIATE:
             return len(content) <= MAX_BYTES[role] and not has_path(bytes(content).decode(errors="replace"))
+        if role == BODY:
+            return self._holds_no_source(bytes(content))
         return role != SOURCE and role in MAX_BYTES
+
+    def _reveals_nothing(self, body: bytes) -> bool:
+        """Whether the body of a graph has neither content nor a text that would be rewritten."""
+        assert self.redaction is not None
+        try:
+            with open_body({BODY: body}) as reader:
+                content = (reader.summary.origins or {}).get(StorageOrigin.payload)
+                return not content and all(self.redaction.text(text) == text for text in reader.strings if text)
+        except ValueError:
+            return False
+
+    def _holds_no_source(self, body: bytes) -> bool:
+        """Whether the kernels that the body of a graph calls have no source in it."""
+        try:
+            with open_body({BODY: body}) as reader:
+                inside = [each for each in reader.attachments if each is not None]
+                return all(self._is_free_of_source(each.role, reader.payload(each.payload)) for each in inside)
+        except ValueError:
+            return False
 
 
 def _redacted(redaction: Redaction, content: bytes) -> bytes | None:

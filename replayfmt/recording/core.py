@@ -147,8 +147,7 @@ class Core:
         self.storages = Storages(
             self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit, native=native
         )
-        if options.reads_unwritten:
-            self.storages.unexplained.expected = self._expects_unwritten
+        self.storages.unexplained.expected = self._expects_unwritten
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
         self.numeric = NumericState(self.records)
         if native is not None:
@@ -184,6 +183,7 @@ class Core:
         self.ops_seen = 0
         self.progress = options.progress()
         self.stop_scope_left = False  # the scope at whose end recording stops has ended
+        self.warm_ups = 0  # how many calls are in progress that compute with memory nobody wrote, for nobody
         self.unwritten_scopes: set[str] = set()  # those of `reads_unwritten` in which such a read occurred
         self.arrivals: Counter[str] = Counter()  # calls seen of other packages' operators
         self.insides = Insides(options.inside, options.whole)
@@ -408,7 +408,10 @@ class Core:
                 self.calls.raised(call, started, ended, interrupted)
 
     def _expects_unwritten(self) -> bool:
-        """Whether the program may read memory that it never wrote, in one of this thread's scopes."""
+        """Whether memory that nobody wrote may be read now: by a warm-up of PyTorch's, or in one of this thread's
+        scopes."""
+        if self.warm_ups:
+            return True
         found = self.scopes.open_of(self.options.reads_unwritten)
         self.unwritten_scopes.update(found)
         return bool(found)

@@ -35,6 +35,7 @@ from .dispatch.kernels import CapturedKernel
 from .dispatch.mode import RecordingMode
 from .dispatch.mode_stack import mode_stack, remove_finished_modes
 from .frames import in_recorders_work
+from .graphs.hooks import Graphs
 from .hooks import direct_writes
 from .hooks.construction import Construction
 from .hooks.direct_writes import DirectWrites
@@ -55,6 +56,7 @@ _T = TypeVar("_T")
 Patches = (
     Hooks
     | TritonLaunches
+    | Graphs
     | HostReads
     | DirectWrites
     | WholeComposites
@@ -132,6 +134,7 @@ class Recorder:
         self._patches = [
             Hooks(self, self.options.compiled),
             TritonLaunches(self),
+            Graphs(self),
             HostReads(self),
             DirectWrites(self),
             *([Construction(self)] if hook is None else []),

@@ -24,6 +24,7 @@ from .codegen.lowering import Context, Lowering, Shapes
 from .codegen.op_lowering import lower_op
 from .codegen.streams import STREAMS_MODES, StreamsMode, replay_streams
 from .codegen.windows import CodeCache, Window
+from .graphs.kernel import GRAPHS_MODES, GraphsMode
 from .planning.memory import MemoryWatch
 from .planning.scan import Scan
 from .planning.slices import Slice
@@ -45,10 +46,8 @@ from .substitution.table import Asked
 from .verify.comparison import Judge, StopReplay, decide, environment_differences
 from .verify.run_twice import RunTwice
 
-# Captures of up to this many records keep their windows between runs, at some hundred bytes a record.
-_KEPT_RECORDS = 250_000
-# How long the search may take for ops whose results differ from run to run.
-_PATIENCE_S = 60.0
+_KEPT_RECORDS = 250_000  # longer captures do not keep their windows between runs, at some hundred bytes a record
+_PATIENCE_S = 60.0  # for the search for ops whose results differ from run to run
 
 
 class Plan(Preparation):
@@ -76,6 +75,7 @@ class Plan(Preparation):
         allow_code: bool = False,
         opaque_results: Iterable[str] = (),
         streams: StreamsMode = "captured",
+        graphs: GraphsMode = "captured",
         window: WindowSize = WindowSize(),  # noqa: B008 - frozen
     ) -> None:
         """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
@@ -83,16 +83,15 @@ class Plan(Preparation):
         was not captured, before those that are registered and built in; `initializer_options` are for them
         (`moe-routing`: uniform, zipf or zipf:EXPONENT). `substitutions` puts other functions in place of
         kernels: texts as on the command line, Substitution objects, or a function that decides for each Call;
-        how far their results may be off is `substitution_tolerance`. `allow_imports` names modules to import for the
-        operators that they register; a capture never causes the import of any other. `allow_operators` names operators
-        that may run although they do more than compute on tensors (`aten::from_file`). `allow_code` lets machine code
-        and source that are in the capture run, with the rights of this process: nothing confines them (SECURITY.md).
-        `opaque_results` names results that hold bytes no replay reproduces, as OPERATOR[:INDEX]: they are not compared.
-        `streams`: `captured` ones with what ordered them, or the default ones alone in capture order (`serial`).
+        `substitution_tolerance` is how far their results may be off. `allow_imports` names modules to import for the
+        operators that they register (a capture causes no other), `allow_operators` operators that may run although they
+        do more than compute on tensors. `allow_code` lets machine code and source in the capture run, with the rights
+        of this process (SECURITY.md). `opaque_results`, `streams` and `graphs` are those of the flags.
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
         choice_of("streams", streams, STREAMS_MODES)
+        choice_of("graphs", graphs, GRAPHS_MODES)
         check_kind("window", window, WindowSize)
         check_kind("substitution_tolerance", substitution_tolerance, Tolerance)
         check_function("on_file_bytes", on_file_bytes)
@@ -108,6 +107,7 @@ class Plan(Preparation):
             allow_imports=allow_imports,
             allow_operators=allow_operators,
             allow_code=flag_of("allow_code", allow_code),
+            graphs=graphs,
             substitutions=substitutions,
             opaque_results=opaque_results,
             window=window,
@@ -192,8 +192,8 @@ class Plan(Preparation):
         """
         choice_of("verify", verify, VERIFY_MODES)
         keep_going, scope_times = flag_of("keep_going", keep_going), flag_of("scope_times", scope_times)
-        for name, function in (("on_scope", on_scope), ("on_progress", on_progress)):
-            check_function(name, function)
+        check_function("on_scope", on_scope)
+        check_function("on_progress", on_progress)
         check_kind("only", only, Slice, optional=True)
         check_kind("timer", timer, Timer, optional=True)
         if keep_going and not self._keeps_going:

@@ -24,6 +24,8 @@ from replayfmt.initializers import Registry
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 
 from .code.allowed import AllowedCode
+from .graphs.kernel import GraphsMode
+from .graphs.prepared import PreparedGraphs
 from .planning.allowed_imports import AllowedImports
 from .planning.devices import map_devices, map_generators
 from .planning.effects import Addresses, Effects, addresses_of, effects_of_missing
@@ -59,6 +61,7 @@ class Preparation:
         allow_imports: Iterable[str],
         allow_operators: Iterable[str],
         allow_code: bool,
+        graphs: GraphsMode,
         substitutions: Asked,
         opaque_results: Iterable[str],
         window: WindowSize,
@@ -75,6 +78,10 @@ class Preparation:
             types = frozenset(device.type for device in self.device_map.in_use())
             self._code = AllowedCode(self.reader, allow_code, types)
             self._code.prepare()
+            self._graphs = PreparedGraphs(
+                self.reader, self.device_map, self._imports, allow_code=allow_code, mode=graphs, window=window
+            )
+            opened.callback(self._graphs.close)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             self.replacements = load(substitutions)
             self.window = window
@@ -94,7 +101,9 @@ class Preparation:
                 0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays what is there"
             )
         self.kernels: tuple[ResolvedKernel | str | None, ...] = tuple(
-            None if kernel is None else resolve(kernel, reader.session.torch_version, self._imports, self._code)
+            None
+            if kernel is None
+            else resolve(kernel, reader.session.torch_version, self._imports, self._code, self._graphs.resolve)
             for kernel in reader.kernels
         )
         self._effects: dict[int, Effects] = {}

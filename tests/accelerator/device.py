@@ -5,13 +5,16 @@ A process that has it keeps it, and PyTorch then knows an accelerator: import th
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import tempfile
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch._utils import CallbackRegistry
 
@@ -50,10 +53,12 @@ def _trace() -> ModuleType:
     return trace  # type: ignore[no-any-return]
 
 
+@functools.cache
 def register() -> Any:
-    """The module `torch.sim`. Raises NotAvailable where it cannot be built."""
+    """The module `torch.sim`, built once for a process. Raises NotAvailable where it cannot be built."""
     simulated = _built()
     torch.utils.rename_privateuse1_backend("sim")
+    simulated.register_graphs()
     module: Any = ModuleType("torch.sim")
     for name, value in vars(simulated).items():
         if not name.startswith("_"):
@@ -84,3 +89,20 @@ def register() -> Any:
     torch._register_device_module("sim", module)
     torch.utils.generate_methods_for_privateuse1_backend()
     return module
+
+
+@pytest.fixture(autouse=True, params=["python", "native"])
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of the recorders in turn."""
+    monkeypatch.setenv("OPREPLAY_RECORDER", request.param)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def devices_as_they_were() -> Iterator[None]:
+    sim = register()
+    sim.set_device(0)
+    sim.forget_launches()
+    sim.forget_races()
+    yield
+    torch.accelerator.synchronize()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from device import register
+from device import devices_as_they_were, recorder, register  # noqa: F401 - fixtures of every test
 from in_process import Tools
 from replay.rewriting import rewrite
 
@@ -23,21 +22,6 @@ from replayfmt.format.reader import open_capture
 from replayfmt.replay.substitution.requests import Substitution
 
 sim = register()
-
-
-@pytest.fixture(autouse=True, params=["python", "native"])
-def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("OPREPLAY_RECORDER", request.param)
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def devices_as_they_were() -> Iterator[None]:
-    sim.set_device(0)
-    sim.forget_launches()
-    sim.forget_races()
-    yield
-    torch.accelerator.synchronize()
 
 
 def training(device: str, steps: int = 4) -> list[float]:

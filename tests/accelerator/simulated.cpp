@@ -5,11 +5,17 @@
 // back. Everything runs at once, in the order in which it is issued; streams and events keep vector clocks, and an
 // operator that uses memory which another stream last touched, without an event between the two, raises (or is counted,
 // where races are tolerated). What streams and events do is told to PyTorch's trace, as the guard of CUDA does.
+//
+// While a graph is captured, operators leave no trace: they run for their results' sizes alone, and what they wrote and
+// drew is undone at the end. Memory that a capture allocates is the graph's until that is gone, and what is freed in
+// between is used again by the same capture. A replay issues what was captured, with the same addresses.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/GraphImplInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
@@ -17,6 +23,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <torch/csrc/utils/pybind.h>
@@ -27,6 +34,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -62,6 +71,14 @@ struct Block {
   Touched touched;
   Place home{0, 0};      // the stream that was current when it was allocated, which gets it again
   std::set<Place> used;  // streams that record_stream named: they are waited for
+  struct Pool* pool = nullptr;  // of the graphs that it belongs to
+};
+
+// The memory of one or more graphs: blocks that were freed while one of them is there.
+struct Pool {
+  c10::MempoolId_t id;
+  int graphs = 0;
+  std::set<char*> blocks, free;
 };
 
 struct Event {
@@ -78,6 +95,8 @@ size_t allocated[kDevices], peak[kDevices];
 c10::StreamId next_stream = 1;
 bool tolerates_races = false;
 int64_t races = 0, unsafe_frees = 0;
+class SimulatedGraph;
+SimulatedGraph* capturing = nullptr;  // the graph that is being captured; the device's work goes there
 thread_local bool by_fallback = false;  // copies are part of an operator that the host runs
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {0, 0};
@@ -175,10 +194,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     delete static_cast<Event*>(event);
   }
+  static void refuse_while_capturing(const char* what) {
+    TORCH_CHECK(!capturing, "sim: ", what, " is not permitted while a graph is captured");
+  }
   void synchronizeEvent(void* event) const override {
     if (!event) {
       return;
     }
+    refuse_while_capturing("to wait for an event");
     {
       std::lock_guard lock(mutex);
       wait_for(static_cast<Event*>(event)->clock);
@@ -187,6 +210,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override {
+    refuse_while_capturing("to wait for a stream");
     {
       std::lock_guard lock(mutex);
       wait_for(clocks[{stream.device_index(), stream.id()}]);
@@ -195,6 +219,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     tell(&Table::trace_gpu_stream_synchronization, handle_of(stream));
   }
   void synchronizeDevice(c10::DeviceIndex index) const override {
+    refuse_while_capturing("to wait for a device");
     {
       std::lock_guard lock(mutex);
       for (auto& [place, clock] : std::map<Place, Clock>(clocks)) {
@@ -232,21 +257,44 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 // ------------------------------------------------------------------------------------------------------------- memory
 
-struct Allocator final : c10::Allocator {
+Pool* pool_in_use();
+void note_made(const c10::DataPtr& data);
+
+struct Allocator final : c10::DeviceAllocator {
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex index) override { peak[index] = allocated[index]; }
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(kKind, current_device);
     if (bytes == 0) {
       return {nullptr, device};
     }
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), mapped = (bytes + page - 1) / page * page;
+    std::lock_guard lock(mutex);
+    Pool* pool = pool_in_use();
+    for (char* free : pool ? pool->free : std::set<char*>()) {  // as the next op of a capture uses what one left
+      if (blocks[free].mapped == mapped && blocks[free].device == current_device) {
+        pool->free.erase(free);
+        c10::DataPtr again(free, free, &release, device);
+        note_made(again);
+        return again;
+      }
+    }
     void* memory = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(memory != MAP_FAILED, "sim: out of memory");
-    std::lock_guard lock(mutex);
     blocks[static_cast<char*>(memory)] = {
-        bytes, mapped, current_device, {}, {current_device, current_stream[current_device]}, {}};
+        bytes, mapped, current_device, {}, {current_device, current_stream[current_device]}, {}, pool};
+    if (pool) {
+      pool->blocks.insert(static_cast<char*>(memory));
+    }
     allocated[current_device] += bytes;
     peak[current_device] = std::max(peak[current_device], allocated[current_device]);
-    return {memory, memory, &release, device};
+    c10::DataPtr made(memory, memory, &release, device);
+    note_made(made);
+    return made;
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override;
@@ -257,6 +305,10 @@ struct Allocator final : c10::Allocator {
     std::lock_guard lock(mutex);
     const auto found = blocks.find(static_cast<char*>(memory));
     const Block& block = found->second;
+    if (block.pool) {  // as long as a graph may use it
+      block.pool->free.insert(found->first);
+      return;
+    }
     const Clock& known = clocks[block.home];
     const auto is_free = [&](const std::pair<Place, int64_t>& touch) {
       const auto tick = known.find(touch.first);
@@ -264,13 +316,50 @@ struct Allocator final : c10::Allocator {
     };
     unsafe_frees += !is_free(block.touched.written) ||
                     !std::all_of(block.touched.read.begin(), block.touched.read.end(), is_free);
+    unmap(found);
+  }
+  static void unmap(std::map<char*, Block>::iterator found) {
     allocated[found->second.device] -= found->second.bytes;
-    munmap(memory, found->second.mapped);
+    munmap(found->first, found->second.mapped);
     blocks.erase(found);
   }
 };
 Allocator allocator;
 REGISTER_ALLOCATOR(kKind, &allocator);
+
+// Pinned memory of the host: copies to and from it need not wait.
+struct PinnedMemory final : at::HostAllocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    char* memory = static_cast<char*>(::operator new(std::max<size_t>(bytes, 1)));
+    std::lock_guard lock(mutex);
+    pinned()[memory] = bytes;
+    return {memory, memory, &release, c10::DeviceType::CPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+  static void release(void* memory) {
+    std::lock_guard lock(mutex);
+    pinned().erase(static_cast<char*>(memory));
+    ::operator delete(memory);
+  }
+  static std::map<char*, size_t>& pinned() {
+    static std::map<char*, size_t> all;
+    return all;
+  }
+  static bool holds(const void* address) {
+    std::lock_guard lock(mutex);
+    auto* wanted = const_cast<char*>(static_cast<const char*>(address));
+    auto found = pinned().upper_bound(wanted);
+    return found != pinned().begin() && wanted < std::prev(found)->first + std::max<size_t>(std::prev(found)->second, 1);
+  }
+};
+PinnedMemory pinned_memory;
+const at::HostAllocatorRegistry<kKind> pinned_memory_of_sim(&pinned_memory);
 
 std::pair<char* const, Block>* block_of(const void* address) {
   auto* wanted = const_cast<char*>(static_cast<const char*>(address));
@@ -316,7 +405,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
 // nothing says that it is done.
 void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at::Tensor>& read,
            const std::vector<at::Tensor>& written) {
-  if (by_fallback) {
+  if (by_fallback || capturing) {
     return;
   }
   std::lock_guard lock(mutex);
@@ -359,6 +448,9 @@ void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at:
 
 // An operator on the current stream of `device`, the last one, made this tensor.
 void came_to_be(c10::DeviceIndex device, const at::Tensor& tensor) {
+  if (capturing) {
+    return;
+  }
   std::lock_guard lock(mutex);
   const Place here{device, current_stream[device]};
   if (auto* block = tensor.defined() && tensor.device().type() == kKind ? block_of(tensor.storage().data()) : nullptr) {
@@ -373,6 +465,221 @@ struct AsOne {
   AsOne() { by_fallback = true; }
   ~AsOne() { by_fallback = false; }
 };
+
+// ------------------------------------------------------------------------------------------------------------- graphs
+
+void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking);
+
+std::vector<Pool*> pools;
+
+bool is_here(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kKind; }
+
+// A tensor at the same address, which keeps no memory. Tensors of the host are taken as they are now.
+at::Tensor at_same_address(const at::Tensor& tensor, bool host_stays) {
+  if (!is_here(tensor)) {
+    return tensor.defined() && !host_stays ? tensor.clone() : tensor;
+  }
+  void* memory = tensor.storage().mutable_data();
+  c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
+                       c10::DataPtr(memory, memory, [](void*) {}, tensor.device()), nullptr, false);
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), tensor.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  return made;
+}
+
+c10::IValue at_same_address(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return at_same_address(value.toTensor(), false);
+  }
+  if (value.isList()) {
+    const auto given = value.toList();
+    c10::impl::GenericList list(given.elementType());
+    for (const c10::IValue each : given) {
+      list.push_back(at_same_address(each));
+    }
+    return list;
+  }
+  return value;
+}
+
+std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
+  std::vector<at::Tensor> found;
+  if (value.isTensor()) {
+    found.push_back(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue each : value.toList()) {
+      for (const at::Tensor& tensor : tensors_in(each)) {
+        found.push_back(tensor);
+      }
+    }
+  }
+  return found;
+}
+
+void copy_here(const at::Tensor& from, const at::Tensor& to) {
+  const Open one(from.storage().data()), other(to.storage().data());
+  on_host(to).copy_(on_host(from));
+}
+
+class SimulatedGraph final : public at::GraphImplInterface {
+ public:
+  explicit SimulatedGraph(const at::GraphImplArgs& args) : keeps_(args.keep_graph) {}
+  ~SimulatedGraph() override { reset(); }
+  void capture_begin(c10::MempoolId_t id, at::GraphCaptureMode) override {
+    TORCH_CHECK(!capturing, "sim: a graph is being captured");
+    TORCH_CHECK(!pool_, "sim: this graph was captured before: reset it");
+    std::lock_guard lock(mutex);
+    static c10::CaptureId_t next = 1;
+    for (Pool* pool : pools) {
+      pool_ = pool->id == id ? pool : pool_;
+    }
+    if (!pool_) {
+      pool_ = new Pool{id == c10::MempoolId_t{0, 0} ? c10::MempoolId_t{next++, 0} : id};
+      pools.push_back(pool_);
+    }
+    pool_->graphs++;
+    stream_ = current_stream[current_device];
+    capturing = this;
+  }
+  void capture_end() override {
+    TORCH_CHECK(capturing == this, "sim: no capture of this graph is in progress");
+    TORCH_CHECK(stream_ == current_stream[current_device], "sim: a capture ends on the stream on which it began");
+    capturing = nullptr;
+    std::lock_guard lock(mutex);
+    for (const auto& [address, bytes] : saved_) {
+      if (blocks.count(address)) {
+        const Open open(address);
+        std::memcpy(address, bytes.data(), bytes.size());
+      }
+    }
+    saved_.clear();
+    for (char* address : made_) {
+      const Open open(address);
+      std::memset(address, 0xA5, blocks[address].bytes);
+    }
+    captured_ = true;
+    instantiated_ = !keeps_;
+  }
+  void instantiate() override {
+    TORCH_CHECK(captured_, "sim: nothing was captured");
+    instantiated_ = true;
+  }
+  void replay() override {
+    TORCH_CHECK(captured_, "sim: nothing was captured");
+    TORCH_CHECK(!capturing, "sim: a graph inside of a graph");
+    instantiate();
+    {
+      std::lock_guard lock(mutex);
+      for (char* address : used_) {
+        TORCH_CHECK(blocks.count(address), "sim: a graph uses memory that was freed");
+      }
+    }
+    replays++;
+    for (const auto& node : nodes_) {
+      node();
+    }
+  }
+  void reset() override {
+    std::lock_guard lock(mutex);
+    capturing = capturing == this ? nullptr : capturing;
+    nodes_.clear();
+    names_.clear();
+    made_.clear();
+    used_.clear();
+    saved_.clear();
+    captured_ = instantiated_ = false;
+    if (pool_ && --pool_->graphs == 0) {
+      for (char* address : pool_->blocks) {
+        blocks[address].pool = nullptr;
+        if (pool_->free.count(address)) {
+          Allocator::unmap(blocks.find(address));
+        }
+      }
+      pools.erase(std::find(pools.begin(), pools.end(), pool_));
+      delete pool_;
+    }
+    pool_ = nullptr;
+  }
+  c10::MempoolId_t pool() const override {
+    TORCH_CHECK(pool_, "sim: nothing was captured");
+    return pool_->id;
+  }
+  void enable_debug_mode() override {}
+  void debug_dump(const std::string& path) override {
+    std::ofstream file(path);
+    for (const std::string& name : names_) {
+      file << name << "\n";
+    }
+  }
+
+  static int64_t replays;
+  Pool* memory() const { return pool_; }
+  // An operator is about to run for its results' sizes. What it writes is as it was, later.
+  void keep(const std::vector<at::Tensor>& used, const std::vector<at::Tensor>& written) {
+    std::lock_guard lock(mutex);
+    for (const auto* tensors : {&used, &written}) {
+      for (const at::Tensor& tensor : *tensors) {
+        auto* block = is_here(tensor) ? block_of(tensor.storage().data()) : nullptr;
+        if (block) {
+          used_.insert(block->first);
+        }
+        if (block && tensors == &written && !made_.count(block->first) && !saved_.count(block->first)) {
+          const Open open(block->first);
+          saved_[block->first] = std::string(block->first, block->second.bytes);
+        }
+      }
+    }
+  }
+  void made(const c10::DataPtr& data) {
+    if (data) {
+      made_.insert(static_cast<char*>(data.get()));
+    }
+  }
+  void add(std::string name, std::function<void()> node) {
+    names_.push_back(std::move(name));
+    nodes_.push_back(std::move(node));
+  }
+
+ private:
+  const bool keeps_;
+  Pool* pool_ = nullptr;
+  bool captured_ = false, instantiated_ = false;
+  c10::StreamId stream_ = 0;
+  std::vector<std::function<void()>> nodes_;
+  std::vector<std::string> names_;
+  std::set<char*> made_, used_;
+  std::map<char*, std::string> saved_;
+};
+int64_t SimulatedGraph::replays = 0;
+
+Pool* pool_in_use() { return capturing ? capturing->memory() : nullptr; }
+
+void note_made(const c10::DataPtr& data) {
+  if (capturing) {
+    capturing->made(data);
+  }
+}
+
+// What an operator of a graph does at each replay: its results go to where those of the capture were.
+void add_node(const c10::OperatorHandle& op, std::vector<c10::IValue> args, std::vector<at::Tensor> results) {
+  capturing->add(op.schema().name(), [op, args = std::move(args), results = std::move(results)] {
+    torch::jit::Stack stack = args;
+    by_the_host(op, &stack);
+    size_t next = 0;
+    for (const c10::IValue& value : stack) {
+      for (const at::Tensor& made : tensors_in(value)) {
+        const at::Tensor& place = results.at(next++);
+        if (is_here(made) && made.storage().data() != place.storage().data()) {
+          TORCH_CHECK(made.sizes() == place.sizes(), "sim: ", op.schema().name(), " returned another size than captured");
+          copy_here(made, place);
+          touch("result", place.device().index(), {}, {place});
+        }
+      }
+    }
+  });
+}
 
 // ---------------------------------------------------------------------------------------------------------- operators
 
@@ -405,6 +712,7 @@ at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::
 }
 
 void resize_storage(const c10::Storage& storage, size_t bytes) {
+  Guard::refuse_while_capturing("to resize memory");
   const c10::DeviceGuard guard(storage.device());
   c10::DataPtr made = allocator.allocate(bytes);
   if (storage.data() && bytes) {
@@ -443,6 +751,13 @@ void wait_for_current_stream(c10::DeviceIndex of, c10::DeviceIndex by) {
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   const auto on_device = [](const at::Tensor& tensor) { return tensor.device().type() == kKind; };
   const auto device = (on_device(to) ? to : self).device().index();
+  if (!by_fallback && capturing) {
+    TORCH_CHECK(on_device(to) || non_blocking, "sim: a copy for which the host waits, while a graph is captured");
+    capturing->keep({self}, {to});
+    const at::Tensor from = at_same_address(self, true), into = at_same_address(to, true);
+    capturing->add("copy", [from, into] { copy_from(from, into, true); });
+    return to;
+  }
   if (!by_fallback && on_device(to) && on_device(self)) {  // between two devices, both their current streams wait for each other
     wait_for_current_stream(self.device().index(), device);
   }
@@ -468,6 +783,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 
 at::Scalar local_scalar(const at::Tensor& self) {
   const auto device = self.device().index();
+  Guard::refuse_while_capturing("a value that the host reads");
   touch("read", device, {self}, {});
   Guard().synchronizeStream(Guard::stream_of(device, current_stream[device]));
   const Open open(self.storage().data());
@@ -506,6 +822,7 @@ const at::Generator& default_generator(c10::DeviceIndex index) {
 void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
+  const std::vector<c10::IValue> as_given(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
   std::vector<at::Tensor> read, written;
   std::vector<std::pair<at::Generator, at::Generator>> drawn;
   c10::DeviceIndex device = current_device;
@@ -546,9 +863,26 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   const c10::DeviceGuard guard(c10::Device(kKind, device));
   touch(schema.name(), device, read, written);
+  const bool captured = capturing && !by_fallback;
+  std::vector<c10::IValue> given;
+  if (captured) {
+    capturing->keep(read, written);
+    for (const c10::IValue& value : as_given) {
+      given.push_back(at_same_address(value));
+    }
+  }
   {
     const AsOne one;
     at::native::cpu_fallback(op, stack);
+  }
+  if (captured) {
+    std::vector<at::Tensor> results;
+    for (size_t index = stack->size() - schema.returns().size(); index < stack->size(); index++) {
+      for (const at::Tensor& tensor : tensors_in((*stack)[index])) {
+        results.push_back(at_same_address(tensor, true));
+      }
+    }
+    add_node(op, std::move(given), std::move(results));
   }
   for (size_t index = stack->size() - schema.returns().size(); index < stack->size(); index++) {
     const c10::IValue& value = (*stack)[index];
@@ -559,7 +893,9 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   for (auto& [given, host] : drawn) {
-    given.set_state(host.get_state());
+    if (!captured) {
+      given.set_state(host.get_state());
+    }
   }
   if (draws_unasked) {
     drawn.back().second.set_state(hosts_own);
@@ -617,6 +953,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     TORCH_CHECK(block, "sim: not memory of a device");
     return {kKind, block->second.device};
   }
+  bool isPinnedPtr(const void* data) const override { return PinnedMemory::holds(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(storage, bytes);
   }
@@ -627,6 +965,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 PYBIND11_MODULE(simulated_accelerator, module) {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  // Under the name that the device was given.
+  module.def("register_graphs", [] {
+    at::GraphImplRegistry()->Register(c10::DeviceTypeName(kKind, false), [](const at::GraphImplArgs& args) {
+      return std::unique_ptr<at::GraphImplInterface>(new SimulatedGraph(args));
+    });
+  });
+  module.def("graph_replays", [] { return SimulatedGraph::replays; });
+  module.def("is_capturing", [] { return capturing != nullptr; });
   module.def("device_count", [] { return int(kDevices); });
   module.def("current_device", [] { return int(current_device); });
   module.def("set_device", [](int index) { hooks.setCurrentDevice(static_cast<c10::DeviceIndex>(index)); });

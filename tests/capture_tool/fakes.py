@@ -43,6 +43,12 @@ class FakeRecorder:
         depth = torch._C._len_torch_dispatch_stack()
         return not self.pauses and any(torch._C._get_dispatch_stack_at(i) is self.mode for i in range(depth))
 
+    def mode_here(self):
+        return self.mode if self.recording() else None
+
+    def hidden(self):
+        return self.paused()
+
     @contextlib.contextmanager
     def paused(self):
         self.pauses += 1

@@ -59,6 +59,12 @@ def rewrite(
         for each in reader.devices[1:]:
             assert each is not None
             writer.device(device(each) if device else each)
+        for info in reader.payloads:
+            content = bytes(reader.payload(info.id))
+            writer.payload(payload(info.id, content) if payload else content)
+        for attachment in reader.attachments[1:]:
+            assert attachment is not None
+            writer.attachment(attachment)
         for kind in reader.kernels[1:]:
             assert kind is not None
             writer.kernel(kernel(kind) if kernel else kind)
@@ -72,9 +78,6 @@ def rewrite(
             writer.signature(signature(one) if signature else one)
         for generator in reader.generators[1:]:
             writer.generator(generator)
-        for info in reader.payloads:
-            content = bytes(reader.payload(info.id))
-            writer.payload(payload(info.id, content) if payload else content)
         for placement in reader.placements[1:]:
             assert placement is not None
             writer.placement(placement)

@@ -1,7 +1,7 @@
 """Sees work that reaches devices without passing through the dispatcher, and records it as unsupported.
 
-Compiled regions (Inductor graphs, ahead-of-time compiled models, TorchScript fusion groups), Triton launches and CUDA
-graph replays run kernels that a dispatch mode never sees; a replay without them would be silently wrong. Each is
+Compiled regions (Inductor graphs, ahead-of-time compiled models, TorchScript fusion groups) run kernels that a dispatch
+mode never sees; a replay without them would be silently wrong. Each is
 replaced by a function that writes an `unsupported` record, runs the original with recording paused on this thread, and
 marks whatever the work may have written to be imported again at its next use. Inside an op (a custom operator that
 launches Triton, say) and inside another hooked region nothing is recorded: the replay calls the outer op as a whole.
@@ -362,60 +362,6 @@ def _hiding_nodes() -> list[str]:
     return [] if graph is None else [kind for kind in _HIDING_NODES if graph.findAllNodes(kind)]
 
 
-# -------------------------------------------------------------------------------------------------------- CUDA graphs
-
-
-def _graph_replay(recorder: RecorderForHooks, original: Function) -> Function:
-    @functools.wraps(original)
-    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.launching():
-            return original(self, *args, **kwargs)
-        recorder.unsupported(
-            "cuda_graph",
-            f"{type(self).__name__}.replay",
-            "a graph of a device replays kernels that were captured into it; what it writes is unknown",
-        )
-        with recorder.paused():
-            return original(self, *args, **kwargs)
-
-    return replay
-
-
-# While a stream is being captured into a graph, its operators do not run, and reading memory would break that capture:
-# recording is paused in between. `pauses` is keyed by the graph's identity.
-
-
-def _graph_begin(
-    recorder: RecorderForHooks, pauses: dict[int, AbstractContextManager[Any]], original: Function
-) -> Function:
-    @functools.wraps(original)
-    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.launching():
-            return original(self, *args, **kwargs)
-        result = original(self, *args, **kwargs)
-        pause = recorder.paused()
-        pause.__enter__()
-        pauses[id(self)] = pause
-        return result
-
-    return capture_begin
-
-
-def _graph_end(
-    _recorder: RecorderForHooks, pauses: dict[int, AbstractContextManager[Any]], original: Function
-) -> Function:
-    @functools.wraps(original)
-    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            pause = pauses.pop(id(self), None)
-            if pause is not None:
-                pause.__exit__(None, None, None)
-
-    return capture_end
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in arguments or results: also inside lists, tuples, dicts and Triton's tensor descriptors."""
     if isinstance(value, torch.Tensor):
@@ -443,7 +389,6 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
         return lambda original: _region(recorder, describe, original, **more)
 
     inductor = "torch._inductor.output_code"
-    pauses: dict[int, AbstractContextManager[Any]] = {}
     return [
         Patch(
             inductor,
@@ -462,13 +407,4 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
         Patch("torch._C._aoti", "AOTIModel*.boxed_run", region(_class_name), "compiled_region"),
         Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
         Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
-        *(
-            Patch(module, f"{graph}.{method}", hook(make, *extra), "cuda_graph", vital=method == "replay")
-            for module, graph in (("torch.cuda.graphs", "CUDAGraph"), ("torch.accelerator.graphs", "Graph"))
-            for method, make, *extra in (
-                ("replay", _graph_replay),
-                ("capture_begin", _graph_begin, pauses),
-                ("capture_end", _graph_end, pauses),
-            )
-        ),
     ]

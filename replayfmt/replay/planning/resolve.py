@@ -6,6 +6,8 @@ since the capture is accepted only if torch itself considers it backward compati
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch._ops import OpOverload
 
@@ -22,12 +24,18 @@ from .kernels import OperatorKernel, ResolvedKernel
 
 
 def resolve(
-    kernel: Kernel, captured_torch: str | None, imports: AllowedImports | None = None, code: AllowedCode | None = None
+    kernel: Kernel,
+    captured_torch: str | None,
+    imports: AllowedImports | None = None,
+    code: AllowedCode | None = None,
+    graphs: Callable[[Kernel], ResolvedKernel | str] | None = None,
 ) -> ResolvedKernel | str:
     """What a captured kernel is replayed with, or a sentence that says why there is nothing. `imports`: what the user
     allows to be imported for an unknown operator; `code`: whether a kernel that is no operator may be made of the code
-    in the capture."""
+    in the capture; `graphs` makes those of graphs."""
     named = kernel.qualified_name
+    if kernel.kind is KernelKind.graph and graphs is not None:
+        return graphs(kernel)
     if kernel.kind is not KernelKind.operator:
         return code.resolve(kernel) if code is not None else f"{named} is no operator, but a {kernel.kind.name} kernel"
     namespace = kernel.name.partition("::")[0]

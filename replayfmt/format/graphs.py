@@ -1,0 +1,101 @@
+"""The body of a graph of a device: the ops that were captured into it, as a capture inside of a capture.
+
+It is an attachment of the graph's kernel. Its records are ops alone. Its storages are what the graph uses: those whose
+origin is `absent` existed before, those of the origin `payload` are tensors of the host that an op was given by value,
+and the others were allocated by the graph. An argument of the kernel is a tensor on one of them and is named after it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from replayfmt.errors import InvalidCapture, OpReplayError
+
+from .attachments import BODY, METADATA
+from .codes import KernelKind, RecordKind
+from .reader import CaptureReader, open_capture
+
+BODY_SESSION = "00000000-0000-0000-0000-000000000000"  # a body has no session of its own, and the same ops one form
+VERSION = 1
+_ARGUMENT = re.compile(r"s([1-9][0-9]{0,17})(?:_[0-9]{1,9})?")
+
+
+def argument_name(storage: int, which: int) -> str:
+    """The name of the argument that is the tensor number `which` on a storage of the body."""
+    return f"s{storage}_{which}" if which else f"s{storage}"
+
+
+def storage_of_argument(name: str) -> int:
+    """The storage of the body that an argument is on. Raises ValueError for the name of no argument."""
+    found = _ARGUMENT.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name!a} names no storage of a graph")
+    return int(found.group(1))
+
+
+def open_body(contents: Mapping[str, bytes]) -> CaptureReader:
+    """The body among a kernel's attachments by role, for the caller to close. Raises ValueError if there is none that
+    can be read, or if it holds anything but ops of operators and of kernels that are no graphs."""
+    if BODY not in contents:
+        raise ValueError("the capture has no body of it")
+    with tempfile.TemporaryDirectory(prefix="opreplay-") as folder:
+        path = Path(folder, "body.opreplay")
+        path.write_bytes(contents[BODY])
+        try:
+            reader = open_capture(path)
+        except OpReplayError as error:
+            raise ValueError(f"its body cannot be read ({str(error).replace(str(path), 'body')})") from None
+    try:
+        _check(reader)
+    except BaseException:
+        reader.close()
+        raise
+    return reader
+
+
+def _check(reader: CaptureReader) -> None:
+    if not reader.complete:
+        raise ValueError(f"its body is incomplete ({reader.incomplete_reason})")
+    for kernel in reader.kernels:
+        if kernel is not None and kernel.kind in (KernelKind.graph, KernelKind.collective):
+            raise ValueError(f"its body calls {kernel.qualified_name}, a kernel of the kind {kernel.kind.name}")
+    try:
+        others = {record.kind.name for record in reader.records() if record.kind is not RecordKind.op}
+    except InvalidCapture as error:
+        raise ValueError(f"its body cannot be read ({error})") from None
+    if others:
+        raise ValueError(f"its body holds records of other kinds than ops: {', '.join(sorted(others))}")
+
+
+def body_metadata(reader: CaptureReader, device: str, streams: int, draws: bool) -> dict[str, Any]:
+    """What is said of a graph besides its ops: the device that it was captured on, the number of streams that its ops
+    were issued to, and whether they draw random numbers."""
+    calls = Counter(reader.kernels[record.signature.kernel].qualified_name for record in reader.records())
+    return {
+        "kind": "graph",
+        "version": VERSION,
+        "device": device,
+        "streams": streams,
+        "draws": draws,
+        "ops": sum(calls.values()),
+        "kernels": dict(sorted(calls.items())),
+    }
+
+
+def parse_body_metadata(contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """The metadata among a graph's attachments. Raises ValueError if there are none of this version."""
+    try:
+        metadata = json.loads(contents[METADATA])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ValueError(f"it has no metadata that can be read ({error!r})") from None
+    if not isinstance(metadata, dict) or metadata.get("kind") != "graph" or metadata.get("version") != VERSION:
+        raise ValueError(f"its metadata are not those of a graph of version {VERSION}")
+    if type(metadata.get("streams")) is not int or type(metadata.get("draws")) is not bool:
+        raise ValueError("its metadata do not say how many streams it uses, or whether it draws")
+    return metadata

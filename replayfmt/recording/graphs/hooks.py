@@ -1,0 +1,306 @@
+"""Notices the captures and replays of graphs, and records the replays.
+
+While a stream is being captured into a graph its operators do not run, and reading memory would break that capture: the
+recorder steps aside on this thread, and a mode writes the graph's body. A graph that cannot be kept, and one that was
+captured before, is an `unsupported` record at each replay, which says why.
+
+The table at the end is the list of what is hooked. Nothing is imported just to be hooked (see hooks/patches.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch._C import _push_on_torch_dispatch_stack
+
+from ..dispatch.mode import RecordingMode
+from ..dispatch.mode_stack import remove_mode
+from ..frames import leave_no_frames
+from ..hooks.patches import Patch, Patched, PatchSet
+from ..stream.records import Unrepresentable
+from .body import GraphBody, UsedMemory
+from .kernel import Allocated, GraphKernel
+from .mode import GraphMode
+
+_T = TypeVar("_T")
+_Function = Callable[..., Any]
+REASON = "cuda_graph"
+_BEFORE = "it was captured before the recording began, or by a thread that is not recorded"
+_RAW = "the program took its raw graph, which it may change by hand"
+
+
+class RecorderForGraphs(Protocol):
+    """What the hooks need from a recorder."""
+
+    def mode_here(self) -> RecordingMode | None:
+        """The mode that sees what this thread does now: the one that records it, or observes an operator."""
+        ...
+
+    def launching(self) -> bool:
+        """This thread is about to do work that cannot be recorded. Returns whether it is being recorded."""
+        ...
+
+    def hidden(self) -> AbstractContextManager[None]: ...
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
+
+    def unsupported(self, reason: str, op: str, detail: str) -> object: ...
+
+    def storage_written(self, storage: torch.UntypedStorage) -> None:
+        """Something unseen may have written to a storage."""
+        ...
+
+
+class _GraphBegun(NamedTuple):
+    """A capture in progress. `away`: the recorder has stepped aside."""
+
+    mode: GraphMode
+    away: AbstractContextManager[None]
+    device: torch.device
+
+
+class _KnownGraph:
+    """A graph that was captured. `kernel`: None if it cannot be kept, and `problem` says why. `recorded`: all that was
+    done since its capture is recorded."""
+
+    __slots__ = ("born", "kernel", "memory", "problem", "recorded")
+
+    def __init__(self, kernel: GraphKernel | None, problem: str, memory: list[UsedMemory], recorded: bool) -> None:
+        self.kernel = kernel
+        self.problem = problem
+        self.memory = memory
+        self.recorded = recorded
+        self.born = False  # the memory that it allocated is in the capture
+
+
+class Graphs(Patched):
+    """The hooks of one capture."""
+
+    def __init__(self, recorder: RecorderForGraphs) -> None:
+        self._recorder = recorder
+        self._known: weakref.WeakKeyDictionary[Any, _KnownGraph] = weakref.WeakKeyDictionary()
+        self._begun: dict[int, _GraphBegun] = {}  # by the identity of the graph
+        self._numbers = iter(range(1, 1 << 62))
+        self._now = threading.local()  # `replay`: what the kernel's call does
+        self._patches = PatchSet(table(self), self._report_missing)
+
+    def remove(self) -> None:
+        super().remove()
+        self._known.clear()
+
+    def _report_missing(self, patch: Patch) -> None:
+        """Work that goes through it would go unseen."""
+        if patch.vital:
+            detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
+            self._recorder.unsupported(REASON, patch.target, detail)
+
+    # ------------------------------------------------------------------------------------------------------- a capture
+
+    def begin(self, original: _Function) -> _Function:
+        """Of `capture_begin`."""
+
+        @functools.wraps(original)
+        def capture_begin(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            mode = self._recorder.attempt(self._recorder.mode_here)
+            result = original(graph, *args, **kwargs)
+            if mode is not None:
+                self._recorder.attempt(self._begin, graph, mode)
+            return result
+
+        return capture_begin
+
+    def _begin(self, graph: Any, mode: RecordingMode) -> None:
+        core = mode.core
+        device = torch.accelerator.current_accelerator()
+        if device is None:
+            return
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+        body = GraphBody(device.type, redact=core.options.redact, keeps=core.writer.keeps)
+        if isinstance(mode, GraphMode):
+            mode.body.unkept("another graph was captured meanwhile")
+            body.unkept("it was captured while another graph was")
+        begun = _GraphBegun(GraphMode(core, body, device.type), self._recorder.hidden(), device)
+        begun.away.__enter__()
+        _push_on_torch_dispatch_stack(begun.mode)
+        self._known.pop(graph, None)
+        self._begun[id(graph)] = begun
+
+    def end(self, original: _Function) -> _Function:
+        """Of `capture_end`."""
+
+        @functools.wraps(original)
+        def capture_end(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            begun = self._begun.pop(id(graph), None)
+            try:
+                result = original(graph, *args, **kwargs)
+            except BaseException:
+                if begun is not None:
+                    self._recorder.attempt(self._leave, begun)
+                    self._recorder.attempt(begun.mode.body.drop)
+                raise
+            if begun is not None:
+                self._recorder.attempt(self._end, graph, begun)
+                self._recorder.attempt(self._leave, begun)
+            return result
+
+        return capture_end
+
+    @staticmethod
+    def _leave(begun: _GraphBegun) -> None:
+        remove_mode(begun.mode)
+        begun.away.__exit__(None, None, None)
+
+    def _end(self, graph: Any, begun: _GraphBegun) -> None:
+        remove_mode(begun.mode)  # what follows is the recorder's own
+        begun.mode._look()
+        body = begun.mode.body
+        kernel = None
+        if not body.problem:
+            try:
+                kernel = GraphKernel(next(self._numbers), body, begun.device, self._call)
+            except Unrepresentable as problem:
+                body.unkept(problem.detail)
+        if kernel is None:
+            body.drop()
+        self._known[graph] = _KnownGraph(kernel, body.problem, list(body.kept()), begun.mode.core.on)
+
+    def warm_up(self, original: _Function) -> _Function:
+        """Of `make_graphed_callables`: it warms up with gradients that nobody wrote, and drops what comes of it."""
+
+        @functools.wraps(original)
+        def make_graphed_callables(*args: Any, **kwargs: Any) -> Any:
+            mode = self._recorder.attempt(self._recorder.mode_here)
+            if mode is None:
+                return original(*args, **kwargs)
+            mode.core.warm_ups += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                mode.core.warm_ups -= 1
+
+        return make_graphed_callables
+
+    # -------------------------------------------------------------------------------------------------------- a replay
+
+    def replay(self, original: _Function) -> _Function:
+        """Of `replay`."""
+
+        @functools.wraps(original)
+        def replay(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            mode = self._recorder.attempt(self._recorder.mode_here)
+            run = functools.partial(original, graph, *args, **kwargs)
+            if mode is None:
+                return run()
+            try:
+                return self._replay(mode, graph, run)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+
+        return replay
+
+    def _replay(self, mode: RecordingMode, graph: Any, run: _Function) -> Any:
+        known = self._known.get(graph)
+        if isinstance(mode, GraphMode):
+            mode.body.unkept("another graph was replayed into it")
+            return run()
+        with self._recorder.hidden():
+            values = self._recorder.attempt(self._values, known)
+            if known is not None and known.kernel is not None and isinstance(values, dict):
+                self._bear(mode, known)
+                self._now.replay = run
+                return mode.issue(known.kernel, (), values)
+        if self._recorder.launching():
+            detail = f"a graph of a device was replayed that a replay could not: {values}"
+            self._recorder.unsupported(REASON, f"{type(graph).__name__}.replay", detail)
+        try:
+            with self._recorder.hidden():
+                return run()
+        finally:
+            for storage in _alive([] if known is None else known.memory):
+                self._recorder.storage_written(storage)
+
+    @staticmethod
+    def _values(known: _KnownGraph | None) -> dict[str, torch.Tensor] | str:
+        """The arguments of a replay, or why there are none."""
+        if known is None:
+            return _BEFORE
+        return known.problem if known.kernel is None or known.problem else known.kernel.values()
+
+    def _bear(self, mode: RecordingMode, known: _KnownGraph) -> None:
+        """Before the first replay: memory that the capture allocated is allocated, and nothing has written it. What
+        happened while nothing was recorded may have, and then it is imported at its first use."""
+        if known.born or not mode.core.on:
+            return
+        known.born = True
+        assert known.kernel is not None
+        for tensor in known.kernel.allocated() if known.recorded else ():
+            if mode.core.attempt(mode.core.storages.tracker_of, tensor.untyped_storage()) is None:
+                args, kwargs = Allocated.allocation(tensor)
+                mode.issue(Allocated(tensor), args, kwargs)
+
+    def _call(self, **_arguments: Any) -> Any:
+        """What a kernel's call does: the replay that is about to happen on this thread."""
+        run, self._now.replay = self._now.replay, None
+        run()
+
+    # ---------------------------------------------------------------------------------------------------------- others
+
+    def reset(self, original: _Function) -> _Function:
+        """Of `reset`: the graph is gone."""
+
+        @functools.wraps(original)
+        def reset(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            self._known.pop(graph, None)
+            return original(graph, *args, **kwargs)
+
+        return reset
+
+    def raw(self, original: _Function) -> _Function:
+        """Of what gives the program the graph itself."""
+
+        @functools.wraps(original)
+        def take(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            known = self._known.get(graph)
+            if known is not None:
+                known.problem = known.problem or _RAW
+            return original(graph, *args, **kwargs)
+
+        return take
+
+
+def _alive(memory: list[UsedMemory]) -> Iterator[torch.UntypedStorage]:
+    for each in memory:
+        storage = each.storage()
+        if storage is not None:
+            yield storage
+
+
+def table(graphs: Graphs) -> list[Patch]:
+    """Every hook, for one capture."""
+    classes = (
+        ("torch.cuda.graphs", "CUDAGraph"),
+        ("torch.xpu.graphs", "XPUGraph"),
+        ("torch.accelerator.graphs", "Graph"),
+    )
+    found = [
+        Patch(module, f"{name}.{method}", make, REASON, vital=method == "replay")
+        for module, name in classes
+        for method, make in (
+            ("capture_begin", graphs.begin),
+            ("capture_end", graphs.end),
+            ("replay", graphs.replay),
+            ("reset", graphs.reset),
+        )
+    ]
+    raw = ("raw_cuda_graph", "raw_cuda_graph_exec")
+    found += [Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.raw, REASON) for method in raw]
+    return found + [
+        Patch(module, "make_graphed_callables", graphs.warm_up) for module in ("torch.cuda", "torch.cuda.graphs")
+    ]
