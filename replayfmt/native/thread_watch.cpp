@@ -87,6 +87,7 @@ std::atomic<Thread*> threads{nullptr};
 std::atomic<uint64_t> active{0};         // the number of the capture that counts; 0: none
 std::atomic<uint64_t> captures{0};
 std::atomic<const void*> mode{nullptr};  // its dispatch mode, a Python object that is only compared
+std::atomic<const void*> also{nullptr};  // the mode that is in its place while a graph is captured
 std::atomic<at::CallbackHandle> last_handle{0};  // the last one that is known to be given; they count up
 void settle();
 std::atomic<int>* inside_of_this();
@@ -156,9 +157,11 @@ bool has_key() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey
 bool has_mode() {
   using Modes = c10::impl::TorchDispatchModeTLS;
   const void* searched = mode.load(std::memory_order_relaxed);
+  const void* other = also.load(std::memory_order_relaxed);
   for (int64_t place = 0, length = Modes::stack_len(); place < length; place++) {
     const auto& found = Modes::get_stack_at(place);
-    if (found->ptr(&found->pyinterpreter()) == searched) {
+    const void* here = found->ptr(&found->pyinterpreter());
+    if (here == searched || here == other) {
       return true;
     }
   }
@@ -313,11 +316,17 @@ __attribute__((visibility("default"))) int opreplay_watch_overlooked() {
   return last_handle.exchange(given) + 1 != given;
 }
 
+// Threads with this mode take part, too; null: none. Returns the one before.
+__attribute__((visibility("default"))) const void* opreplay_watch_also(const void* dispatch_mode) {
+  return also.exchange(dispatch_mode);
+}
+
 // Count no more. What was counted is kept until the next begin.
 __attribute__((visibility("default"))) void opreplay_watch_end() {
   opreplay_watch_loud();
   active.store(0);
   mode.store(nullptr);
+  also.store(nullptr);
   if (handle != at::INVALID_CALLBACK_HANDLE && !forked) {
     at::removeCallback(handle);
     handle = at::INVALID_CALLBACK_HANDLE;

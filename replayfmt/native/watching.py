@@ -105,6 +105,14 @@ class ThreadWatch:
         if self._library is not None and self._watching:
             self._library.opreplay_watch_take_part(int(takes))
 
+    def also(self, mode: Any) -> Any:
+        """Threads with this dispatch mode participate, too, in place of those with another one that was given here
+        (None: of no other). Returns what was before, for here."""
+        if self._library is None or not self._watching:
+            return None
+        address = mode if mode is None or isinstance(mode, int) else id(mode)
+        return self._library.opreplay_watch_also(ctypes.c_void_p(address))
+
     @contextmanager
     def covered(self) -> Iterator[None]:
         """The operators that the calling thread runs inside belong to something that is recorded as a whole."""
@@ -169,6 +177,7 @@ def _found() -> ctypes.PyDLL | NotAvailable:
     try:
         _loaded = library("thread_watch.cpp")
         _loaded.opreplay_watch_shared.restype = ctypes.c_void_p
+        _loaded.opreplay_watch_also.restype = ctypes.c_void_p
         return _loaded
     except NotAvailable as problem:
         return problem

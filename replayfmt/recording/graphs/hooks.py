@@ -58,11 +58,12 @@ class RecorderForGraphs(Protocol):
 
 
 class _GraphBegun(NamedTuple):
-    """A capture in progress. `away`: the recorder has stepped aside."""
+    """A capture in progress. `away`: the recorder has stepped aside. `watched_before`: what `ThreadWatch.also` gave."""
 
     mode: GraphMode
     away: AbstractContextManager[None]
     device: torch.device
+    watched_before: Any
 
 
 class _KnownGraph:
@@ -125,7 +126,10 @@ class Graphs(Patched):
         if isinstance(mode, GraphMode):
             mode.body.unkept("another graph was captured meanwhile")
             body.unkept("it was captured while another graph was")
-        begun = _GraphBegun(GraphMode(core, body, device.type), self._recorder.hidden(), device)
+        graph_mode = GraphMode(core, body, device.type)
+        # Backward passes run in threads of PyTorch's, which have this mode and not the recorder's.
+        before = core.thread_watch.also(graph_mode)
+        begun = _GraphBegun(graph_mode, self._recorder.hidden(), device, before)
         begun.away.__enter__()
         _push_on_torch_dispatch_stack(begun.mode)
         self._known.pop(graph, None)
@@ -154,6 +158,7 @@ class Graphs(Patched):
     @staticmethod
     def _leave(begun: _GraphBegun) -> None:
         remove_mode(begun.mode)
+        begun.mode.core.thread_watch.also(begun.watched_before)
         begun.away.__exit__(None, None, None)
 
     def _end(self, graph: Any, begun: _GraphBegun) -> None:
