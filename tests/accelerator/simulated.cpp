@@ -46,6 +46,7 @@ namespace {
 
 constexpr auto kKind = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kDevices = 2;
+constexpr c10::StreamId kStreams = 32;
 
 // ------------------------------------------------------------------------------------------------- streams and events
 
@@ -92,7 +93,7 @@ std::map<Place, int64_t> launched;
 std::map<char*, Block> blocks;
 std::vector<std::string> log_of_launches;
 size_t allocated[kDevices], peak[kDevices];
-c10::StreamId next_stream = 1;
+c10::StreamId streams_given = 0;
 bool tolerates_races = false;
 int64_t races = 0, unsafe_frees = 0;
 class SimulatedGraph;
@@ -153,7 +154,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(index_of(device), 0); }
   c10::Stream getNewStream(c10::Device device, int) const override {
     std::lock_guard lock(mutex);
-    return stream_of(index_of(device), next_stream++);
+    return stream_of(index_of(device), 1 + streams_given++ % kStreams);  // from a pool, as CUDA's are
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
