@@ -155,7 +155,15 @@ def test_the_flag_of_the_tools_chooses_and_a_wrong_value_is_refused(tmp_path: Pa
         done = tools("run", "--verify=bitwise", f"--graphs={mode}", path)
         assert done.code == 0 and words in done.out, done.err
     assert tools("run", "--graphs=guessed", path).code == 2
-    done = tools("benchmark", "--benchmark-min-time=6x", "--per-op", "--op-filter=graph::*", "--inputs=hot", "--benchmark-format=json", path)
+    done = tools(
+        "benchmark",
+        "--benchmark-min-time=6x",
+        "--per-op",
+        "--op-filter=graph::*",
+        "--inputs=hot",
+        "--benchmark-format=json",
+        path,
+    )
     assert done.code == 0 and "graph::captured_1" in done.out, done.err
 
 
