@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +48,7 @@ def test_the_example_goes_from_a_capture_to_a_report_with_pictures(tools, tmp_pa
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_example_measures_a_gpu(tmp_path):
     script = ROOT / "examples/energy/bloom_energy.py"
     command = [sys.executable, str(script), str(tmp_path), "--small", "--tokens=2", "--", "--op-filter=aten::addmm"]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
+import torch
 
 from replayfmt.benchmark.energy.integration import integrate
 from replayfmt.benchmark.energy.power_log import read_power_log
@@ -425,6 +426,7 @@ def test_no_window_is_run_once_the_sampler_is_gone(captured):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_counter_and_the_integral_of_power_agree_on_a_gpu(tools, captured, tmp_path):
     out = tmp_path / "report.json"
     flags = ["--energy", "--energy-source=gpu", "--op-limit=1", "--replay-scope=execute", "--power-averaging=5"]

@@ -165,6 +165,7 @@ def test_a_file_of_windows_with_other_states_is_damaged(tools, tmp_path, rows):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_says_its_clocks():
     read = open_nvml(torch.device("cuda:0"))
     assert not isinstance(read, str) and (read().temperature_c or 0) > 0 and (read().sm_clock_mhz or 0) > 0

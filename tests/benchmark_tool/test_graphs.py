@@ -137,6 +137,7 @@ def test_a_replay_that_uses_no_cuda_device_and_one_of_two_have_no_graphs(monkeyp
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_calls_in_a_cuda_graph_take_less_than_calls_one_by_one(tools, tmp_path):
     path, out = tmp_path / "gpu.opreplay", tmp_path / "results.json"
     with replayfmt.capture(path, digests="none"):

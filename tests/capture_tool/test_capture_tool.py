@@ -21,7 +21,7 @@ USAGE = {
     "-o x.opreplay --nonsense no_torch.py": "No such option",
     "-o x.opreplay --payload=some no_torch.py": "'some' is not one of 'full', 'integers', 'none'",
     "-o x.opreplay --digests=some no_torch.py": "'some' is not one of 'live', 'ops', 'none'",
-    "-o x.opreplay --compiled=some no_torch.py": "'some' is not one of 'keep', 'kernels', 'eager'",
+    "-o x.opreplay --compiled=some no_torch.py": "'some' is not one of 'kernels', 'keep', 'eager'",
     "-o x.opreplay --payload=none --digests=ops no_torch.py": "digests='ops' cannot be recorded",
     "-o x.opreplay --start-op=-1 no_torch.py": "-1 is not in the range x>=0",
     "-o x.opreplay --start-op=5 --stop-op=5 no_torch.py": "leaves nothing to record",

@@ -83,7 +83,7 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     library = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "replayfmt").rglob("*")
-        if path.suffix in {".py", ".cpp", ".h", ".toml"}
+        if path.suffix in {".py", ".cpp", ".h", ".toml", ".html", ".css", ".js"}
     }
     tools = {f"opreplay_tools/{path.name}" for path in (ROOT / "tools").iterdir() if path.suffix in {".py", ".md"}}
     programs = {f"opreplay_tools/programs/{path.name}" for path in (ROOT / "examples").glob("*.py")}

@@ -38,7 +38,7 @@ class GraphsSwitchedOff:
 
     def switch_off(self, region: Any) -> None:
         """Have a region run its generated functions."""
-        called, runner = region.current_callable, getattr(region, "compiled_fn_runner", None)
+        called, runner = getattr(region, "current_callable", None), getattr(region, "compiled_fn_runner", None)
         plain = without_graph(called)
         partitions = getattr(runner, "partitions", None) or []
         graphed = [index for index, each in enumerate(partitions) if without_graph(each) is not each]

@@ -148,7 +148,7 @@ _DEVICES = {"_empty_strided_cuda": "cuda", "_empty_strided_xpu": "xpu"}
 
 def _function(region: Any) -> FunctionType:
     """The function that a region runs. Raises Unknown."""
-    called = without_graph(region.current_callable)
+    called = without_graph(getattr(region, "current_callable", None))
     while getattr(called, "__qualname__", "") in _AROUND:
         called = called.__closure__[called.__code__.co_freevars.index(_AROUND[called.__qualname__])].cell_contents
     runner: Any = getattr(region, "compiled_fn_runner", None)
