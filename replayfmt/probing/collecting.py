@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import Kernel
 from replayfmt.probes.definitions import ProbeDefinition
 from replayfmt.probes.evaluations.memory import predicted_bytes
 from replayfmt.probes.evaluations.tables import Cell, ResultTable, Unmeasured
@@ -26,6 +28,7 @@ from replayfmt.probes.instrumenting import InstrumentedKernel, ProbeableKernel, 
 from replayfmt.probes.ptx.assembling import assemble
 from replayfmt.probes.recordings.logs import BenchmarkTimes
 from replayfmt.probes.recordings.results import WARP_SIZE, LaunchShape, Level
+from replayfmt.replay.code.triton_kernels import TritonKernel
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.run.isolated import IsolatedOp
 
@@ -111,10 +114,13 @@ def plan_probe(
         names = ", ".join(each.qualified_name for each in (found or kernels)[:8]) or "none"
         wanted = "--kernel=NAME of one kernel" if selector is None or found else f"a kernel {selector}"
         raise UsageError(f"{reader.path}: expected {wanted}; there are: {names}")
-    kernel = LaunchableKernel(reader, found[0])
     resolved = plan.kernels[reader.kernels.index(found[0])]
     if isinstance(resolved, str):
         raise ReplayRefused(f"{reader.path}: {resolved}")
+    launched = None
+    if isinstance(resolved, TritonKernel) and not resolved.is_interpreted:
+        launched = _launched(plan, found[0], resolved)
+    kernel = LaunchableKernel(reader, found[0], launched)
     made = instrumented(ProbeableKernel(kernel.name, kernel.entry.name, kernel.module), probe)
     planned = ProbePlan(kernel, made, tuple(kernel.launches(reader, at_most)), most_bytes)
     for launch in planned.launches:
@@ -123,6 +129,28 @@ def plan_probe(
         needed = predicted_bytes(launch.shape, *one)
         _check_bytes(kernel.name, launch.ordinal, probe, needed, most_bytes)
     return planned
+
+
+def _launched(plan: Plan, kernel: Kernel, resolved: TritonKernel) -> Any:
+    """Triton's object of what the replay launches of a kernel on this device: compiled here, or the stored binary. Runs
+    the first launch. Raises ReplayRefused, ReplayFailed."""
+    for record in plan.reader.records():
+        if record.kind is RecordKind.op and plan.reader.kernels[record.signature.kernel] is kernel:
+            break
+    else:
+        raise ReplayRefused(f"{plan.reader.path} has no launch of {kernel.qualified_name}")
+
+    def launch(op: IsolatedOp) -> None:
+        if op.ordinal == record.ordinal:
+            op.calls(1)
+
+    verdicts = plan.examine(launch, plan.slice({record.ordinal}))
+    found = resolved.launched_here()
+    if len(found) != 1:
+        said = next((each.reason for each in verdicts if each.ordinal == record.ordinal and each.reason), "")
+        why = f"{len(found)} of it are on this device" if found else f"it could not be launched here: {said}"
+        raise ReplayRefused(f"{kernel.qualified_name} cannot be probed: {why}")
+    return found[0]
 
 
 def _check_bytes(kernel: str, ordinal: int, probe: ProbeDefinition, needed: int, most: int) -> None:

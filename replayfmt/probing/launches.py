@@ -23,6 +23,7 @@ from replayfmt.probes.instrumenting import NO_PTX
 from replayfmt.probes.ptx.parsing import PtxEntry, PtxError, PtxModule, parse_ptx
 from replayfmt.probes.recordings.results import MOST_THREADS, LaunchShape
 from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.triton.compiled import attached_stages, compiled_metadata
 from replayfmt.pytorch.triton.kernels import StoredKernel
 from replayfmt.replay.run.isolated import IsolatedCall
 
@@ -47,22 +48,25 @@ class PlannedLaunch:
 
 
 class LaunchableKernel:
-    """A Triton kernel of a capture, with its PTX."""
+    """A Triton kernel of a capture, with its PTX: that in the capture, or that of what a replay launched here."""
 
-    def __init__(self, reader: CaptureReader, kernel: Kernel) -> None:
-        """Raises PtxError without PTX, ReplayRefused for a kernel that cannot be launched from here, with the reason,
-        and InvalidCapture for damage."""
+    def __init__(self, reader: CaptureReader, kernel: Kernel, launched: Any = None) -> None:
+        """`launched`: Triton's object of what a replay launched of it. Raises PtxError without PTX, ReplayRefused for a
+        kernel that cannot be launched from here, with the reason, and InvalidCapture for damage."""
         self.name = kernel.qualified_name
         self._kernel = kernel
         contents = contents_of(reader, kernel)
-        if kernel.kind is not KernelKind.triton or "ptx" not in contents:
+        if launched is not None:
+            made, metadata = (dict(attached_stages(launched)), compiled_metadata(launched, lambda _function: None))
+        else:
+            made, metadata = contents, parse_metadata(contents.get(METADATA, b"{}"), f"{reader.path}: {self.name}")
+        if kernel.kind is not KernelKind.triton or "ptx" not in made:
             raise PtxError(f"{reader.path}: {self.name}: {NO_PTX}")
         try:
             self._stored = StoredKernel.read(contents)
-            self.module: PtxModule = parse_ptx(contents["ptx"].decode())
+            self.module: PtxModule = parse_ptx(made["ptx"].decode())
         except (ValueError, PtxError) as error:
             raise PtxError(f"{reader.path}: {self.name}: {error}") from None
-        metadata = parse_metadata(contents[METADATA], f"{reader.path}: {self.name}")
         compiled = self._object(metadata, "compiled")
         self._names = [argument.name for argument in parse_schema(kernel.schema).arguments]
         self.entry: PtxEntry = self.module.entry(compiled.get("name"))

@@ -19,12 +19,17 @@ import torch
 
 import replayfmt
 from replayfmt.errors import OpReplayError
+from replayfmt.format.attachments import contents_of
+from replayfmt.format.reader import CaptureReader
 from replayfmt.probes.definitions import find_probe
 from replayfmt.probes.ptx.assembling import AssembledPtx
 from replayfmt.probes.ptx.parsing import PtxModule, parse_ptx
 from replayfmt.probes.recordings.results import LaunchShape
 from replayfmt.probing.collecting import collect, plan_probe
+from replayfmt.probing.launches import LaunchableKernel
+from replayfmt.replay.code.triton_kernels import TritonKernel, resolve_triton
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.run.isolated import IsolatedCall
 
 from .interpreter import HostMemory, launch
 
@@ -51,6 +56,33 @@ def record(path: str) -> None:
         kernels.triton_add[grid](out, y, out, N, BLOCK=BLOCK, num_warps=2)  # overwrites what it reads
         index = torch.randint(0, N, (N,), dtype=torch.int32)
         kernels.triton_gather[grid](x, index, out, N, BLOCK=BLOCK)
+
+
+def compile_again(path: str) -> dict[str, Any]:
+    """What a kernel without its binary is, once a replay on the device that is not there has compiled it."""
+    from tests.triton_kernels.fake_device import install
+
+    install(80, {"triton_add": lambda *_arguments: None})
+    with CaptureReader(path) as reader:
+        kernel = next(each for each in reader.kernels if each is not None and "triton_add" in each.name)
+        contents = {role: contents_of(reader, kernel)[role] for role in ("source", "metadata")}
+        resolved = resolve_triton(kernel, lambda: contents, frozenset({"cuda"}))
+        assert isinstance(resolved, TritonKernel), resolved
+        before = len(resolved.launched_here())
+        arguments = (torch.ones(N), torch.ones(N), torch.ones(N), N)
+        named = {"BLOCK": BLOCK, "grid": [3], "num_warps": 2, "num_ctas": 1, "num_stages": 3}
+        resolved.call(*arguments, **named)
+        (launched,) = resolved.launched_here()
+        call = IsolatedCall(arguments, named, None)
+        stored, here = LaunchableKernel(reader, kernel), LaunchableKernel(reader, kernel, launched)
+        same = [kernel.parameters(call) for kernel in (stored, here)]
+        return {
+            "before": before,
+            "how": resolved.how,
+            "same parameters": same[0] == same[1],
+            "same shape": stored.shape([3]) == here.shape([3]),
+            "entry": here.entry.name,
+        }
 
 
 class InterpretingDevice:
@@ -110,7 +142,8 @@ def probed(path: str, folder: Path, tool: str, kernel: str, **options: Any) -> d
 def main() -> None:
     action, path, *rest = sys.argv[1:]
     if action == "record":
-        return record(path)
+        record(path)
+        return print(json.dumps(compile_again(path)))
     folder = Path(rest[0])
     found = {
         "schedule": probed(path, folder / "schedule", "block_sched", "triton::triton_add"),

@@ -37,9 +37,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     program = ("-m", "tests.probes.recorded_launches")
     done = run_python(*program, "record", str(folder / "a.opreplay"), interpret="0", cache=folder / "cache")
     assert done.returncode == 0, done.stderr
+    again = json.loads(done.stdout)
     done = run_python(*program, "probe", str(folder / "a.opreplay"), str(folder))
     assert done.returncode == 0, done.stderr
-    return {**json.loads(done.stdout), "folder": folder}
+    return {**json.loads(done.stdout), "again": again, "folder": folder}
 
 
 def records(row: dict[str, Any], probe: str) -> np.ndarray[Any, Any]:
@@ -67,6 +68,14 @@ def test_the_folder_is_one_that_reports_read(found: dict[str, Any]) -> None:
     assert '"blocks": 3' in json.dumps(schedule)
     overhead = json.dumps(as_json(evaluate("overhead", [NamedFile.parse(str(folder))])))
     assert "registers" in overhead and "triton_add" in overhead
+
+
+def test_what_a_replay_compiles_for_its_device_is_what_is_probed(found: dict[str, Any]) -> None:
+    """A kernel whose binary is not in the capture, or is for another device, as Inductor's are."""
+    again = found["again"]
+    assert again["how"].startswith("compiled by Triton from the stored source")
+    assert (again["before"], again["entry"]) == (0, "triton_add")
+    assert again["same parameters"] and again["same shape"]
 
 
 def test_bytes_are_those_of_the_kernels_arithmetic(found: dict[str, Any]) -> None:

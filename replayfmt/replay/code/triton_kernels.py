@@ -184,6 +184,20 @@ class TritonKernel(ResolvedKernel):
     def runs_on(self, device_type: str) -> bool:
         return self._interpreted == (device_type == "cpu")
 
+    @property
+    def is_interpreted(self) -> bool:
+        return self._interpreted
+
+    def launched_here(self) -> list[Any]:
+        """What Triton has launched of it on the current device: its objects of stored and of compiled code, each of
+        other arguments. Empty under the interpreter, and before the first launch."""
+        if self._interpreted:
+            return []
+        import triton
+
+        device = triton.runtime.driver.active.get_current_device()
+        return list(self._function.device_caches[device][0].values())
+
     def use_binary(self) -> None:
         """Launch the stored binary, if it is one for the current device. Raises RuntimeError if there is none that
         Triton compiles for, ValueError if there is neither such a binary nor the source."""
