@@ -13,7 +13,7 @@ from typing import Any
 from replayfmt.benchmark.comparison.baseline import Document, read_baseline
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.regular_files import require_regular_file
+from replayfmt.format.regular_files import read_json, require_regular_file
 
 _ENERGY_SCHEMA = 1
 _LONGEST_ROW = 64 << 20
@@ -88,14 +88,7 @@ def read_benchmark(flag: str, path: str | PathLike[str], reader: CaptureReader) 
 def read_energy(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fields:
     """A report that opreplay-energy wrote for this capture. Raises UsageError for another one."""
     wanted = f"expected a report that opreplay-energy wrote (schema version {_ENERGY_SCHEMA})"
-    try:
-        require_regular_file(path)
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except OSError as error:
-        raise UsageError(f"{flag}={path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise UsageError(f"{flag}={path}: is not JSON; {wanted}") from None
+    content = read_json(path, f"{flag}={path}", wanted)
     if not isinstance(content, dict) or "isolated_kernels" not in content:
         raise UsageError(f"{flag}={path}: is no energy report; {wanted}")
     if content.get("schema_version") != _ENERGY_SCHEMA:

@@ -4,7 +4,6 @@ and without probes, is run by the tests' interpreter on the memory of the replay
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from replayfmt.probes.evaluations.tables import as_json
 from replayfmt.probes.recordings.logs import read_event_log, read_tensors
 from replayfmt.probes.recordings.results import ProbeRecording
 from replayfmt.probes.reporting import NamedFile, evaluate
-from tests.triton_kernels.conftest import run_python
+from tests.triton_kernels.conftest import run_python, skip_unless_triton_compiles
 
 from .interpreter import SM
 from .recorded_launches import BLOCK, N
@@ -30,9 +29,7 @@ ORIGINALS = ["original"] * 5
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    triton = pytest.importorskip("triton")
-    if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists() and shutil.which("ptxas") is None:
-        pytest.skip("there is no ptxas here")
+    skip_unless_triton_compiles()
     folder = tmp_path_factory.mktemp("probed")
     program = ("-m", "tests.probes.recorded_launches")
     done = run_python(*program, "record", str(folder / "a.opreplay"), interpret="0", cache=folder / "cache")

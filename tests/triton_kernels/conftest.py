@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from replayfmt.probes.ptx.assembling import ptxas_programs
+
 
 def run_python(
     *arguments: str, interpret: str | None = None, cache: Path | None = None
@@ -24,6 +26,13 @@ def run_python(
     if interpret is not None:
         environment["TRITON_INTERPRET"] = interpret
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def skip_unless_triton_compiles() -> None:
+    """Skip the test where Triton cannot make binaries for GPUs."""
+    pytest.importorskip("triton")
+    if not ptxas_programs():
+        pytest.skip("there is no ptxas here")
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,13 @@ notes what Triton launches and does it on the CPU. Everything else is Triton's."
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from in_process import Tools
 
-from tests.triton_kernels.conftest import run_python
+from tests.triton_kernels.conftest import run_python, skip_unless_triton_compiles
 
 STAGES = {"source", "metadata", "ttir", "ttgir", "llir", "ptx", "cubin"}
 DOUBLED, AS_IT_WAS = [2.0] * 8, [1.0] * 8
@@ -19,10 +18,7 @@ DOUBLED, AS_IT_WAS = [2.0] * 8, [1.0] * 8
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    triton = pytest.importorskip("triton")
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    if not ptxas.exists() and shutil.which("ptxas") is None:
-        pytest.skip("Triton has no ptxas here")
+    skip_unless_triton_compiles()
     folder = tmp_path_factory.mktemp("compiled")
     done = run_python(
         "-m", "tests.triton_kernels.compiled_programs", str(folder), interpret="0", cache=folder / "cache"

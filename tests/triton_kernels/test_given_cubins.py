@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replayfmt.pytorch.triton.cubins import Cubin, CubinKernel
-from tests.triton_kernels.conftest import run_python
+from tests.triton_kernels.conftest import run_python, skip_unless_triton_compiles
 
 SOURCE = Path(__file__).with_name("given_cubins.cu")
 WARPS_OF_THE_CAPTURE = 2
@@ -38,10 +38,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    triton = pytest.importorskip("triton")
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    if not ptxas.exists() and shutil.which("ptxas") is None:
-        pytest.skip("Triton has no ptxas here")
+    skip_unless_triton_compiles()
     folder = tmp_path_factory.mktemp("given")
     if shutil.which("nvcc"):
         subprocess.run(["nvcc", "-cubin", "-arch=sm_90", "-o", folder / "by_nvcc.cubin", SOURCE], check=True)

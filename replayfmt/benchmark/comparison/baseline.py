@@ -8,7 +8,6 @@ that they differ in fewer than one of ten cases, in practice far fewer: both int
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 from replayfmt.errors import UsageError
 from replayfmt.format.printable import printable
-from replayfmt.format.regular_files import require_regular_file
+from replayfmt.format.regular_files import read_json
 
 from ..reports.units import duration
 from ..statistics import CONFIDENCE, summarize
@@ -134,17 +133,11 @@ _VERDICTS: tuple[BaselineVerdict, ...] = (*_DECIDED, "no measurable difference",
 
 def read_baseline(path: str | PathLike[str], flag: str = FLAG) -> Document:
     """A document that --benchmark-out wrote; `flag` named it. Raises UsageError for anything else."""
-    try:
-        require_regular_file(path)
-        with open(path, encoding="utf-8") as file:
-            document = json.load(file)
-    except OSError as error:
-        raise UsageError(f"{flag}={path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{flag}={path}: is not JSON; expected a file that --benchmark-out wrote") from error
+    wanted = "expected a file that opreplay-benchmark --benchmark-out wrote"
+    document = read_json(path, f"{flag}={path}", wanted)
     wrong = _what_is_wrong(document)
     if wrong:
-        raise UsageError(f"{flag}={path}: {wrong}; expected a file that opreplay-benchmark --benchmark-out wrote")
+        raise UsageError(f"{flag}={path}: {wrong}; {wanted}")
     return dict(document)
 
 

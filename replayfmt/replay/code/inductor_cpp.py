@@ -16,19 +16,17 @@ from replayfmt.pytorch.inductor.cpp_library import CannotLoad, compiled, load
 from replayfmt.pytorch.schemas import parse_schema
 
 from ..planning.effects import Effects, effects_of_schema
-from ..planning.kernels import ResolvedKernel
+from ..planning.kernels import ResolvedKernel, StoredCodeKernel
 
 
 @dataclass(frozen=True)
-class InductorCppKernel(ResolvedKernel):
+class InductorCppKernel(StoredCodeKernel):
     """A kernel that is ready to be called."""
 
     declared: torch.FunctionSchema
     function: Callable[..., Any]
     arguments: tuple[CppArgument, ...]
     how: str
-    own = True
-    draws = False
 
     @property
     def schema(self) -> torch.FunctionSchema:
@@ -40,14 +38,6 @@ class InductorCppKernel(ResolvedKernel):
 
     def effects(self, layout: SlotLayout) -> Effects:
         return effects_of_schema(layout, self.declared, False)
-
-    @property
-    def content_decides_sizes(self) -> bool:
-        return False
-
-    @property
-    def makes_unchecked_views(self) -> bool:
-        return False
 
     def runs_on(self, device_type: str) -> bool:
         return device_type == "cpu"

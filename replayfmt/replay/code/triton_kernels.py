@@ -31,7 +31,7 @@ from replayfmt.pytorch.triton.kernels import INTERPRETER, StoredKernel
 from replayfmt.pytorch.triton.sources import load_source
 
 from ..planning.effects import Effects, effects_of_schema
-from ..planning.kernels import ResolvedKernel
+from ..planning.kernels import ResolvedKernel, StoredCodeKernel
 
 _SWITCH = "TRITON_INTERPRET"
 _MOST_PROGRAMS = (1 << 31) - 1
@@ -106,11 +106,8 @@ def provide(interpreted: bool) -> str:
     return ""
 
 
-class TritonKernel(ResolvedKernel):
+class TritonKernel(StoredCodeKernel):
     """One kernel, loaded. `how` says what runs it."""
-
-    own = True
-    draws = False
 
     def __init__(
         self, named: str, stored: StoredKernel, schema: torch.FunctionSchema, module: ModuleType, *, interpreted: bool
@@ -172,14 +169,6 @@ class TritonKernel(ResolvedKernel):
 
     def effects(self, layout: SlotLayout) -> Effects:
         return effects_of_schema(layout, self._schema, False, complete=True)
-
-    @property
-    def content_decides_sizes(self) -> bool:
-        return False
-
-    @property
-    def makes_unchecked_views(self) -> bool:
-        return False
 
     def runs_on(self, device_type: str) -> bool:
         return self._interpreted == (device_type == "cpu")

@@ -14,7 +14,7 @@ from replayfmt.pytorch.device_graphs import NoGraphs, captured, new_graph, witho
 from replayfmt.pytorch.settings import apply_settings, preserved_settings
 
 from ..planning.effects import Effects, effects_of_schema
-from ..planning.kernels import ResolvedKernel
+from ..planning.kernels import StoredCodeKernel
 from .steps import BodySteps, Storages
 
 GraphsMode = Literal["captured", "issued"]
@@ -22,11 +22,9 @@ GRAPHS_MODES = ("captured", "issued")
 _MOST_CAPTURES = 8  # of one graph: memory that moves from call to call is not worth a capture each time
 
 
-class ReplayedGraph(ResolvedKernel):
+class ReplayedGraph(StoredCodeKernel):
     """A graph that is ready to be replayed. Captured once for each set of addresses, because a graph has its memory's
     addresses in it; issued op by op where that is asked for, or cannot be done."""
-
-    own = True
 
     def __init__(
         self,
@@ -90,14 +88,6 @@ class ReplayedGraph(ResolvedKernel):
             for slot in each.tensors
         )
         return Effects(found.writes, found.rebinds, found.reshapes, unsure)
-
-    @property
-    def content_decides_sizes(self) -> bool:
-        return False
-
-    @property
-    def makes_unchecked_views(self) -> bool:
-        return False
 
     def runs_on(self, device_type: str) -> bool:
         return True  # its ops were asked

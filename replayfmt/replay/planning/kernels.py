@@ -151,3 +151,19 @@ class OperatorKernel(ResolvedKernel):
         """Whether the dispatcher has any kernel of it for tensors of a device type."""
         key = torch._C._dispatch_key_for_device(device_type)
         return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(self.overload.name(), key))
+
+
+class StoredCodeKernel(ResolvedKernel):
+    """A kernel that the capture itself holds. It writes to memory that it is given and makes no tensors, and its
+    schema, which was made from it, tells what it reads and writes."""
+
+    own = True
+    draws = False
+
+    @property
+    def content_decides_sizes(self) -> bool:
+        return False
+
+    @property
+    def makes_unchecked_views(self) -> bool:
+        return False
