@@ -19,7 +19,7 @@ from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
 from replayfmt.pytorch.inductor import code_machine
-from replayfmt.pytorch.inductor.cpp_library import CannotLoad, compiled
+from replayfmt.pytorch.inductor.cpp_library import _FLAG, CannotLoad, compiled
 from replayfmt.replay.code.inductor_cpp import InductorCppKernel, resolve_inductor_cpp
 from replayfmt.replay.plan import Plan
 
@@ -134,11 +134,27 @@ def test_elsewhere_a_kernel_without_its_source_is_refused(
 
 
 @pytest.mark.parametrize(
-    "flag", ["-fplugin=/x.so", "-o/x", "-I/x", "@file", "-Wl,-rpath,/x", "-l/x", "-fdump-tree-all"]
+    "flag",
+    [
+        *("-fplugin=/x.so", "-fplugin=x", "-wrapper", "-specs=x", "-Bx", "@file", "-x", "-include", "-imacros"),
+        *("-o/x", "-I/x", "-l/x", "-Wl,-rpath,/x", "-Wp,-MD,x", "-MMD", "-save-temps", "-dumpdir"),
+        *("-fdump-tree-all", "-fopt-info-vec=x", "-fsanitize=address", "-fprofile-use=x", "-fmodules-ts", "-flto"),
+        *("-mllvm", "-mdump-tune-features", "-D X=/x", "-O3\n-fplugin=x", ""),
+    ],
 )
 def test_a_flag_that_reads_or_writes_files_is_refused(flag: str) -> None:
     with pytest.raises(CannotLoad, match="not one that a kernel is compiled with"):
         compiled("", ["-O3", flag])
+
+
+def test_flags_of_every_processor_that_inductor_knows_are_taken() -> None:
+    from torch._inductor import cpp_builder, cpu_vec_isa
+
+    flags = {f"-{each}" for least in (True, False) for each in cpp_builder._get_optimization_cflags("c++", least)[0]}
+    for isa in (cpu_vec_isa.VecNEON, *cpu_vec_isa.supported_vec_isa_list):
+        flags |= set((isa if isinstance(isa, cpu_vec_isa.VecISA) else isa()).build_arch_flags().split())
+    assert {"-O3", "-mavx512f", "-mamx-tile", "-fno-trapping-math"} <= flags
+    assert [flag for flag in flags if not _FLAG.match(flag)] == []
 
 
 def test_a_pointer_to_other_elements_is_refused(stored: tuple[Kernel, Contents]) -> None:

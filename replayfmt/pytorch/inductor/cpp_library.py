@@ -29,10 +29,15 @@ from replayfmt.pytorch.inductor.code_machine import machine_of_code
 from replayfmt.pytorch.inductor.cpp_kernels import ENTRY
 
 _TORCH = Path(torch.__file__).parent
-# Of the flags that Inductor gives: none reads or writes a file, or loads a plugin.
+# What a kernel may be compiled with: compilers have too many flags that read or write files to list those. Some of a
+# harmless look do (-fopt-info-vec=FILE writes into the working directory).
 _FLAG = re.compile(
-    r"-(D ?[A-Za-z_]\w*(=[\w.]+)?|O[0-3s]|g[0-3]?|m[a-z0-9][a-z0-9.=+-]*|std=[a-z0-9+]+|W[a-z0-9-]+|shared|pedantic"
-    r"|fPIC|f(?!plugin|dump|profile|save|use|record)[a-z0-9][a-z0-9=-]*|l(torch|torch_cpu|torch_python|c10|gomp|omp|iomp5))\Z"
+    r"-(D ?[A-Za-z_]\w*(=[\w.]+)?|O[0-3s]|g[0-3]?|std=[a-z0-9+]+|shared|pedantic|W[a-z0-9=-]+"
+    r"|m(arch|cpu|tune)=[a-z0-9.+-]+|m(no-)?(altivec|amx|avx|bmi|f16c|fma|sse|sve|vsx|vx|zvector)[a-z0-9.=-]*"
+    r"|f(PIC|openmp|fp-contract=[a-z]+|excess-precision=[a-z]+|visibility=hidden)"
+    r"|f(no-)?(associative-math|fast-math|finite-math-only|math-errno|omit-frame-pointer|reciprocal-math|rounding-math"
+    r"|signed-zeros|trapping-math|tree-loop-vectorize|tree-vectorize|unsafe-math-optimizations)"
+    r"|l(torch|torch_cpu|torch_python|c10|gomp|omp|iomp5))\Z"
 )
 _ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where the binding finds the function that gives addresses
 
