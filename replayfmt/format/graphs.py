@@ -73,9 +73,10 @@ def _check(reader: CaptureReader) -> None:
         raise ValueError(f"its body holds records of other kinds than ops: {', '.join(sorted(others))}")
 
 
-def body_metadata(reader: CaptureReader, device: str, streams: int, draws: bool) -> dict[str, Any]:
+def body_metadata(reader: CaptureReader, device: str, streams: int, draws: bool, unchecked: str) -> dict[str, Any]:
     """What is said of a graph besides its ops: the device that it was captured on, the number of streams that its ops
-    were issued to, and whether they draw random numbers."""
+    were issued to, whether they draw random numbers, and why it could not be checked that the graph held nothing but
+    them ("" if it was)."""
     calls = Counter(reader.kernels[record.signature.kernel].qualified_name for record in reader.records())
     return {
         "kind": "graph",
@@ -83,6 +84,7 @@ def body_metadata(reader: CaptureReader, device: str, streams: int, draws: bool)
         "device": device,
         "streams": streams,
         "draws": draws,
+        "unchecked": unchecked,
         "ops": sum(calls.values()),
         "kernels": dict(sorted(calls.items())),
     }
@@ -98,4 +100,6 @@ def parse_body_metadata(contents: Mapping[str, bytes]) -> dict[str, Any]:
         raise ValueError(f"its metadata are not those of a graph of version {VERSION}")
     if type(metadata.get("streams")) is not int or type(metadata.get("draws")) is not bool:
         raise ValueError("its metadata do not say how many streams it uses, or whether it draws")
+    if type(metadata.setdefault("unchecked", "it was recorded without")) is not str:
+        raise ValueError("its metadata do not say whether it was checked for work that was not recorded")
     return metadata

@@ -184,6 +184,7 @@ class Core:
         self.progress = options.progress()
         self.stop_scope_left = False  # the scope at whose end recording stops has ended
         self.warm_ups = 0  # how many calls are in progress that compute with memory nobody wrote, for nobody
+        self.graph_captures = 0  # how many graphs of a device are being captured: no memory of it can be read
         self.unwritten_scopes: set[str] = set()  # those of `reads_unwritten` in which such a read occurred
         self.arrivals: Counter[str] = Counter()  # calls seen of other packages' operators
         self.insides = Insides(options.inside, options.whole)
@@ -235,12 +236,12 @@ class Core:
             self.finished = True
 
     def settle(self) -> None:
-        """Record releases, digests and unseen work up to now."""
+        """Record releases, digests and unseen work up to now; while a graph is captured, digests wait."""
         self.storages.drain()
         self.storages.adopt_all()
         for unseen in self.thread_watch.collect():
             self.records.unsupported("unseen_thread", unseen.first, unseen.sentence())
-        if self.options.digests == "live":
+        if self.options.digests == "live" and not self.graph_captures:
             self.digests.sweep()
 
     def finish(self) -> None:

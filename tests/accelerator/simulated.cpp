@@ -638,6 +638,7 @@ class SimulatedGraph final : public at::GraphImplInterface {
       made_.insert(static_cast<char*>(data.get()));
     }
   }
+  int64_t nodes() const { return static_cast<int64_t>(nodes_.size()); }
   void add(std::string name, std::function<void()> node) {
     names_.push_back(std::move(name));
     nodes_.push_back(std::move(node));
@@ -973,6 +974,27 @@ PYBIND11_MODULE(simulated_accelerator, module) {
     });
   });
   module.def("graph_replays", [] { return SimulatedGraph::replays; });
+  // The last node of the graph that is being captured: (number, kind).
+  module.def("capture_frontier", [] {
+    std::vector<std::pair<int64_t, std::string>> last;
+    if (capturing && capturing->nodes()) {
+      last.emplace_back(capturing->nodes(), "kernel");
+    }
+    return last;
+  });
+  // What another library does, which PyTorch does not see: doubles floats, now or in the graph that is being captured.
+  module.def("launch_beside", [](const at::Tensor& tensor) {
+    auto* first = static_cast<float*>(tensor.data_ptr());
+    const auto run = [first, count = tensor.numel()] {
+      const Open open(first);
+      std::for_each(first, first + count, [](float& value) { value *= 2; });
+    };
+    if (capturing) {
+      capturing->add("beside", run);
+    } else {
+      run();
+    }
+  });
   module.def("is_capturing", [] { return capturing != nullptr; });
   module.def("device_count", [] { return int(kDevices); });
   module.def("current_device", [] { return int(current_device); });

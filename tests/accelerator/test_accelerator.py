@@ -31,7 +31,15 @@ def test_what_holds_on_an_accelerator() -> None:
                 "no:cacheprovider",
                 "-p",
                 "no:xdist",
-                *(str(_HERE / name) for name in ("on_device.py", "memory_on_device.py", "graphs_on_device.py")),
+                *(
+                    str(_HERE / name)
+                    for name in (
+                        "on_device.py",
+                        "memory_on_device.py",
+                        "graphs_on_device.py",
+                        "graph_work_on_device.py",
+                    )
+                ),
             ],
             capture_output=True,
             text=True,

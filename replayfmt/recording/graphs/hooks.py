@@ -93,6 +93,10 @@ class Graphs(Patched):
 
     def remove(self) -> None:
         super().remove()
+        for begun in self._begun.values():
+            self._leave(begun)
+            begun.mode.body.drop()
+        self._begun.clear()
         self._known.clear()
 
     def _report_missing(self, patch: Patch) -> None:
@@ -109,12 +113,22 @@ class Graphs(Patched):
         @functools.wraps(original)
         def capture_begin(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
             mode = self._recorder.attempt(self._recorder.mode_here)
+            if mode is not None:
+                self._recorder.attempt(self._follow_streams, mode)
             result = original(graph, *args, **kwargs)
             if mode is not None:
                 self._recorder.attempt(self._begin, graph, mode)
             return result
 
         return capture_begin
+
+    @staticmethod
+    def _follow_streams(mode: RecordingMode) -> None:
+        """The host may have to wait for devices for it, which it cannot while a graph is captured."""
+        core = mode.core
+        if core.streams is not None:
+            with core.lock:
+                core.streams.follow()
 
     def _begin(self, graph: Any, mode: RecordingMode) -> None:
         core = mode.core
@@ -127,10 +141,12 @@ class Graphs(Patched):
             mode.body.unkept("another graph was captured meanwhile")
             body.unkept("it was captured while another graph was")
         graph_mode = GraphMode(core, body, device.type)
+        graph_mode.unrecorded.account()
         # Backward passes run in threads of PyTorch's, which have this mode and not the recorder's.
         before = core.thread_watch.also(graph_mode)
         begun = _GraphBegun(graph_mode, self._recorder.hidden(), device, before)
         begun.away.__enter__()
+        core.graph_captures += 1
         _push_on_torch_dispatch_stack(begun.mode)
         self._known.pop(graph, None)
         self._begun[id(graph)] = begun
@@ -141,6 +157,8 @@ class Graphs(Patched):
         @functools.wraps(original)
         def capture_end(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
             begun = self._begun.pop(id(graph), None)
+            if begun is not None:
+                self._recorder.attempt(begun.mode.look)
             try:
                 result = original(graph, *args, **kwargs)
             except BaseException:
@@ -158,17 +176,18 @@ class Graphs(Patched):
     @staticmethod
     def _leave(begun: _GraphBegun) -> None:
         remove_mode(begun.mode)
+        begun.mode.core.graph_captures -= 1
         begun.mode.core.thread_watch.also(begun.watched_before)
         begun.away.__exit__(None, None, None)
 
     def _end(self, graph: Any, begun: _GraphBegun) -> None:
         remove_mode(begun.mode)  # what follows is the recorder's own
-        begun.mode._look()
         body = begun.mode.body
         kernel = None
         if not body.problem:
             try:
-                kernel = GraphKernel(next(self._numbers), body, begun.device, self._call)
+                unknown = begun.mode.unrecorded.unknown
+                kernel = GraphKernel(next(self._numbers), body, begun.device, self._call, unchecked=unknown)
             except Unrepresentable as problem:
                 body.unkept(problem.detail)
         if kernel is None:

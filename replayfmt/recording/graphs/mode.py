@@ -8,10 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import Core
+from ..dispatch.call import OpCall
 from ..dispatch.kernels import CapturedKernel, tensors_in
 from ..dispatch.mode import RecordingMode
 from ..stream.records import Unrepresentable
 from .body import GraphBody
+from .unrecorded import UnrecordedWork
 
 
 class GraphMode(RecordingMode):
@@ -24,29 +26,40 @@ class GraphMode(RecordingMode):
         self.core = core
         self.body = body
         self._kind = kind
+        self.unrecorded = UnrecordedWork(kind)
 
     def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_on_device(args, kwargs):
             return super().record(kernel, args, kwargs) if self.core.on else kernel.call(*args, **kwargs)
-        self._look()
+        self.core.attempt(self.look)
         call = self.core.attempt(self.body.before, kernel, args, kwargs)
         result = kernel.call(*args, **kwargs)
         if call is not None:
-            self.core.attempt(self.body.after, call, result)
+            self.core.attempt(self._issued, call, result)
         return result
+
+    def _issued(self, call: OpCall, result: Any) -> None:
+        self.body.after(call, result)
+        self.unrecorded.account()
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.record(kernel, args, kwargs)
 
     def _is_on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         device = kwargs.get("device")
-        if device is not None:
-            return torch.device(device).type == self._kind
+        if device is not None and torch.device(device).type == self._kind:
+            return True
         return any(tensor.device.type == self._kind for tensor in tensors_in((*args, *kwargs.values())))
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Whether anything else than ops was issued to the graph. To be called while it is captured."""
         if self.launched:
             self.body.unkept("a compiled region or a launch that the recorder does not see ran while it was captured")
+        elif found := self.unrecorded.found():
+            self.body.unkept(
+                f"it holds work that no operator issued (nodes of the kind {found}): another library launched it, or "
+                "the program did by hand"
+            )
 
     def _begins(self) -> bool:
         return True

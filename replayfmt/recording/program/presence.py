@@ -238,12 +238,13 @@ def _without_modes(core: Core) -> Iterator[None]:
         with core.thread_watch.covered():
             yield
     finally:
-        # A signal handler may raise in the middle; then try again.
-        try:
-            core.attempt(set_modes, stack)
-        except BaseException:
-            core.attempt(set_modes, stack)
-            raise
+        if not core.closed:  # or the capture ended meanwhile, and has no modes any more
+            # A signal handler may raise in the middle; then try again.
+            try:
+                core.attempt(set_modes, stack)
+            except BaseException:
+                core.attempt(set_modes, stack)
+                raise
 
 
 def leave_finished() -> bool:

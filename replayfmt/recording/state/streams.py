@@ -66,8 +66,7 @@ class Streams:
         streams = current_streams(self._indices)
         if not streams:
             return 0
-        if self.first_seen is not None and self.first_seen():
-            self._begin()
+        self.follow()
         key = tuple(
             sorted(
                 (self._devices[each.device_index], self._number(each.device_index, handle_of(each))) for each in streams
@@ -78,6 +77,11 @@ class Streams:
             with self._buffer.lock:
                 known = self._placements[key] = self._buffer.writer.placement(StreamPlacement(key))
         return known
+
+    def follow(self) -> None:
+        """Work on other streams than the default ones follows. The host may wait for devices here."""
+        if self.first_seen is not None and self.first_seen():
+            self._begin()
 
     def _begin(self) -> None:
         """The trace has begun only now: what was issued before comes before all that follows, because the host waits

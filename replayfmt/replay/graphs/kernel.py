@@ -37,18 +37,21 @@ class ReplayedGraph(StoredCodeKernel):
         unsure: frozenset[int],
         settings: Mapping[str, Any],
         streams: int,
+        unchecked: str,
     ) -> None:
         """`devices` do its work. `unsure`: storages that ops of its body may write without saying so. `settings` are
-        the numeric ones that it was captured under."""
+        the numeric ones that it was captured under. `unchecked`: why nobody looked for work that is not in its body."""
         self.draws = draws
         self._schema = schema
         self._steps = steps
         self._unsure = unsure
         self._settings = settings
         self._streams = streams
+        self._unchecked = unchecked
         self._names = [argument.name for argument in schema.arguments]
         self._written = {argument.name for argument in schema.arguments if argument.alias_info is not None}
         self._graphs: dict[tuple[int, ...], Any] = {}
+        self._kept_for_graphs: list[torch.UntypedStorage] = []  # memory of the host that they use
         self._warm = False
         self._device = next(iter(devices)) if len(devices) == 1 else None
         self._why_issued = "--graphs=issued" if mode == "issued" else self._why_not()
@@ -67,9 +70,10 @@ class ReplayedGraph(StoredCodeKernel):
     def how(self) -> str:  # type: ignore[override]
         """How it is replayed, and what is different from the program's graph."""
         streams = f", on one stream instead of {self._streams}" if self._streams > 1 else ""
+        beside = f"; not checked for work that no operator issued: {self._unchecked}" if self._unchecked else ""
         if self._why_issued:
-            return f"issued op by op ({self._why_issued}){streams}"
-        return f"captured into a graph of {self._device}{streams}"
+            return f"issued op by op ({self._why_issued}){streams}{beside}"
+        return f"captured into a graph of {self._device}{streams}{beside}"
 
     @property
     def schema(self) -> torch.FunctionSchema:
@@ -104,12 +108,12 @@ class ReplayedGraph(StoredCodeKernel):
                 return
         self._issue(storages)
 
-    def _issue(self, storages: Storages) -> None:
+    def _issue(self, storages: Storages) -> list[torch.UntypedStorage]:
         with ExitStack() as stack:
             if self._settings:
                 before = stack.enter_context(preserved_settings())
                 apply_settings(self._settings, before)
-            self._steps.issue(storages)
+            return self._steps.issue(storages)
 
     def _graph(self, given: Mapping[str, torch.Tensor], storages: Storages) -> Any:
         """The graph for memory at these addresses; None if there is none and will be none."""
@@ -119,11 +123,13 @@ class ReplayedGraph(StoredCodeKernel):
             return known
         device = self._device
         assert device is not None
+        used: list[torch.UntypedStorage] = []  # by the device, maybe later: kept as long as the graph
         try:
             if not self._warm:  # libraries make themselves ready at their first call, which no capture permits
-                without_draws(device, lambda: self._issue(self._copies(given, storages)))
+                without_draws(device, lambda: used.extend(self._issue(self._copies(given, storages))))
                 self._warm = True
-            known = self._graphs[key] = captured(device, lambda: self._issue(storages))
+            known = self._graphs[key] = captured(device, lambda: used.extend(self._issue(storages)))
+            self._kept_for_graphs += used
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             self._why_issued = f"{device.type} could not capture it: {reason}"

@@ -66,7 +66,7 @@ class PreparedGraphs:
             return f"{named} that cannot be replayed: {error}"
         code = AllowedCode(body, self._allow_code, self._types)
         code.prepare()
-        return _OpenBody(body, code, int(metadata["streams"]))
+        return _OpenBody(body, code, int(metadata["streams"]), metadata["unchecked"])
 
     def close(self) -> None:
         """Close the bodies."""
@@ -116,6 +116,7 @@ class PreparedGraphs:
             unsure=unsure,
             settings=reader.session.settings if differs else {},
             streams=body.streams,
+            unchecked=body.unchecked,
         )
 
     def _target(self, device: Device | None) -> torch.device | None:
@@ -131,8 +132,8 @@ class PreparedGraphs:
 class _OpenBody:
     """An opened body."""
 
-    def __init__(self, reader: CaptureReader, code: AllowedCode, streams: int) -> None:
-        self.reader, self.code, self.streams = reader, code, streams
+    def __init__(self, reader: CaptureReader, code: AllowedCode, streams: int, unchecked: str) -> None:
+        self.reader, self.code, self.streams, self.unchecked = reader, code, streams, unchecked
 
 
 def _effects_of(

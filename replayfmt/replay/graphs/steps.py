@@ -1,7 +1,8 @@
 """Issues the ops of a graph's body, one after the other, on given memory.
 
 Arguments name storages of the body. What outlives the graph's capture has memory outside, and an op that made it there
-gives its result into that; everything else is allocated by the ops and dropped after its last use.
+gives its result into that; everything else is allocated by the ops and dropped after its last use. Memory of the host
+that a copy brings back is written by the device, maybe later: the copy is made right where it belongs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import DType, Layout, MemoryFormat, StorageOrigin
 from replayfmt.format.model import CompositeValue, DeviceValue, GeneratorValue, Record, TensorMeta, TensorValue, Value
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.accelerators import default_generator
+from replayfmt.pytorch.accelerators import HOST, default_generator
 from replayfmt.pytorch.tensors.bounds import view_inside
 from replayfmt.pytorch.tensors.composites import put_together
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
@@ -40,7 +41,8 @@ class _PassMemory:
 
 @dataclass(frozen=True)
 class _BodyStep:
-    """One op. `done_with`: the storages that no later op uses, and the tensors on them."""
+    """One op. `into`: its result, for one that copies to memory of the host. `done_with`: the storages that no later op
+    uses, and the tensors on them."""
 
     name: str
     kernel: ResolvedKernel
@@ -48,6 +50,7 @@ class _BodyStep:
     kwargs: Mapping[str, Callable[[_PassMemory], Any]]
     results: tuple[Value, ...]
     allocates: bool
+    into: TensorValue | None
     done_with: tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -110,7 +113,24 @@ class BodySteps:
         made = {value.storage for value in tensors_of(record.results)} - {0}
         made -= {value.storage for value in tensors_of(record.args)}
         allocates = bool(made) and kernel.schema.name.partition("::")[2].split("_")[0] in ("empty", "new")
-        return _BodyStep(kernel.schema.name, kernel, tuple(args), kwargs, tuple(record.results), allocates, done_with)
+        results, into = tuple(record.results), self._brought_back(record, made)
+        return _BodyStep(kernel.schema.name, kernel, tuple(args), kwargs, results, allocates, into, done_with)
+
+    def _brought_back(self, record: Record, made: set[int]) -> TensorValue | None:
+        """The result of an op that gives memory of the host that it made to whoever replays the graph. Raises
+        ValueError for one that is no copy."""
+        for value in tensors_of(record.results):
+            on_host = self._devices.target(value.meta.device).type == HOST
+            if not on_host or value.storage not in made & self._kept:
+                continue
+            given = list(tensors_of(record.args))
+            if all(self._devices.target(each.meta.device).type == HOST for each in given):
+                continue
+            kernel = self._reader.kernels[record.signature.kernel]
+            if kernel is None or kernel.name != "aten::_to_copy":
+                raise ValueError(f"{kernel and kernel.name} of its body gives memory of the host, and copies nothing")
+            return value
+        return None
 
     # ---------------------------------------------------------------------------------------------------------- values
 
@@ -159,14 +179,20 @@ class BodySteps:
 
     # ---------------------------------------------------------------------------------------------------------- a pass
 
-    def issue(self, given: Storages) -> None:
-        """Issue every op once. `given` has the memory of the storages that are kept. Raises what an op raises, and
-        RuntimeError if one returns something else than was captured."""
+    def issue(self, given: Storages) -> list[torch.UntypedStorage]:
+        """Issue every op once. `given` has the memory of the storages that are kept. Returns memory of the host that a
+        device may still use. Raises what an op raises, and RuntimeError if one returns something else than was
+        captured."""
         memory = _PassMemory({**self._by_value, **given}, {})
+        used: list[torch.UntypedStorage] = []
         for step in self._steps:
-            result = step.kernel.call(
-                *(build(memory) for build in step.args), **{name: build(memory) for name, build in step.kwargs.items()}
-            )
+            args = [build(memory) for build in step.args]
+            kwargs = {name: build(memory) for name, build in step.kwargs.items()}
+            if step.into is None:
+                result = step.kernel.call(*args, **kwargs)
+            else:
+                non_blocking = bool(kwargs.get("non_blocking", False))
+                result = self._tensor(memory, step.into).copy_(args[0], non_blocking=non_blocking)
             expected = step.results
             values = (result,) if len(expected) == 1 else tuple(result) if expected else ()
             if len(values) != len(expected):
@@ -177,8 +203,11 @@ class BodySteps:
             for number in tensors:
                 memory.tensors.pop(number, None)
             for number in storages:
-                memory.storages.pop(number, None)
+                gone = memory.storages.pop(number, None)
+                if gone is not None and gone.device.type == HOST:
+                    used.append(gone)
         self._seen = True
+        return used
 
     def _bind(self, step: _BodyStep, memory: _PassMemory, value: Any, captured: Value) -> None:
         """A result is what later ops know under its id."""

@@ -1,0 +1,178 @@
+"""What graphs of a device hold besides plain operators, tried on the simulated one. Run by test_accelerator.py in a
+process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device import devices_as_they_were, recorder, register  # noqa: F401 - fixtures of every test
+from graphs_on_device import DEVICE, body_of, calls, graph_of, graphs_in, replays_bitwise
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import replayfmt
+from replayfmt import Plan
+from replayfmt.errors import ReplayRefused
+from replayfmt.format.reader import open_capture
+from replayfmt.recording.state import streams
+
+sim = register()
+
+
+def refused_because(path: Path) -> str:
+    with pytest.raises(ReplayRefused) as refused, Plan(path) as plan:
+        plan.execute()
+    return "".join(refused.value.findings)
+
+
+def before(x: torch.Tensor) -> torch.Tensor:
+    sim.launch_beside(x)
+    return x + 1
+
+
+def between(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    sim.launch_beside(y)
+    return y * 3
+
+
+def after(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    sim.launch_beside(y)
+    return y
+
+
+def alone(x: torch.Tensor) -> torch.Tensor:
+    sim.launch_beside(x)
+    return x
+
+
+@pytest.mark.parametrize("issue", [before, between, after, alone])
+def test_work_that_another_library_puts_into_a_graph_is_said(
+    tmp_path: Path, issue: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    def program() -> list[float]:
+        x = torch.ones(4).to(DEVICE)
+        graph, result = graph_of(lambda: issue(x))
+        graph.replay()
+        return result.tolist()
+
+    path = tmp_path / "a.opreplay"
+    expected = program()
+    with replayfmt.capture(path):
+        assert program() == expected
+    assert open_capture(path).summary.unsupported == {"cuda_graph": 1}
+    assert "work that no operator issued (nodes of the kind kernel)" in refused_because(path)
+
+
+def test_an_operator_that_fails_half_way_leaves_work_that_no_op_stands_for(tmp_path: Path) -> None:
+    @torch.library.custom_op("graphs_here::half_way", mutates_args=["x"], device_types="sim")
+    def half_way(x: torch.Tensor) -> None:
+        sim.launch_beside(x)
+        raise ValueError("half way")
+
+    def issue(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(ValueError, match="half way"):
+            half_way(x)
+        return x + 1
+
+    path, x = tmp_path / "a.opreplay", torch.ones(4).to(DEVICE)
+    with replayfmt.capture(path):
+        graph, result = graph_of(lambda: issue(x))
+        graph.replay()
+        assert result.tolist() == [3] * 4
+    assert open_capture(path).summary.unsupported == {"cuda_graph": 1}
+
+
+def test_a_device_that_does_not_tell_what_a_graph_holds_is_said_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, x = tmp_path / "a.opreplay", torch.ones(4).to(DEVICE)
+
+    def captured(path: Path) -> str:
+        with replayfmt.capture(path):
+            graph, result = graph_of(lambda: x * 2)
+            graph.replay()
+            result.tolist()
+        return replays_bitwise(path)[1]
+
+    said = "not checked for work that no operator issued"
+    assert said not in captured(path)
+    monkeypatch.delattr(sim, "capture_frontier")
+    text = captured(tmp_path / "b.opreplay")
+    assert f"{said}: PyTorch's module for sim has no capture_frontier" in text
+
+
+def test_a_copy_to_the_host_lands_where_the_program_reads_it(tmp_path: Path) -> None:
+    def program() -> list[list[float]]:
+        x = torch.arange(4.0).to(DEVICE)
+        graph, brought = graph_of(lambda: (x * 2).to("cpu", non_blocking=True))
+        seen = []
+        for number in range(3):
+            x.fill_(number + 1.0)
+            graph.replay()
+            torch.accelerator.synchronize()
+            seen.append(brought.tolist())
+        return seen
+
+    path = tmp_path / "a.opreplay"
+    assert program() == [[2] * 4, [4] * 4, [6] * 4]
+    with replayfmt.capture(path):
+        program()
+    assert not open_capture(path).summary.unsupported
+    assert body_of(path) == ["aten::mul.Tensor", "aten::_to_copy.default"]
+    for mode in ("captured", "issued"):
+        replays_bitwise(path, graphs=mode)
+
+
+def test_ops_of_the_host_may_run_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where following streams begins late, with a wait that no capture permits."""
+    monkeypatch.setattr(streams, "tells_of_memory", lambda _kind: True)
+    path, x = tmp_path / "a.opreplay", torch.arange(4.0).to(DEVICE)
+    x.add_(1)
+    with replayfmt.capture(path):
+        x.add_(1)
+        graph, result = graph_of(lambda: x * 2 + torch.ones(3).sum())
+        graph.replay()
+        assert result.tolist() == [7, 9, 11, 13]
+    assert len(graphs_in(path)) == 1 and not open_capture(path).summary.unsupported
+    replays_bitwise(path)
+
+
+def test_a_recording_may_end_while_a_graph_is_captured(tmp_path: Path) -> None:
+    path, x = tmp_path / "a.opreplay", torch.arange(4.0).to(DEVICE)
+    recording = replayfmt.Recorder(path)
+    recording.start()
+    x.add_(1)
+
+    def issue() -> Any:
+        y = x * 2
+        recording.close()
+        return y + 1
+
+    graph, result = graph_of(issue)
+    graph.replay()
+    assert result.tolist() == [3, 5, 7, 9]
+    assert not _get_current_dispatch_mode_stack()
+    with open_capture(path) as reader:
+        assert reader.complete and not reader.summary.unsupported
+    assert calls(path) == ["aten::add_"]
+
+
+def test_a_scope_may_end_while_a_graph_is_captured_and_its_digests_come_later(tmp_path: Path) -> None:
+    path, x = tmp_path / "a.opreplay", torch.arange(4.0).to(DEVICE)
+
+    def issue() -> Any:
+        with replayfmt.scope("inside"):
+            return x * 2
+
+    with replayfmt.capture(path):
+        x.add_(1)
+        graph, result = graph_of(issue)
+        graph.replay()
+        result.tolist()
+    assert not open_capture(path).summary.unsupported
+    assert "2 digests" in replays_bitwise(path)[1]
