@@ -116,6 +116,26 @@ inline bool visit_tensors(PyObject* value, const std::function<bool(PyObject*)>&
   return value == Py_None || PyLong_Check(value) || PyFloat_Check(value);
 }
 
+// While it lives, what the calling thread does belongs to work that is recorded as a whole.
+class Covered {
+ public:
+  explicit Covered(const Session& session) : leave_(session.leave) {
+    if (session.enter) {
+      session.enter();
+    }
+  }
+  Covered(const Covered&) = delete;
+  Covered& operator=(const Covered&) = delete;
+  ~Covered() {
+    if (leave_) {
+      leave_();
+    }
+  }
+
+ private:
+  void (*leave_)();
+};
+
 // Given (the function that runs a region, the region, its arguments as a tuple): its results, with a record of the call;
 // NotImplemented, and nothing was done, where the complete path has to look. What it may write counts as written unseen,
 // as there; what it hands through unchanged does not.
@@ -143,7 +163,7 @@ inline PyObject* call_noted(NotedRegion& region, PyObject* const* given, Py_ssiz
       return Py_NewRef(Py_NotImplemented);
     }
     const int64_t row[] = {region.signature, context, now_ns() - session.began_ns, 0};
-    session.rows.add(row, 4);
+    session.rows.add(row);
     waits = session.waits();
   }
   const auto mark = [&](PyObject* tensor) {
@@ -242,7 +262,7 @@ inline std::optional<Values> values_of(const GeneratedKernel& kernel, PyObject* 
       return std::nullopt;
     }
   }
-  return values.size() == kernel.known.kinds.size() ? std::optional(std::move(values)) : std::nullopt;
+  return values.size() == kernel.known.integers.size() ? std::optional(std::move(values)) : std::nullopt;
 }
 
 // Runs a kernel whose signature is known before it runs, and records that.
@@ -250,7 +270,7 @@ inline PyObject* call_kernel(GeneratedCall& call, PyObject* const* given, Py_ssi
   const GeneratedKernel& of = *call.of;
   const std::shared_ptr<Capture> capture = capture_seeing(*of.session);
   if (const auto values = capture ? values_of(of, given, count) : std::nullopt) {
-    HotRun run(*capture, of.known, of.schema, [&call] { return call.kernel; });
+    HotRun run(*capture, of.known, of.schema, call.kernel);
     if (run.begins([&](HotCall& made) { return made.take_all(*values) && made.signature() != 0; })) {
       const auto arguments = [&] { return Stack(values->begin(), values->end()); };
       const c10::impl::ExcludeDispatchKeyGuard hidden(kKey);
@@ -292,7 +312,7 @@ inline PyObject* call_allocator(GeneratedCall& call, PyObject* const* given, Py_
     const std::optional<at::ScalarType> dtype(reinterpret_cast<THPDtype*>(given[2])->scalar_type);
     const std::optional<at::Device> device =
         call.device == at::kCPU ? at::Device(at::kCPU) : c10::impl::getDeviceGuardImpl(call.device)->getDevice();
-    HotRun run(*capture, of.known, of.schema, [&call] { return call.kernel; });
+    HotRun run(*capture, of.known, of.schema, call.kernel);
     if (run.begins([&](HotCall& made) {
           return made.take(at::IntArrayRef(sizes)) && made.take(at::IntArrayRef(strides)) && made.take(dtype) &&
                  made.take(std::optional<at::Layout>()) && made.take(device) && made.take(std::optional(call.pinned));

@@ -15,6 +15,7 @@ import torch
 from .building import NotAvailable, library
 
 KNOWN_PYTORCH = ((2, 11), (2, 13))  # the first and the last release whose dispatcher the hook was made for
+_TAKES_PART, _HIDDEN, _ACTIVE = 1, 2, 4  # bits of opreplay_recorder_state
 
 
 class OperatorForHook(NamedTuple):
@@ -50,6 +51,7 @@ class Functions(NamedTuple):
     late: Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int, int], int | None]
     late_raised: Callable[[Any, tuple[Any, ...], dict[str, Any], BaseException | None, int, int], None]
     pump: Callable[[], None]
+    meet: Callable[[list[torch.Tensor]], None]
     unknown: Callable[[str], Any] = UnknownValue
 
 
@@ -88,15 +90,15 @@ class DispatchHook:
 
     def included(self) -> bool:
         """Whether the calling thread participates."""
-        return bool(self._library.opreplay_recorder_included())
+        return bool(self._library.opreplay_recorder_state() & _TAKES_PART)
 
     def leave_finished(self) -> bool:
         """If no capture uses the hook, the calling thread stops participating. Returns whether it participated."""
-        return not self._library.opreplay_recorder_active() and self.include(False)
+        return not self._library.opreplay_recorder_state() & _ACTIVE and self.include(False)
 
     def sees(self) -> bool:
         """Whether the hook would see an operator that the calling thread called now."""
-        return bool(self._library.opreplay_recorder_sees())
+        return bool(self._library.opreplay_recorder_state() & (_TAKES_PART | _HIDDEN) == _TAKES_PART)
 
     def hidden(self) -> AbstractContextManager[None]:
         """The hook does not see the operators that the calling thread calls inside."""

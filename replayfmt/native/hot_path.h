@@ -13,9 +13,9 @@
 
 namespace opreplay {
 
-// How an argument's value is laid out in a row.
-enum class Kind : uint8_t { tensor, tensors, number, integer, real, boolean, integers, reals, booleans, dtype, layout,
-                            memory_format, device, text, other };
+// Tokens of a signature's key. What a signature holds besides (constants in its nodes) follows the token.
+enum Token : int64_t { kOther, kTensor, kNone, kFalse, kTrue, kInt, kFloat, kList, kDtype, kLayout, kMemoryFormat, kDevice,
+                       kText, kUndefined, kResults };
 
 // What a signature's key, and the slots of a row, have of values.
 struct Encoded {
@@ -29,7 +29,7 @@ enum class Reads : uint8_t { no, yes };
 
 struct Operator {
   bool plain = false;  // Python says that its calls may be recorded here
-  std::vector<Kind> kinds;
+  std::vector<Token> integers;  // what an integer on a stack is, of each argument
   std::vector<std::optional<Encoded>> defaults;  // of arguments, where they have one that can be told here
   size_t keywords = 0;               // index of the first keyword-only argument
   std::vector<size_t> writes;        // indices of the arguments that it writes
@@ -42,39 +42,23 @@ struct Operator {
   std::vector<Reads> reads;          // of each argument, of a kernel of generated code
   bool generated = false;            // it allocates for generated code
   int64_t number = 0;                // tells operators apart in keys
+  mutable const Signatures::value_type* newest = nullptr;  // of its signatures, the one found last
 };
 
-inline Kind kind_of(c10::TypePtr type) {
-  if (auto optional = type->cast<c10::OptionalType>()) {
-    type = optional->getElementType();
-  }
+// What an integer on a stack is, where an argument has this type.
+inline Token integer_of(const c10::TypePtr& type) {
   switch (type->kind()) {
-    case c10::TypeKind::TensorType: return Kind::tensor;
-    case c10::TypeKind::NumberType: return Kind::number;
+    case c10::TypeKind::OptionalType:
+    case c10::TypeKind::ListType: return integer_of(type->containedType(0));
+    case c10::TypeKind::NumberType:
     case c10::TypeKind::IntType:
-    case c10::TypeKind::SymIntType: return Kind::integer;
-    case c10::TypeKind::FloatType: return Kind::real;
-    case c10::TypeKind::BoolType: return Kind::boolean;
-    case c10::TypeKind::ScalarTypeType: return Kind::dtype;
-    case c10::TypeKind::LayoutType: return Kind::layout;
-    case c10::TypeKind::MemoryFormatType: return Kind::memory_format;
-    case c10::TypeKind::DeviceObjType: return Kind::device;
-    case c10::TypeKind::StringType: return Kind::text;
-    case c10::TypeKind::ListType:
-      switch (kind_of(type->castRaw<c10::ListType>()->getElementType())) {
-        case Kind::tensor: return Kind::tensors;
-        case Kind::integer: return Kind::integers;
-        case Kind::real: return Kind::reals;
-        case Kind::boolean: return Kind::booleans;
-        default: return Kind::other;
-      }
-    default: return Kind::other;
+    case c10::TypeKind::SymIntType: return kInt;
+    case c10::TypeKind::ScalarTypeType: return kDtype;
+    case c10::TypeKind::LayoutType: return kLayout;
+    case c10::TypeKind::MemoryFormatType: return kMemoryFormat;
+    default: return kOther;
   }
 }
-
-// Tokens of a signature's key. What a signature holds besides (constants in its nodes) follows the token.
-enum Token : int64_t { kTensor = 1, kNone, kFalse, kTrue, kInt, kFloat, kList, kDtype, kLayout, kMemoryFormat, kDevice,
-                       kText, kUndefined, kResults };
 
 inline bool is_plain(const at::Tensor& tensor) {
   const auto keys = tensor.key_set();
@@ -89,8 +73,8 @@ inline bool is_plain(const at::Tensor& tensor) {
 class HotCall {
  public:
   HotCall(Session& session, const Operator& op) : session_(session), op_(op) {
-    said_.key.push_back(op.number);
-    said_.key.push_back(0);  // number of positional arguments
+    take_token(op.number);
+    take_token(0);  // number of positional arguments
     end_ = here();
   }
 
@@ -131,9 +115,8 @@ class HotCall {
   // Whether a call that draws random numbers is known as a whole, before it runs: it returns its first argument, and the
   // generator is as it would be in a replay.
   bool draws_as_told() {
-    said_.key.push_back(kResults);
-    said_.key.push_back(kTensor);
-    const bool known = session_.signature_of(said_.key) != 0;
+    said_.key.append({kResults, kTensor});
+    const bool known = known_signature() != 0;
     said_.key.resize(said_.key.size() - 2);
     return known && device_ == at::kCPU && session_.drawn && *session_.drawn == Draws::now();
   }
@@ -141,69 +124,60 @@ class HotCall {
   // The next result, likewise: known apart from new storages and views.
   bool take_result(const at::Tensor& tensor) {
     begin_results();
-    if (!tensor.defined()) {
-      said_.key.push_back(kUndefined);
-      return true;
-    }
-    if (!is_plain(tensor)) {
-      return false;
+    if (!tensor.defined() || !is_plain(tensor)) {
+      return !tensor.defined() && take_token(kUndefined);
     }
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
-    const int64_t seen = storage ? storage->find(tensor) : 0;
-    const auto* meta = seen ? nullptr : session_.meta_of(tensor);
-    if (!seen && !meta) {
+    const Looks looks(tensor);
+    const int64_t seen = storage ? storage->find(looks, tensor.storage_offset()) : 0;
+    const auto* meta = seen ? nullptr : session_.meta_of(looks);
+    if ((!seen && !meta) ||
+        (storage ? storage->bytes != static_cast<int64_t>(impl->nbytes()) || (!storage->new_views && !seen)
+                 : impl->nbytes() != 0 && !tensor.is_meta() && impl->data() == nullptr)) {
       return false;
     }
-    if (storage ? storage->bytes != static_cast<int64_t>(impl->nbytes()) || (!storage->new_views && !seen)
-                : impl->nbytes() != 0 && !tensor.is_meta() && impl->data() == nullptr) {
-      return false;
-    }
-    said_.key.push_back(kTensor);
     made_.push_back({impl, storage, meta, tensor.storage_offset(), seen});
-    return true;
+    return take_token(kTensor);
   }
-  bool take_result(const std::vector<at::Tensor>& tensors) { return take_results(tensors); }
+  bool take_result(const std::vector<at::Tensor>& tensors) {
+    begin_results();
+    return take_list(tensors, [this](const at::Tensor& tensor) { return take_result(tensor); });
+  }
   template <typename... Values>
   bool take_result(const std::tuple<Values...>& values) {
     return std::apply([this](const auto&... each) { return (take_result(each) && ...); }, values);
   }
   bool take_result(const c10::IValue& value) {
-    if (value.isTensor()) {
-      return take_result(value.toTensor());
-    }
-    if (value.isTensorList()) {
-      return take_results(value.toTensorVector());
+    if (value.isTensor() || value.isTensorList()) {
+      return value.isTensor() ? take_result(value.toTensor()) : take_result(value.toTensorVector());
     }
     begin_results();
-    if (value.isInt() && value.toInt() >> 32 > 0) {
-      return false;  // it may be an address
+    if (!session_.scalars) {
+      take_token(kNone);  // a number that is not recorded
     }
-    if (!session_.scalars) {  // a number that is not recorded
-      said_.key.push_back(kNone);
-      return value.isBool() || value.isInt() || value.isDouble();
-    }
-    return take_number(value);
+    const bool is_address = value.isInt() && value.toInt() >> 32 > 0;  // perhaps
+    return !is_address && (session_.scalars ? take_number(value) : value.isBool() || value.isInt() || value.isDouble());
   }
 
   // The signature that Python gave calls like this one; 0 where it has seen none.
   int64_t signature() {
     begin_results();
-    return session_.signature_of(said_.key);
+    return known_signature();
   }
+
+  // Arguments on storages that nobody has told of here. There is no record until somebody has.
+  const std::vector<at::Tensor>& unmet() const { return unmet_; }
 
   // Append the record, and what is new.
   void record(int64_t signature, int64_t context, int64_t started_ns, int64_t ended_ns) {
-    Key row{signature, context, started_ns - session_.began_ns, ended_ns - started_ns};
-    row.append(tensors_.begin(), tensors_.end());
-    for (const Made& made : made_) {
-      row.push_back(number_of(made));
-    }
-    row.append(said_.ints.begin(), said_.ints.end());
-    for (double value : said_.floats) {
-      row.push_back(std::bit_cast<int64_t>(value));
-    }
-    session_.rows.add(row.data(), row.size());
+    const int64_t head[] = {signature, context, started_ns - session_.began_ns, ended_ns - started_ns};
+    int64_t* row = session_.rows.grow(4 + tensors_.size() + made_.size() + said_.ints.size() + said_.floats.size());
+    row = std::copy(std::begin(head), std::end(head), row);
+    row = std::copy(tensors_.begin(), tensors_.end(), row);
+    row = std::transform(made_.begin(), made_.end(), row, [this](const Made& made) { return number_of(made); });
+    row = std::copy(said_.ints.begin(), said_.ints.end(), row);
+    std::transform(said_.floats.begin(), said_.floats.end(), row, std::bit_cast<int64_t, double>);
     for (const auto& [impl, tensor] : written_) {
       if (Storage* storage = session_.storage_of(impl)) {  // none where another thread had Python look after it meanwhile
         storage->note_written(tensor);
@@ -253,11 +227,19 @@ class HotCall {
            std::equal(said_.floats.begin() + begin.floats, said_.floats.end(), value.floats.begin(), value.floats.end());
   }
 
+  int64_t known_signature() {
+    if (!op_.newest || !WordsEqual()(op_.newest->first, said_.key)) {
+      const auto found = session_.signatures.find(std::span<const int64_t>(said_.key));
+      op_.newest = found == session_.signatures.end() ? nullptr : &*found;
+    }
+    return op_.newest ? op_.newest->second : 0;
+  }
+
   int64_t new_view(Storage& storage, const Metas::value_type* meta, int64_t offset) {
-    const int64_t tensor = session_.next_tensor.next(), id = meta->second.id;
-    const int64_t definition[] = {tensor, storage.id, offset, id};
-    session_.definitions.add(definition, 4);
-    storage.views.push_back({id, offset, tensor, meta});
+    const int64_t tensor = session_.next_tensor.next();
+    const int64_t definition[] = {tensor, storage.id, offset, meta->second.id};
+    session_.definitions.add(definition);
+    storage.views.push_back({meta, offset, tensor});
     return tensor;
   }
 
@@ -274,9 +256,9 @@ class HotCall {
       storage->generated = op_.generated;
       storage->unwritten = unwritten && bytes != 0 && made.impl->device_type() != at::kMeta;
       const int64_t birth[] = {id, bytes, made.meta->second.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
-      session_.births.add(birth, 5);
+      session_.births.add(birth);
     }
-    const int64_t tensor = storage->find(made.meta->second.id, made.offset);
+    const int64_t tensor = storage->find(made.meta, made.offset);
     return tensor ? tensor : new_view(*storage, made.meta, made.offset);
   }
 
@@ -285,10 +267,6 @@ class HotCall {
       has_results_ = true;
       said_.key.push_back(kResults);
     }
-  }
-  bool take_results(const std::vector<at::Tensor>& tensors) {
-    begin_results();
-    return take_list(tensors, [this](const at::Tensor& tensor) { return take_result(tensor); });
   }
 
   // ---------------------------------------------------------------------------------------------- values as C++ has them
@@ -305,6 +283,10 @@ class HotCall {
     }
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
+    if (!storage && impl->nbytes() != 0 && !tensor.is_meta()) {
+      unmet_.push_back(tensor);
+      return take_token(kTensor);
+    }
     if (!storage || storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
         (storage->unwritten && !fills(index, tensor, *storage))) {
       return false;
@@ -316,9 +298,10 @@ class HotCall {
     if (written && is_out(index) && storage->bytes == 0) {
       return false;  // it will be resized
     }
-    int64_t number = storage->find(tensor);
+    const Looks looks(tensor);
+    int64_t number = storage->find(looks, tensor.storage_offset());
     if (!number) {
-      const auto* meta = storage->new_views ? session_.meta_of(tensor) : nullptr;
+      const auto* meta = storage->new_views ? session_.meta_of(looks) : nullptr;
       if (!meta) {
         return false;
       }
@@ -424,37 +407,18 @@ class HotCall {
     if (value.isNone()) {
       return take_token(kNone);
     }
-    switch (op_.kinds[index]) {
-      case Kind::tensor:
-        return take_value(index, value.toTensor());
-      case Kind::tensors:
-        return value.isTensorList() ? take_value(index, at::TensorList(value.toTensorVector()))
-                                    : value.isOptionalTensorList() && take_value(index, value.toOptionalTensorList());
-      case Kind::number:
-      case Kind::integer:
-      case Kind::real:
-      case Kind::boolean:
-        return take_number(value);
-      case Kind::integers:
-        return value.isIntList() && take_value(index, at::IntArrayRef(value.toIntVector()));
-      case Kind::reals:
-        return value.isDoubleList() && take_value(index, at::ArrayRef<double>(value.toDoubleVector()));
-      case Kind::booleans:
-        return value.isBoolList() && take_list(value.toBoolList(), [&](bool item) { return take_value(index, item); });
-      case Kind::dtype:
-        return value.isInt() && take_constant(kDtype, value.toInt());
-      case Kind::layout:
-        return value.isInt() && take_constant(kLayout, value.toInt());
-      case Kind::memory_format:
-        return value.isInt() && take_constant(kMemoryFormat, value.toInt());
-      case Kind::device:
-        return take_value(index, value.toDevice());
-      case Kind::text:
-        return take_value(index, std::string_view(value.toStringRef()));
-      case Kind::other:
-        return false;
+    if (value.isInt() && op_.integers[index] != kInt) {
+      return op_.integers[index] != kOther && take_constant(op_.integers[index], value.toInt());
     }
-    return false;
+    return value.isTensor()       ? take_value(index, value.toTensor())
+           : value.isIntList()    ? op_.integers[index] == kInt && take_value(index, at::IntArrayRef(value.toIntVector()))
+           : value.isDoubleList() ? take_value(index, at::ArrayRef<double>(value.toDoubleVector()))
+           : value.isBoolList()   ? take_list(value.toBoolList(), [&](bool item) { return take_value(index, item); })
+           : value.isTensorList() ? take_value(index, at::TensorList(value.toTensorVector()))
+           : value.isOptionalTensorList() ? take_value(index, value.toOptionalTensorList())
+           : value.isDevice()             ? take_value(index, value.toDevice())
+           : value.isString()             ? take_value(index, std::string_view(value.toStringRef()))
+                                          : take_number(value);
   }
   bool take_number(const c10::IValue& value) {
     return value.isBool()     ? take_value(0, value.toBool())
@@ -465,24 +429,15 @@ class HotCall {
 
   // ------------------------------------------------------------------------------------------------------ their parts
 
-  bool take_token(Token token) {
+  bool take_token(int64_t token) {
     said_.key.push_back(token);
     return true;
   }
-  bool take_constant(Token token, int64_t value) {
-    said_.key.push_back(token);
-    said_.key.push_back(value);
-    return true;
-  }
+  bool take_constant(Token token, int64_t value) { return take_token(token) && take_token(value); }
   template <typename List, typename Take>
   bool take_list(const List& list, const Take& take_item) {
     take_constant(kList, static_cast<int64_t>(list.size()));
-    for (const auto& item : list) {
-      if (!take_item(item)) {
-        return false;
-      }
-    }
-    return true;
+    return std::all_of(list.begin(), list.end(), take_item);
   }
 
   // A number that C++ code made a tensor of.
@@ -506,6 +461,7 @@ class HotCall {
   at::DeviceType device_ = at::kMeta;  // of the first argument
   Encoded said_;
   c10::ArrayRef<c10::IValue> given_;   // of a kernel of generated code
+  std::vector<at::Tensor> unmet_;
   c10::SmallVector<int64_t, 16> tensors_;
   c10::SmallVector<Made, 4> made_;
   c10::SmallVector<std::pair<c10::StorageImpl*, int64_t>, 4> written_;
@@ -515,7 +471,7 @@ class HotCall {
 inline void read_schema(Operator& op, Session& session, const c10::FunctionSchema& schema) {
   const auto& arguments = schema.arguments();
   for (const auto& argument : arguments) {
-    op.kinds.push_back(kind_of(argument.real_type()));
+    op.integers.push_back(integer_of(argument.real_type()));
     op.keywords += !argument.kwarg_only();
   }
   for (size_t index = 0; index < arguments.size(); index++) {

@@ -14,21 +14,14 @@
 #include "python_values.h"
 #include "watched.h"
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 namespace opreplay {
-
-// In the order in which Python gives them (hook.py).
-inline std::array<PyObject**, 11> places(Functions& of) {
-  return {&of.before,   &of.after,   &of.raised, &of.interrupted, &of.run,
-          &of.describe, &of.context, &of.late,   &of.late_raised, &of.pump, &of.unknown};
-}
 
 // One capture. An operator that is running holds on to the one that it began in: what it tells when it returns, however
 // late, is for that one alone.
@@ -66,15 +59,15 @@ inline int64_t now_ns() {  // the clock of time.perf_counter_ns
 }
 
 // Calls Python around an operator; where that raises (a signal handler does), what the operator may have written is noted.
-template <typename Call, typename Arguments>
-void around(const Capture& of, const Call& tell, py::handle begun, const Arguments& arguments, py::handle result) {
+// `arguments`: those that `begun` does not have.
+template <typename Arguments, typename... Values>
+py::object around(const Capture& of, PyObject* function, py::handle begun, const Arguments& arguments, py::handle result,
+                  const Values&... values) {
   try {
-    tell();
+    return call(function, values...);
   } catch (const python_error&) {
-    if (of.functions.interrupted) {
-      PythonArguments given = arguments();
-      call(of.functions.interrupted, begun, given.args, given.kwargs, result);
-    }
+    const PythonArguments given = arguments();
+    call(of.functions.interrupted, begun, given.args, given.kwargs, result);
     throw;
   }
 }
@@ -85,8 +78,7 @@ inline const Operator& described(const OperatorHandle& op, const Capture& captur
   const FunctionSchema& schema = op.schema();
   {
     std::lock_guard<std::mutex> lock(of.mutex);
-    const auto found = of.operators.find(&schema);
-    if (found != of.operators.end()) {
+    if (const auto found = of.operators.find(&schema); found != of.operators.end()) {
       return *found->second;
     }
   }
@@ -94,17 +86,11 @@ inline const Operator& described(const OperatorHandle& op, const Capture& captur
   {
     py::gil_scoped_acquire lock;
     if (py::object function = function_of(op); capture.functions.describe && !py::isinstance<py::str>(function)) {
-      py::object found = call(capture.functions.describe, function);
-      if (!found.is_none()) {
-        const auto said = py::cast<py::tuple>(found);
-        made->plain = py::cast<bool>(said[0]);
-        made->writes = py::cast<std::vector<size_t>>(said[1]);
-        made->watches = py::cast<std::vector<size_t>>(said[2]);
-        made->dropout = py::cast<std::optional<size_t>>(said[3]);
-        made->takes_numbers = py::cast<bool>(said[4]);
-        made->fills = py::cast<bool>(said[5]);
-        made->empty = py::cast<bool>(said[6]);
-        made->draws = py::cast<bool>(said[7]);
+      if (py::object said = call(capture.functions.describe, function); !said.is_none()) {
+        using Indices = std::vector<size_t>;
+        std::tie(made->plain, made->writes, made->watches, made->dropout, made->takes_numbers, made->fills, made->empty,
+                 made->draws) =
+            py::cast<std::tuple<bool, Indices, Indices, std::optional<size_t>, bool, bool, bool, bool>>(said);
       }
     }
   }
@@ -150,36 +136,14 @@ inline void learn(Session& of, const Operator& known, c10::ArrayRef<c10::IValue>
 
 using Saved = c10::SmallVector<c10::IValue, 12>;
 
-// Runs an operator, calls Python with what an exception of Python's is, and lets the exception pass.
-template <typename Run, typename Tell>
-decltype(auto) telling(const Run& run, const Tell& tell) {
-  try {
-    return run();
-  } catch (const python_error& error) {
-    py::gil_scoped_acquire lock;
-    tell(error.value ? py::handle(error.value) : py::handle(Py_None));
-    throw;
-  } catch (const py::error_already_set& error) {
-    py::gil_scoped_acquire lock;
-    tell(error.value());
-    throw;
-  } catch (...) {
-    py::gil_scoped_acquire lock;
-    tell(py::handle(Py_None));
-    throw;
-  }
-}
-
 // A call that is recorded without Python, as far as that goes: Python hears of it afterwards where something was new.
 class HotRun {
  public:
   HotRun(const Capture& capture, const OperatorHandle& op)
-      : HotRun(capture, described(op, capture), op.schema(), [&op] { return function_of(op); }) {}
-  // `function`: what Python calls the operator.
-  HotRun(const Capture& capture, const Operator& known, const FunctionSchema& schema,
-         std::function<py::object()> function)
-      : capture_(capture), of_(*capture.session), known_(known), schema_(schema), function_(std::move(function)),
-        made_(of_, known_) {}
+      : HotRun(capture, described(op, capture), op.schema(), &op, py::handle()) {}
+  // Of a kernel that no dispatcher calls. `kernel`: as Python knows it.
+  HotRun(const Capture& capture, const Operator& known, const FunctionSchema& schema, py::handle kernel)
+      : HotRun(capture, known, schema, nullptr, kernel) {}
 
   // Gives a call its arguments, or results; whether all of them are known. Values as a stack has them, for Python.
   using Take = c10::function_ref<bool(HotCall&)>;
@@ -191,9 +155,19 @@ class HotRun {
         !find_context(capture_, &context_)) {
       return false;
     }
-    std::lock_guard<std::mutex> lock(of_.mutex);
+    std::unique_lock<std::mutex> lock(of_.mutex);
     if (!take(made_)) {
       return false;
+    }
+    if (!made_.unmet().empty()) {
+      lock.unlock();
+      introduce();
+      lock.lock();
+      std::destroy_at(&made_);
+      std::construct_at(&made_, of_, known_);
+      if (!take(made_) || !made_.unmet().empty()) {
+        return false;
+      }
     }
     if (known_.draws) {  // in the order of records: others wait for it before they draw
       drawing_ = of_.hot.load(std::memory_order_relaxed) && made_.draws_as_told();
@@ -209,7 +183,11 @@ class HotRun {
   template <typename Run>
   decltype(auto) runs(const Run& run, Values arguments) {
     started_ = now_ns();
-    return telling(run, [&](py::handle error) { raised(error, arguments); });
+    return telling(run, [&](py::handle error) {
+      const int64_t ended = now_ns();
+      stop_drawing();
+      tell(capture_.functions.late_raised, arguments(), error, py::none(), ended);
+    });
   }
 
   // It returned.
@@ -234,31 +212,40 @@ class HotRun {
       return;
     }
     py::gil_scoped_acquire lock;
-    const Functions& functions = capture_.functions;
-    if (!recorded && functions.late) {
-      const Stack values = arguments(), found = results();
-      py::object result = python_results(schema_, found, functions);
-      py::object signature = py::none();
-      around(capture_,
-             [&] { signature = call_with(functions.late, given(values), result, py::int_(started_), py::int_(ended)); },
-             py::none(), [&] { return given(values); }, result);
-      learn(of_, known_, values, found, signature);
-    } else if (functions.pump) {
-      call(functions.pump);
+    if (recorded) {
+      call(capture_.functions.pump);
+      return;
     }
+    const Stack values = arguments(), found = results();
+    const py::object result = python_results(schema_, found, capture_.functions);
+    learn(of_, known_, values, found, tell(capture_.functions.late, values, result, result, ended));
   }
 
  private:
-  void raised(py::handle error, Values arguments) {
-    const int64_t ended = now_ns();
-    stop_drawing();
-    const Functions& functions = capture_.functions;
-    if (functions.late_raised) {
-      const Stack values = arguments();
-      around(capture_,
-             [&] { call_with(functions.late_raised, given(values), error, py::int_(started_), py::int_(ended)); },
-             py::none(), [&] { return given(values); }, py::none());
+  HotRun(const Capture& capture, const Operator& known, const FunctionSchema& schema, const OperatorHandle* op,
+         py::handle kernel)
+      : capture_(capture), of_(*capture.session), known_(known), schema_(schema), op_(op), kernel_(kernel),
+        made_(of_, known_) {}
+
+  // Python tells of the storages that it uses for the first time.
+  void introduce() {
+    py::gil_scoped_acquire lock;
+    py::list tensors;
+    for (const at::Tensor& tensor : made_.unmet()) {
+      tensors.append(own_view(tensor));
     }
+    call(capture_.functions.meet, tensors);
+  }
+
+  // What Python says to a call that it hears of afterwards. `outcome`: the result, or an exception.
+  py::object tell(PyObject* function, const Stack& values, py::handle outcome, py::handle result, int64_t ended) const {
+    const auto arguments = [&] {
+      return python_arguments(schema_, values.data(), &capture_.functions, known_.takes_numbers);
+    };
+    const PythonArguments given = arguments();
+    const py::object callee = op_ ? function_of(*op_) : py::reinterpret_borrow<py::object>(kernel_);
+    return around(capture_, function, py::none(), arguments, result, callee, given.args, given.kwargs, outcome,
+                  py::int_(started_), py::int_(ended));
   }
 
   void stop_drawing() {
@@ -268,19 +255,13 @@ class HotRun {
       of_.drew.notify_all();
     }
   }
-  PythonArguments given(const Stack& values) const {
-    return python_arguments(schema_, values.data(), &capture_.functions, known_.takes_numbers);
-  }
-  template <typename... More>
-  py::object call_with(PyObject* function, const PythonArguments& given, const More&... more) const {
-    return call(function, function_(), given.args, given.kwargs, more...);
-  }
 
   const Capture& capture_;
   Session& of_;
   const Operator& known_;
   const FunctionSchema& schema_;
-  std::function<py::object()> function_;
+  const OperatorHandle* op_;  // none: `kernel_` is called
+  py::handle kernel_;
   HotCall made_;
   int64_t context_ = 0, started_ = 0;
   bool drawing_ = false;

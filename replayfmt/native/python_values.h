@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/tensor_dtypes.h>
 
+#include <array>
 #include <optional>
 
 namespace opreplay {
@@ -31,8 +32,15 @@ struct Functions {
   PyObject* late = nullptr;         // (operator, args, kwargs, result, started_ns, ended_ns) -> signature, or None
   PyObject* late_raised = nullptr;  // (operator, args, kwargs, exception or None, started_ns, ended_ns)
   PyObject* pump = nullptr;         // () after a record: something waits to be written, or told
+  PyObject* meet = nullptr;         // (tensors): an operator is about to use storages that the hot path does not know
   PyObject* unknown = nullptr;      // (type as text) -> what stands for a value that Python cannot have
 };
+
+// In the order in which Python gives them (hook.py).
+inline std::array<PyObject**, 12> places(Functions& of) {
+  return {&of.before,  &of.after, &of.raised,      &of.interrupted, &of.run,  &of.describe,
+          &of.context, &of.late,  &of.late_raised, &of.pump,        &of.meet, &of.unknown};
+}
 
 // Calls a function of a capture's; None where the capture has ended, which may be whenever Python runs. What it raises
 // passes on through PyTorch as an exception of C++.
@@ -195,6 +203,26 @@ inline void push_results(const FunctionSchema& schema, py::handle result, Stack*
     for (size_t index = 0; index < returns.size(); index++) {
       stack->push_back(torch::jit::toIValue(items[index], returns[index].real_type()));
     }
+  }
+}
+
+// Runs an operator, calls Python with what an exception of Python's is, and lets the exception pass.
+template <typename Run, typename Tell>
+decltype(auto) telling(const Run& run, const Tell& tell) {
+  try {
+    return run();
+  } catch (const python_error& error) {
+    py::gil_scoped_acquire lock;
+    tell(error.value ? py::handle(error.value) : py::handle(Py_None));
+    throw;
+  } catch (const py::error_already_set& error) {
+    py::gil_scoped_acquire lock;
+    tell(error.value());
+    throw;
+  } catch (...) {
+    py::gil_scoped_acquire lock;
+    tell(py::handle(Py_None));
+    throw;
   }
 }
 

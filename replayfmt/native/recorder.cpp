@@ -119,40 +119,28 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   }
   const Runs runs;
   const Capture& capture = *found;
-  Session& of = *capture.session;
-  if (of.hot.load(std::memory_order_relaxed) && record_hot(capture, op, below, stack, first)) {
+  if (capture.session->hot.load(std::memory_order_relaxed) && record_hot(capture, op, below, stack, first)) {
     return;
   }
+  const Operator& known = described(op, capture);
   Held made;
-  bool alone = false;
-  Saved saved;
   {
     py::gil_scoped_acquire lock;
-    if (!capture.functions.before) {
-      alone = true;
-    } else {
-      py::object function = function_of(op);
-      PythonArguments given = python_arguments(schema, stack->data() + first, &capture.functions, described(op, capture).takes_numbers);
-      py::object said = call(capture.functions.before, function, given.args, given.kwargs);
-      if (said.ptr() == Py_True) {
-        given = python_arguments(schema, stack->data() + first, nullptr);
-        const py::object run = py::reinterpret_borrow<py::object>(capture.functions.run);
-        if (!run) {  // the capture has ended
-          op.redispatchBoxed(below, stack);
-          return;
-        }
-        py::object result = call(run.ptr(), function, given.args, given.kwargs);
-        torch::jit::drop(*stack, schema.arguments().size());
-        push_results(schema, result, stack);
-        return;
-      }
-      alone = said.is_none();
-      if (!alone) {
-        made.set(std::move(said));
-      }
+    const py::object function = function_of(op);
+    PythonArguments given = python_arguments(schema, stack->data() + first, &capture.functions, known.takes_numbers);
+    py::object said = call(capture.functions.before, function, given.args, given.kwargs);
+    if (said.ptr() == Py_True && capture.functions.run) {
+      given = python_arguments(schema, stack->data() + first, nullptr);
+      const py::object result = call(capture.functions.run, function, given.args, given.kwargs);
+      torch::jit::drop(*stack, schema.arguments().size());
+      push_results(schema, result, stack);
+      return;
+    }
+    if (!said.is_none() && said.ptr() != Py_True) {
+      made.set(std::move(said));
     }
   }
-  if (alone) {
+  if (!made.get()) {
     op.redispatchBoxed(below, stack);
     return;
   }
@@ -162,30 +150,20 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     return;
   }
   const auto arguments = [] { return PythonArguments{py::tuple(), py::dict()}; };  // the call has them
-  const Operator* known = of.hot.load(std::memory_order_relaxed) ? &described(op, capture) : nullptr;
-  if (known && known->plain) {
-    saved.assign(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
-  }
+  const bool learns = known.plain && capture.session->hot.load(std::memory_order_relaxed);
+  const Saved saved(learns ? stack->begin() + static_cast<std::ptrdiff_t>(first) : stack->end(), stack->end());
   const int64_t started = now_ns();
-  telling(
-      [&] { op.redispatchBoxed(below, stack); },
-      [&](py::handle error) {
-        const int64_t ended = now_ns();
-        if (capture.functions.raised) {
-          around(capture, [&] { call(capture.functions.raised, made.get(), error, py::int_(started), py::int_(ended)); }, made.get(),
-                 arguments, py::none());
-        }
-      });
+  telling([&] { op.redispatchBoxed(below, stack); }, [&](py::handle error) {
+    around(capture, capture.functions.raised, made.get(), arguments, py::none(), made.get(), error, py::int_(started),
+           py::int_(now_ns()));
+  });
   const int64_t ended = now_ns();
   py::gil_scoped_acquire lock;
-  if (capture.functions.after) {
-    py::object result = python_results(schema, *stack, capture.functions);
-    py::object signature = py::none();
-    around(capture, [&] { signature = call(capture.functions.after, made.get(), result, py::int_(started), py::int_(ended)); }, made.get(),
-           arguments, result);
-    if (known && known->plain) {
-      learn(of, *known, saved, last(*stack, schema.returns().size()), signature);
-    }
+  const py::object result = python_results(schema, *stack, capture.functions);
+  const py::object signature = around(capture, capture.functions.after, made.get(), arguments, result, made.get(), result,
+                                      py::int_(started), py::int_(ended));
+  if (learns) {
+    learn(*capture.session, known, saved, last(*stack, schema.returns().size()), signature);
   }
 }
 
@@ -256,14 +234,14 @@ EXPORTED int opreplay_recorder_take_key() {
     keep_unboxed<
         ops::_local_scalar_dense, ops::_safe_softmax, ops::_softmax, ops::_softmax_backward_data, ops::_to_copy,
         ops::_unsafe_view, ops::add_Scalar, ops::add_Tensor, ops::add__Tensor, ops::addcdiv_, ops::addcmul_,
-        ops::addmm_out, ops::bmm_out, ops::mm_out,
-        ops::addmm, ops::alias, ops::bmm, ops::cat, ops::clone, ops::copy_, ops::detach, ops::div_Scalar,
-        ops::div_Tensor, ops::div__Scalar, ops::div__Tensor, ops::embedding, ops::exp, ops::expand, ops::fill__Scalar,
-        ops::gelu, ops::gelu_backward, ops::index_Tensor, ops::lerp__Scalar, ops::mean_dim, ops::mm, ops::mul_Scalar,
-        ops::mul_Tensor, ops::mul__Scalar, ops::mul__Tensor, ops::native_layer_norm, ops::native_layer_norm_backward,
-        ops::neg, ops::permute, ops::pow_Tensor_Scalar, ops::relu, ops::rsqrt, ops::select_int, ops::sigmoid,
-        ops::silu, ops::slice_Tensor, ops::split_Tensor, ops::sqrt, ops::sub_Tensor, ops::sum_dim_IntList, ops::t,
-        ops::tanh, ops::tanh_backward, ops::transpose_int, ops::unsqueeze, ops::view, ops::where_self, ops::zero_>(commonest);
+        ops::addmm, ops::addmm_out, ops::alias, ops::bmm, ops::bmm_out, ops::cat, ops::clone, ops::copy_, ops::detach,
+        ops::div_Scalar, ops::div_Tensor, ops::div__Scalar, ops::div__Tensor, ops::embedding, ops::exp, ops::expand,
+        ops::fill__Scalar, ops::gelu, ops::gelu_backward, ops::index_Tensor, ops::lerp__Scalar, ops::mean_dim,
+        ops::mm, ops::mm_out, ops::mul_Scalar, ops::mul_Tensor, ops::mul__Scalar, ops::mul__Tensor,
+        ops::native_layer_norm, ops::native_layer_norm_backward, ops::neg, ops::permute, ops::pow_Tensor_Scalar,
+        ops::relu, ops::rsqrt, ops::select_int, ops::sigmoid, ops::silu, ops::slice_Tensor, ops::split_Tensor,
+        ops::sqrt, ops::sub_Tensor, ops::sum_dim_IntList, ops::t, ops::tanh, ops::tanh_backward, ops::transpose_int,
+        ops::unsqueeze, ops::view, ops::where_self, ops::zero_>(commonest);
     return true;
   }();
   return taken;
@@ -284,13 +262,7 @@ EXPORTED PyObject* opreplay_recorder_types() {
       .def("caller", &kernel_caller)
       .def("learn", &learn_kernel);
   py::class_<Session, std::shared_ptr<Session>>(scope, "Session", py::module_local())
-      .def(py::init([](int64_t began_ns, size_t chunk_records, bool scalars) {
-        auto made = std::make_shared<Session>();
-        made->began_ns = began_ns;
-        made->chunk_records = chunk_records;
-        made->scalars = scalars;
-        return made;
-      }))
+      .def(py::init<int64_t, size_t, bool>())
       .def_readonly("rows", &Session::rows)
       .def_readonly("births", &Session::births)
       .def_readonly("definitions", &Session::definitions)
@@ -301,7 +273,6 @@ EXPORTED PyObject* opreplay_recorder_types() {
       .def("publish", &Session::publish)
       .def("view", &Session::view)
       .def("take", &Session::take)
-      .def("forget_written", &Session::forget_written)
       .def("unadopted", &Session::unadopted)
       .def("drains", &Session::drains_now)
       .def("dead", &Session::dead)
@@ -368,16 +339,11 @@ EXPORTED int opreplay_recorder_hide(int hidden) {
   return was;
 }
 
-// Whether the calling thread takes part.
-EXPORTED int opreplay_recorder_included() { return c10::impl::tls_is_dispatch_key_included(kKey); }
-
-// Whether a capture has the hook.
-EXPORTED int opreplay_recorder_active() { return current_number.load() != 0; }
-
 // The key, as a set's bits.
 EXPORTED uint64_t opreplay_recorder_key() { return DispatchKeySet(kKey).raw_repr(); }
 
-// Whether the calling thread takes part, and is not hidden now.
-EXPORTED int opreplay_recorder_sees() {
-  return c10::impl::tls_is_dispatch_key_included(kKey) && !c10::impl::tls_is_dispatch_key_excluded(kKey);
+// Whether the calling thread takes part (1), what it calls is hidden now (2), and a capture has the hook (4).
+EXPORTED int opreplay_recorder_state() {
+  return (c10::impl::tls_is_dispatch_key_included(kKey) ? 1 : 0) |
+         (c10::impl::tls_is_dispatch_key_excluded(kKey) ? 2 : 0) | (current_number.load() ? 4 : 0);
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <span>
 #include <vector>
 
 namespace opreplay {
@@ -22,11 +23,16 @@ class Rows {
  public:
   explicit Rows(std::mutex& mutex) : mutex_(mutex) {}
 
-  // With the mutex held.
-  void add(const int64_t* words, size_t count) {
-    words_.insert(words_.end(), words, words + count);
-    ends_.push_back(words_.size());
+  // With the mutex held. Where another row of `count` words is, to be filled in before the next one is added.
+  int64_t* grow(size_t count) {
+    if (used_ + count > words_.size()) {
+      words_.resize(2 * (used_ + count));
+    }
+    used_ += count;
+    ends_.push_back(used_);
+    return words_.data() + used_ - count;
   }
+  void add(std::span<const int64_t> words) { std::copy(words.begin(), words.end(), grow(words.size())); }
   size_t size() const { return ends_.size(); }
 
   // From Python.
@@ -37,7 +43,7 @@ class Rows {
     Words words(length / sizeof(int64_t));
     std::memcpy(words.data(), content, words.size() * sizeof(int64_t));
     std::lock_guard<std::mutex> lock(mutex_);
-    add(words.data(), words.size());
+    add(words);
   }
   size_t length() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -64,7 +70,8 @@ class Rows {
       return;
     }
     const size_t gone = ends_[count - 1];
-    words_.erase(words_.begin(), words_.begin() + gone);
+    std::copy(words_.begin() + gone, words_.begin() + used_, words_.begin());
+    used_ -= gone;
     ends_.erase(ends_.begin(), ends_.begin() + count);
     for (size_t& end : ends_) {
       end -= gone;
@@ -73,7 +80,8 @@ class Rows {
 
  private:
   std::mutex& mutex_;
-  Words words_;
+  Words words_;      // with room for more than there are
+  size_t used_ = 0;  // how many there are
   std::vector<size_t> ends_;
 };
 

@@ -18,12 +18,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <cstring>
-#include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <span>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -38,78 +36,88 @@ struct Operator;
 
 using Key = c10::SmallVector<int64_t, 64>;  // long enough for nearly all, without memory of its own
 
+// What a tensor looks like, apart from where in its storage it lies. As words: kind, sizes, strides.
+struct Looks {
+  explicit Looks(const at::Tensor& tensor) : sizes(tensor.sizes()), strides(tensor.strides()) {
+    const auto device = tensor.device();
+    kind = (static_cast<int64_t>(tensor.scalar_type()) << 32) | (static_cast<int64_t>(device.type()) << 16) |
+           static_cast<uint8_t>(device.index());
+  }
+  bool operator==(const Words& words) const {
+    const size_t dims = sizes.size();
+    bool same = words.size() == 1 + 2 * dims && words[0] == kind;
+    for (size_t dim = 0; same && dim < dims; dim++) {
+      same = words[1 + dim] == sizes[dim] && words[1 + dims + dim] == strides[dim];
+    }
+    return same;
+  }
+
+  int64_t kind;  // dtype and device
+  at::IntArrayRef sizes, strides;
+};
+
 // Values by runs of words. What is looked up need not own its words.
 struct WordsHash {
   using is_transparent = void;
+  static uint64_t mixed(uint64_t hash, int64_t word) {
+    hash = (hash ^ static_cast<uint64_t>(word)) * 0xff51afd7ed558ccdull;
+    return hash ^ hash >> 32;
+  }
   size_t operator()(std::span<const int64_t> words) const {
-    uint64_t hash = 0x9e3779b97f4a7c15ull ^ words.size();
-    for (int64_t word : words) {
-      hash = (hash ^ static_cast<uint64_t>(word)) * 0xff51afd7ed558ccdull;
-      hash ^= hash >> 32;
-    }
-    return hash;
+    return std::accumulate(words.begin(), words.end(), uint64_t{0}, mixed);
+  }
+  size_t operator()(const Looks& looks) const {
+    const uint64_t hash = std::accumulate(looks.sizes.begin(), looks.sizes.end(), mixed(0, looks.kind), mixed);
+    return std::accumulate(looks.strides.begin(), looks.strides.end(), hash, mixed);
   }
 };
 struct WordsEqual {
   using is_transparent = void;
   bool operator()(std::span<const int64_t> one, std::span<const int64_t> other) const {
-    return one.size() == other.size() && std::memcmp(one.data(), other.data(), one.size_bytes()) == 0;
+    return std::equal(one.begin(), one.end(), other.begin(), other.end());
   }
+  bool operator()(const Looks& looks, const Words& words) const { return looks == words; }
 };
 template <typename Value>
 using ByWords = std::unordered_map<Words, Value, WordsHash, WordsEqual>;
+using Signatures = ByWords<int64_t>;
 
 struct Meta {
   int64_t id;
   int64_t device;
 };
-
-// What a tensor looks like, apart from where in its storage it lies: dtype and device, sizes, strides.
-inline int64_t dtype_and_device(const at::TensorImpl& tensor) {
-  const auto device = tensor.device();
-  return (static_cast<int64_t>(c10::typeMetaToScalarType(tensor.dtype())) << 32) |
-         (static_cast<int64_t>(device.type()) << 16) | static_cast<uint8_t>(device.index());
-}
 using Metas = ByWords<Meta>;
 
 struct View {
-  int64_t meta, offset, tensor;
-  const Metas::value_type* looks;
+  bool is(const Metas::value_type* other) const { return meta == other; }
+  bool is(const Looks& looks) const { return looks == meta->first; }
 
-  bool is_of(const at::TensorImpl& impl) const {
-    const auto sizes = impl.sizes(), strides = impl.strides();
-    const Words& words = looks->first;
-    return offset == impl.storage_offset() && words.size() == 1 + 2 * sizes.size() &&
-           words[0] == dtype_and_device(impl) && std::equal(sizes.begin(), sizes.end(), words.begin() + 1) &&
-           std::equal(strides.begin(), strides.end(), words.begin() + 1 + static_cast<std::ptrdiff_t>(sizes.size()));
-  }
+  const Metas::value_type* meta;
+  int64_t offset;
+  int64_t tensor;
 };
 
 // A storage that needs no care: its bytes come from recorded ops or from an import, and all that can happen to it is to
 // be read, written and viewed.
 struct Storage {
+  Storage(c10::weak_intrusive_ptr<c10::StorageImpl> of, int64_t number, int64_t length, bool is_adopted, bool viewable)
+      : impl(std::move(of)), id(number), bytes(length), adopted(is_adopted), new_views(viewable) {}
+
   c10::weak_intrusive_ptr<c10::StorageImpl> impl;
   int64_t id;
   int64_t bytes;
-  bool adopted;    // Python has a tracker of it, which tells its death
-  bool new_views;  // it may be seen in other ways than so far
-  bool unwritten;  // nothing was written to it: it may be filled, and nothing else
-  bool generated;  // generated code allocated it
-  std::vector<View> views;
+  bool adopted;            // Python has a tracker of it, which tells its death
+  bool new_views;          // it may be seen in other ways than so far
+  bool unwritten = false;  // nothing was written to it: it may be filled, and nothing else
+  bool generated = false;  // generated code allocated it
+  c10::SmallVector<View, 2> views;
   std::vector<int64_t> written;  // tensors written since Python asked
 
-  int64_t find(int64_t meta, int64_t offset) const {
+  // The tensor that a view is; 0 where it is none yet. `meta`: a Metas entry, or Looks.
+  template <typename Meta>
+  int64_t find(const Meta& meta, int64_t offset) const {
     for (const View& view : views) {
-      if (view.meta == meta && view.offset == offset) {
-        return view.tensor;
-      }
-    }
-    return 0;
-  }
-  // The view that a tensor is; 0 where it is none of them.
-  int64_t find(const at::Tensor& tensor) const {
-    for (const View& view : views) {
-      if (view.is_of(*tensor.unsafeGetTensorImpl())) {
+      if (view.offset == offset && view.is(meta)) {
         return view.tensor;
       }
     }
@@ -124,22 +132,25 @@ struct Storage {
 
 class Session {
  public:
+  Session(int64_t began, size_t chunk, bool with_scalars)
+      : began_ns(began), chunk_records(chunk), scalars(with_scalars) {}
+
   std::mutex mutex;
   Rows rows{mutex}, births{mutex}, definitions{mutex};
   Counter next_storage, next_tensor;
   std::unordered_map<const c10::StorageImpl*, Storage> storages;
   Metas metas;
   std::vector<const Metas::value_type*> metas_by_id;
-  ByWords<int64_t> signatures;
+  Signatures signatures;                 // operators refer to them: none is removed
   std::unordered_map<const c10::FunctionSchema*, std::shared_ptr<Operator>> operators;
   std::atomic<bool> hot{false};          // calls may be recorded here; written with the mutex held
   std::atomic<uint64_t> general{0};      // the settings that the stream states
   std::array<std::atomic<uint8_t>, kWatched> watched{};
   std::atomic<uint64_t> scopes_moved{next_move()};  // another number after each change, in no other session
   WatchedStreams streams;
-  int64_t began_ns = 0;
-  size_t chunk_records = 0;
-  bool scalars = true;  // numbers that ops return are recorded
+  const int64_t began_ns;
+  const size_t chunk_records;
+  const bool scalars;  // numbers that ops return are recorded
   std::atomic<int64_t> release_head{0};  // begins rows that tell the death of storages; 0: Python tells it
   size_t born = 0;                       // storages since the last look for dead ones
   std::optional<Draws> drawn;            // where a replay's generator is; none where Python has not said it
@@ -166,22 +177,10 @@ class Session {
     return ++moves;
   }
 
-  static Key meta_key(const at::Tensor& tensor) {
-    const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    Key key{dtype_and_device(impl)};
-    key.append(impl.sizes().begin(), impl.sizes().end());
-    key.append(impl.strides().begin(), impl.strides().end());
-    return key;
-  }
-
   // With the mutex held.
-  const Metas::value_type* meta_of(const at::Tensor& tensor) const {
-    const auto found = metas.find(std::span<const int64_t>(meta_key(tensor)));
+  const Metas::value_type* meta_of(const Looks& looks) const {
+    const auto found = metas.find(looks);
     return found == metas.end() ? nullptr : &*found;
-  }
-  int64_t signature_of(const Key& key) const {
-    const auto found = signatures.find(std::span<const int64_t>(key));
-    return found == signatures.end() ? 0 : found->second;
   }
   Storage* storage_of(const c10::StorageImpl* impl) {
     const auto found = storages.find(impl);
@@ -189,25 +188,26 @@ class Session {
   }
   Storage& add(c10::StorageImpl* impl, int64_t id, int64_t bytes, bool adopted, bool new_views) {
     born++;
-    return storages.emplace(impl, Storage{weak(impl), id, bytes, adopted, new_views, false, false, {}, {}}).first->second;
+    return storages.try_emplace(impl, weak(impl), id, bytes, adopted, new_views).first->second;
   }
 
   // Append a row that tells the death of the storages that were born here, if any died. With the mutex held.
   void release_dead(int64_t context, int64_t now_ns) {
-    Key row{release_head, context, now_ns - began_ns, 0};
-    const std::vector<int64_t> ids = take_dead();
-    if (!ids.empty()) {
-      row.append(ids.begin(), ids.end());
-      rows.add(row.data(), row.size());
+    if (Words row = take_dead(); !row.empty()) {
+      row.insert(row.begin(), {release_head, context, now_ns - began_ns, 0});
+      rows.add(row);
     }
   }
 
   // ------------------------------------------------------------------------------------------------------ from Python
 
   void note_meta(const at::Tensor& tensor, int64_t id, int64_t device) {
-    const Key key = meta_key(tensor);
+    const Looks looks(tensor);
+    Words words{looks.kind};
+    words.insert(words.end(), looks.sizes.begin(), looks.sizes.end());
+    words.insert(words.end(), looks.strides.begin(), looks.strides.end());
     std::lock_guard<std::mutex> lock(mutex);
-    const auto& made = *metas.emplace(Words(key.begin(), key.end()), Meta{id, device}).first;
+    const auto& made = *metas.emplace(std::move(words), Meta{id, device}).first;
     metas_by_id.resize(std::max(metas_by_id.size(), static_cast<size_t>(id) + 1));
     metas_by_id[id] = &made;
   }
@@ -251,8 +251,8 @@ class Session {
     Storage& storage = known ? *known : add(impl, id, bytes, true, new_views);
     storage.bytes = bytes;
     storage.new_views = new_views;
-    if (!storage.find(meta, offset) && static_cast<size_t>(meta) < metas_by_id.size() && metas_by_id[meta]) {
-      storage.views.push_back({meta, offset, tensor, metas_by_id[meta]});
+    if (const auto* looks = meta_numbered(meta); looks && !storage.find(looks, offset)) {
+      storage.views.push_back({looks, offset, tensor});
     }
     return !known;
   }
@@ -260,16 +260,14 @@ class Session {
   int64_t view(uintptr_t address, int64_t id, int64_t meta, int64_t offset) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto found = find(address, id);
-    return found == storages.end() ? 0 : found->second.find(meta, offset);
+    return found == storages.end() ? 0 : found->second.find(meta_numbered(meta), offset);
   }
 
   // Id, bytes, views and written tensors of a storage, whether nothing was written to it, and whether generated code
-  // allocated it; Python has a tracker of it from now on. None where it is not known. `id`: 0 where Python does not know it. `forget`: it is not known here any more.
+  // allocated it; Python has a tracker of it from now on. None where it is not known. `id`: 0 where Python does not know
+  // it. `forget`: it is not known here any more.
   py::object take(uintptr_t address, int64_t id, bool forget) {
-    int64_t bytes = 0;
-    bool unwritten = false, generated = false;
-    std::vector<View> seen;
-    std::vector<int64_t> written;
+    std::optional<Storage> taken;  // a copy: making objects of Python may run anything
     {
       std::lock_guard<std::mutex> lock(mutex);
       const auto found = find(address, id);
@@ -277,30 +275,17 @@ class Session {
         return py::none();
       }
       found->second.adopted = true;
-      id = found->second.id;
-      bytes = found->second.bytes;
-      unwritten = found->second.unwritten;
-      generated = found->second.generated;
-      seen = found->second.views;
-      written = std::exchange(found->second.written, {});
+      taken = found->second;
+      found->second.written.clear();
       if (forget) {
         storages.erase(found);
       }
     }
-    py::list views(seen.size());
-    for (size_t index = 0; index < seen.size(); index++) {
-      views[index] = py::make_tuple(seen[index].meta, seen[index].offset, seen[index].tensor);
+    py::list views;
+    for (const View& view : taken->views) {
+      views.append(py::make_tuple(view.meta->second.id, view.offset, view.tensor));
     }
-    return py::make_tuple(id, bytes, views, py::cast(written), unwritten, generated);
-  }
-
-  // Its writes so far do not matter any more.
-  void forget_written(uintptr_t address, int64_t id) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto found = find(address, id);
-    if (found != storages.end()) {
-      found->second.written.clear();
-    }
+    return py::make_tuple(taken->id, taken->bytes, views, taken->written, taken->unwritten, taken->generated);
   }
 
   // The storages that were born here and are alive.
@@ -332,6 +317,7 @@ class Session {
   std::vector<int64_t> take_dead() {
     std::vector<int64_t> ids;
     born = 0;
+    std::erase_if(marked_, [](const auto& each) { return each.second.expired(); });
     for (auto place = storages.begin(); place != storages.end();) {
       if (place->second.impl.expired()) {
         if (!place->second.adopted) {
@@ -364,10 +350,6 @@ class Session {
   // Python knows that a storage may have been written unseen, until it says otherwise.
   void note_marked(c10::StorageImpl* impl) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (marked_.size() >= 2 * marked_alive_ + 64) {
-      std::erase_if(marked_, [](const auto& each) { return each.second.expired(); });
-      marked_alive_ = marked_.size();
-    }
     marked_.emplace(impl, weak(impl));
   }
   bool is_marked(c10::StorageImpl* impl) {
@@ -388,43 +370,25 @@ class Session {
     storages.clear();
     metas.clear();
     metas_by_id.clear();
-    signatures.clear();
     marked_.clear();
   }
 
  private:
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_;
-  size_t marked_alive_ = 0;  // when it was last looked
 
   static WeakStorage weak(c10::StorageImpl* impl) {
     return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(impl));
   }
+  // None where metadata with this id is not known here.
+  const Metas::value_type* meta_numbered(int64_t id) const {
+    return static_cast<size_t>(id) < metas_by_id.size() ? metas_by_id[id] : nullptr;
+  }
   // The storage that a tracker of Python's is of. Its memory may be another storage's by now: ids tell them apart.
-  std::unordered_map<const c10::StorageImpl*, Storage>::iterator find(uintptr_t address, int64_t id) {
+  decltype(storages)::iterator find(uintptr_t address, int64_t id) {
     const auto found = storages.find(reinterpret_cast<c10::StorageImpl*>(address));
     return found == storages.end() || id == 0 || found->second.id == id ? found : storages.end();
   }
-};
-
-// While it lives, what the calling thread does belongs to work that is recorded as a whole.
-class Covered {
- public:
-  explicit Covered(const Session& session) : leave_(session.leave) {
-    if (session.enter) {
-      session.enter();
-    }
-  }
-  Covered(const Covered&) = delete;
-  Covered& operator=(const Covered&) = delete;
-  ~Covered() {
-    if (leave_) {
-      leave_();
-    }
-  }
-
- private:
-  void (*leave_)();
 };
 
 }  // namespace opreplay

@@ -3,6 +3,7 @@ results."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -84,6 +85,7 @@ def _integer_variable(name: str, default: int) -> int:
         raise CaptureFailed(f"the environment variable {name} is {text!r}, expected an integer") from error
 
 
+@functools.cache
 def _own_version() -> str:
     try:
         return version("opreplay")

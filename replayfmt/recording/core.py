@@ -331,6 +331,15 @@ class Core:
                 return problem
 
     @_attempted
+    def met(self, tensors: list[torch.Tensor]) -> None:
+        """An op is about to use these tensors: the storages among theirs that the capture does not know enter it."""
+        with self.lock:
+            if self.on:
+                with suppress(Unrepresentable):  # the complete path tells it, if the op takes it
+                    for tensor in tensors:
+                        self.calls.introduce(tensor)
+
+    @_attempted
     def ran(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> int | None:
         """The complete path for an op that has already run, under the settings that the stream states. Its record's
         signature; None if it has no record."""

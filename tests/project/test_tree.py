@@ -45,6 +45,12 @@ def test_modules_stay_short_enough_to_read_at_once() -> None:
     assert not long
 
 
+def test_the_native_recorder_s_hot_path_stays_short_enough_to_read() -> None:
+    parts = ("recorder.cpp", "hot_run.h", "hot_path.h", "session.h")
+    lines = sum(len((ROOT / "replayfmt" / "native" / part).read_text().splitlines()) for part in parts)
+    assert lines < 1500
+
+
 @pytest.mark.slow
 def test_every_module_says_what_it_is_for() -> None:
     silent = [

@@ -112,6 +112,33 @@ def test_what_was_seen_takes_it(capture: Capture, cold: list[str]) -> None:
     captured.replays()
 
 
+def test_a_storage_that_is_new_to_the_capture_enters_it_and_the_call_takes_it_all_the_same(
+    capture: Capture, cold: list[str]
+) -> None:
+    weights = [torch.full((4, 4), float(number)) for number in range(4)]
+    watched = torch.from_numpy(np.ones((4, 4), np.float32))
+    took_complete_path = []
+
+    def program() -> list[torch.Tensor]:
+        x = torch.ones(4, 4)
+        x.mm(weights[0]).add_(weights[0].add_(1))
+        cold.clear()
+        for weight in weights[1:]:
+            x = x.mm(weight).add_(weight.add_(1))
+        took_complete_path.append(list(cold))
+        return [x, x.mm(watched)]  # memory that others may write needs care at every use
+
+    captured = capture(program)
+    assert took_complete_path == [[]]
+    assert cold == ["aten.mm.default"]
+    calls = captured.records(RecordKind.storage_import, RecordKind.op)
+    entered = [number for number, record in enumerate(calls) if record.kind is RecordKind.storage_import]
+    first_uses = [calls[number + 1].signature.kernel for number in entered]
+    assert [captured.reader.kernels[kernel].name for kernel in first_uses] == ["aten::mm"] * 5
+    captured.replays()
+    assert told(captured) == told(capture(program, digests="ops"))  # never on the hot path
+
+
 @pytest.mark.parametrize("payload", ["full", "none"])
 def test_numbers_that_are_read_take_it_unless_they_may_be_addresses(
     capture: Capture, cold: list[str], payload: str

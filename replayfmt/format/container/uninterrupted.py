@@ -24,8 +24,12 @@ _SIGNALS = tuple(
 _handlers: Any = sys.modules.get("_signal", signal)
 
 
+_put_off = False  # whether the main thread is inside one
+
+
 class Uninterrupted:
-    """A context manager; see the module. Only the main thread ever runs handlers, so elsewhere it does nothing."""
+    """A context manager; see the module. Only the main thread ever runs handlers, so elsewhere it does nothing, nor
+    does it inside another one."""
 
     def __init__(self) -> None:
         self._saved: list[tuple[signal.Signals, Callable[[int, FrameType | None], Any]]] = []
@@ -35,7 +39,8 @@ class Uninterrupted:
         self._arrived.append((number, frame))
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        global _put_off
+        if _put_off or threading.current_thread() is not threading.main_thread():
             return
         try:
             for number in _SIGNALS:
@@ -46,8 +51,11 @@ class Uninterrupted:
         except BaseException:  # a handler that was not put off yet raised
             self._restore()
             raise
+        _put_off = True
 
     def _restore(self) -> None:
+        global _put_off
+        _put_off = False
         for number, handler in self._saved:
             _handlers.signal(number, handler)
 

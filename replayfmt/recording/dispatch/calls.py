@@ -22,6 +22,7 @@ from ..state.autocast import autocast_below_mode
 from ..state.numeric_state import NumericState
 from ..state.randomness import Generators, drawn_from, unknown_generators
 from ..storages.identity import Storages
+from ..storages.trackers import Tracker
 from ..storages.unexplained import Unwritten
 from ..stream.buffer import RecordBuffer, packer
 from ..stream.digesting import Digests
@@ -154,6 +155,17 @@ class CallRecorder:
             devices.add(torch.device("cpu"))
         return devices
 
+    def introduce(self, tensor: torch.Tensor) -> None:
+        """Before an op of PyTorch's own uses a plain tensor: if the capture does not know its storage, it enters."""
+        storage = storage_of(tensor)
+        if self._storages.tracker_of(storage) is None:
+            self._view(self._storages.enter(storage, dtype_of(tensor)), tensor, zero=False)
+
+    def _view(self, tracker: Tracker, tensor: torch.Tensor, zero: bool) -> tuple[int, int]:
+        """The meta id of a tensor in a storage, and its tensor id."""
+        meta = self._metas.of(tensor, zero)
+        return meta, self._storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
+
     def _use_argument(self, call: OpCall, tensor: torch.Tensor, index: int) -> TensorUse:
         storage = storage_of(tensor)
         zero = is_zerotensor(tensor)
@@ -171,8 +183,7 @@ class CallRecorder:
             tracker = storages.use(tracker, storage, reads, kernel.name, unwritten)
         if tracker.imports and not call.kernel.own:
             self._handles.check_content(tensor)
-        meta = self._metas.of(tensor, zero)
-        number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
+        meta, number = self._view(tracker, tensor, zero)
         return TensorUse(index, tensor, storage, tracker, number, meta)
 
     def _holds_list(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
@@ -255,8 +266,7 @@ class CallRecorder:
             tracker = storages.produced(storage, uninitialized=call.kernel.operator.empty and not _fills_empty())
             if index in call.kernel.opaque_results or self._handles.stands_for(storage):
                 storages.state(tracker).opaque = True
-        meta = self._metas.of(tensor, zero)
-        number = storages.view(tracker, meta, int(offset_of(tensor)), self._metas.params[meta].item)
+        meta, number = self._view(tracker, tensor, zero)
         storages.synchronize(tracker, storage)
         return TensorUse(index, tensor, storage, tracker, number, meta)
 
@@ -337,9 +347,8 @@ class CallRecorder:
         storage = storage_of(tensor)
         tracker = self._storages.tracker_of(storage)
         if tracker is not None:
-            meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
-            number = self._storages.view(tracker, meta, offset, self._metas.params[meta].item)
-            self._storages.wrote(tracker, storage, number, meta, offset, everything)
+            meta, number = self._view(tracker, tensor, is_zerotensor(tensor))
+            self._storages.wrote(tracker, storage, number, meta, int(offset_of(tensor)), everything)
 
     # --------------------------------------------------------------------------------------------------------- digests
 

@@ -90,8 +90,9 @@ class CapturedKernel:
         self.own = operator.own
         self.unnameable = name_problem(self.name, self.overload)
         self.call = caller_of(func)
+        types = {a.name: str(a.type) for a in schema.arguments}
         quiet = operators.unannotated_writes(
-            self.name, self.overload, [a.name for a in schema.arguments if "Tensor" in str(a.type)]
+            self.name, self.overload, [name for name, text in types.items() if "Tensor" in text]
         )
         self.arguments = tuple(
             Argument(a.name, a.name in quiet or (a.alias_info is not None and a.alias_info.is_write), a.kwarg_only)
@@ -101,7 +102,7 @@ class CapturedKernel:
         only = operator.only_with
         self.only_with = None if only is None else (self.indices[only[0]], self.indices[only[1]])
         # Lists of numbers of any type: [1], [1.0] and [True] compare equal but compute different results.
-        self.mixed_lists = any("List[number]" in str(a.type) for a in schema.arguments)
+        self.mixed_lists = any("List[number]" in text for text in types.values())
         # Places where a number comes instead of a tensor, though a call from Python does not accept one.
         self.tensor_places = (
             ()
@@ -120,7 +121,7 @@ class CapturedKernel:
         self.random = (
             torch.Tag.nondeterministic_seeded in func.tags
             or not operator.own
-            or any("Generator" in str(a.type) for a in schema.arguments)
+            or any("Generator" in text for text in types.values())
         )
         # Attention draws random numbers only with dropout.
         self.dropout = self.indices.get("dropout_p", -1) if self.namespace == "aten" else -1

@@ -158,6 +158,7 @@ class NativeMode(ObservingMode):
             self.late,
             self.late_raised,
             self.core.pump,
+            self.meet,
         )
 
     def describe(self, func: Any) -> OperatorForHook | None:
@@ -207,6 +208,21 @@ class NativeMode(ObservingMode):
         except BaseException as error:
             self._end_or_pass(error)
             return 0
+
+    def meet(self, tensors: list[torch.Tensor]) -> None:
+        """An operator is about to use storages that the hot path does not know. Those that need no care take it from
+        then on."""
+        try:
+            self._meet(tensors)
+        except BaseException as error:
+            self._end_or_pass(error)
+
+    def _meet(self, tensors: list[torch.Tensor]) -> None:
+        try:
+            self.core.met(tensors)
+        except BaseException:
+            self.core.interrupted(tuple(tensors), {}, None)
+            raise
 
     def late(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, started: int, ended: int

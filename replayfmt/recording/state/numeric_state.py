@@ -6,6 +6,7 @@ threads or TF32 changed. The settings that it does not cover are checked only be
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -73,6 +74,7 @@ _WATCHED_CUDA: tuple[tuple[_Affected, Callable[[], Any]], ...] = (
 WATCHED = _WATCHED + _WATCHED_CUDA  # native/session.h relies on these indices
 
 
+@functools.cache
 def watched_indices(kernel: str) -> tuple[int, ...]:
     """The settings to check before a call of a kernel (`aten::mm`), besides the guard, as indices into WATCHED. A
     custom kernel may depend on anything."""

@@ -44,7 +44,7 @@ class NativeTracker(Tracker):
 
     @written.setter
     def written(self, written: set[int] | None) -> None:
-        self.session.forget_written(self.address, self.id)
+        self.session.take(self.address, self.id, False)  # those before do not matter any more
         _written.__set__(self, written)
 
     def take_back(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.container.uninterrupted import Uninterrupted
 from replayfmt.format.definitions.signature_rules import argument_nodes
 from replayfmt.format.model import Device, Node, Signature
 from replayfmt.format.records.digest import TensorDigest
@@ -52,7 +53,7 @@ class Records:
         """The id of the signature identified by `key`, made at first use."""
         number = self._signatures.get(key)
         if number is None:
-            with self._lock:
+            with self._lock, Uninterrupted():
                 signature = make()
                 number = self._writer.signature(signature)
                 enters = signature.kind is RecordKind.storage_import
