@@ -146,7 +146,9 @@ class JsonLines(Dialect):
         return [
             '{"kind":"op","ordinal":',
             Slot(Hole.ordinal),
-            f',"op":{quote(kernel.name)},"overload":{quote(kernel.overload)},"kernel":{signature.kernel},"scope":',
+            f',"op":{quote(kernel.name)},"overload":{quote(kernel.overload)},"kernel":{signature.kernel}',
+            *(f',"writes":{encode(how)}' for how in self.writes(signature)),
+            ',"scope":',
             Slot(Hole.scope),
             ',"device":',
             "null" if slot is None else Slot(Hole.tensor_device, slot),

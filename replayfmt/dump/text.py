@@ -159,12 +159,13 @@ class TextRows(Dialect):
         for position, place in enumerate(layout.args):
             name = printable(place.node.name, SHOWN_CHARACTERS)
             pieces += [", " * (position > 0) + f"{name}=", *self._value(place)]
+        how = "".join(f"  # writes: {each or 'not known how'}" for each in self.writes(signature))
         if signature.status == OpStatus.raised:
-            return [*pieces, ") raised"]
+            return [*pieces, f") raised{how}"]
         pieces.append(") -> " if signature.results else ")")
         for position, place in enumerate(layout.results):
             pieces += [", " * (position > 0), *self._value(place)]
-        return pieces
+        return [*pieces, how]
 
     def _value(self, place: NodePlace) -> list[Piece]:
         node, tensor, integer, number, _children = place

@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from replayfmt.errors import InvalidCapture
+from replayfmt.format.attachments import METADATA, how_writes_are_known, roles_of
+from replayfmt.format.codes import KernelKind
 from replayfmt.format.distinct import distinct
 from replayfmt.format.model import Signature
 from replayfmt.format.reader import CaptureReader, RecordFrame
@@ -100,8 +102,18 @@ class Dialect(ABC):
         self.functions: Made[RowFunction] = Made(
             lambda number: row_function(self.template(reader.signatures[number])), self._length
         )
+        self._writes: dict[int, str | None] = {}  # by kernel
         self.scopes: Made[str] = Made(self.scope, lambda _number: PATH_CHARACTERS)
         self.placements: Made[str] = Made(self._placement, lambda _number: PATH_CHARACTERS)
+
+    def writes(self, signature: Signature) -> tuple[str | None, ...]:
+        """How it is known what an op writes, or None; empty if its kernel is an operator or has no metadata."""
+        kernel = self.reader.kernels[signature.kernel]
+        if kernel.kind == KernelKind.operator or METADATA not in roles_of(self.reader, kernel):
+            return ()
+        if signature.kernel not in self._writes:
+            self._writes[signature.kernel] = how_writes_are_known(self.reader, kernel)
+        return (self._writes[signature.kernel],)
 
     def _length(self, number: int) -> int:
         """An upper bound of what a signature's text adds to a row, in characters."""

@@ -11,12 +11,16 @@ from typing import Any
 
 from replayfmt.errors import InvalidCapture
 
+from .codes import KernelKind
 from .container.frames import MAX_NESTING
 from .json_values import nested_deeper
 from .model import Attachment, Kernel
 from .reader import CaptureReader
 
 SOURCE, METADATA, BODY = "source", "metadata", "body"
+# How it was found what a kernel writes: from its intermediate code, source or parameters; by comparing what its
+# arguments held before and after a call; or not, so that more counts as written than may be.
+WRITES_KNOWN_BY = ("ir", "source", "signature", "compared", "assumed")
 # What a replay may use, with the longest that it takes of each. Other roles are shown, and used for nothing.
 MAX_BYTES = {
     SOURCE: 16 << 20,
@@ -61,6 +65,21 @@ def contents_of(reader: CaptureReader, kernel: Kernel) -> dict[str, bytes]:
     if METADATA in found:
         parse_metadata(found[METADATA], where)
     return found
+
+
+def how_writes_are_known(reader: CaptureReader, kernel: Kernel) -> str | None:
+    """How it was found what a kernel with metadata writes: one of WRITES_KNOWN_BY, as these say, or `body` for a graph.
+    None: they do not say, or cannot be read."""
+    if kernel.kind is KernelKind.graph:
+        return "body"  # a replay refuses a graph whose schema says less than that
+    payloads = [each.payload for each in attachments_of(reader, kernel) if each.role == METADATA]
+    if len(payloads) != 1 or reader.payload_info(payloads[0]).raw_bytes > MAX_BYTES[METADATA]:
+        return None
+    try:
+        said = parse_metadata(bytes(reader.payload(payloads[0])), kernel.qualified_name).get("writes")
+    except InvalidCapture:
+        return None
+    return said if said in WRITES_KNOWN_BY else None
 
 
 def parse_metadata(text: bytes, where: str) -> dict[str, Any]:

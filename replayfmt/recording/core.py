@@ -169,6 +169,7 @@ class Core:
             self.digests,
             handles,
             digest_results=options.digests == "ops",
+            digests_anything=options.digests != "none",
             scalars=scalars,
             opaque=OpaqueResults(options.opaque_results),
             threads=self.threads,

@@ -23,6 +23,13 @@ _NONE: _Names = frozenset()
 # Return what is in memory, not where it is.
 _LOADS = frozenset({"load", "gather", "load_tensor_descriptor", "_experimental_descriptor_load", "atomic_load"})
 _STORE = "store"  # writes, and reads nothing
+# fmt: off
+# Write. What else writes is not told from what may.
+_WRITES = frozenset({
+    _STORE, "scatter", "store_tensor_descriptor", "_experimental_descriptor_store",
+    "atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor",
+})
+# fmt: on
 # May be given pointers, and neither read nor write.
 # fmt: off
 _PURE = frozenset({
@@ -48,10 +55,12 @@ class _Unknown(Exception):
 @dataclass(frozen=True)
 class Accesses:
     """What a kernel does with its parameters. `written`: those that it may write, `read`: may read, None if that is not
-    known. `makes_pointers`: it turns integers into pointers, so that it may read and write anything; so it does if one
+    known. `stored`: those of `written` that reach something that writes; of the others it is only not known that they
+    do not. `makes_pointers`: it turns integers into pointers, so that it may read and write anything; so it does if one
     of `casts_to`, to whose type it turns something, is a pointer."""
 
     written: _Names | None
+    stored: _Names
     makes_pointers: bool
     casts_to: _Names
     read: _Names | None
@@ -65,16 +74,17 @@ def accesses_of(source: StandaloneSource, constants: Mapping[str, Any] = Mapping
     try:
         summary = found.function(source.functions[source.name])
     except (_Unknown, RecursionError):
-        return Accesses(None, mentioned, _NONE, None)
-    return Accesses(summary.written, mentioned, summary.casts_to, summary.read)
+        return Accesses(None, _NONE, mentioned, _NONE, None)
+    return Accesses(summary.written, summary.stored, mentioned, summary.casts_to, summary.read)
 
 
 @dataclass(frozen=True)
 class _Summary:
-    """Of one function: the parameters that it may write and read, those that its result may point into, and those to
-    whose type it turns something."""
+    """Of one function: the parameters that it may write (`stored`: see `Accesses`) and read, those that its result may
+    point into, and those to whose type it turns something."""
 
     written: _Names
+    stored: _Names
     read: _Names
     returned: _Names
     casts_to: _Names
@@ -111,6 +121,7 @@ class _Body:
         parameters = tuple(function.signature.parameters)
         self._held: dict[str, _Names] = {name: frozenset({name}) for name in parameters}
         self._written: _Names = _NONE
+        self._stored: _Names = _NONE
         self._read: _Names = _NONE
         self._returned: _Names = _NONE
         self._casts_to: _Names = _NONE
@@ -119,11 +130,14 @@ class _Body:
         if any(isinstance(node, _OPAQUE) for statement in self._function.tree.body for node in ast.walk(statement)):
             raise _Unknown("something other than plain statements")
         while True:
-            before = (dict(self._held), self._written, self._read, self._returned, self._casts_to)
+            before = (dict(self._held), self._so_far())
             for statement in self._function.tree.body:
                 self._statement(statement)
-            if before == (self._held, self._written, self._read, self._returned, self._casts_to):
-                return _Summary(self._written, self._read, self._returned, self._casts_to)
+            if before == (self._held, self._so_far()):
+                return self._so_far()
+
+    def _so_far(self) -> _Summary:
+        return _Summary(self._written, self._stored, self._read, self._returned, self._casts_to)
 
     def _reached(self, node: ast.AST) -> Iterator[ast.AST]:
         """A node and those inside it, but for branches that the constants rule out."""
@@ -189,6 +203,8 @@ class _Body:
         if name in _LOADS:
             self._read |= given
             return _NONE
+        if name in _WRITES:
+            self._stored |= given
         if name not in _PURE:
             self._written |= given
             self._read |= given if name != _STORE else _NONE
@@ -240,6 +256,7 @@ class _Body:
             **{str(keyword.arg): keyword.value for keyword in call.keywords},
         }
         self._written |= self._all([passed[name] for name in summary.written if name in passed])
+        self._stored |= self._all([passed[name] for name in summary.stored if name in passed])
         self._read |= self._all([passed[name] for name in summary.read if name in passed])
         self._casts_to |= self._all([passed[name] for name in summary.casts_to if name in passed])
         return self._all([passed[name] for name in summary.returned if name in passed])

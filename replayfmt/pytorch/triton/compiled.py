@@ -77,9 +77,11 @@ def _constant(value: Any, name_of: Callable[[Any], str | None]) -> str:
 
 
 class CompiledAccesses(NamedTuple):
-    """The parameters that a compiled kernel may write and read, and whether it makes pointers of integers."""
+    """The parameters that a compiled kernel may write (`stored`: see `IrAccesses`) and read, and whether it makes
+    pointers of integers."""
 
     written: frozenset[str]
+    stored: frozenset[str]
     read: frozenset[str]
     makes_pointers: bool
 
@@ -93,8 +95,11 @@ def compiled_accesses(kernel: Any) -> CompiledAccesses | None:
     places = argument_places(kernel.src.signature)
     if len(places) != found.count:
         return None
-    written, read = (frozenset(places[place] for place in each) for each in (found.written, found.read))
-    return CompiledAccesses(written, read, found.makes_pointers)
+
+    def named(arguments: frozenset[int]) -> frozenset[str]:
+        return frozenset(places[argument] for argument in arguments)
+
+    return CompiledAccesses(named(found.written), named(found.stored), named(found.read), found.makes_pointers)
 
 
 def argument_places(signature: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ import collections
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -59,30 +59,35 @@ class LaunchForm:
     constexprs: list[str] = field(default_factory=list)
     grid: str = ""
 
-    def schema(self, name: str, variant: str, written: frozenset[str] | None) -> str:
-        """The schema of the kernel, of which only `written` of the parameters (None: all of them) are written."""
+    def schema(self, name: str, variant: str, written: frozenset[str]) -> str:
+        """The schema of the kernel, of which only the arguments `written` are written."""
         ordered = [each for each in self.types if each not in self.keyword_only]
         parts = [self._declared(each, index, written) for index, each in enumerate(ordered)]
         keywords = [each for each in self.types if each in self.keyword_only]
         parts += ["*", *(self._declared(each, len(ordered) + i, written) for i, each in enumerate(keywords))]
         return f"triton::{name}.{variant}({', '.join(parts)}) -> ()"
 
-    def _declared(self, name: str, index: int, written: frozenset[str] | None) -> str:
-        kind = self.types[name]
-        if kind == "Tensor" and (written is None or self.owner[name] in written):
-            kind = f"Tensor(a{index}!)"
-        return f"{kind} {name}"
+    def _declared(self, name: str, index: int, written: frozenset[str]) -> str:
+        return f"{f'Tensor(a{index}!)' if name in written else self.types[name]} {name}"
+
+    def without_values(self) -> LaunchForm:
+        """The form alone, which keeps no tensor alive."""
+        return replace(self, values={})
+
+    @property
+    def tensors(self) -> list[str]:
+        """The arguments that are tensors."""
+        return [name for name, kind in self.types.items() if kind == "Tensor"]
 
     @property
     def tensor_owners(self) -> frozenset[str]:
         """The parameters that are tensors, or hold some."""
-        return frozenset(self.owner[name] for name, kind in self.types.items() if kind == "Tensor")
+        return frozenset(self.owner[name] for name in self.tensors)
 
     @property
     def dtypes(self) -> dict[str, str]:
         """The dtype of each tensor argument."""
-        found = ((name, self.values[name]) for name, kind in self.types.items() if kind == "Tensor")
-        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in found}
+        return {name: str(self.values[name].dtype).removeprefix("torch.") for name in self.tensors}
 
     @property
     def functions(self) -> list[str]:

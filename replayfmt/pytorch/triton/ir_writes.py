@@ -41,10 +41,12 @@ class NotRead(Exception):
 
 @dataclass(frozen=True)
 class IrAccesses:
-    """`written` and `read`: the places of the function's arguments that it may write and read, of `count`.
+    """`written` and `read`: the places of the function's arguments that it may write and read, of `count`. `stored`:
+    those of `written` that reach an operation that writes; of the others it is only not known that they do not.
     `makes_pointers`: it turns integers into pointers, so that it may read and write anything."""
 
     written: _Places
+    stored: _Places
     read: _Places
     count: int
     makes_pointers: bool
@@ -160,16 +162,18 @@ def _follow(module: _Module, entry: str) -> IrAccesses:
     while any([flow.through(operation) for operation in module.operations]):
         pass
     written: set[int] = set()
+    stored: set[int] = set()
     read: set[int] = set()
     for operation in module.operations:
         name = operation.name
         if name not in _PURE and name not in _LOADS and not name.startswith(_PURE_DIALECTS):
             operands = operation.operands[:1] if name in _WRITES else operation.operands
             written.update(*(flow.held[each] for each in operands))
+            stored.update(*(flow.held[each] for each in operands if name in _WRITES))
         if name in _LOADS or (name not in _PURE and name not in _STORES and not name.startswith(_PURE_DIALECTS)):
             read.update(*(flow.held[each] for each in operation.operands))
     made = any(operation.name in _MADE for operation in module.operations)
-    return IrAccesses(frozenset(written), frozenset(read), len(entry_arguments), made)
+    return IrAccesses(frozenset(written), frozenset(stored), frozenset(read), len(entry_arguments), made)
 
 
 class _Flow:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .accesses import Accesses
@@ -21,12 +21,22 @@ INDUCTOR = "inductor"  # compiled it, and kept the binary for itself
 
 @dataclass(frozen=True)
 class KernelCode:
-    """A kernel that is written to a capture. `attached`: role, name and content of each attachment. `read`: the
-    parameters through which it may read, None if its intermediate code does not tell."""
+    """A kernel that is written to a capture. `identity`: those of its metadata that its variant is made of; `contents`:
+    role, name and content of each other attachment. `read`: the parameters through which it may read, None if its
+    intermediate code does not tell. `written`: the tensor arguments that it may write, `assumed`: those of them of
+    which nothing tells that it does; `found_in` what tells of the others (`ir`, `source`). `changed`: those of the
+    assumed ones whose content a launch changed, None if it was not compared."""
 
-    schema: str
-    attached: tuple[tuple[str, str, bytes], ...]
+    name: str
+    identity: Mapping[str, Any]
+    details: Mapping[str, Any]
+    form: LaunchForm
+    contents: tuple[tuple[str, str, bytes], ...]
     read: frozenset[str] | None
+    written: frozenset[str]
+    assumed: frozenset[str]
+    found_in: str
+    changed: frozenset[str] | None = None
 
     @classmethod
     def of_launch(
@@ -46,7 +56,7 @@ class KernelCode:
         arguments. Raises NotRepresentable."""
         import triton
 
-        metadata: dict[str, Any] = {
+        identity: dict[str, Any] = {
             "kind": "triton",
             "version": VERSION,
             "function": source.name,
@@ -57,35 +67,67 @@ class KernelCode:
             "dtypes": form.dtypes,
             "source_sha256": hashlib.sha256(source.text.encode()).hexdigest(),
         }
-        written, how = accesses.written, "assumed" if accesses.written is None else "source"
+        details: dict[str, Any] = {}
+        written, stored, found_in = accesses.written, accesses.stored, "source"
         makes_pointers = accesses.makes_pointers or bool(accesses.casts_to & form.tensor_owners)
         stages: list[tuple[str, bytes]] = []
         read: frozenset[str] | None = None
         if compiled is None:
-            variant = _variant({**metadata, "types": form.types})
-            metadata["target"] = target
+            details["target"] = target
         else:
-            metadata |= compiled_metadata(compiled, source.name_of)
+            identity |= compiled_metadata(compiled, source.name_of)
             stages = [each for each in attached_stages(compiled) if binary or each[0] not in BINARIES]
-            variant = _variant({**metadata, "types": form.types})
-            metadata["declaration"] = declaration_of(source, form.functions)
+            details["declaration"] = declaration_of(source, form.functions)
             found = compiled_accesses(compiled)
             if found is not None:
-                (written, read, makes_pointers), how = found, "ir"
+                (written, stored, read, makes_pointers), found_in = found, "ir"
         if makes_pointers:
             raise NotRepresentable("it turns integers into pointers, so that what it reads and writes is not known")
-        metadata |= {"triton": triton.__version__, "writes": how}
+        details["triton"] = triton.__version__
         if configuration:
-            metadata["configuration"] = configuration
+            details["configuration"] = configuration
+        tensors = form.tensors
+        may = frozenset(each for each in tensors if written is None or form.owner[each] in written)
         return cls(
-            form.schema(name, variant, written),
+            name,
+            identity,
+            details,
+            form.without_values(),
             (
                 ("source", f"{name}.py", source.text.encode()),
-                ("metadata", f"{name}.json", json.dumps(metadata, indent=1).encode()),
                 *((role, f"{name}.{role}", content) for role, content in stages),
             ),
             read,
+            may,
+            frozenset(each for each in may if form.owner[each] not in stored),
+            found_in,
         )
+
+    def found_to_change(self, changed: frozenset[str]) -> KernelCode:
+        """The kernel of a launch that changed the content of these of the assumed arguments, and of no others."""
+        return replace(self, written=self.written - self.assumed | changed, changed=changed)
+
+    @property
+    def writes(self) -> str:
+        """How it is known what it writes."""
+        if not self.assumed:
+            return self.found_in
+        return "assumed" if self.changed is None else "compared"
+
+    @property
+    def schema(self) -> str:
+        return self.form.schema(self.name, _variant({**self._identity, "types": self.form.types}), self.written)
+
+    @property
+    def attached(self) -> tuple[tuple[str, str, bytes], ...]:
+        """Role, name and content of each attachment."""
+        source, *stages = self.contents
+        metadata = {**self._identity, **self.details, "writes": self.writes}
+        return (source, ("metadata", f"{self.name}.json", json.dumps(metadata, indent=1).encode()), *stages)
+
+    @property
+    def _identity(self) -> Mapping[str, Any]:
+        return self.identity if self.changed is None else {**self.identity, "changed": sorted(self.changed)}
 
 
 @dataclass(frozen=True)

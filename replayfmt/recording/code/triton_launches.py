@@ -75,29 +75,30 @@ class TritonCode(CodeKernel):
     """A Triton kernel. Of a tensor that a launch does not read, such as a stand-in for one that it does without, no
     content is needed. The values of its constexprs decide what a launch reads."""
 
-    __slots__ = ("_constexprs", "_owner", "_read", "_reads_with", "_source")
+    __slots__ = ("_code", "_constexprs", "_found", "_reads_with", "_source", "assumed")
 
-    def __init__(
-        self,
-        code: KernelCode,
-        call: Callable[..., Any],
-        attached: Iterable[Attached],
-        source: StandaloneSource,
-        form: LaunchForm,
-    ) -> None:
-        super().__init__(KernelKind.triton, code.schema, call, attached)
-        self._read, self._source, self._owner = code.read, source, dict(form.owner)
+    def __init__(self, code: KernelCode, call: Callable[..., Any], source: StandaloneSource) -> None:
+        super().__init__(KernelKind.triton, code.schema, call, [Attached(*each) for each in code.attached])
+        self._code, self._source, form = code, source, code.form
+        self.assumed = tuple(sorted(self.indices[name] for name in code.assumed))
         forms = [(name, form.parameters[name]) for name in form.constexprs]
         self._constexprs = [(name, argument) for name, argument in forms if isinstance(argument, str)]
         self._reads_with: dict[str, frozenset[str] | None] = {}  # by the values of its constexprs
+        self._found: dict[frozenset[str], TritonCode] = {}  # by what a launch changed
+
+    def found_to_change(self, changed: Iterable[int]) -> TritonCode:
+        names = frozenset(self.arguments[index].name for index in changed)
+        if names not in self._found:
+            self._found[names] = TritonCode(self._code.found_to_change(names), self.call, self._source)
+        return self._found[names]
 
     def reads(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         argument = self.arguments[index]
         # What it does not write of a tensor has to be what it was.
         if argument.written:
             return True
-        read = self._read if self._read is not None else self._read_with(kwargs)
-        return read is None or self._owner[argument.name] in read
+        read = self._code.read if self._code.read is not None else self._read_with(kwargs)
+        return read is None or self._code.form.owner[argument.name] in read
 
     def _read_with(self, kwargs: dict[str, object]) -> frozenset[str] | None:
         constants = {name: kwargs[argument] for name, argument in self._constexprs}
@@ -378,8 +379,7 @@ class TritonLaunches(Patched):
                 code = KernelCode.of_launch(
                     name, source, form, accesses, chosen, compiled, target=launch.by, binary=launch.binary
                 )
-                attached = [Attached(*each) for each in code.attached]
-                kernel = self._kernels[key] = TritonCode(code, self._call, attached, source, form)
+                kernel = self._kernels[key] = TritonCode(code, self._call, source)
             except NotRepresentable as problem:
                 return str(problem)
             except Unrepresentable as problem:

@@ -49,7 +49,7 @@ class CallValues:
 class OpCall:
     """A call that is being recorded."""
 
-    __slots__ = ("args", "generators", "kernel", "kwargs", "values")
+    __slots__ = ("args", "contents", "generators", "kernel", "kwargs", "values")
 
     def __init__(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kernel = kernel
@@ -57,3 +57,4 @@ class OpCall:
         self.kwargs = kwargs
         self.values = CallValues()
         self.generators: list[torch.Generator] = []
+        self.contents: list[tuple[TensorUse, int | None]] = []  # the content of its assumed arguments before it ran

@@ -55,11 +55,13 @@ class CallRecorder:
         handles: Handles,
         *,
         digest_results: bool,
+        digests_anything: bool,
         scalars: bool,
         opaque: OpaqueResults,
         threads: list[int],
     ) -> None:
-        """`scalars`: record the scalars that ops return. `opaque`: the results that are never compared."""
+        """`digest_results`: of every op, `digests_anything`: at all. `scalars`: record the scalars that ops return.
+        `opaque`: the results that are never compared."""
         self._buffer = buffer
         self._records = records
         self._metas = metas
@@ -69,6 +71,7 @@ class CallRecorder:
         self._digests = digests
         self._handles = handles
         self._digest_results = digest_results
+        self._digests_anything = digests_anything
         self._opaque = opaque
         self._threads = threads
         self._kernels: dict[int, CapturedKernel] = {}
@@ -115,6 +118,9 @@ class CallRecorder:
             if kernel.operator.casts_inside:
                 self._numeric.check_autocast(autocast(kernel.own))
         self._gather(call)
+        if kernel.assumed and self._storages.compares and drawn is None:
+            uses = [use for use in call.values.uses if use.argument in kernel.assumed]
+            call.contents = [(use, self._storages.content_of(use.storage)) for use in uses]
         for generator, before, after in drawn or ():
             self._generators.drew(generator, before, after)
         if kernel.random and kernel.draws(args, kwargs):
@@ -233,15 +239,31 @@ class CallRecorder:
         for index, value in enumerate(results):
             values.argument = index
             self._results.add(value, values, call)
+        unchanged = self._compare(call) if call.contents else []
+        kernel = call.kernel
         if self._threads:
             self._numeric.check(kernel.name)  # another thread's op may have recorded its own settings meanwhile
         signature = self._commit(call, OpStatus.ok, values, len(results), started, ended)
         self._note_writes(call, values)
         if call.generators:
             self._generators.after(call.generators)
+        ordinal = self._buffer.appended - 1
         if self._digest_results:
-            self._digest(call, values, self._buffer.appended - 1)
+            self._digest(call, values, ordinal)
+        if self._digests_anything:
+            for use in unchanged:
+                self._digest_use(use.tensor, -1, ordinal)  # so that a replay that changes it is found
         return signature
+
+    def _compare(self, call: OpCall) -> list[TensorUse]:
+        """Have the call's kernel say what the call changed of that which counted as written. Returns what it left."""
+        unchanged = []
+        for use, before in call.contents:
+            if before is not None and before == self._storages.content_of(use.storage):
+                unchanged.append(use)
+        same = {use.argument for use in unchanged}
+        call.kernel = call.kernel.found_to_change([index for index in call.kernel.assumed if index not in same])
+        return unchanged
 
     def raised(self, call: OpCall, started: int, ended: int, interrupted: bool) -> None:
         """The op raised: it has no results. `interrupted`: a signal handler raised."""

@@ -5,7 +5,7 @@ replayfmt.pytorch.operators.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -49,6 +49,8 @@ class Argument:
 
 class CapturedKernel:
     """One operator overload. `id` is its kernel id in the capture, 0 until a call of it is recorded."""
+
+    assumed: tuple[int, ...] = ()  # the arguments that count as written because nothing tells whether they are
 
     __slots__ = (
         "accumulates_at",
@@ -220,6 +222,10 @@ class CapturedKernel:
 
     def ran(self, result: Any) -> None:
         """It ran, other than through `call`."""
+
+    def found_to_change(self, changed: Iterable[int]) -> CapturedKernel:
+        """The kernel of a call that changed the content of these of the assumed arguments, and of no others."""
+        raise NotImplementedError("an operator's schema tells what it writes")
 
     def writes_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """The arguments that this call writes."""

@@ -66,6 +66,11 @@ class FirstContents:
         """Whether any content is recorded at all."""
         return self._policy != "none"
 
+    @property
+    def exact(self) -> bool:
+        """Whether a replay has all content as it was."""
+        return self._policy == "full"
+
     def first(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, foreign: bool) -> FirstContent:
         """The content at the first use, as `dtype` (None: as bytes). `foreign`: memory that torch did not allocate.
 

@@ -26,7 +26,7 @@ from .content import UNREADABLE, FirstContent, FirstContents
 from .coverage import ByteRegion, Coverage
 from .native_trackers import NativeTracker, adopted
 from .recipes import is_synthesized
-from .storage_content import content_number
+from .storage_content import UNREADABLE_CONTENT, content_hash, content_number
 from .trackers import ATTRIBUTE, GENERATED, State, Tracker, has_bytes
 from .unexplained import Unexplained, Unwritten
 
@@ -60,6 +60,7 @@ class Storages:
         self._handles = handles
         self._content = contents.recorded
         self._audit = audit and contents.recorded
+        self.compares = audit and contents.exact  # whether a call's arguments are compared with what they were
         self.live: dict[int, Tracker] = {}
         self.dead: deque[Tracker] = deque()
         self._memory = HostMemory(self.live)
@@ -469,6 +470,13 @@ class Storages:
             if state.mapped is not None and state.mapped.mapping.shared and tracker.written:
                 state.mapped = None  # the file has the written bytes, so the memory itself must be read from now on
             state.content = content_number(storage, state.mapped) if storage.nbytes() else None
+
+    @staticmethod
+    def content_of(storage: torch.UntypedStorage) -> int | None:
+        """A number that identifies the content of a whole storage, of which a kernel may write any byte; None if that
+        cannot be read."""
+        number = content_hash(storage)
+        return None if number == UNREADABLE_CONTENT else number
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 

@@ -19,7 +19,7 @@ from replayfmt.pytorch.tensors.memory import call_undispatched, storage_bytes
 from .file_mappings import MappedRange
 
 _POPULATE_READ = 22  # Linux's MADV_POPULATE_READ: bring pages into memory as reading does, or fail
-_UNREADABLE = -1
+UNREADABLE_CONTENT = -1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -61,7 +61,7 @@ def _is_monotonous(storage: torch.UntypedStorage) -> bool:
 
 
 def _hash(storage: torch.UntypedStorage) -> int:
-    return xxhash.xxh3_128_intdigest(storage_bytes(storage)) if is_readable(storage) else _UNREADABLE
+    return xxhash.xxh3_128_intdigest(storage_bytes(storage)) if is_readable(storage) else UNREADABLE_CONTENT
 
 
 def _embed(writer: CaptureWriter, storage: torch.UntypedStorage) -> int:
