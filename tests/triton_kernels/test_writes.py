@@ -152,3 +152,18 @@ def test_what_triton_cannot_read_is_an_error() -> None:
 def test_a_module_has_no_line_of_its_programs_modules() -> None:
     for case in KERNELS.values():
         assert not re.search("^(from|import) (?!triton)", standalone_source(case.kernel).text, re.MULTILINE)
+
+
+FACTORS = [1.0, 2.0]
+
+
+@triton.jit
+def with_a_list(a):
+    tl.store(a, FACTORS[0])
+
+
+def test_a_list_that_was_changed_in_place_is_noticed() -> None:
+    source = standalone_source(with_a_list)
+    assert source.holds() and "FACTORS = [1.0, 2.0]" in source.text
+    FACTORS[0] = 3.0
+    assert not source.holds() and "FACTORS = [3.0, 2.0]" in standalone_source(with_a_list).text

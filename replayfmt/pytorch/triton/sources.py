@@ -27,17 +27,20 @@ _Edit = tuple[int, int, int, int, str]  # first line and column, last line and c
 @dataclass(frozen=True, eq=False)
 class StandaloneSource:
     """The module's text, and the name of the kernel in it. `functions`: by name, those that it defines. `reads`: the
-    variables of the program whose values are in it: where, name, value."""
+    variables of the program whose values are in it: where, name, value, and of a list its text."""
 
     text: str
     name: str
     functions: Mapping[str, KernelFunction]
     names: Mapping[int, str]
-    reads: tuple[tuple[Mapping[str, Any], str, Any], ...]
+    reads: tuple[tuple[Mapping[str, Any], str, Any, str | None], ...]
 
     def holds(self) -> bool:
         """Whether the program's variables still have the values that are in it."""
-        return all(scope.get(name, MISSING) is value for scope, name, value in self.reads)
+        return all(
+            scope.get(name, MISSING) is value and text == _text_of_list(value)
+            for scope, name, value, text in self.reads
+        )
 
     def name_of(self, kernel: Any) -> str | None:
         """The name in the module of a decorated function, None if it is not there."""
@@ -63,7 +66,7 @@ class _SourceWriter:
         self._functions: dict[str, KernelFunction] = {}
         self._names: dict[int, str] = {}
         self._kept: list[Any] = []  # what the ids above belong to
-        self._reads: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._reads: list[tuple[Mapping[str, Any], str, Any, str | None]] = []
 
     def source(self, name: str, others: list[str]) -> StandaloneSource:
         last = [*others, name]
@@ -92,7 +95,7 @@ class _SourceWriter:
             scope = function.scope_of(outer)
             assert scope is not None
             if scope is function.function.__globals__:
-                self._reads.append((scope, outer, value))
+                self._reads.append((scope, outer, value, _text_of_list(value)))
             here = self._outer(function, outer, value)
             if here != outer:
                 renamed[outer] = here
@@ -139,7 +142,7 @@ class _SourceWriter:
             value = getattr(module, str(attribute), MISSING)
             if value is MISSING:
                 raise NotStandalone(f"{function.name} uses {name}.{attribute}, which does not exist")
-            self._reads.append((vars(module), str(attribute), value))
+            self._reads.append((vars(module), str(attribute), value, _text_of_list(value)))
             inner = self._outer(function, str(attribute), value)
             if inner in self._texts or is_callable_of_triton(value):
                 self._texts[f"{where}.{attribute}"] = f"{where}.{attribute} = {inner}"
@@ -190,6 +193,11 @@ def _literal(value: Any) -> str | None:
         inner = _literal(value.value)
         return None if inner is None else f"tl.constexpr({inner})"
     return f"tl.dtype({value.name!r})" if named == "triton.language.core.dtype" else None
+
+
+def _text_of_list(value: Any) -> str | None:
+    """The expression for what may be changed in place, None for other values."""
+    return _literal(value) if isinstance(value, list | tuple) else None
 
 
 def _attributes(tree: ast.AST, name: str) -> list[str | None]:
