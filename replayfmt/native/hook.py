@@ -14,7 +14,7 @@ import torch
 
 from .building import NotAvailable, library
 
-KNOWN_PYTORCH = ((2, 11), (2, 13))  # the first and the last release whose dispatcher the hook was made for
+KNOWN_PYTORCH = ((2, 11), (2, 15))  # the first and the last release whose dispatcher the hook was made for
 _TAKES_PART, _HIDDEN, _ACTIVE = 1, 2, 4  # bits of opreplay_recorder_state
 
 

@@ -29,7 +29,13 @@ _OTHERS = frozenset({"async_compile.triton"})
 _METHODS = frozenset(
     {"clear", "clone", "contiguous", "copy_", "fill_", "item", "numel", "size", "storage_offset", "stride", "zero_"}
 )
-_HARMLESS = ("assert_size_stride", "assert_alignment", "_reinterpret_tensor", "copy_if_misaligned")
+_HARMLESS = (
+    "assert_size_stride",
+    "assert_size_stride_grouped",
+    "assert_alignment",
+    "_reinterpret_tensor",
+    "copy_if_misaligned",
+)
 _ALLOCATING = ("_empty_strided_cpu", "_empty_strided_cpu_pinned", "_empty_strided_cuda", "_empty_strided_xpu")
 _COUNTING = (abs, bool, divmod, float, int, isinstance, len, list, max, min, pow, range, round, sum, tuple)
 _RAISED = (AssertionError, RuntimeError)
@@ -42,6 +48,7 @@ _PLACING = (
     ("torch.cuda", ("_DeviceGuard", "set_device", "synchronize")),
     ("torch.xpu", ("_DeviceGuard", "set_device", "synchronize")),
 )
+_CHECKING = ("torch._inductor.runtime.runtime_utils", ("assert_tensor_metadata",))
 _HOOKS = ("torch._inductor.hooks", "run_intermediate_hooks")
 
 
@@ -135,7 +142,7 @@ class _Reader:
             getattr(holder, name)
             for holder, names in [
                 (guards, _HARMLESS),
-                *((sys.modules.get(module), names) for module, names in _PLACING),
+                *((sys.modules.get(module), names) for module, names in (*_PLACING, _CHECKING)),
             ]
             for name in names
             if hasattr(holder, name)
