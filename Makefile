@@ -42,7 +42,7 @@ help:
 	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
 	@echo 'make wheel   a wheel that carries the recorder in C++ built, for machines without a compiler (docs/recorders.md)'
-	@echo 'make picture draw docs/tour.svg, which README.md shows, from what the commands print'
+	@echo 'make picture run the demo and keep docs/memory.svg, which README.md shows'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make schema  regenerate $(GENERATED) from schema/opreplay.fbs'
 
@@ -82,7 +82,8 @@ demo: $(INSTALLED)
 	$(BIN)/opreplay-dump --ops=0:12 $(DEMO)/step.opreplay | cut -c -100
 	@echo
 	$(BIN)/opreplay-report --force --benchmark=$(DEMO)/whole.json \
-	    --benchmark=$(DEMO)/kernels.json -o $(DEMO)/report.html $(DEMO)/step.opreplay
+	    --benchmark=$(DEMO)/kernels.json --plots=$(DEMO)/pictures \
+	    -o $(DEMO)/report.html $(DEMO)/step.opreplay 2>&1 | fold -s -w 100
 
 test: $(INSTALLED)
 	$(PYTEST)
@@ -121,8 +122,8 @@ wheel: $(INSTALLED)
 	for python in $(BIN)/python $(ALSO); do PYTHONPATH=. $$python -m replayfmt.native build/native; done
 	OPREPLAY_NATIVE_LIBRARIES=$(CURDIR)/build/native $(BIN)/python -m build --wheel --no-isolation
 
-picture: $(INSTALLED)
-	$(BIN)/python docs/tour.py
+picture: demo
+	cp $(DEMO)/pictures/memory.svg docs/memory.svg
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -90,7 +90,7 @@ def make_contents(reader: CaptureReader, inputs: ReportInputs) -> ReportContents
         [],
         [kernel_table(figures), call_site_table(figures)],
     )  # fmt: skip
-    memory, devices = memory_section(reader)
+    memory, devices = memory_section(reader, ops)
     sections = [
         top_kernels(figures),
         kernels,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from replayfmt.dump.values import scope_path
 from replayfmt.format.memory import DeviceMemory, PeakShare, memory_by_device
+from replayfmt.format.printable import printable
 from replayfmt.format.reader import CaptureReader
 
 from .kernel_sections import Section
-from .pictures import Axis, Line, MissingPicture, Picture, StepPicture
+from .ops import CapturedOps
+from .pictures import Axis, Line, MissingPicture, Picture, Region, StepPicture
 from .tables import ReportTable, TableColumn, TableRow, count_cell, figure_cell, si, text_cell
 
 _TITLE = "Memory"
 _SHOWN_SHARES = 50
+_LONGEST_NAME = 30
+_CHARACTERS = 45  # fit side by side into the picture on a phone
 
 
-def memory_section(reader: CaptureReader) -> tuple[Section, list[DeviceMemory]]:
+def memory_section(reader: CaptureReader, ops: CapturedOps) -> tuple[Section, list[DeviceMemory]]:
     """The section, and the figures that it is made of. Raises InvalidCapture for a damaged frame."""
     devices = memory_by_device(reader)
     about = [
@@ -34,9 +41,28 @@ def memory_section(reader: CaptureReader) -> tuple[Section, list[DeviceMemory]]:
         for each in devices[:1]
         if bool((each.least_bytes != each.most_bytes).any())
     ]
-    lines = [Line(each.device, each.ordinals.tolist(), each.most_bytes.tolist()) for each in devices]
-    picture: Picture = StepPicture("memory", _TITLE, Axis("record"), Axis("alive", "B"), lines)
+    lines = [_line(each) for each in devices]
+    picture: Picture = StepPicture("memory", _TITLE, Axis("record"), Axis("alive", "B"), lines, _regions(reader, ops))
     return Section("memory", _TITLE, about, [picture], [_shares(devices)], notes), devices
+
+
+def _line(memory: DeviceMemory) -> Line:
+    """The steps at which the bytes change, and the last one, where the line ends."""
+    bytes_alive = memory.most_bytes
+    changes = np.concatenate([[True], bytes_alive[1:] != bytes_alive[:-1]])
+    changes[-1] = True
+    return Line(memory.device, memory.ordinals[changes].tolist(), bytes_alive[changes].tolist())
+
+
+def _regions(reader: CaptureReader, ops: CapturedOps) -> list[Region]:
+    """Outermost passes through scopes that have room for their name; where threads overlap, those that begin first."""
+    found: list[Region] = []
+    for each in ops.scope_passes:
+        name = printable(scope_path(reader, each.scope), _LONGEST_NAME)
+        roomy = (each.last - each.first) * _CHARACTERS > len(name) * reader.record_count
+        if not each.depth and roomy and (not found or each.first > found[-1].last):
+            found.append(Region(name, each.first, each.last))
+    return found
 
 
 def _shares(devices: list[DeviceMemory]) -> ReportTable:

@@ -19,13 +19,16 @@ _LONGEST_NS = 1 << 53  # 104 days: what a browser still counts in single nanosec
 
 @dataclass(frozen=True)
 class ScopePass:
-    """One pass through a scope, in nanoseconds since the session's start. `depth` is 0 for the outermost."""
+    """One pass through a scope: in nanoseconds since the session's start, and the ordinals of its first and last
+    record. `depth` is 0 for the outermost."""
 
     scope: int
     depth: int
     thread: int
     start_ns: int
     end_ns: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class _Reading:
         self._meta_device = np.array([0, *(meta.device for meta in reader.metas[1:])], np.int64)
         self._texts: dict[str, int] = {}
         self._streams: dict[str, int] = {"": 0}
-        self._open: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._open: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self._passes: list[ScopePass] = []
         self._depths = [0] * len(reader.scopes)
         for number, scope in enumerate(reader.scopes[1:], start=1):  # a parent has a smaller id
@@ -85,8 +88,11 @@ class _Reading:
                 columns[name].append(column)
             if frame.count:
                 end_ns = max(end_ns, min(int(frame.start_ns.max()), _LONGEST_NS))
-        for (thread, scope), starts in self._open.items():  # entered, and the capture ends before they do
-            self._passes += [ScopePass(scope, self._depths[scope], thread, start, end_ns) for start in starts]
+        last = self._reader.record_count - 1
+        for (thread, scope), begun in self._open.items():  # entered, and the capture ends before they do
+            self._passes += [
+                ScopePass(scope, self._depths[scope], thread, start, end_ns, first, last) for start, first in begun
+            ]
         names = _COLUMNS if columns else ()
         joined = {name: np.concatenate(columns[name]) for name in names} or {
             name: np.zeros(0, np.int64) for name in _COLUMNS
@@ -165,11 +171,12 @@ class _Reading:
                 int(frame.thread[row]),
                 min(int(frame.start_ns[row]), _LONGEST_NS),
             )
-            starts = self._open[thread, scope]
+            begun, ordinal = self._open[thread, scope], row + frame.first_ordinal
             if kinds[row] == RecordKind.scope_begin:
-                starts.append(moment)
-            elif starts:
-                self._passes.append(ScopePass(scope, self._depths[scope], thread, starts.pop(), moment))
+                begun.append((moment, ordinal))
+            elif begun:
+                start, first = begun.pop()
+                self._passes.append(ScopePass(scope, self._depths[scope], thread, start, moment, first, ordinal))
 
 
 _COLUMNS = (

@@ -80,14 +80,24 @@ class ScatterPicture:
 
 
 @dataclass(frozen=True)
+class Region:
+    """A named part of the x axis."""
+
+    name: str
+    first: float
+    last: float
+
+
+@dataclass(frozen=True)
 class StepPicture:
-    """Each line keeps its value until the next one."""
+    """Each line keeps its value until the next one. `regions` do not overlap, and come in order."""
 
     name: str
     title: str
     x: Axis
     y: Axis
     lines: list[Line]
+    regions: list[Region] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

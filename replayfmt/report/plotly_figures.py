@@ -145,6 +145,22 @@ def _steps(picture: StepPicture) -> dict[str, Any]:
     ]
     layout = _plane(picture.x, picture.y)
     layout["yaxis"] |= {"rangemode": "tozero"}
+    layout["shapes"] = [
+        {
+            "type": "rect", "layer": "below", "yref": "paper", "x0": region.first, "x1": region.last, "y0": 0, "y1": 1,
+            "fillcolor": OTHERS, "opacity": 0.2 if place % 2 else 0.1, "line": {"width": 0},
+        }
+        for place, region in enumerate(picture.regions)
+    ]  # fmt: skip
+    layout["annotations"] = [
+        {
+            "text": _shown(region.name, _LABEL), "x": (region.first + region.last) / 2, "yref": "paper", "y": 1,
+            "yanchor": "bottom", "showarrow": False,
+        }
+        for region in picture.regions
+    ]  # fmt: skip
+    if picture.regions:
+        layout["legend"] |= {"y": 1.08}  # above their names
     return {"data": data, "layout": layout}
 
 

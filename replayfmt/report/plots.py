@@ -175,6 +175,13 @@ def _steps(picture: StepPicture, axes: Axes, figure: Figure) -> None:
             axes.fill_between(line.x, line.y, step="post", color=colour_of(place), alpha=0.25, linewidth=0)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
+    if picture.regions:
+        axes.margins(y=0.12)  # room for the names
+    for place, region in enumerate(picture.regions):
+        axes.axvspan(region.first, region.last, color=LIGHT, alpha=0.5 if place % 2 else 0.25, linewidth=0, zorder=0)
+        middle = ((region.first + region.last) / 2, 1)
+        style = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "ha": "center", "va": "top"}
+        axes.annotate(region.name, middle, (0, -4), color=GREY, fontsize=8, **style)
     _format(axes, "x", picture.x)
     _format(axes, "y", picture.y)
     _legend(figure, [each.name for each in picture.lines], axes.lines)

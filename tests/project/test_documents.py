@@ -132,6 +132,22 @@ def test_the_demo_runs_and_fits_a_hundred_columns(tmp_path: Path) -> None:
     for tool in ("capture", "run", "benchmark", "dump", "report"):
         assert f".venv/bin/opreplay-{tool}" in output
     assert "BM_replay/scope:execute" in output and "bitwise" in output
+    (shown,) = (block["text"] for block in FENCE.finditer(readme()) if block["kind"].strip() == "text demo")
+    head, *rows = shown.splitlines()
+    printed = output.partition(f"\n{head}\n")[2].partition("\n\n")[0]
+    assert len(re.findall(r"^ *[\d-]+ ", printed, re.MULTILINE)) == len(rows)  # a long name goes on in the next line
+    assert said_by(ROOT / "docs/memory.svg") == said_by(tmp_path / "pictures/memory.svg")
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def said_by(picture: Path) -> list[str]:
+    """The texts of a picture that matplotlib drew: beside the paths of their letters they stand in comments."""
+    texts = re.findall(r"<!-- (.*?) -->", picture.read_text(encoding="utf-8"))
+    assert texts
+    return texts
 
 
 def anchors(text: str) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from pathlib import Path
 
 import jsonschema
@@ -13,6 +14,7 @@ import pytest
 from replayfmt.benchmark.comparison.baseline import read_baseline
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.memory import memory_by_device
 from replayfmt.format.reader import open_capture
 from replayfmt.report.call_sites import call_sites, kernel_totals
 from replayfmt.report.contents import ReportContents, ReportInputs, make_contents
@@ -130,6 +132,23 @@ def test_with_everything_given_every_picture_is_drawn(everything: ReportContents
     assert [line.y for line in roofline.lines] == [[pytest.approx(roofline.lines[0].x[0] * 1e11), 1e12, 1e12]]
     assert [each.name for each in replay.series] == ["captured", "replayed, median", "isolated calls, summed"]
     assert all(note.verified and "bitwise" in note.text for note in everything.verification)
+
+
+def test_the_line_of_memory_is_that_of_the_records_and_the_scopes_that_it_passes_are_marked(measured: Measured) -> None:
+    with open_capture(measured.capture) as reader:
+        (memory,) = memory_by_device(reader)
+        records = list(reader.records())
+        (section,) = (each for each in make_contents(reader, ReportInputs()).sections if each.name == "memory")
+    (picture,) = section.pictures
+    assert isinstance(picture, StepPicture)
+    ((x, y),) = ((line.x, line.y) for line in picture.lines)
+    alive = [y[bisect_right(x, ordinal) - 1] for ordinal in memory.ordinals.tolist()]
+    assert alive == memory.most_bytes.tolist() and x[-1] == memory.ordinals[-1]
+    assert [each.name for each in picture.regions] == ["step"] * 3
+    for region in picture.regions:
+        first, last = records[int(region.first)], records[int(region.last)]
+        assert (first.kind, last.kind) == (RecordKind.scope_begin, RecordKind.scope_end)
+        assert first.scope == last.scope
 
 
 def test_slower_than_the_baseline_is_said_of_each_row(everything: ReportContents) -> None:

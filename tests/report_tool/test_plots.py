@@ -113,7 +113,9 @@ def test_figures_say_what_the_page_says(plots: dict[str, Plot]) -> None:
     assert {"captured", "replayed, median", "isolated calls, summed"} <= set(texts_of(plots["replay"]))
     assert {"aten::mm.default", "roof: 1 TFLOP/s, 100 GB/s"} <= set(texts_of(plots["roofline"]))
     assert {"step", "thread 0, host", "aten::mm.default"} <= set(texts_of(plots["timeline"]))
-    assert "cpu" in texts_of(plots["memory"]) and "100 J" in texts_of(plots["energy"])
+    assert "100 J" in texts_of(plots["energy"])
+    memory = texts_of(plots["memory"])
+    assert memory.count("step") == 3 and "cpu" in memory
 
 
 def test_what_was_not_measured_has_no_bar_of_nothing() -> None:
