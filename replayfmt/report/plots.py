@@ -180,7 +180,12 @@ def _steps(picture: StepPicture, axes: Axes, figure: Figure) -> None:
     for place, region in enumerate(picture.regions):
         axes.axvspan(region.first, region.last, color=LIGHT, alpha=0.5 if place % 2 else 0.25, linewidth=0, zorder=0)
         middle = ((region.first + region.last) / 2, 1)
-        style = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "ha": "center", "va": "top"}
+        style: dict[str, Any] = {
+            "xycoords": axes.get_xaxis_transform(),
+            "textcoords": "offset points",
+            "ha": "center",
+            "va": "top",
+        }
         axes.annotate(region.name, middle, (0, -4), color=GREY, fontsize=8, **style)
     _format(axes, "x", picture.x)
     _format(axes, "y", picture.y)
