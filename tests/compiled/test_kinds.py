@@ -125,6 +125,17 @@ def max_autotune() -> Program:
 
 
 @recorded
+def library_call_with_a_device() -> Program:
+    compiled, x = torch.compile(lambda x: torch.randperm(8) + x.sin()), torch.randn(4, 8)
+
+    def draw() -> Any:
+        torch.manual_seed(0)
+        return compiled(x)
+
+    return draw
+
+
+@recorded
 def exported_and_run() -> Program:
     x = torch.randn(4, 8)
     module: Any = torch.export.export(Small(), (x,)).module()

@@ -95,6 +95,10 @@ def call(args):
     ("launch", "known"),
     [
         ("triton_poi_fused_0.run(arg0_1, 64, stream=raw_stream0)", True),
+        ("torch.ops.aten.randperm.default(8, device=torch.device('cpu'))", True),
+        ("done = torch.Event(); done.record(); done.synchronize()", True),
+        ("kept = [[]]; kept[0].append(arg0_1); kept[0][0].unsqueeze(0).clone()", True),
+        ("kept = [arg0_1]; kept[0].tolist()", False),
         ("torch.cuda.current_stream()", False),
         ("triton_poi_fused_0.other(arg0_1)", False),
     ],

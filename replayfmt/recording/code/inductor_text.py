@@ -25,9 +25,11 @@ _DECLARING = "async_compile.cpp_pybinding"
 _CPP_WRAPPER = "CppWrapperCodeCache."
 # What Inductor declares at the top of a module, other than C++ kernels.
 _OTHERS = frozenset({"async_compile.triton"})
-# Methods of tensors that are operators, or look at metadata, and those of the list of arguments.
+# Methods of tensors that are operators, or look at metadata, those of lists, and those of events.
 _METHODS = frozenset(
-    {"clear", "clone", "contiguous", "copy_", "fill_", "item", "numel", "size", "storage_offset", "stride", "zero_"}
+    {"clone", "contiguous", "copy_", "fill_", "item", "numel", "size", "storage_offset", "stride", "unsqueeze", "zero_"}
+    | {"append", "clear", "extend"}
+    | {"record", "synchronize"}
 )
 _HARMLESS = (
     "assert_size_stride",
@@ -39,6 +41,7 @@ _HARMLESS = (
 _ALLOCATING = ("_empty_strided_cpu", "_empty_strided_cpu_pinned", "_empty_strided_cuda", "_empty_strided_xpu")
 _COUNTING = (abs, bool, divmod, float, int, isinstance, len, list, max, min, pow, range, round, sum, tuple)
 _RAISED = (AssertionError, RuntimeError)
+_MAKING = (torch.device, torch.Event)  # an event is recorded where it is used
 # Where Inductor keeps functions that call operators alone.
 _OF_OPERATORS = frozenset(f"torch._inductor.kernel.{name}" for name in ("bmm", "conv", "mm", "mm_plus_mm"))
 _LAUNCHER = ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner")
@@ -163,11 +166,13 @@ class _Reader:
                 raise Unknown(f"line {node.lineno} of its text calls {ast.unparse(node.func)[:80]}, which is not known")
 
     def _is_known(self, callee: ast.expr, own: set[str]) -> bool:
+        if isinstance(callee, ast.Attribute) and _local(callee.value) in own:
+            return callee.attr in _METHODS
         path = _path(callee)
         if not path:
             return ast.unparse(callee).startswith("self.partitions[")
         if path[0] in own:
-            return len(path) == 2 and path[1] in _METHODS
+            return False
         if len(path) == 1 and path[0] in self._kernels:
             return True
         value: Any = self._namespace.get(path[0], getattr(builtins, path[0], None))
@@ -185,7 +190,7 @@ class _Reader:
         if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return True
         if (
-            any(value is each for each in (*self._harmless, *_COUNTING, *_RAISED))
+            any(value is each for each in (*self._harmless, *_COUNTING, *_RAISED, *_MAKING))
             or getattr(math, path[-1], None) is value
         ):
             return True
@@ -213,3 +218,15 @@ def _path(callee: ast.expr) -> list[str]:
         names.append(callee.attr)
         callee = callee.value
     return [*names, callee.id][::-1] if isinstance(callee, ast.Name) else []
+
+
+def _local(value: ast.expr) -> str:
+    """`buf1` for `buf1`, for its elements, and for what their methods return; empty for anything else."""
+    while not isinstance(value, ast.Name):
+        if isinstance(value, ast.Subscript):
+            value = value.value
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            value = value.func.value
+        else:
+            return ""
+    return value.id
