@@ -59,7 +59,11 @@ def shape(line: str) -> str:
 
 
 def documents() -> list[str]:
-    return [name for name in ("README.md", "AGENTS.md", "docs/measuring.md") if (ROOT / name).exists()]
+    return [
+        name
+        for name in ("README.md", "AGENTS.md", "docs/measuring.md", "docs/reporting.md", "docs/tables.md")
+        if (ROOT / name).exists()
+    ]
 
 
 @pytest.mark.slow
