@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.runtime import jit
+from triton.runtime.jit import JITFunction
 
 import replayfmt
 from replayfmt.errors import ReplayFailed
@@ -19,6 +22,7 @@ from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.model import TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.replay.code.triton_kernels import resolve_triton
+from replayfmt.replay.code.triton_launcher import launcher_of
 from tests.triton_kernels import programs
 from tests.triton_kernels.fake_device import install
 
@@ -79,6 +83,88 @@ def launched(kernel: Any, contents: dict[str, bytes], *arguments: Any, **options
     except ReplayFailed as error:
         return {"how": resolved.how, "failed": str(error)}
     return {"how": resolved.how}
+
+
+def launched_often(kernel: Any, contents: dict[str, bytes]) -> dict[str, Any]:
+    """What comes of launches of one kernel after each other: whether Triton looked for what it compiled, what was
+    launched, what was refused."""
+    driver, looked, found = install(90, DOES), [0], {}
+    resolved = resolve_triton(kernel, lambda: contents, frozenset({"cuda"}))
+    assert not isinstance(resolved, str), resolved
+    options = {"BLOCK": 4, "grid": [2], "num_warps": 2, "num_ctas": 1, "num_stages": 3}
+    find, run = jit.compute_cache_key, JITFunction.run
+
+    def counted(*arguments: Any) -> Any:
+        looked[0] += 1
+        return find(*arguments)
+
+    def launch(name: str, x: torch.Tensor | None = None, n: Any = 8, **changed: Any) -> None:
+        x = torch.ones(8) if x is None else x
+        looked[0], before, failed = 0, len(driver.launches), ""
+        try:
+            resolved.call(x, n, **{**options, **changed})
+        except ReplayFailed as error:
+            failed = str(error)
+        grids = [grid for _name, grid, _warps in driver.launches[before:]]
+        found[name] = {"looked": looked[0], "grids": grids, "failed": failed, "x": x.tolist()}
+
+    runtime, notes = knobs.runtime, []
+    jit.compute_cache_key = counted
+    launch("first")  # which checks the grid
+    launch("second")  # which keeps what Triton launched
+    launch("again")
+    launch("another length", n=3)
+    launch("another grid", grid=[3])
+    launch("another grid again", grid=[3])
+    launch("another alignment", torch.ones(9)[1:])
+    launch("another dtype", torch.ones(8, dtype=torch.float64))
+    launch("a length that is divisible", n=16)
+    launch("a length of one", n=1)
+    launch("a long length", n=1 << 40)
+    launch("a length of another type", n=8.0)
+    launch("another constant", BLOCK=8)
+    launch("other options", num_warps=4)
+    launch("as before")
+
+    def entered(said: Any) -> None:
+        notes.append(["enter", said.get()["name"]])
+
+    def left(said: Any) -> None:
+        notes.append(["exit", said.get()["name"]])
+
+    runtime.launch_enter_hook.add(entered)
+    runtime.launch_exit_hook.add(left)
+    launch("with hooks on launches")
+    runtime.launch_enter_hook.remove(entered)
+    runtime.launch_exit_hook.remove(left)
+    runtime.debug = True
+    launch("with Triton's checks on")
+    runtime.debug = False
+    launch("with them off again")
+    function: Any = resolved._function  # type: ignore[attr-defined]
+    function.add_pre_run_hook(lambda *arguments, **given: notes.append(["before", given["BLOCK"]]))
+    launch("with a hook before launches")
+    function.pre_run_hooks.clear()
+
+    def seen(self: Any, *arguments: Any, **given: Any) -> Any:
+        notes.append(["seen", given["grid"]])
+        return run(self, *arguments, **given)
+
+    JITFunction.run = seen
+    launch("with another function in Triton's place")
+    JITFunction.run = run
+    function.device_caches.clear()
+    launch("with nothing kept")
+    launch("with something kept again")
+    triton.__version__, version = "3.10.0", triton.__version__
+    launches = launcher_of(function)
+    triton.__version__ = version
+    for _ in range(2):
+        looked[0] = 0
+        launches(torch.ones(8), 8, **options)
+        notes.append(["looked by another Triton", looked[0]])
+    jit.compute_cache_key = find
+    return {"launches": found, "notes": notes}
 
 
 def without_sources(path: Path) -> dict[str, Any]:
@@ -175,6 +261,7 @@ def main() -> None:
     case("too many programs", 90, contents, torch.ones(8), grid=[1 << 40])
     case("too many programs beside each other", 90, contents, torch.ones(8), grid=[1, 1 << 16])
     found["cases"] = cases
+    found["often"] = launched_often(kernel, contents)
     found["without sources"] = without_sources(folder / "without.opreplay")
     print(json.dumps(found))
 

@@ -37,8 +37,13 @@ class FakeDriver:
 
     def _launcher(self, source: Any, metadata: Any) -> Callable[..., None]:
         def launch(x: int, y: int, z: int, stream: Any, function: Any, packed: Any, *rest: Any) -> None:
+            said, enter, leave, *arguments = rest
+            if enter is not None:
+                enter(said)
             self.launches.append((metadata.name, (x, y, z), metadata.num_warps))
-            self.does[metadata.name](*rest[3:])
+            self.does[metadata.name](*arguments)
+            if leave is not None:
+                leave(said)
 
         return launch
 

@@ -97,6 +97,57 @@ def test_what_a_binary_is_not_for_is_refused_before_the_launch(found: dict[str, 
     assert (case["launches"], case["x"]) == ([], AS_IT_WAS)
 
 
+def test_what_was_launched_before_is_launched_without_looking_for_it(found: dict[str, Any]) -> None:
+    launches = found["often"]["launches"]
+    assert {name: each["looked"] for name, each in launches.items() if not each["failed"]} == {
+        "first": 1,
+        "second": 1,
+        "again": 0,
+        "another length": 0,
+        "another grid": 1,
+        "another grid again": 0,
+        "as before": 0,
+        "with hooks on launches": 0,
+        "with them off again": 0,
+        "with a hook before launches": 1,
+        "with another function in Triton's place": 1,
+        "with nothing kept": 1,
+        "with something kept again": 0,
+    }
+    for name, each in launches.items():
+        if not each["failed"]:
+            assert each["grids"] == [[3 if "grid" in name else 2, 1, 1]]
+            assert each["x"] == ([2.0] * 3 + [1.0] * 5 if name == "another length" else DOUBLED)
+
+
+def test_what_differs_from_what_was_launched_before_is_checked(found: dict[str, Any]) -> None:
+    refused = {name: each for name, each in found["often"]["launches"].items() if each["failed"]}
+    assert {name: each["looked"] for name, each in refused.items()} == {
+        "another alignment": 1,
+        "another dtype": 0,  # refused before
+        "a length that is divisible": 1,
+        "a length of one": 1,
+        "a long length": 1,
+        "a length of another type": 1,
+        "another constant": 1,
+        "other options": 1,
+        "with Triton's checks on": 1,
+    }
+    for each in refused.values():
+        assert each["grids"] == [] and set(each["x"]) == {1.0}
+
+
+def test_hooks_see_launches_of_what_was_launched_before(found: dict[str, Any]) -> None:
+    notes = found["often"]["notes"]
+    assert notes == [
+        ["enter", "double_kernel"],
+        ["exit", "double_kernel"],
+        ["before", 4],
+        ["seen", [2]],
+        *[["looked by another Triton", 1]] * 2,
+    ]
+
+
 def test_a_script_compiles_what_was_compiled(found: dict[str, Any], tmp_path: Path, tools: Tools) -> None:
     out = tmp_path / "out.py"
     capture = found["folder"] / "sm80.opreplay"

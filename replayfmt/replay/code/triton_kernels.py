@@ -32,6 +32,7 @@ from replayfmt.pytorch.triton.sources import load_source
 
 from ..planning.effects import Effects, effects_of_schema
 from ..planning.kernels import ResolvedKernel, StoredCodeKernel
+from .triton_launcher import launcher_of
 
 _SWITCH = "TRITON_INTERPRET"
 _MOST_PROGRAMS = (1 << 31) - 1
@@ -256,7 +257,7 @@ class TritonKernel(StoredCodeKernel):
             return None
         dtypes = [(positional.index(name), dtype) for name, dtype in self._dtypes]
         count, count_by_name = len(positional), len(by_name)
-        grids, run, launch = self._grids, self._function.run, self.launch
+        grids, run, launch = self._grids, launcher_of(self._function), self.launch
         current_device: Callable[[], int] | None = None
         if self._several_devices:
             import triton
@@ -274,7 +275,7 @@ class TritonKernel(StoredCodeKernel):
                     if args[place].dtype is not dtype:
                         break
                 else:
-                    run(*args, warmup=False, **kwargs)
+                    run(*args, **kwargs)
                     return
             launch(*args, **kwargs)
 
