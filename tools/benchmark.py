@@ -22,10 +22,11 @@ from .precision_flags import precision_options
 from .profiling_flags import profiled, profiling_options, profiling_request
 from .reconcile import check_reconcile, reconcile_options, run_reconcile
 from .replay_flags import ReplayFlags, replay_options
+from .scope_parts import plan_of_scope
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.inputs import Inputs
-    from replayfmt.benchmark.measure import Options
+    from replayfmt.benchmark.measure import Options, PlanOfScope
     from replayfmt.benchmark.reports.rows import Report
     from replayfmt.replay.plan import Plan
 
@@ -108,6 +109,7 @@ def cli(
     benchmark_precision: str | None,
     benchmark_max_time: str | None,
     inputs: Inputs | None,
+    cuda_graph: bool,
     benchmark_warmup: int,
     benchmark_repetitions: int,
     benchmark_format: str,
@@ -160,7 +162,14 @@ def cli(
     if per_op is None:
         precision = whole_precision(benchmark_precision, benchmark_max_time, min_time)
         options = Options(
-            min_time, benchmark_repetitions, benchmark_warmup, flags.verify, replay_scope, precision, inputs or "hot"
+            min_time,
+            benchmark_repetitions,
+            benchmark_warmup,
+            flags.verify,
+            replay_scope,
+            precision,
+            inputs or "hot",
+            cuda_graph,
         )
     check_reconcile(context, replay_scope)
     against = BaselineFlags.of(baseline, fail_above, noise_floor)
@@ -201,7 +210,9 @@ def cli(
             run_compare(plan, options, benchmark_format, progress, out.write if out is not None else None)
             return 0
         stack.enter_context(profiled(profiling, plan))
-        report, below, passes = against.apply(lambda: _measure(plan, options))
+        report, below, passes = against.apply(
+            lambda: _measure(plan, options, lambda name: plan_of_scope(capture, flags, name))
+        )
         if memory:
             from replayfmt.benchmark.memory import MemoryReport
 
@@ -218,13 +229,13 @@ def cli(
     return 0 if passes else 1
 
 
-def _measure(plan: Plan, options: Options) -> Report:
+def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Report:
     """Run the benchmark; progress goes to stderr if that is a terminal."""
     from replayfmt.benchmark.measure import measure
     from replayfmt.benchmark.reports.rows import make_report
 
     with _progress() as progress:
-        return make_report(measure(plan, options, progress=progress), plan)
+        return make_report(measure(plan, options, progress=progress, plan_of_scope=of_scope), plan)
 
 
 def _show(report: Report, form: str) -> None:

@@ -22,6 +22,7 @@ _NOT_WITH_COMPARE = (
     "benchmark_precision",
     "benchmark_max_time",
     "inputs",
+    "cuda_graph",
     "baseline",
     "fail_above",
     "noise_floor",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import click
 from replayfmt.errors import UsageError
 
 from .command import Seconds, say
+from .scope_parts import plan_of_scope
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.energy.power_log import PowerLog
@@ -36,6 +36,7 @@ _NOT_WITH_WINDOWS = (
     "benchmark_format",
     "benchmark_out",
     "inputs",
+    "cuda_graph",
     "per_op",
     "compare",
     "reconcile",
@@ -259,20 +260,14 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
 def _scope(work: Work, region: MeasuredRegion, runner: WindowRunner) -> None:
     """A window for a scope, of a capture cut to it; one that cannot be cut out or replayed apart is listed."""
     from replayfmt.errors import OpReplayError
-    from replayfmt.trim.selection import Wanted
-    from replayfmt.trim.trimming import checked_here, trim_capture
 
     name = str(region.name)
     if not region.ops:
         return
-    with tempfile.TemporaryDirectory() as directory:
-        part = os.path.join(directory, "scope.opreplay")
-        try:
-            with work.flags.plan(work.capture, keep_going=True) as plan:
-                trim_capture(plan, part, Wanted(scope=(name,)), checked_here(work.flags.plan), verify=work.flags.verify)
-            with work.flags.plan(part) as alone:
-                runner.scope(alone, name, region.passes)
-        except OpReplayError as error:
-            runner.require_source()
-            why = str(error).partition("\n")[0].replace(part, "the part")
-            runner.not_run.append({"role": "scope", "name": name, "count": region.passes, "reason": why})
+    try:
+        with plan_of_scope(work.capture, work.flags, name) as alone:
+            runner.scope(alone, name, region.passes)
+    except OpReplayError as error:
+        runner.require_source()
+        why = str(error).partition("\n")[0]
+        runner.not_run.append({"role": "scope", "name": name, "count": region.passes, "reason": why})

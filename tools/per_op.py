@@ -29,7 +29,6 @@ _NEEDS_PER_OP = (
     "op_filter",
     "op_limit",
     "op_instances",
-    "cuda_graph",
     "group_by",
     "top",
     "stop_on_error",
@@ -83,9 +82,10 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--cuda-graph",
             is_flag=True,
-            help="With --per-op, on a CUDA device: launch the calls of an op in a graph, so that the device does not "
-            "wait for the host between them; what issuing a call takes stands apart. Ops that cannot be put into a "
-            "graph are measured call by call, and say why.",
+            help="On a CUDA device, or another that has graphs: launch the whole replay, each scope of --replay-scope, "
+            "or with --per-op the calls of an op, as one graph, so that the device does not wait for the host between "
+            "ops; what issuing them takes stands apart. What cannot be put into a graph is measured as without the "
+            "flag, and says why.",
         ),
         click.option(
             "--op-instances",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _NOT_WITH_RECONCILE = (
     "benchmark_repetitions",
     "inputs",
+    "cuda_graph",
     "per_op",
     "compare",
     "baseline",

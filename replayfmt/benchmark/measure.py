@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from replayfmt.errors import ReplayMismatch
+from replayfmt.errors import OpReplayError, ReplayMismatch
 from replayfmt.format.arguments import count_of
+from replayfmt.replay.graphs.admission import NotInAGraph
+from replayfmt.replay.graphs.whole import WholeGraph
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult, VerifyMode
 from replayfmt.replay.run.execute import OnScope
 
+from .device_graphs import require_graphs
 from .gpu_state import GpuWatch
 from .inputs import CacheFlush, Inputs, describe_inputs
 from .meters.meter import Clock, MakeMeter, NotMeasured, Quantity
@@ -47,7 +50,8 @@ _MUCH_GARBAGE = 20_000
 @dataclass(frozen=True)
 class Options:
     """How to measure. `warmup` counts untimed replays before each repetition's first timed one. With `precision`,
-    replays go on after `min_time` until the medians of all reported rows are known that well, or its time is up."""
+    replays go on after `min_time` until the medians of all reported rows are known that well, or its time is up. With
+    `cuda_graph` each row is measured again as one graph of the device, where it can be one."""
 
     min_time: MinTime = field(default_factory=lambda: MinTime(seconds=0.5))
     repetitions: int = 1
@@ -56,6 +60,7 @@ class Options:
     scopes: tuple[str, ...] = ()
     precision: Precision | None = None
     inputs: Inputs = "hot"
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         count_of("--benchmark-repetitions", self.repetitions, 1, MOST_ITERATIONS)
@@ -101,11 +106,28 @@ def further_readings(iterations: Sequence[Readings]) -> dict[Quantity, np.ndarra
 
 
 @dataclass(frozen=True)
+class InGraph:
+    """A region in one graph of its device. `samples` are its launches, empty if `reason` says why there is no graph;
+    `compared` says how the graph was found to compute what its ops do."""
+
+    samples: list[Sample] = field(default_factory=list)
+    compared: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Measurement:
-    """One region with its repetitions, all with the same number of iterations."""
+    """One region with its repetitions, all with the same number of iterations. `in_graph` is None if no graph was asked
+    for."""
 
     region: MeasuredRegion
     samples: list[Sample]
+    in_graph: InGraph | None = None
+
+    @property
+    def reported(self) -> list[Sample]:
+        """The samples that its figures are from."""
+        return self.in_graph.samples if self.in_graph is not None and self.in_graph.samples else self.samples
 
 
 @dataclass(frozen=True)
@@ -133,6 +155,8 @@ class Run:
 
 # The current activity, how many are done, of how many (None: not yet known).
 Progress = Callable[[str, int, int | None], None]
+# A plan of a capture that was cut to the scopes of a name.
+PlanOfScope = Callable[[str], AbstractContextManager[Plan]]
 
 
 def measure(
@@ -142,14 +166,17 @@ def measure(
     clock: Clock | None = None,
     progress: Progress | None = None,
     meters: Sequence[MakeMeter] = METERS,
+    plan_of_scope: PlanOfScope | None = None,
 ) -> Run:
     """Benchmark a plan.
 
-    `clock` replaces the host's clocks, `meters` the list of meters. Raises UsageError and ReplayRefused for scopes that
-    cannot be measured, before anything runs; ReplayFailed if a replay fails; ReplayMismatch if a verified replay does
-    not match.
+    `clock` replaces the host's clocks, `meters` the list of meters; graphs of scopes need `plan_of_scope`. Raises
+    UsageError and ReplayRefused for scopes that cannot be measured and for devices without graphs, before anything
+    runs; ReplayFailed if a replay fails; ReplayMismatch if a verified replay does not match.
     """
     regions = find_regions(plan.reader, options.scopes)
+    if options.cuda_graph:
+        require_graphs(plan.devices)
     runner = _Runner(
         plan, whole_capture(plan.reader), regions, options, timed_by(plan, clock), progress or _no_progress, meters
     )
@@ -159,13 +186,40 @@ def measure(
     iterations, cut_short = runner.first_repetition()
     for _ in range(1, options.repetitions):
         runner.repetition(iterations)
-    gpus.end()
-    after = runner.verify("after")
     whole = Measurement(runner.whole_region, runner.whole_samples)
     scopes = [Measurement(watch.region, samples) for watch, samples in zip(runner.watches, runner.samples, strict=True)]
-    return Run(
-        options, scopes or [whole], whole, before, after, cut_short, runner.inputs, *runner.meters(), gpus.rows()
-    )
+    measurements = scopes or [whole]
+    if options.cuda_graph:
+        measurements = [
+            replace(each, in_graph=_in_graph(each.region, runner, plan_of_scope, meters)) for each in measurements
+        ]
+    gpus.end()
+    after = runner.verify("after")
+    return Run(options, measurements, whole, before, after, cut_short, runner.inputs, *runner.meters(), gpus.rows())
+
+
+def _in_graph(
+    region: MeasuredRegion, runner: _Runner, plan_of_scope: PlanOfScope | None, meters: Sequence[MakeMeter]
+) -> InGraph:
+    """The launches of a region in one graph: of the whole replay, or of a capture that was cut to a scope."""
+    try:
+        if region.name is None:
+            opened: AbstractContextManager[Plan] = nullcontext(runner.plan)
+        elif plan_of_scope is not None:
+            opened = plan_of_scope(region.name)
+        else:
+            raise NotInAGraph("a graph of a scope needs a capture that was cut to it")
+        with opened as plan:
+            graph = WholeGraph(plan)
+            launches = _Runner(
+                plan, region, [], runner.options, timed_by(plan, runner.clock), runner.progress, meters, graph
+            )
+            iterations, _cut_short = launches.first_repetition()
+            for _ in range(1, runner.options.repetitions):
+                launches.repetition(iterations)
+            return InGraph(launches.whole_samples, graph.compared)
+    except (NotInAGraph, OpReplayError) as error:
+        return InGraph(reason=str(error).partition("\n")[0])
 
 
 def timed_by(plan: Plan, clock: Clock | None) -> Clock:
@@ -191,8 +245,11 @@ class _Runner:
         clock: Clock,
         progress: Progress,
         meters: Sequence[MakeMeter],
+        graph: WholeGraph | None = None,
     ) -> None:
-        self._plan, self._options, self._clock, self._progress = plan, options, clock, progress
+        """With `graph` that is launched instead of replaying op by op."""
+        self.plan, self.options, self.clock, self.progress = plan, options, clock, progress
+        self._graph = graph
         self.whole_region = whole
         self.whole_samples: list[Sample] = []
         self.watches = [ScopeWatch(region, stopwatch_for(plan.devices, clock, meters)) for region in regions]
@@ -207,29 +264,29 @@ class _Runner:
 
     def verify(self, when: str) -> ReplayResult | None:
         """One verified, untimed replay; None if verification is off. Raises ReplayMismatch."""
-        if self._options.verify == "none":
+        if self.options.verify == "none":
             return None
-        self._progress(f"verifying {when} timing", 0, None)
-        result = self._plan.execute(verify=self._options.verify)
+        self.progress(f"verifying {when} timing", 0, None)
+        result = self.plan.execute(verify=self.options.verify)
         self._require_match(result, f"{when} timing")
         return result
 
     def first_repetition(self) -> tuple[int, float | None]:
         """Run the repetition that determines the number of iterations; returns that number, and `Run.cut_short`."""
-        goal, precision = self._options.min_time, self._options.precision
+        goal, precision = self.options.min_time, self.options.precision
         if goal.iterations is not None and precision is None:
             self.repetition(goal.iterations)
             return goal.iterations, None
         goal_ns = (goal.seconds or 0.0) * 1e9
         narrow = [] if precision is None else [NarrowEnough(precision.share) for _ in self.watches or (None,)]
         timed = waited = 0.0
-        before = self._clock.real()
+        before = self.clock.real()
 
         def enough(times: list[list[float]]) -> bool:
             nonlocal timed, waited, before
             done, last = len(times[0]), times[0][-1]
             timed += last
-            now = self._clock.real()
+            now = self.clock.real()
             waited += now - before if done > 1 else last  # the first one was preceded by warm-ups
             before = now
             if done >= MOST_ITERATIONS:
@@ -253,12 +310,12 @@ class _Runner:
         whole: list[Readings] = []
         scopes: list[list[Readings]] = [[] for _ in self.watches]
         times: list[list[float]] = [[] for _ in range(len(self.watches) + 1)]
-        label = f"repetition {len(self.whole_samples) + 1} of {self._options.repetitions}"
+        label = f"repetition {len(self.whole_samples) + 1} of {self.options.repetitions}"
         with collector_off():
-            for done in range(self._options.warmup):
-                self._progress(f"{label}: warming up", done, self._options.warmup)
+            for done in range(self.options.warmup):
+                self.progress(f"{label}: warming up", done, self.options.warmup)
                 self._replay(on_scope)
-            self._progress(label, 0, of)
+            self.progress(label, 0, of)
             while not whole or not enough(times):
                 whole.append(self._replay(on_scope))
                 for readings, watch in zip(scopes, self.watches, strict=True):
@@ -267,7 +324,7 @@ class _Runner:
                     column.append(readings[-1].real_ns)
                 if gc.get_count()[0] > _MUCH_GARBAGE:
                     gc.collect()
-                self._progress(label, len(whole), of)
+                self.progress(label, len(whole), of)
         self.whole_samples.append(Sample.of(whole))
         for samples, readings in zip(self.samples, scopes, strict=True):
             samples.append(Sample.of(readings))
@@ -276,7 +333,10 @@ class _Runner:
     def _replay(self, on_scope: OnScope | None) -> Readings:
         """One timed replay of the whole capture."""
         self._timer.begin_replay()
-        result = self._plan.execute(verify="none", on_scope=on_scope, timer=self._timer)
+        if self._graph is not None:
+            self._graph.replay(self._timer)
+            return self._timer.stopwatch.read()
+        result = self.plan.execute(verify="none", on_scope=on_scope, timer=self._timer)
         self._require_match(result, "while it was timed")
         return self._timer.stopwatch.read()
 

@@ -38,6 +38,7 @@ def test_what_holds_on_an_accelerator() -> None:
                         "memory_on_device.py",
                         "graphs_on_device.py",
                         "graph_work_on_device.py",
+                        "measured_graphs_on_device.py",
                     )
                 ),
             ],

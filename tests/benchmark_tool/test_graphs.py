@@ -117,20 +117,23 @@ def test_an_op_that_moves_the_memory_that_it_writes_has_no_graph():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--per-op", "--cuda-graph"], "--cuda-graph needs a CUDA device, and PyTorch finds none here: leave it out"),
-        (["--cuda-graph"], "--cuda-graph needs --per-op"),
+        (["--per-op", "--cuda-graph"], "such as a CUDA device, and the replay works on cpu: leave it out"),
+        (
+            ["--cuda-graph"],
+            "--cuda-graph needs a device that has graphs, such as a CUDA device, and the replay works on cpu",
+        ),
+        (["--cuda-graph", "--reconcile"], "--cuda-graph does not go with --reconcile"),
+        (["--cuda-graph", "--energy"], "--cuda-graph does not go with --energy"),
         (["--per-op", "--cuda-graph", "--inputs=cold"], "leave --inputs=cold out"),
     ],
 )
-def test_graphs_that_cannot_be_are_one_line(tools, path, monkeypatch, flags, words):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_graphs_that_cannot_be_are_one_line(tools, path, flags, words):
     ran = tools("benchmark", *flags, path)
     assert ran.code == 2 and words in ran.err and len(ran.err.splitlines()) == 1 and not ran.out
 
 
-def test_a_replay_that_uses_no_cuda_device_and_one_of_two_have_no_graphs(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UsageError, match="the replay works on none"):
+def test_a_replay_that_uses_no_cuda_device_and_one_of_two_have_no_graphs():
+    with pytest.raises(UsageError, match="the replay works on cpu"):
         graphs_of([torch.device("cpu")])
     with pytest.raises(UsageError, match="measures one device, and the replay works on cuda:0, cuda:1"):
         graphs_of([torch.device("cuda:0"), torch.device("cuda:1")])
@@ -152,3 +155,33 @@ def test_calls_in_a_cuda_graph_take_less_than_calls_one_by_one(tools, tmp_path):
     (view,) = (row for name, row in rows.items() if "aten::t." in name)
     (read,) = (row for name, row in rows.items() if "_local_scalar_dense" in name)
     assert "launches nothing" in view["no_graph"][0] and read["no_graph"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scope", [False, True])
+def test_a_replay_in_one_cuda_graph_takes_less_than_op_by_op(tools, tmp_path, scope):
+    path, out = tmp_path / "gpu.opreplay", tmp_path / "results.json"
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.3), torch.nn.Linear(64, 8)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.randn(16, 64, device="cuda")
+    with replayfmt.capture(path), replayfmt.scope("step"):
+        model(batch).square().mean().backward()
+        optimizer.step()
+    flags = ["--replay-scope=step"] if scope else []
+    assert tools("benchmark", "--cuda-graph", *flags, f"--benchmark-out={out}", path).code == 0
+    (row,) = json.loads(out.read_text())["benchmarks"]
+    assert row["graph"] is True, row["no_graph"]
+    assert row["real_time"] < row["eager_time"] and row["host_time"] > 0 and "bit for bit" in row["graph_compared"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_that_cuda_cannot_capture_is_told(tools, tmp_path):
+    path, out, x = tmp_path / "gpu.opreplay", tmp_path / "results.json", torch.ones(64)
+    with replayfmt.capture(path):
+        (x.cuda() * 2).relu()
+    assert tools("benchmark", "--cuda-graph", f"--benchmark-out={out}", path).code == 0
+    (row,) = json.loads(out.read_text())["benchmarks"]
+    assert row["graph"] is False and "cuda could not capture it: ordinal" in row["no_graph"]

@@ -38,6 +38,7 @@ _CONTEXT = {
     "library_build_type": "build",
     "capture_session": "capture",
     "inputs": "inputs",
+    "cuda_graph": "use of graphs",
 }
 _SCHEMA_VERSION = 1
 _MOST_LISTED = 20
@@ -187,6 +188,9 @@ def _by_name(document: Document) -> dict[str, list[dict[str, Any]]]:
 def _pair(name: str, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> PairedRow:
     old, new = _figure(before), _figure(after)
     floor = max((_number(row.get("noise_floor")) or 0.0 for row in (*before, *after)), default=0.0)
+    if _in_graphs(before) != _in_graphs(after):
+        reason = "one of the two was launched in a graph, and the other was not"
+        return PairedRow(name, old, new, None, None, None, floor, "not known", reason)
     for when, figure in (("in the baseline", old), ("here", new)):
         if figure.value is None or figure.low is None or figure.high is None:
             return PairedRow(name, old, new, None, None, None, floor, "not known", f"{when}: {figure.reason}")
@@ -201,6 +205,11 @@ def _pair(name: str, before: Sequence[dict[str, Any]], after: Sequence[dict[str,
     elif high > NOISY * low:
         verdict, reason = "too noisy to tell", f"the ratio lies between {low:.3g} and {high:.3g}"
     return PairedRow(name, old, new, new.value / old.value, low, high, floor, verdict, reason)
+
+
+def _in_graphs(rows: Sequence[dict[str, Any]]) -> set[str]:
+    """How many of the times of a name are of launches of graphs: of whole replays (`graph`), of ops (`graphs`)."""
+    return {str(row.get("graphs") or int(row.get("graph") is True)) for row in rows}
 
 
 def _figure(rows: Sequence[dict[str, Any]]) -> Figure:

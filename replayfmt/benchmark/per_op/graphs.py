@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from replayfmt.errors import UsageError
 from replayfmt.replay.run.isolated import IsolatedOp
 
-FLAG = "--cuda-graph"
+from ..device_graphs import require_graphs
+
 # A launch of a graph takes some microseconds on the host: the calls in it take much longer.
 _GRAPH_NS = 500_000
 _MOST_CALLS = 1000
@@ -42,16 +42,11 @@ class OpGraph:
 
 
 def graphs_of(devices: Sequence[torch.device]) -> RecordGraph:
-    """What records graphs on the CUDA device of a plan. Raises UsageError if there is none."""
-    found = [device for device in devices if device.type == "cuda"]
-    if not torch.cuda.is_available() or not found:
-        what = "the replay works on none" if torch.cuda.is_available() else "PyTorch finds none here"
-        raise UsageError(f"{FLAG} needs a CUDA device, and {what}: leave it out, or replay on one with --device")
-    if len(found) > 1:
-        raise UsageError(f"{FLAG} measures one device, and the replay works on {', '.join(map(str, found))}")
+    """What records graphs on the device of a plan. Raises UsageError if there is none."""
+    device = require_graphs(devices)
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
-        return _record(work, found[0])
+        return _record(work, device)
 
     return record
 

@@ -24,6 +24,7 @@ from replayfmt.replay.planning.slices import Slice
 from replayfmt.replay.results import Verdict, VerifyMode
 from replayfmt.replay.run.isolated import IsolatedOp, call_repeatedly
 
+from ..device_graphs import FLAG
 from ..gpu_state import GpuWatch
 from ..inputs import CacheFlush, Inputs, default_inputs, describe_inputs
 from ..measure import Progress, further_readings
@@ -33,7 +34,7 @@ from ..meters.stopwatch import Readings, stopwatch_for
 from ..min_time import MOST_ITERATIONS, MinTime
 from ..precision import NarrowEnough, Precision
 from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize, why_unmeasurable
-from .graphs import FLAG, NoGraph, OpGraph, RecordGraph, graph_of, graphs_of
+from .graphs import NoGraph, OpGraph, RecordGraph, graph_of, graphs_of
 from .groups import Chosen, OpGroup, choose
 from .work import CallWork, work_of
 

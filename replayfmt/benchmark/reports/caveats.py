@@ -30,19 +30,21 @@ VERY_NOISY = 0.25
 def measurement_caveats(measurement: Measurement, precision: Precision | None = None) -> list[str]:
     """Reasons in one region's own times to doubt them, among them that they miss the `precision` asked for."""
     found = []
-    half_width = measurement.samples[0].statistics().half_width
+    if measurement.in_graph is not None and measurement.in_graph.reason:
+        found.append(f"measured op by op, because it could not be put into a graph: {measurement.in_graph.reason}")
+    half_width = measurement.reported[0].statistics().half_width
     if precision is not None and half_width is not None and half_width > precision.share:
         found.append(
             f"the median is known to +-{half_width:.2g} of itself, not to the {precision.share:.2g} asked for, after "
             f"{precision.cap_s:g} s: raise --benchmark-max-time, or stop other programs"
         )
-    iterations = len(measurement.samples[0].real)
+    iterations = len(measurement.reported[0].real)
     if iterations < SMALLEST_FOR_INTERVAL:
         found.append(
             f"only {iterations} iteration{'s' if iterations > 1 else ''}: too few to tell how far the median "
             f"can be trusted; give --benchmark-min-time={SMALLEST_FOR_INTERVAL}x or more"
         )
-    for index, sample in enumerate(measurement.samples):
+    for index, sample in enumerate(measurement.reported):
         variation = sample.statistics().variation
         if variation is not None and variation > NOISY:
             cause = (
@@ -54,8 +56,8 @@ def measurement_caveats(measurement: Measurement, precision: Precision | None = 
                 f"repetition {index + 1}: iterations vary by {variation:.0%} (standard deviation over mean), "
                 f"which {cause}"
             )
-    if len(measurement.samples) > 1:
-        variation = summarize([float(sample.real.mean()) for sample in measurement.samples]).variation
+    if len(measurement.reported) > 1:
+        variation = summarize([float(sample.real.mean()) for sample in measurement.reported]).variation
         if variation is not None and variation > NOISY:
             found.append(f"repetitions vary by {variation:.0%}: conditions on the machine changed")
     return found

@@ -47,6 +47,8 @@ def _print(report: Report, console: Console) -> None:
     for row in report.rows:
         if row.get("repetition_index") == 0:
             _line(console, _captured(row))
+        if row.get("graph"):
+            _line(console, _graph(row))
         if row.get("median_real_time_low") is not None:
             low, high = duration(row["median_real_time_low"]), duration(row["median_real_time_high"])
             half = "" if row["median_half_width"] is None else f" (+-{row['median_half_width']:.1%})"
@@ -72,6 +74,14 @@ def _captured(row: dict[str, Any]) -> str:
     return (
         f"{row['run_name']}: took {duration(row['captured_time'])}{passes} during capture, including the "
         f"recorder's own work"
+    )
+
+
+def _graph(row: dict[str, Any]) -> str:
+    """What a launch of a graph stands for, and what it saves."""
+    return (
+        f"{row['name']}: launched as one graph; op by op it takes {duration(row['eager_time'])} (compared: "
+        f"{row['graph_compared']})"
     )
 
 

@@ -35,11 +35,11 @@ SCHEMA_VERSION = 1
 _CSV_FIELDS = ("name", "iterations", "real_time", "cpu_time", "time_unit")
 _CSV_FIELDS_NOT_OURS = ("bytes_per_second", "items_per_second", "label", "error_occurred", "error_message")
 # The counters that are aggregated over repetitions. Those that say how an aggregate was made are not.
-_AGGREGATED = ("host_time", "median_real_time", "min_real_time", "max_real_time", "ops_per_second")
+_AGGREGATED = ("host_time", "eager_time", "median_real_time", "min_real_time", "max_real_time", "ops_per_second")
 # What an unmeasurable row does not say: no single number stands for its times.
 _SINGLE_FIGURES = ("real_time", "cpu_time", "ops_per_second", "median_real_time")
 # Fields that are not single figures are left out of the CSV.
-_NOT_COUNTERS = frozenset({"samples", "warnings", "kernel_classes", *_CSV_FIELDS_NOT_OURS})
+_NOT_COUNTERS = frozenset({"samples", "warnings", "kernel_classes", "graph", "no_graph", *_CSV_FIELDS_NOT_OURS})
 _SCHEMA_FIELDS = frozenset(
     {
         "name",
@@ -116,7 +116,7 @@ def make_report(run: Run, plan: Plan) -> Report:
         warnings = measurement_caveats(measurement, run.options.precision)
         family = [
             _iteration_row(run, measurement, index, repetition, warnings)
-            for repetition in range(len(measurement.samples))
+            for repetition in range(len(measurement.reported))
         ]
         rows += family
         if len(family) > 1 and not any("unmeasurable" in row for row in family):
@@ -159,6 +159,7 @@ def _context(run: Run, plan: Plan) -> dict[str, Any]:
         "max_time": None if run.options.precision is None else f"{run.options.precision.cap_s:g}s",
         "warmup_iterations": run.options.warmup,
         "inputs": run.inputs,
+        **({"cuda_graph": True} if run.options.cuda_graph else {}),
         "meters": run.meters,
         "gpus": run.gpus,
         "verified": _verified(run),
@@ -211,7 +212,7 @@ def _iteration_row(
     run: Run, measurement: Measurement, family: int, repetition: int, warnings: list[str]
 ) -> dict[str, Any]:
     """One repetition of one region. An unmeasurable one has its samples and its interval, and no single figure."""
-    region, sample = measurement.region, measurement.samples[repetition]
+    region, sample = measurement.region, measurement.reported[repetition]
     statistics = sample.statistics()
     row: dict[str, Any] = {
         "name": region.row,
@@ -219,7 +220,7 @@ def _iteration_row(
         "per_family_instance_index": 0,
         "run_name": region.row,
         "run_type": "iteration",
-        "repetitions": len(measurement.samples),
+        "repetitions": len(measurement.reported),
         "repetition_index": repetition,
         "threads": 1,
         "iterations": statistics.count,
@@ -234,8 +235,10 @@ def _iteration_row(
     }
     if region.captured_ns is None:
         row["captured_time_reason"] = region.captured_reason
-    if sample.host is not None:
-        row["host_time"] = float(sample.host.mean())
+    issued = measurement.samples[repetition]
+    if issued.host is not None:
+        row["host_time"] = float(issued.host.mean())
+    row |= _graph_fields(measurement, issued)
     row |= further_fields(
         {
             quantity: readings if isinstance(readings, NotMeasured) else float(readings.mean())
@@ -250,6 +253,21 @@ def _iteration_row(
     row["samples"] = _samples(sample)
     row["warnings"] = warnings
     return row
+
+
+def _graph_fields(measurement: Measurement, issued: Sample) -> dict[str, Any]:
+    """A row's fields for the graph that was asked for: `host_time` is then still that of issuing ops one by one."""
+    in_graph = measurement.in_graph
+    if in_graph is None:
+        return {}
+    if not in_graph.samples:
+        return {"graph": False, "no_graph": in_graph.reason}
+    return {
+        "graph": True,
+        "no_graph": None,
+        "graph_compared": in_graph.compared,
+        "eager_time": issued.statistics().median,
+    }
 
 
 def further_fields(means: Mapping[Quantity, float | NotMeasured]) -> dict[str, Any]:

@@ -67,6 +67,11 @@ class ReplayedGraph(StoredCodeKernel):
         return ""
 
     @property
+    def is_issued(self) -> bool:
+        """Whether its ops are issued one by one at each replay."""
+        return bool(self._why_issued)
+
+    @property
     def how(self) -> str:  # type: ignore[override]
         """How it is replayed, and what is different from the program's graph."""
         streams = f", on one stream instead of {self._streams}" if self._streams > 1 else ""

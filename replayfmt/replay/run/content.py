@@ -89,7 +89,7 @@ class Content:
         written = self._is_restored(staged.storage)
         if kept is not None and kept.storage.nbytes() == staged.length_bytes:
             if written:
-                self._restore(staged, kept.storage)
+                self.restore(staged, kept.storage)
             return kept.storage
         storage, mapped = None, False
         if staged.device.type == "cpu" and staged.source.kind is ValueKind.range:
@@ -240,7 +240,8 @@ class Content:
             return captured.bytes
         return None
 
-    def _restore(self, staged: Staged, storage: torch.UntypedStorage) -> None:
+    def restore(self, staged: Staged, storage: torch.UntypedStorage) -> None:
+        """Put first content into the storage that has it, where it is."""
         pristine = self._pristine.get(staged.storage)
         if pristine is None and self._fits(staged):
             pristine = self._pristine[staged.storage] = new_storage(staged.length_bytes, staged.device)

@@ -20,7 +20,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.settings import apply_settings, preserved_settings
 from replayfmt.pytorch.tensors.memory import undispatched
 
-from ..codegen.windows import FILENAME, Window
+from ..codegen.windows import FILENAME, Staged, Window
 from ..results import UnexpectedBehaviour
 from ..substitution.call_sites import KernelStandIn
 from ..verify.comparison import Judge, StopReplay, Where
@@ -131,8 +131,11 @@ class Machine:
         judge: Judge,
         describe: Callable[[int], tuple[str, str]],
         stand_in: KernelStandIn | None = None,
+        stage: Callable[[Staged], torch.UntypedStorage] | None = None,
     ) -> None:
+        """`stage` gives the storages that enter, instead of `content`."""
         self.values: dict[int, Any] = {}
+        self._stage = stage or content.stage
         self._stand_in = stand_in
         self._reader = reader
         self.content = content
@@ -181,6 +184,12 @@ class Machine:
             self._clock.stop()
             self.values.clear()
 
+    def issue(self, windows: Iterable[Window]) -> None:
+        """Run all windows without a clock. Raises as `run` does."""
+        for window in windows:
+            self.prepare(window)
+            self.values.update(zip(window.outputs, self.call(window, self.take(window), None), strict=True))
+
     def prepare(self, window: Window, ready: Ready | None = None, *, keep: bool = False) -> None:
         """What a window needs before its first op: content, and views on it, `ready` those that are there already; with
         `keep` they are kept for the next run. Raises ReplayFailed."""
@@ -191,7 +200,7 @@ class Machine:
             enters = ready
         try:
             for staged in enters.staged:
-                values[-staged.storage] = self.content.stage(staged)
+                values[-staged.storage] = self._stage(staged)
             for key, base, view in enters.hoisted:
                 values[key] = view(values[base])
         except (RuntimeError, MemoryError) as error:
