@@ -340,7 +340,12 @@ def roofline(figures: KernelFigures) -> Section:
         )
     title = "Roofline"
     if not groups:
-        reason = "it has no op with known operations and bytes" if figures.measured.by_signature else figures.no_calls
+        if figures.measured.by_signature:
+            reason = "the benchmark has no op with known operations and bytes"
+        elif figures.measured.by_kernel:
+            reason = "the benchmark is summed by kernel (--group-by=kernel); add one without --group-by"
+        else:
+            reason = figures.no_calls
         return Section("roofline", title, about, [MissingPicture("roofline", title, reason)], [], notes)
     x = [value for group in groups.values() for value in group.x]
     lines = []

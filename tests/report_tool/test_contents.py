@@ -183,6 +183,8 @@ def test_a_benchmark_by_kernel_has_times_of_kernels_and_none_of_call_sites(measu
     (total,) = column(table(shown, "kernels"), "isolated, all calls", "aten::mm")
     assert total == pytest.approx(rows["BM_op/kernel:aten::mm.default"]["estimated_us"] / 1e6)
     assert not any(each.title.startswith("isolated") for each in table(shown, "call-sites").columns)
+    (roofline,) = section(shown, "roofline").pictures
+    assert isinstance(roofline, MissingPicture) and "is summed by kernel (--group-by=kernel)" in roofline.reason
 
 
 def test_neighbours_share_a_bar_that_keeps_their_number_and_their_time() -> None:
