@@ -65,25 +65,19 @@ struct Shown {
   ~Shown() { c10::impl::tls_set_dispatch_key_excluded(kKey, true); }
 };
 
-// Tensors that dispatch themselves come here when their own code calls an operator beneath itself; those without memory
-// where fake tensors and functionalization ask what a result looks like.
-bool is_traced_on(const at::Device& device) {
-  return device.is_meta() && c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python);
-}
+// Tensors that dispatch themselves come here when their own code calls an operator beneath itself, or traces one.
 bool is_for_others(const at::Tensor& tensor) {
-  return tensor.key_set().has(DispatchKey::Python) || (tensor.is_meta() && is_traced_on(tensor.device()));
+  return tensor.key_set().has(DispatchKey::Python) || (tensor.is_meta() && is_only_traced(tensor.device()));
 }
 bool is_for_others(const std::optional<at::Tensor>& tensor) { return tensor && is_for_others(*tensor); }
 bool is_for_others(at::ITensorListRef list) {
   return std::any_of(list.begin(), list.end(), [](const at::Tensor& tensor) { return is_for_others(tensor); });
 }
 template <typename Value>
-bool is_for_others(const Value&) {
-  return false;
-}
+bool is_for_others(const Value&) { return false; }
 bool is_for_others(const Stack& stack, size_t first) {
   return std::any_of(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end(), [](const c10::IValue& value) {
-    return value.isDevice()   ? is_traced_on(value.toDevice())
+    return value.isDevice()   ? is_only_traced(value.toDevice())
            : value.isTensor() ? is_for_others(value.toTensor())
                               : value.isTensorList() && is_for_others(at::TensorList(value.toTensorVector()));
   });

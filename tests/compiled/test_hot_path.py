@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import TensorValue
 from replayfmt.format.reader import open_capture
-from replayfmt.native.building import NotAvailable
-from replayfmt.native.hook import dispatch_hook
 from replayfmt.recording.core import Core
+from tests.native_recorder import require_native_recorder
 
 from .conftest import Capture, Captured
 
@@ -24,8 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def native() -> None:
-    if isinstance(found := dispatch_hook(), NotAvailable):
-        pytest.skip(f"the native recorder cannot be built here ({found})")
+    require_native_recorder()
 
 
 @pytest.fixture

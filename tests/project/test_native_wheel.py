@@ -13,8 +13,7 @@ import pytest
 
 import replayfmt
 from replayfmt.native import building
-from replayfmt.native.building import NotAvailable
-from replayfmt.native.hook import dispatch_hook
+from tests.native_recorder import require_native_recorder
 
 from .test_wheel import ROOT, copy_of_the_tree, run
 
@@ -24,8 +23,7 @@ SOURCES = sorted(path.name for path in (ROOT / "replayfmt" / "native").glob("*.c
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `python -m replayfmt.native` makes: a library has the same name and content in the cache."""
-    if isinstance(found := dispatch_hook(), NotAvailable):
-        pytest.skip(f"the native recorder cannot be built here ({found})")
+    require_native_recorder()
     directory = tmp_path_factory.mktemp("libraries")
     for source in SOURCES:
         shutil.copy(building.library(source)._name, directory)

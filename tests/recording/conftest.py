@@ -13,9 +13,8 @@ import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.native.building import NotAvailable
-from replayfmt.native.hook import dispatch_hook
 from replayfmt.replay.plan import Plan
+from tests.native_recorder import require_native_recorder
 
 RECORDERS = ("python", "native")
 
@@ -26,8 +25,8 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     marker = request.node.get_closest_marker("recorder")
     if marker is not None and request.param not in marker.args:
         pytest.skip(f"is about the recorder {marker.args[0]}")
-    if request.param == "native" and isinstance(found := dispatch_hook(), NotAvailable):
-        pytest.skip(f"the native recorder cannot be built here ({found})")
+    if request.param == "native":
+        require_native_recorder()
     monkeypatch.setenv("OPREPLAY_RECORDER", request.param)
     return request.param
 
