@@ -295,7 +295,10 @@ def test_captures_of_every_version_with_records_of_every_kind_can_be_stripped(na
         kinds = dict(reader.summary.records)
     check_capture(str(out))
     found = list(bodies(out))
-    assert not any(content in body for content in contents if len(content) >= 8 for body in found)
+    # Content of zeros but for a byte is in a file by chance now and then.
+    telling = [content for content in contents if len(content) - content.count(0) >= 4]
+    assert telling or not contents
+    assert not any(content in body for content in telling for body in found)
     with open_capture(out) as reader:
         assert len(reader.payloads) == 0 and len(reader.files) == len(reader.file_ranges) == len(reader.recipes) == 1
         same = (RecordKind.op, RecordKind.unsupported, RecordKind.host_read)
