@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import replayfmt
 from replayfmt.errors import CaptureFailed
@@ -267,6 +268,28 @@ def test_draws_take_it_while_the_generator_is_where_a_replay_will_be(capture: Ca
     with_digests = capture(program, digests="ops")  # never on the hot path
     assert told(captured) == told(with_digests)
     assert len(with_digests.records(RecordKind.generator_state)) == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_state_that_draws_have_left_is_stated_where_the_program_goes_back_to_it(
+    capture: Capture, reentrant: bool
+) -> None:
+    """A checkpoint draws again from where its forward pass drew: the state that its last backward pass left."""
+
+    def program() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        gradients = []
+        for _ in range(4):
+            x = torch.ones(16, requires_grad=True)
+            drops = torch.nn.functional.dropout
+            checkpoint(lambda x: drops(x * x, 0.5).exp(), x, use_reentrant=reentrant).sum().backward()  # noqa: B023
+            gradients.append(x.grad)
+        return gradients
+
+    captured = capture(program)
+    states = len(captured.records(RecordKind.generator_state))
+    assert states == len(capture(program, digests="ops").records(RecordKind.generator_state)) == 5
+    captured.replays()
 
 
 def test_a_draw_that_the_capture_does_not_see_is_made_up_for(capture: Capture) -> None:

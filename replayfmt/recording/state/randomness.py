@@ -31,6 +31,12 @@ class _RecordedGenerator:
         self.native = native
         self.expected: bytes | None = None  # the state that a replay's will be in, as far as the complete path knows
 
+    def replayed(self) -> bytes | None:
+        """The state that a replay's generator will be in. Where the hot path draws, it knows: `expected` may be one
+        that its draws have left since, and that the program has gone back to."""
+        drawn = None if self.native is None else call_undispatched(self.native.drawn_state)
+        return self.expected if drawn is None else call_undispatched(_bytes_of, drawn)
+
 
 class Generators:
     """The generators of the program. Callers hold the recorder's lock."""
@@ -78,7 +84,7 @@ class Generators:
             entry.native.note_drawn(generator_state(generator) == after)
 
     def _state(self, entry: _RecordedGenerator, state: bytes) -> None:
-        if state != entry.expected and state != _drawn_state(entry):
+        if state != entry.replayed():
             payload = self._buffer.writer.payload(state) if self._states else 0
             self._records.generator_state(entry.number, payload)
             entry.expected = state
@@ -103,14 +109,6 @@ def generator_state(generator: torch.Generator) -> bytes:
 
 def _state_bytes(generator: torch.Generator) -> bytes:
     return _bytes_of(generator.get_state())
-
-
-def _drawn_state(entry: _RecordedGenerator) -> bytes | None:
-    """The state that a replay's generator will be in after the draws on the hot path, if there were any."""
-    if entry.native is None:
-        return None
-    drawn: torch.Tensor | None = call_undispatched(entry.native.drawn_state)
-    return None if drawn is None else call_undispatched(_bytes_of, drawn)
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
