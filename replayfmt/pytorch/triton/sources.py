@@ -26,25 +26,26 @@ _Edit = tuple[int, int, int, int, str]  # first line and column, last line and c
 
 @dataclass(frozen=True, eq=False)
 class StandaloneSource:
-    """The module's text, and the name of the kernel in it. `functions`: by name, those that it defines. `reads`: the
-    variables of the program whose values are in it: where, name, value, and of a list its text."""
+    """The module's text, and the name of the kernel in it. `functions`: by name, those that it defines, and `decorated`
+    the program's objects for them. `reads`: the variables of the program whose values are in it: where, name, value,
+    and the text of what may be changed in place."""
 
     text: str
     name: str
     functions: Mapping[str, KernelFunction]
-    names: Mapping[int, str]
+    decorated: Mapping[str, Any]
     reads: tuple[tuple[Mapping[str, Any], str, Any, str | None], ...]
 
     def holds(self) -> bool:
         """Whether the program's variables still have the values that are in it."""
         return all(
-            scope.get(name, MISSING) is value and text == _text_of_list(value)
+            scope.get(name, MISSING) is value and text == _text_of_mutable(value)
             for scope, name, value, text in self.reads
         )
 
     def name_of(self, kernel: Any) -> str | None:
         """The name in the module of a decorated function, None if it is not there."""
-        return self.names.get(id(kernel))
+        return next((name for name, each in self.decorated.items() if each is kernel), None)
 
 
 def standalone_source(kernel: Any, also: tuple[Any, ...] = ()) -> StandaloneSource:
@@ -65,7 +66,7 @@ class _SourceWriter:
         self._taken: dict[str, Any] = {"triton": ("module", "triton"), "tl": ("module", "triton.language")}
         self._functions: dict[str, KernelFunction] = {}
         self._names: dict[int, str] = {}
-        self._kept: list[Any] = []  # what the ids above belong to
+        self._decorated: dict[str, Any] = {}
         self._reads: list[tuple[Mapping[str, Any], str, Any, str | None]] = []
 
     def source(self, name: str, others: list[str]) -> StandaloneSource:
@@ -75,7 +76,7 @@ class _SourceWriter:
         if self._values:
             blocks.append("\n".join(self._values))
         text = "\n\n\n".join([*blocks, *(self._texts[each].rstrip("\n") for each in order)]) + "\n"
-        return StandaloneSource(text, name, dict(self._functions), dict(self._names), tuple(self._reads))
+        return StandaloneSource(text, name, dict(self._functions), dict(self._decorated), tuple(self._reads))
 
     def function(self, kernel: Any) -> str:
         """The name under which a decorated function is in the module."""
@@ -85,7 +86,7 @@ class _SourceWriter:
         function = KernelFunction.of(kernel)
         name = self._free(function.name, ("function", id(kernel)))
         self._names[id(kernel)] = name
-        self._kept.append(kernel)
+        self._decorated[name] = kernel
         self._functions[name] = function
         renamed = {}
         for outer in function.outer_names:
@@ -95,7 +96,7 @@ class _SourceWriter:
             scope = function.scope_of(outer)
             assert scope is not None
             if scope is function.function.__globals__:
-                self._reads.append((scope, outer, value, _text_of_list(value)))
+                self._reads.append((scope, outer, value, _text_of_mutable(value)))
             here = self._outer(function, outer, value)
             if here != outer:
                 renamed[outer] = here
@@ -142,7 +143,7 @@ class _SourceWriter:
             value = getattr(module, str(attribute), MISSING)
             if value is MISSING:
                 raise NotStandalone(f"{function.name} uses {name}.{attribute}, which does not exist")
-            self._reads.append((vars(module), str(attribute), value, _text_of_list(value)))
+            self._reads.append((vars(module), str(attribute), value, _text_of_mutable(value)))
             inner = self._outer(function, str(attribute), value)
             if inner in self._texts or is_callable_of_triton(value):
                 self._texts[f"{where}.{attribute}"] = f"{where}.{attribute} = {inner}"
@@ -195,9 +196,9 @@ def _literal(value: Any) -> str | None:
     return f"tl.dtype({value.name!r})" if named == "triton.language.core.dtype" else None
 
 
-def _text_of_list(value: Any) -> str | None:
+def _text_of_mutable(value: Any) -> str | None:
     """The expression for what may be changed in place, None for other values."""
-    return _literal(value) if isinstance(value, list | tuple) else None
+    return _literal(value) if isinstance(value, list | tuple) or type(value).__name__ == "constexpr" else None
 
 
 def _attributes(tree: ast.AST, name: str) -> list[str | None]:

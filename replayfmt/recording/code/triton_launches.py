@@ -22,10 +22,10 @@ import torch
 from replayfmt.format.codes import KernelKind
 from replayfmt.pytorch.inductor.triton_tuners import NotTold, TunedLaunch, choose, launch_of
 from replayfmt.pytorch.triton.accesses import accesses_of
-from replayfmt.pytorch.triton.forms import FormMaker, LaunchForm, NotRepresentable
-from replayfmt.pytorch.triton.functions import KernelFunction, NotStandalone, is_callable_of_triton, kernel_name
+from replayfmt.pytorch.triton.forms import LaunchForm, NotRepresentable
+from replayfmt.pytorch.triton.functions import NotStandalone, is_callable_of_triton, kernel_name
 from replayfmt.pytorch.triton.kernels import INDUCTOR, INTERPRETER, KernelCode
-from replayfmt.pytorch.triton.sources import StandaloneSource, standalone_source
+from replayfmt.pytorch.triton.sources import StandaloneSource
 
 from ..dispatch.handles import is_address
 from ..dispatch.mode import RecordingMode
@@ -33,6 +33,7 @@ from ..frames import leave_no_frames
 from ..hooks.patches import Patch, Patched, PatchSet
 from ..stream.records import Unrepresentable
 from .kernels import Attached, CodeKernel
+from .triton_known import KnownKernel, KnownKernels
 
 _T = TypeVar("_T")
 _Function = Callable[..., Any]
@@ -40,15 +41,6 @@ REASON = "triton_launch"
 _COMPILED_FOR = ("num_warps", "num_ctas", "num_stages")
 _HEURISTICS = "torch._inductor.runtime.triton_heuristics"
 _OF_TUNER = ("stream", "benchmark_run")  # what Inductor's autotuner takes for itself
-
-
-class _Known(NamedTuple):
-    """What is known of a decorated function: kept while its source holds."""
-
-    kernel: Any
-    function: KernelFunction
-    source: StandaloneSource
-    forms: FormMaker
 
 
 class _Launch(NamedTuple):
@@ -66,7 +58,7 @@ class _Launch(NamedTuple):
 class _Described(NamedTuple):
     """One launch: the function, its parameters by name, and its options."""
 
-    known: _Known
+    known: KnownKernel
     bound: Mapping[str, Any]
     options: Mapping[str, Any]
 
@@ -133,7 +125,7 @@ class TritonLaunches(Patched):
 
     def __init__(self, recorder: RecorderForLaunches) -> None:
         self._recorder = recorder
-        self._known: dict[tuple[int, ...], _Known] = {}
+        self._known = KnownKernels()
         self._kernels: dict[Any, CodeKernel] = {}
         self._now = threading.local()  # `tuner`: the autotuner that runs; `launch`: what the kernel's call does
         self._patches = PatchSet(table(self), self._report_missing)
@@ -266,8 +258,8 @@ class TritonLaunches(Patched):
         while not is_callable_of_triton(kernel):
             kernel = kernel.fn
         try:
-            written = accesses_of(self._known_of(kernel, tuple(given.values())).source).written
-        except NotStandalone:
+            written = accesses_of(self._known.at_this_time(kernel, tuple(given.values())).source).written
+        except (NotStandalone, NotRepresentable):
             written = None
         if written is None or tuner.user_defined_pre_hook or tuner.user_defined_post_hook:
             return list(given.values())
@@ -328,7 +320,7 @@ class TritonLaunches(Patched):
         if getattr(kernel, "pre_run_hooks", ()):
             return "it has hooks that run before it, which may do anything"
         try:
-            known = self._known_of(kernel, (*args, *kwargs.values()))
+            known = self._known.at_this_time(kernel, (*args, *kwargs.values()))
         except (NotStandalone, NotRepresentable) as problem:
             return str(problem)
         if known.function.takes_any_number:
@@ -341,21 +333,13 @@ class TritonLaunches(Patched):
         options = {name: value for name, value in kwargs.items() if name not in names or name.startswith("num_")}
         return _Described(known, bound, options)
 
-    def _known_of(self, kernel: Any, values: tuple[Any, ...]) -> _Known:
-        """What is known of a function and of those that it is given."""
-        functions = tuple({id(each): each for each in values if is_callable_of_triton(each)}.values())
-        key = (id(kernel), *map(id, functions))
-        known = self._known.get(key)
-        if known is None or not known.source.holds():
-            function, source = KernelFunction.of(kernel), standalone_source(kernel, functions)
-            known = self._known[key] = _Known((kernel, functions), function, source, FormMaker(function, source))
-        return known
-
     def _recorded_as(
         self, described: _Described, launch: _Launch, grid: Any, compiled: Any
     ) -> tuple[CodeKernel, LaunchForm] | str:
         """The kernel of a launch, and its arguments. `compiled`: what Triton compiled for it, if it did."""
-        known, options = described.known, described.options
+        known, options = self._known.what_ran(described.known, compiled), described.options
+        if isinstance(known, str):
+            return known
         if compiled is not None:
             options = {**{name: getattr(compiled.metadata, name) for name in _COMPILED_FOR}, **options}
         try:
