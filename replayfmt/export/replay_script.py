@@ -111,7 +111,7 @@ class Inputs:
     def tensor(self, spec: dict[str, Any], more: dict[str, Any], label: str) -> torch.Tensor:
         """A tensor of the recorded geometry, for the argument `label`."""
         dtype = dtype_of(spec.get("dtype"))
-        device = torch.device(self.device or more.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(self.device or more.get("device") or accelerator() or "cpu")
         sizes = list(spec["shape"])
         strides = spec.get("strides")
         if strides is None:
@@ -253,9 +253,16 @@ def arguments(entry: dict[str, Any], device: str | None, integers: dict[str, Any
     return [value(each) for each in ir["list_pos_args"]], {each["arg_name"]: value(each) for each in ir["list_kwargs"]}
 
 
+def accelerator() -> str:
+    """The kind of accelerator of this machine; "" if it has none."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "" if found is None else found.type
+
+
 def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if accelerator():
+        for index in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(index)
 
 
 def measure(call: Any, seconds: float) -> float:

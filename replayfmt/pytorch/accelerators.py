@@ -6,11 +6,18 @@ like those of `torch.cuda`. What a module lacks is unknown: None, never a guess.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 HOST = "cpu"
+# What casts, of every kind of device.
+AUTOCAST_KEYS = tuple(
+    key
+    for name, key in torch._C.DispatchKey.__members__.items()
+    if name.startswith("Autocast") and name != "AutocastFunctionality"
+)
 NOTHING = "meta"  # devices of this kind hold no data
 
 
@@ -45,6 +52,28 @@ def available() -> list[torch.device]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = HOST if accelerator is None else accelerator.type
     return [] if accelerator is None else [torch.device(kind, index) for index in range(count(kind))]
+
+
+def kind_here() -> str:
+    """The kind of accelerator of this PyTorch, whether or not one is there; "" if it has none."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "" if accelerator is None else accelerator.type
+
+
+@cache
+def pins_memory(kind: str) -> bool:
+    """Whether the host has memory from which copies to devices of a kind need not wait."""
+    try:
+        return kind == kind_here() and torch.empty(1, pin_memory=True).is_pinned()
+    except RuntimeError:
+        return False  # an out-of-tree backend need not have any
+
+
+def synchronize() -> None:
+    """Wait for all work of the accelerators in use."""
+    for device in available():
+        if in_use(device.type):
+            torch.accelerator.synchronize(device)
 
 
 def in_use(kind: str) -> bool:
@@ -96,6 +125,12 @@ def name_of(device: torch.device) -> str:
     """The marketing name of an accelerator; "" if it is not known."""
     name = getattr(device_module(device.type), "get_device_name", None)
     return str(name(device)) if name is not None else ""
+
+
+def properties_of(device: torch.device) -> Any:
+    """What the module of an accelerator says of it; None if it says nothing."""
+    properties = getattr(device_module(device.type), "get_device_properties", None)
+    return None if properties is None else properties(index_of(device))
 
 
 def reset_peak_memory(device: torch.device) -> int | None:

@@ -22,6 +22,13 @@ from replayfmt.format.model import Device
 from . import accelerators
 
 PRODUCER = "opreplay"
+# What a fingerprint has of a device's properties, as PyTorch's modules for devices name them.
+_PROPERTIES = {
+    "memory_bytes": "total_memory",
+    "multiprocessors": "multi_processor_count",
+    "compute_units": "max_compute_units",
+    "driver": "driver_version",
+}
 
 
 def cpu_model() -> str | None:
@@ -41,6 +48,8 @@ def library_versions() -> dict[str, str]:
         versions["cuda"] = torch.version.cuda
     if torch.version.hip:
         versions["hip"] = torch.version.hip
+    if torch.version.xpu:
+        versions["xpu"] = torch.version.xpu
     if torch.backends.cudnn.is_available():
         versions["cudnn"] = str(torch.backends.cudnn.version())
     for line in torch.__config__.show().splitlines():
@@ -58,23 +67,20 @@ def cpu_capability() -> str:
 
 
 def describe_device(device: torch.device) -> Device:
-    """The captured form of a device, with the fingerprint that decides whether another one is the same."""
+    """The captured form of a device, with a fingerprint of what its module says of it."""
     if device.type == "cpu":
         return Device("cpu", -1, cpu_model() or "", json.dumps({"capability": cpu_capability()}))
     index = device.index
     if (index or 0) >= accelerators.count(device.type):
         # Of a GPU that is not there (an op that was given it has raised) nothing more is known.
         return Device(device.type, -1 if index is None else index)
-    if device.type != "cuda":
-        return Device(device.type, accelerators.index_of(device), accelerators.name_of(device))
-    index = torch.cuda.current_device() if index is None else index
-    properties = torch.cuda.get_device_properties(index)
-    fingerprint: dict[str, Any] = {
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-    }
-    return Device("cuda", index, properties.name, json.dumps(fingerprint))
+    properties = accelerators.properties_of(device)
+    fingerprint: dict[str, Any] = {}
+    if hasattr(properties, "major") and hasattr(properties, "minor"):
+        fingerprint["capability"] = f"{properties.major}.{properties.minor}"
+    fingerprint |= {name: getattr(properties, of) for name, of in _PROPERTIES.items() if hasattr(properties, of)}
+    text = json.dumps(fingerprint) if fingerprint else ""
+    return Device(device.type, accelerators.index_of(device), accelerators.name_of(device), text)
 
 
 def _integer_variable(name: str, default: int) -> int:

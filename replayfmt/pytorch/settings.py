@@ -7,6 +7,7 @@ whose own code may depend on it (`autocast_as_captured`).
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ import torch
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.printable import printable
 
+from .accelerators import kind_here
 from .tensors.dtypes import DTYPE_CODE
 
 Scalar = bool | int | float | str | None
@@ -181,12 +183,19 @@ _CANDIDATES: tuple[Setting | None, ...] = (
 )
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _CANDIDATES if setting is not None}
 
-AUTOCAST_DEVICES = ("cpu", "cuda")
+_AUTOCAST_NAME = re.compile(r"autocast\.([a-z][a-z0-9_]*)")
 # In others it computes nothing: it warns, and is off.
 _AUTOCAST = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _read_autocast(device: str) -> str:
+def autocast_devices() -> tuple[str, ...]:
+    """The kinds of devices whose autocast is stated: the host, CUDA, and this PyTorch's accelerator."""
+    kind = kind_here()
+    return ("cpu", "cuda") if kind in ("", "cuda") else ("cpu", "cuda", kind)
+
+
+def autocast_dtype(device: str) -> str:
+    """The dtype's name that autocast computes in on a kind of device; "" while it is off."""
     if not torch.is_autocast_enabled(device):
         return ""
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -203,26 +212,31 @@ def read_settings(names: tuple[str, ...] | None = None) -> dict[str, Scalar]:
         if value is not None:
             values[name] = value
     if names is None:
-        values.update({f"autocast.{device}": _read_autocast(device) for device in AUTOCAST_DEVICES})
+        values.update({f"autocast.{device}": autocast_dtype(device) for device in autocast_devices()})
     return values
 
 
 def check_settings(values: Mapping[str, Scalar]) -> list[str]:
     """What of `values` this build cannot set, each as a sentence."""
-    autocast = {f"autocast.{device}" for device in AUTOCAST_DEVICES}
     return [
         f"the setting {_shown(name, value)} does not exist in torch {torch.__version__}"
         for name, value in values.items()
-        if name not in {*SETTINGS, *autocast}
+        if name not in SETTINGS and not _AUTOCAST_NAME.fullmatch(name)
     ] + [
-        _no_autocast(name, value)
+        problem
         for name, value in values.items()
-        if name in autocast and value is not None and value not in _AUTOCAST
+        if _AUTOCAST_NAME.fullmatch(name) and value is not None and (problem := _no_autocast(name, value))
     ]
 
 
 def _no_autocast(name: str, value: Scalar) -> str:
-    return f"the setting {_shown(name, value)} cannot be set here: autocast computes in bfloat16 or float16"
+    """Why autocast of a kind of device cannot be as a value says; "" if it can. Off it is wherever there is none."""
+    if value not in _AUTOCAST:
+        return f"the setting {_shown(name, value)} cannot be set here: autocast computes in bfloat16 or float16"
+    kind = name.removeprefix("autocast.")
+    if value and not guarded(lambda: torch.amp.is_autocast_available(kind)):
+        return f"the setting {_shown(name, value)} cannot be set here: this torch has no autocast for {kind}"
+    return ""
 
 
 def apply_settings(values: Mapping[str, Scalar], present: Mapping[str, Scalar] | None = None) -> None:
@@ -286,10 +300,10 @@ def autocast_as_captured(values: Mapping[str, Scalar]) -> Iterator[None]:
     Raises ReplayRefused for a value that is no dtype of autocast's.
     """
     with ExitStack() as stack:
-        for device in AUTOCAST_DEVICES:
-            value = values.get(f"autocast.{device}", "")
-            if value not in _AUTOCAST:
-                raise ReplayRefused(_no_autocast(f"autocast.{device}", value))
-            if value:
-                stack.enter_context(torch.autocast(device, dtype=_AUTOCAST[str(value)]))
+        for name, value in values.items():
+            found = _AUTOCAST_NAME.fullmatch(name)
+            if found and (problem := _no_autocast(name, value)):
+                raise ReplayRefused(problem)
+            if found and value:
+                stack.enter_context(torch.autocast(found[1], dtype=_AUTOCAST[str(value)]))
         yield

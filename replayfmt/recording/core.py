@@ -243,6 +243,8 @@ class Core:
         for unseen in self.thread_watch.collect():
             self.records.unsupported("unseen_thread", unseen.first, unseen.sentence())
         if self.options.digests == "live" and not self.graph_captures:
+            if self.streams is not None:
+                self.streams.wait_for_all()
             self.digests.sweep()
 
     def finish(self) -> None:

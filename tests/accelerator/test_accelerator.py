@@ -14,6 +14,14 @@ from replayfmt.native.building import NotAvailable
 from replayfmt.native.hook import dispatch_hook
 
 _HERE = Path(__file__).parent
+_FILES = (
+    "on_device.py",
+    "memory_on_device.py",
+    "kinds_on_device.py",
+    "graphs_on_device.py",
+    "graph_work_on_device.py",
+    "measured_graphs_on_device.py",
+)
 
 
 def test_what_holds_on_an_accelerator() -> None:
@@ -31,16 +39,7 @@ def test_what_holds_on_an_accelerator() -> None:
                 "no:cacheprovider",
                 "-p",
                 "no:xdist",
-                *(
-                    str(_HERE / name)
-                    for name in (
-                        "on_device.py",
-                        "memory_on_device.py",
-                        "graphs_on_device.py",
-                        "graph_work_on_device.py",
-                        "measured_graphs_on_device.py",
-                    )
-                ),
+                *(str(_HERE / name) for name in _FILES),
             ],
             capture_output=True,
             text=True,

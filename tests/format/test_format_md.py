@@ -125,11 +125,11 @@ def test_struct_tables_add_up() -> None:
 
 
 def test_setting_names_and_composite_forms_are_those_in_use() -> None:
-    from replayfmt.pytorch.settings import AUTOCAST_DEVICES, SETTINGS
+    from replayfmt.pytorch.settings import SETTINGS, autocast_devices
     from replayfmt.pytorch.tensors.composites import FORMS
 
     named = {name for row in TABLES["setting"] for name in re.findall(r"`([\w.]+)`", row[0])}
-    for setting in (*SETTINGS, *(f"autocast.{device}" for device in AUTOCAST_DEVICES)):
+    for setting in (*SETTINGS, *(f"autocast.{device}" for device in autocast_devices())):
         general = re.sub(r"^fp32_precision\.\w+\.\w+$", "fp32_precision.BACKEND.OPERATION", setting)
         assert re.sub(r"^autocast\.\w+$", "autocast.DEVICE", general) in named
     assert [row[0].strip("`") for row in TABLES["form"]] == list(FORMS)

@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function, supported_activities
 
 from replayfmt.errors import UsageError
 from replayfmt.importers.common.json_stream import JsonStream
 from replayfmt.importers.kineto.events import TraceEvents
 from replayfmt.importers.kineto.tree import build
+from replayfmt.pytorch.accelerators import synchronize
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.run.isolated import IsolatedOp
+
+from .profiling import device_activities
 
 FLAG = "--compare-kernels"
 _MARK = "opreplay op "
@@ -100,10 +102,10 @@ def judge(captured: Iterable[Launched], replayed: Iterable[Launched]) -> KernelV
 
 def check_device(plan: Plan) -> None:
     """Raises UsageError if a plan uses no device whose kernels can be compared."""
-    if not any(device.type == "cuda" for device in plan.devices):
+    if not device_activities(plan.devices):
         raise UsageError(
-            f"{FLAG}: the replay uses {', '.join(map(str, plan.devices)) or 'no device'} and no CUDA "
-            "device; expected one, such as --device=cuda:0"
+            f"{FLAG}: the replay uses {', '.join(map(str, plan.devices)) or 'no device'}, and no accelerator "
+            "whose kernels torch's profiler shows; expected one, such as --device=cuda:0"
         )
 
 
@@ -131,10 +133,10 @@ def compare_kernels(
         try:
             op.call()  # libraries choose, compile and allocate at the first call
             op.restore()
-            _settle()
+            synchronize()  # so that the profiler sees launched work end
             with record_function(f"{_MARK}{op.ordinal}"):
                 op.call()
-            _settle()
+            synchronize()
         except Exception as error:  # any operator may fail in any way
             failed[op.ordinal] = f"it failed: {type(error).__name__}: {error}".partition("\n")[0]
 
@@ -193,16 +195,10 @@ def replayed_kernels(path: str | os.PathLike[str]) -> dict[int, list[Launched]]:
 @contextmanager
 def traced(path: str) -> Iterator[None]:
     """Run under torch's profiler, with device work, and write its trace."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=supported_activities()) as profiler:
         yield
     Path(path).unlink(missing_ok=True)
     profiler.export_chrome_trace(path)
-
-
-def _settle() -> None:
-    """Wait for launched work, so that the profiler sees it end."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _triple(value: Any) -> tuple[int, ...] | None:

@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from replayfmt.errors import OpReplayError, ReplayFailed, UsageError
+from replayfmt.pytorch.accelerators import is_accelerator, synchronize
 from replayfmt.replay.plan import Plan
 
 from ..output import output_file
@@ -26,7 +27,7 @@ OUTPUT_FLAG = "--device-profiling-output"
 
 FAMILIES = {
     "host-ops": "operators on the host",
-    "device-kernels": "kernels, copies and runtime calls of CUDA devices",
+    "device-kernels": "kernels, copies and runtime calls of accelerators",
     "memory": "allocations and releases",
     "shapes": "the operators' input shapes (with them the operators: host-ops)",
     "stacks": "Python functions",
@@ -51,13 +52,25 @@ def check_families(families: Sequence[str], devices: Sequence[torch.device]) -> 
     """Raises UsageError for families that cannot be recorded here, on the devices that a plan uses."""
     if "device-kernels" not in families:
         return
-    if ProfilerActivity.CUDA not in supported_activities():
-        raise UsageError(f"{MODE_FLAG}: device-kernels is not available: this torch's profiler has no CUDA support")
-    if not any(device.type == "cuda" for device in devices):
+    used = [device for device in devices if is_accelerator(device)]
+    if not used:
         raise UsageError(
             f"{MODE_FLAG}: device-kernels is not available: the replay uses "
-            f"{', '.join(map(str, devices)) or 'no device'} and no CUDA device"
+            f"{', '.join(map(str, devices)) or 'no device'} and no accelerator"
         )
+    if not device_activities(used):
+        kind = used[0].type
+        raise UsageError(
+            f"{MODE_FLAG}: device-kernels is not available: this torch's profiler has no support of {kind}"
+        )
+
+
+def device_activities(devices: Sequence[torch.device]) -> set[ProfilerActivity]:
+    """What torch's profiler calls the work of some devices, where it can see it. It says that it supports every
+    out-of-tree backend, and shows nothing of those that have no part in it, so of these none is taken."""
+    names = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA", "hpu": "HPU"}
+    found = {getattr(ProfilerActivity, names[each.type]) for each in devices if each.type in names}
+    return found & supported_activities()
 
 
 def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[str], *, force: bool = False) -> None:
@@ -68,7 +81,7 @@ def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[s
     """
     check_families(families, plan.devices)
     with output_file(OUTPUT_FLAG, output, force) as file:
-        session = _Session(families)
+        session = _Session(families, plan.devices)
         annotations = _Annotations()
         try:
             plan.execute(verify="none", on_scope=annotations, timer=session)
@@ -111,17 +124,15 @@ def _opened(path: str, mode: str) -> Any:
 class _Session:
     """A replay's `timer` that runs the profiler. Content imported during the replay is in the trace."""
 
-    def __init__(self, families: Sequence[str]) -> None:
+    def __init__(self, families: Sequence[str], devices: Sequence[torch.device]) -> None:
         self._families = frozenset(families)
+        self._devices = device_activities(devices) if "device-kernels" in self._families else set()
         self.profiler: profile | None = None
         self._running = False
 
     def start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if "device-kernels" in self._families:
-            activities.append(ProfilerActivity.CUDA)
         self.profiler = profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *self._devices],
             record_shapes="shapes" in self._families,
             profile_memory="memory" in self._families,
             with_stack="stacks" in self._families,
@@ -139,8 +150,8 @@ class _Session:
         """Stop once the devices have finished: their work would otherwise be missing from the trace."""
         if self._running and self.profiler is not None:
             self._running = False
-            if ProfilerActivity.CUDA in self.profiler.activities:
-                torch.cuda.synchronize()
+            if self._devices:
+                synchronize()
             self.profiler.stop()
 
 

@@ -1,6 +1,6 @@
 """Meters that run together: during a whole replay, or during its passes through some scopes.
 
-A stopwatch is started and stopped inside a replay, any number of times, and read after it. If CUDA devices participate,
+A stopwatch is started and stopped inside a replay, any number of times, and read after it. If accelerators participate,
 the real time is theirs, and the host's time (for issuing the work) is reported beside it.
 """
 

@@ -7,6 +7,8 @@ Every function here expects to run with dispatch modes disabled and below autogr
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
@@ -15,12 +17,12 @@ import torch
 
 from replayfmt.format.codes import TensorFlag
 
+from ..accelerators import AUTOCAST_KEYS
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _NO_FLAGS = TensorFlag(0)
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
+_AUTOCAST_KEYS = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, AUTOCAST_KEYS))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Bringing bytes from the host to a device's storage and back, piece by piece, through pinned memory where that pays.
 
-While one piece travels to a CUDA device the next one is read into the other of two pinned buffers, so that reading and
+While one piece travels to an accelerator the next one is read into the other of two pinned buffers, so that reading and
 copying overlap and the host needs two pieces of memory, however long the content. Owns nothing between calls: PyTorch
 keeps freed pinned memory for the next one.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 import xxhash
 
+from ..accelerators import pins_memory
 from .memory import byte_tensor, fill_storage, host_view, new_storage
 
 PIECE_BYTES = 32 << 20
@@ -33,7 +34,7 @@ def fill_from(storage: torch.UntypedStorage, length_bytes: int, read: ReadPiece)
         return
     if storage.device.type == "cpu":
         read(host_view(storage)[:length_bytes], 0)
-    elif storage.device.type == "cuda" and length_bytes >= _WORTH_PINNING:
+    elif length_bytes >= _WORTH_PINNING and pins_memory(storage.device.type):
         _through_pinned_memory(storage, length_bytes, read)
     else:
         _through_pageable_memory(storage, length_bytes, read)
@@ -76,17 +77,16 @@ def _through_pageable_memory(storage: torch.UntypedStorage, length_bytes: int, r
 def _through_pinned_memory(storage: torch.UntypedStorage, length_bytes: int, read: ReadPiece) -> None:
     piece = min(PIECE_BYTES, length_bytes)
     target = byte_tensor(storage)
-    with torch.cuda.device(storage.device):
-        stream = torch.cuda.current_stream()
-        buffers = [torch.empty((piece,), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        travelled = [torch.cuda.Event(), torch.cuda.Event()]
-        try:
-            for number, start in enumerate(range(0, length_bytes, piece)):
-                length = min(piece, length_bytes - start)
-                buffer, event = buffers[number % 2], travelled[number % 2]
-                event.synchronize()  # returns at once where it was never recorded
-                read(host_view(buffer.untyped_storage())[:length], start)
-                target[start : start + length].copy_(buffer[:length], non_blocking=True)
-                event.record(stream)
-        finally:
-            stream.synchronize()  # the buffers must not go while something still reads them
+    stream = torch.accelerator.current_stream(storage.device)
+    buffers = [torch.empty((piece,), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    travelled = [torch.Event(storage.device), torch.Event(storage.device)]
+    try:
+        for number, start in enumerate(range(0, length_bytes, piece)):
+            length = min(piece, length_bytes - start)
+            buffer, event = buffers[number % 2], travelled[number % 2]
+            event.synchronize()  # returns at once where it was never recorded
+            read(host_view(buffer.untyped_storage())[:length], start)
+            target[start : start + length].copy_(buffer[:length], non_blocking=True)
+            event.record(stream)
+    finally:
+        stream.synchronize()  # the buffers must not go while something still reads them

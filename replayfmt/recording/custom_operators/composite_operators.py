@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import torch
 
-# Backends that may have their own kernel for a composite; the dispatcher then prefers it to the parts.
-_BACKENDS = (
-    "CPU",
-    "CUDA",
-    "Meta",
-    "SparseCPU",
-    "SparseCUDA",
-    "SparseCsrCPU",
-    "SparseCsrCUDA",
-    "QuantizedCPU",
-    "QuantizedCUDA",
-    "NestedTensorCPU",
-    "NestedTensorCUDA",
+from ..state.autocast import BACKENDS
+
+
+def _is_key(name: str) -> bool:
+    """Whether the dispatcher knows a key by this name: it does not parse all that its enumeration has."""
+    try:
+        torch._C._dispatch_has_kernel_for_dispatch_key("aten::add.Tensor", name)
+    except RuntimeError:
+        return False
+    return name in torch._C.DispatchKey.__members__
+
+
+# Keys that may have their own kernel for a composite; the dispatcher then prefers it to the parts.
+_KEYS = tuple(
+    key
+    for layout in ("", "Sparse", "SparseCsr", "Quantized", "NestedTensor")
+    for key in (f"{layout}{backend}" for backend in BACKENDS)
+    if _is_key(key)
 )
 
 
@@ -30,7 +35,7 @@ def is_composite_operator(name: str) -> bool:
 
 
 def own_backends(name: str) -> tuple[str, ...]:
-    """The backends for which a composite has a kernel of its own besides its parts."""
+    """The dispatch keys for which a composite has a kernel of its own besides its parts."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     nested = has(name, "CompositeImplicitAutogradNestedTensor")
-    return tuple(key for key in _BACKENDS if has(name, key) or (nested and key.startswith("Nested")))
+    return tuple(key for key in _KEYS if has(name, key) or (nested and key.startswith("Nested")))

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-from replayfmt.pytorch.settings import AUTOCAST_DEVICES
+from replayfmt.pytorch.accelerators import AUTOCAST_KEYS
+from replayfmt.pytorch.settings import autocast_devices, autocast_dtype
 
 from ..frames import is_recorders
 
-_KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 _BELOW_AUTOGRAD = (
     torch._C.DispatchKeySet(DispatchKey.AutogradFunctionality)
     .add(DispatchKey.AutogradOther)
@@ -45,16 +45,12 @@ def autocast_of_program() -> dict[str, str]:
 def autocast_below_mode(own: bool) -> dict[str, str]:
     """The autocast settings for an operator that a dispatch mode's handler calls. `own`: it is PyTorch's, and the mode
     masks autocast; others get the program's settings (`AsInProgram`)."""
-    return {f"autocast.{device}": "" for device in AUTOCAST_DEVICES} if own else autocast_of_program()
+    return {f"autocast.{device}": "" for device in autocast_devices()} if own else autocast_of_program()
 
 
 def read_autocast() -> dict[str, str]:
     """The autocast settings when nothing masks them."""
-    return {f"autocast.{device}": _read(device) for device in AUTOCAST_DEVICES}
-
-
-def _read(device: str) -> str:
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
+    return {f"autocast.{device}": autocast_dtype(device) for device in autocast_devices()}
 
 
 class _BelowOwnKernels:
@@ -64,7 +60,7 @@ class _BelowOwnKernels:
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self._excluded = torch._C.DispatchKeySet(DispatchKey.Undefined)
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        for key in (*_KEYS.values(), DispatchKey.ADInplaceOrView):
+        for key in (*AUTOCAST_KEYS, DispatchKey.ADInplaceOrView):
             if has(func.name(), key.name):
                 self._excluded = self._excluded.add(key)
         if func.name() not in handed_on and any(has(func.name(), key) for key in ("Autograd", *AUTOGRAD_KEYS)):
@@ -153,7 +149,7 @@ class InParts:
         self._func = func
         # What the composite's own kernels have called is not cast, or made a view, a second time.
         self._excluded = torch._C.DispatchKeySet(DispatchKey.Undefined)
-        for key in (*_KEYS.values(), DispatchKey.ADInplaceOrView):
+        for key in (*AUTOCAST_KEYS, DispatchKey.ADInplaceOrView):
             if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
                 self._excluded = self._excluded.add(key)
 

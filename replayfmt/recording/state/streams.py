@@ -91,6 +91,12 @@ class Streams:
             torch.accelerator.synchronize(index)
             self._records.synchronize(torch.device(self.kind, index))
 
+    def wait_for_all(self) -> None:
+        """The recorder is about to read memory that any stream may have written. This wait is its own: no record."""
+        if self._placements:
+            for index in list(self._indices):
+                torch.accelerator.synchronize(index)
+
     def of(self, stream: torch.Stream) -> tuple[torch.device, int]:
         """A stream's device and number."""
         number = self._number(stream.device_index, handle_of(stream)) if stream.stream_id else 0

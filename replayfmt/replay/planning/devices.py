@@ -115,15 +115,20 @@ def _requested(text: str) -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError:
-        raise UsageError(f"--device={text}: not a device; expected cpu, cuda, cuda:0, ...") from None
+        raise UsageError(f"--device={text}: not a device; available: {_available()}") from None
     if device.type == "meta":
         raise UsageError("--device=meta: the meta device holds no data, nothing can be replayed on it")
     count = accelerators.count(device.type)
     index = device.index or 0
     if index >= count:
-        available = ", ".join(["cpu", *map(str, accelerators.available())])
-        raise UsageError(f"--device={text}: this machine has {count} {device.type} device(s); available: {available}")
+        raise UsageError(
+            f"--device={text}: this machine has {count} {device.type} device(s); available: {_available()}"
+        )
     return torch.device("cpu") if device.type == "cpu" else torch.device(device.type, index)
+
+
+def _available() -> str:
+    return ", ".join(["cpu", *map(str, accelerators.available())])
 
 
 def map_generators(
