@@ -11,10 +11,16 @@ from .command import Seconds, reader_may_leave, run_tool, say, tool
 
 @tool(
     "opreplay-energy",
-    ("opreplay-energy windows.jsonl power.csv -o gpu_energy_report.json", "Joules of every kernel and of the whole:"),
+    (
+        "opreplay-energy --capture=model.opreplay windows.jsonl power.csv -o gpu_energy_report.json",
+        "Joules of every kernel and of the whole:",
+    ),
     ("opreplay-energy --zone=Europe/Berlin --gpu=0 windows.jsonl power.csv", "A log in local time, one GPU of it:"),
 )
 @click.option("--output", "-o", "out", metavar="FILE", help="Write the report to FILE as JSON (docs/energy.md).")
+@click.option(
+    "--capture", metavar="FILE", type=click.Path(), help="Refuse windows that were not measured on this capture."
+)
 @click.option(
     "--zone",
     metavar="ZONE",
@@ -43,6 +49,7 @@ def cli(
     windows: str,
     power: str,
     out: str | None,
+    capture: str | None,
     zone: str | None,
     gpus: tuple[str, ...],
     clock_offset: str,
@@ -56,23 +63,28 @@ def cli(
     capture.
 
     Exits with 0 if it integrated, 1 if the output cannot be written, 2 for files that are not what they should be or
-    do not belong together.
+    do not belong together, 3 if the capture is missing, unreadable or not valid.
     """
     from datetime import timedelta, timezone
 
-    from replayfmt.benchmark.energy.power_log import read_power_log, zone_named
+    from replayfmt.benchmark.energy.power_log_file import read_power_log, zone_named
     from replayfmt.benchmark.energy.report import make_energy_report
     from replayfmt.benchmark.energy.windows import read_windows
     from replayfmt.benchmark.output import output_file, refuse_input
+    from replayfmt.benchmark.same_capture import require_same_capture
+    from replayfmt.format.reader import open_capture
 
     measured = read_windows(windows)
+    if capture is not None:
+        with open_capture(capture) as reader:
+            require_same_capture(windows, measured.context.get("capture_session"), reader)
     own = timezone(timedelta(seconds=measured.utc_offset_s))
     text = zone or f"{own}, that of the machine that was measured"
     offset = None if clock_offset == "auto" else _seconds(clock_offset)
     log = read_power_log(power, zone=zone_named(zone) if zone else own, gpus=gpus, zone_text=text)
     report = make_energy_report(measured, log, offset_s=offset, averaging_s=power_averaging)
     if out is not None:
-        for given in (windows, power):
+        for given in filter(None, (windows, power, capture)):
             refuse_input("--output", out, given)
         with output_file("--output", out, force) as file:
             file.write(report.json())

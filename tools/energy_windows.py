@@ -162,7 +162,7 @@ def run_energy(work: Work, write: Callable[[str], None] | None, keep_log: Callab
     from datetime import UTC
     from pathlib import Path
 
-    from replayfmt.benchmark.energy.power_log import read_power_log
+    from replayfmt.benchmark.energy.power_log_file import read_power_log
     from replayfmt.benchmark.energy.report import make_energy_report
     from replayfmt.benchmark.energy.sampler import sampling
 

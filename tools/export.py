@@ -168,7 +168,7 @@ def _timeline(
     if zone is not None and power_log is None:
         raise UsageError("--zone is for --power-log")
     if power_log is not None:
-        from replayfmt.benchmark.energy.power_log import read_power_log, zone_named
+        from replayfmt.benchmark.energy.power_log_file import read_power_log, zone_named
 
         log = read_power_log(power_log, zone=None if zone is None else zone_named(zone))
         power = [PowerSeries(gpu, each.times_s, each.watts) for gpu, each in log.series.items()]

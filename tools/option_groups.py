@@ -32,7 +32,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Devices": ("--device", "--streams", "--graphs"),
     "Verification": (
-        "--verify", "--run", "--digests", "--audit", "--opaque-result", "--keep-going", "--compare-kernels",
+        "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going",
+        "--compare-kernels",
     ),
     "Measurement": (
         "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",

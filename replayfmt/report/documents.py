@@ -11,11 +11,12 @@ from os import PathLike
 from typing import Any
 
 from replayfmt.benchmark.comparison.baseline import Document, read_baseline
+from replayfmt.benchmark.energy.report import SCHEMA_VERSION as ENERGY_SCHEMA
+from replayfmt.benchmark.same_capture import require_same_capture
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.regular_files import read_json, require_regular_file
 
-_ENERGY_SCHEMA = 1
 _LONGEST_ROW = 64 << 20
 
 
@@ -76,7 +77,7 @@ class Fields:
 def read_benchmark(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Document:
     """A document that opreplay-benchmark --benchmark-out wrote for this capture. Raises UsageError for another one."""
     document = read_baseline(path, flag)
-    _require_same_capture(f"{flag}={path}", document["context"].get("capture_session"), reader)
+    require_same_capture(f"{flag}={path}", document["context"].get("capture_session"), reader)
     if "comparisons" in document:
         raise UsageError(
             f"{flag}={path}: is a comparison of kernels (--compare), which the report does not show; expected a file "
@@ -87,14 +88,14 @@ def read_benchmark(flag: str, path: str | PathLike[str], reader: CaptureReader) 
 
 def read_energy(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fields:
     """A report that opreplay-energy wrote for this capture. Raises UsageError for another one."""
-    wanted = f"expected a report that opreplay-energy wrote (schema version {_ENERGY_SCHEMA})"
+    wanted = f"expected a report that opreplay-energy wrote (schema version {ENERGY_SCHEMA})"
     content = read_json(path, f"{flag}={path}", wanted)
     if not isinstance(content, dict) or "isolated_kernels" not in content:
         raise UsageError(f"{flag}={path}: is no energy report; {wanted}")
-    if content.get("schema_version") != _ENERGY_SCHEMA:
+    if content.get("schema_version") != ENERGY_SCHEMA:
         raise UsageError(f"{flag}={path}: has the schema version {content.get('schema_version')!r:.40}; {wanted}")
     found = Fields(content, f"{flag}={path}")
-    _require_same_capture(found.where, found.fields("context").content.get("capture_session"), reader)
+    require_same_capture(found.where, found.fields("context").content.get("capture_session"), reader)
     return found
 
 
@@ -113,13 +114,5 @@ def read_run(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fie
         content = None
     if not isinstance(content, dict) or content.get("kind") != "replay":
         raise UsageError(f"{flag}={path}: its first line is no such row; {wanted}: a replay that was refused has none")
-    _require_same_capture(f"{flag}={path}", content.get("capture_session"), reader)
+    require_same_capture(f"{flag}={path}", content.get("capture_session"), reader)
     return Fields(content, f"{flag}={path}")
-
-
-def _require_same_capture(where: str, session: object, reader: CaptureReader) -> None:
-    if session != reader.session.session_id:
-        raise UsageError(
-            f"{where}: was measured on another capture (session {session!s:.80}); expected one of {reader.path} "
-            f"(session {reader.session.session_id}): measure this capture, or name the other one"
-        )

@@ -1,6 +1,7 @@
 """Energy: logs whose integral is known exactly, windows, and the report that compares kernels with the whole."""
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import torch
 
 import replayfmt
 from replayfmt.benchmark.energy.integration import find_clock_offset, integrate
-from replayfmt.benchmark.energy.power_log import PowerLog, Series, read_power_log, zone_named
-from replayfmt.benchmark.energy.report import make_energy_report
+from replayfmt.benchmark.energy.power_log import PowerLog, Series
+from replayfmt.benchmark.energy.report import SCHEMA_VERSION, make_energy_report
 from replayfmt.benchmark.energy.running import Moments, WindowOptions, WindowRunner
 from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile, read_windows
 from replayfmt.errors import UsageError
@@ -100,81 +101,7 @@ def test_the_offset_of_the_logs_clock_is_found_from_the_rise_from_idle_to_load()
             find_clock_offset(log_of(every(0.1, 10, flat)), *windows((2, 5), (6, 8)))
 
 
-def written(tmp_path, text):
-    path = tmp_path / "power.csv"
-    path.write_text(text)
-    return path
-
-
 SECOND = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)  # NOW
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "timestamp, index, power.draw [W]\n2023/11/14 22:13:20.000, 0, 45.50 W\n2023/11/14 22:13:21.500, 0, 46.00 W\n",
-        "timestamp, index, power.draw [W]\n2023/11/14 22:13:20.000, 0, 45.50\n2023/11/14 22:13:21.500, 0, 46.00\n",
-        "2023/11/14 22:13:20.000, 0, 45.50 W\n2023/11/14 22:13:21.500, 0, 46.00 W\n",
-        "2023/11/14 22:13:20.000, 0, 45.50\n2023/11/14 22:13:21.500, 0, 46.00\n",
-        "timestamp,gpu,power_w\n2023-11-14T22:13:20Z,0,45.5\n2023-11-14T22:13:21.5Z,0,46\n",
-        "timestamp,gpu,power_w\n2023-11-14T23:13:20+01:00,0,45.5\n2023-11-14T23:13:21.5+01:00,0,46\n",
-        "timestamp,gpu,power_w\n1700000000,0,45.5\n1700000001.5,0,46\n",
-        "timestamp_ms,gpu,power_mw\n1700000000000,0,45500\n1700000001500,0,46000\n",
-        "timestamp,gpu,power_w\n1700000000000000000,0,45.5\n1700000001500000000,0,46\n",
-        "timestamp,device,Average Graphics Package Power (W)\n1700000000,0,45.5\n1700000001.5,0,46\n",
-        "gpu,time,power [mW]\n0,1700000000,45500\n0,1700000001.5,46000 mW\n",
-        "\ufefftimestamp,gpu,power_w\r\n1700000001.5,0,46\r\n\r\n1700000000,0,45.5\r\n",
-    ],
-)
-def test_logs_are_read_as_people_have_them(tmp_path, text):
-    log = read_power_log(written(tmp_path, text), zone=UTC)
-    (series,) = log.series.values()
-    assert series.times_s.tolist() == [NOW, NOW + 1.5] and series.watts.tolist() == [45.5, 46.0]
-    assert list(log.series) == ["0"] and not log.left_out and log.rows == 2
-
-
-def test_rows_without_a_value_are_counted_and_are_not_zero_watts(tmp_path):
-    text = (
-        "timestamp, index, power.draw [W]\n2023/11/14 22:13:20, 0, [N/A]\n2023/11/14 22:13:21, 0, 40 W\n"
-        "2023/11/14 22:13:22, 0, [Not Supported]\nrubbish, 0, 40 W\n2023/11/14 22:13:23, 0, -3 W\n"
-        "2023/11/14 22:13:24, 0\n2023/11/14 22:13:25, 0, forty\ntimestamp, index, power.draw [W]\n"
-        "2023/11/14 22:13:19, 0, 41 W\n"
-    )
-    log = read_power_log(written(tmp_path, text), zone=UTC)
-    assert log.series["0"].watts.tolist() == [41, 40]
-    assert log.left_out == {"not available": 2, "unreadable": 3, "cut off": 1} and log.out_of_order == 1
-
-
-def test_local_times_are_those_of_the_zone_and_gpus_are_chosen(tmp_path):
-    text = "timestamp,gpu,power_w\n2023-11-14 23:13:20,0,10\n2023-11-14 23:13:20,1,20\n2023-11-14 23:13:21,1,30\n"
-    path = written(tmp_path, text)
-    assert read_power_log(path, zone=zone_named("Europe/Berlin")).series["0"].times_s.tolist() == [NOW]
-    assert read_power_log(path, zone=zone_named("+01:00")).series["0"].times_s.tolist() == [NOW]
-    assert read_power_log(path, zone=zone_named("UTC")).series["0"].times_s.tolist() == [NOW + 3600]
-    log = read_power_log(path, zone=UTC, gpus=["1"])
-    assert list(log.series) == ["1"] and log.series["1"].watts.tolist() == [20, 30]
-    with pytest.raises(UsageError, match="have no zone"):
-        read_power_log(path)
-    with pytest.raises(UsageError, match="no GPU 7 in it; it has 0, 1"):
-        read_power_log(path, zone=UTC, gpus=["7"])
-    with pytest.raises(UsageError, match="expected UTC"):
-        zone_named("Nowhere/AtAll")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "is empty"),
-        ("gpu,power_w\n0,45\n", "no column of the power log holds a time"),
-        ("timestamp,gpu,clock\n1700000000,0,45\n", "no column of the power log holds a power"),
-        ("timestamp,gpu,power_w\n1700000000,0,[N/A]\n", r"no row of the power log can be read \(1 not available\)"),
-        ("timestamp,gpu,power_w\n12,0,45\n", r"can be read \(1 unreadable\)"),
-    ],
-)
-def test_a_file_that_is_no_power_log_is_one_line(tmp_path, text, words):
-    with pytest.raises(UsageError, match=words) as raised:
-        read_power_log(written(tmp_path, text), zone=UTC)
-    assert "\n" not in str(raised.value)
 
 
 def window(role, name, runs, start, end, **told):
@@ -274,6 +201,40 @@ def test_a_clock_that_is_behind_is_found_from_the_windows():
         make_energy_report(a_file(WINDOWS[1:]), late, offset_s=None)
 
 
+def test_what_no_figure_follows_from_is_not_known_and_not_zero():
+    nothing = make_energy_report(WindowsFile({}, 0, WINDOWS[:2], []), log_of(every(0.1, 100, levels)), offset_s=0.0)
+    isolated = nothing.content["isolated_kernels"]
+    assert isolated["share_of_calls"] is None and isolated["predicted_joules_per_run"] is None
+    assert "isolated    0 of 0 distinct kernels measured, 0 unmeasurable, 0 not run" in list(nothing.lines())
+    # What is left has no time: nothing can be estimated for it.
+    untimed = make_energy_report(a_file(WINDOWS[:3]), log_of(every(0.1, 100, levels)), offset_s=0.0).content
+    assert untimed["isolated_kernels"]["estimated_joules_of_the_rest"] is None
+    assert untimed["isolated_kernels"]["without_estimate"] == 4
+    # A board that says 0 W has told no ratio, and one sample no interval.
+    idle = make_energy_report(a_file(), log_of(every(0.1, 100, lambda t: 0.0)), offset_s=0.0)
+    assert idle.content["comparison"]["reason"] == "the whole model took 0 J, by the log"
+    single = make_energy_report(a_file(), log_of(([12.0], [50.0])), offset_s=0.0)
+    assert single.content["power_log"]["interval_s"] is None and "a single sample" in next(single.lines())
+    assert single.content["whole_model"]["joules"] is None
+    for each in (nothing, idle, single):
+        jsonschema.validate(json.loads(each.json()), SCHEMA)
+
+
+def test_an_op_that_takes_no_longer_than_putting_back_what_it_writes_has_no_joules():
+    quick = [window("op", "add_", 4000, 50, 60), window("restore", "add_", 2000, 70, 80)]
+    hot = log_of(every(0.1, 100, lambda t: 500.0 if t < 65 else 10.0))
+    (kernel,) = make_energy_report(WindowsFile({}, 0, quick, []), hot, offset_s=0.0).content["kernels"]
+    assert kernel["joules_per_call"] is None and kernel["seconds_per_call"] is None
+    assert "putting back what it writes takes as much" in kernel["reason"]
+
+
+def test_a_report_of_the_same_schema_version_stays_one():
+    """It was made when its version began: a field that is required since has made another version."""
+    kept = json.loads((Path(__file__).parents[1] / "golden/energy-report-2.json").read_text())
+    assert kept["schema_version"] == SCHEMA_VERSION
+    jsonschema.validate(kept, SCHEMA)
+
+
 def test_a_log_of_another_time_is_refused():
     with pytest.raises(UsageError, match="do not overlap, they are 900.000 s apart"):
         make_energy_report(a_file(), log_of(every(0.1, 100, levels)).shifted(-1000), offset_s=0.0)
@@ -296,6 +257,19 @@ def test_windows_are_what_was_written(tmp_path):
         (lambda lines: [lines[0].replace('"version": 1', '"version": 9'), *lines[1:]], "has version 9"),
         (lambda lines: [lines[0], lines[1].replace('"runs": 0', '"runs": "x"'), *lines[2:]], "is damaged"),
         (lambda lines: [lines[0], lines[1].replace('"idle"', '"sleep"'), *lines[2:]], "is damaged"),
+        (lambda lines: [lines[0], lines[1].replace('"runs": 0', '"runs": -1'), *lines[2:]], "is damaged"),
+        (lambda lines: [lines[0], lines[1].replace('"runs": 0', f'"runs": {10**400}'), *lines[2:]], "is damaged"),
+        (
+            lambda lines: [lines[0].replace('"capture"', '"x": NaN, "capture"'), *lines[1:]],
+            "not every line of it is JSON",
+        ),
+        (lambda lines: [lines[0].replace('_s": 0', '_s": 86400'), *lines[1:]], "its header is damaged"),
+        (lambda lines: [lines[0].replace('"RuntimeError: no"', "null"), *lines[1:]], "the work that was not run"),
+        (lambda lines: [lines[0].replace('"count": 4', '"count": "4"'), *lines[1:]], "the work that was not run"),
+        (
+            lambda lines: [re.sub(r'"not_run": .*]', '"not_run": [1]', lines[0]), *lines[1:]],
+            "the work that was not run",
+        ),
     ],
 )
 def test_a_damaged_file_of_windows_is_one_line(tmp_path, change, words):
@@ -312,6 +286,13 @@ def test_a_clock_that_ran_backwards_or_was_set_is_refused(tmp_path):
         read_windows(path)
     path.write_text(a_file([EnergyWindow("idle", "idle", 0, 10**18, 10**18 - 10**9, 0, 10**9)]).text())
     with pytest.raises(UsageError, match="the clock was set during the window of idle"):
+        read_windows(path)
+    back = [
+        window("idle", "idle", 0, 0, 5),
+        EnergyWindow("whole", "whole", 1, *(int(NOW + t) * 10**9 for t in (3, 9)), 7 * 10**9, 13 * 10**9),
+    ]
+    path.write_text(a_file(back).text())
+    with pytest.raises(UsageError, match=r"whole begins 1\.950 s before that of idle ends: the clock was set back"):
         read_windows(path)
 
 
@@ -399,6 +380,12 @@ def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
     assert "WARNING: the source averages power over 50 s" in averaged.out
     refused = tools("energy", windows, power, "-o", power, "--force")
     assert refused.code == 2
+    assert tools("energy", windows, power, f"--capture={captured}").code == 0
+    with replayfmt.capture(tmp_path / "other.opreplay"):
+        torch.ones(2).add(1)
+    other = tools("energy", windows, power, f"--capture={tmp_path / 'other.opreplay'}")
+    assert other.code == 2 and "was measured on another capture" in other.err and not other.out
+    assert tools("energy", windows, power, f"--capture={windows}").code == 3
 
 
 def test_local_times_are_those_of_the_machine_that_was_measured_unless_a_zone_is_given(tools, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replayfmt.benchmark.energy.integration import integrate
-from replayfmt.benchmark.energy.power_log import read_power_log
+from replayfmt.benchmark.energy.power_log_file import read_power_log
 from replayfmt.benchmark.energy.report import make_energy_report
 from replayfmt.benchmark.energy.running import Moments, WindowOptions, WindowRunner
 from replayfmt.benchmark.energy.sampler import PowerSourceLost, _update_period, sampling

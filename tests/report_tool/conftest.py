@@ -103,12 +103,12 @@ def energy_of(per_op: dict[str, object]) -> dict[str, object]:
     whole = {"name": "whole", **part, "joules_per_run": 100.0, "mean_watts": 40.0, "reason": None}
     nothing = {"name": "idle", **part, "joules": None, "error_joules": None, "joules_per_run": None}
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "context": per_op["context"],
         "method": "trapezoid rule",
         "power_log": {
             "path": "power.csv", "source": None, "counters": [],
-            "gpus": ["0"], "rows": 9, "left_out": {}, "out_of_order": 0, "interval_s": 0.04,
+            "gpus": ["0"], "rows": 9, "left_out": {}, "out_of_order": 0, "same_time": 0, "interval_s": 0.04,
             "resolution_w": 0.1, "averaging_s": None, "clock_offset_s": 0.0, "clock": "as it is",
         },
         "idle": {**nothing, "mean_watts": None, "reason": "the log ends before"},

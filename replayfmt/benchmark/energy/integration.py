@@ -115,9 +115,12 @@ def _cut(series: Series, start_s: float, end_s: float) -> tuple[np.ndarray, np.n
 
 def _gaps(series: Series, start_s: float, end_s: float) -> int:
     """Pairs of neighbouring samples, at least partly in the window, that are too far apart."""
+    interval_s = series.interval_s
+    if interval_s is None:
+        return 0  # a single sample has no neighbour
     before, after = series.times_s[:-1], series.times_s[1:]
     touching = (after > start_s) & (before < end_s)
-    return int(((after - before)[touching] > GAP_INTERVALS * series.interval_s).sum())
+    return int(((after - before)[touching] > GAP_INTERVALS * interval_s).sum())
 
 
 def find_clock_offset(log: PowerLog, idle: tuple[float, float], load: tuple[float, float]) -> float:

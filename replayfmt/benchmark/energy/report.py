@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from replayfmt.errors import UsageError
-from replayfmt.format.printable import printable
 
-from ..gpu_state import gpu_caveats, gpu_lines
-from ..reports.units import duration
+from ..gpu_state import gpu_caveats
 from .integration import Energy, find_clock_offset, integrate, method_of
 from .power_log import PowerLog
+from .report_lines import joules_text, report_lines
 from .windows import EnergyWindow, Role, WindowsFile
 
-SCHEMA_VERSION = 1
+# Raised when a required field is added, goes away, or comes to mean something else. Readers refuse other versions: the
+# windows and the log make a new report.
+SCHEMA_VERSION = 2
 # Between a counter and the integral of sampled power, beyond what their errors explain.
 _DIFFERS = 0.05
 
@@ -39,63 +40,8 @@ class EnergyReport:
         return json.dumps(self.content, indent=2, allow_nan=False) + "\n"
 
     def lines(self, top: int = 20) -> Iterator[str]:
-        """A table for people."""
-        content = self.content
-        log = content["power_log"]
-        left_out = ", ".join(f"{count} {reason}" for reason, count in log["left_out"].items()) or "none"
-        yield printable(
-            f"power log   {log['path']}: GPU {', '.join(log['gpus'])}, {log['rows']} rows, every "
-            f"{log['interval_s'] * 1e3:.4g} ms, "
-            + ("no power" if log["resolution_w"] is None else f"steps of {log['resolution_w']:.4g} W")
-            + f"; left out: {left_out}"
-        )
-        if log["source"] is not None:
-            yield printable(f"source      {log['source']}")
-        yield f"method      {content['method']}"
-        if log["out_of_order"]:
-            yield f"            {log['out_of_order']} rows were not in the order of time and were sorted"
-        yield f"clock       {log['clock']}"
-        yield from (printable(f"gpu         {text}") for text in gpu_lines(content["context"].get("gpus", [])))
-        for key, title in (("idle", "idle"), ("whole_model", "whole model"), ("program", "program")):
-            if content[key] is not None:
-                yield _figure(title, content[key])
-        for each in content["scopes"]:
-            yield _figure("scope", each, f"  {each['name']}")
-        isolated = content["isolated_kernels"]
-        yield (
-            f"isolated    {isolated['measured']} of {isolated['distinct']} distinct kernels measured, "
-            f"{isolated['unmeasurable']} unmeasurable, {isolated['not_run']} not run; they are "
-            f"{isolated['share_of_calls']:.1%} of the calls"
-        )
-        if isolated["predicted_joules_per_run"] is not None:
-            yield (
-                f"predicted   {_joules(isolated['predicted_joules_per_run'])} a run from the measured kernels "
-                f"(+-{_joules(isolated['predicted_error_joules'])})"
-            )
-        if isolated["estimated_joules_of_the_rest"] is not None:
-            yield f"            {_joules(isolated['estimated_joules_of_the_rest'])} a run estimated for the others"
-        comparison = content["comparison"]
-        if comparison["ratio"] is None:
-            yield f"comparison  not measured: {comparison['reason']}"
-        else:
-            yield (
-                f"comparison  whole {_joules(comparison['whole_joules_per_run'])}, predicted "
-                f"{_joules(comparison['predicted_joules_per_run'])}: {comparison['error_percent']:+.1f}%, ratio "
-                f"{comparison['ratio']:.3f}"
-            )
-        for name, part in content["by_class"].items():
-            yield printable(f"class       {name}: {_joules(part['joules_per_run'])} a run, {part['calls']} calls")
-        measured = [each for each in content["kernels"] if each["joules_per_call"] is not None]
-        for each in sorted(measured, key=lambda kernel: -kernel["joules_per_run"])[:top]:
-            yield printable(
-                f"kernel      {_joules(each['joules_per_run'])} a run = {each['count']} x "
-                f"{_joules(each['joules_per_call'])} (+-{_joules(each['error_joules_per_call'])}), "
-                f"{duration(each['seconds_per_call'] * 1e9)}, {each['samples']} samples  {each['name']}"
-            )
-        for each in content["kernels"]:
-            if each["joules_per_call"] is None:
-                yield printable(f"unmeasured  {each['name']}: {each['reason']}")
-        yield from (f"WARNING: {printable(text)}" for text in content["warnings"])
+        """A table for people, with the `top` kernels that take the most."""
+        return report_lines(self.content, top)
 
 
 def make_energy_report(
@@ -183,6 +129,7 @@ def make_energy_report(
                 "rows": log.rows,
                 "left_out": log.left_out,
                 "out_of_order": log.out_of_order,
+                "same_time": log.same_time,
                 "interval_s": log.interval_s,
                 "resolution_w": log.resolution_w,
                 "averaging_s": averaging_s,
@@ -230,8 +177,8 @@ def _disagreement(whole: dict[str, Any] | None) -> list[str]:
     if apart <= max(_DIFFERS * whole["joules"], whole["error_joules"]):
         return []
     return [
-        f"the energy counter says {_joules(whole['joules'])} for the whole model, the sampled power "
-        f"{_joules(whole['joules_from_power'])}: one of them does not fit the other's time or device"
+        f"the energy counter says {joules_text(whole['joules'])} for the whole model, the sampled power "
+        f"{joules_text(whole['joules_from_power'])}: one of them does not fit the other's time or device"
     ]
 
 
@@ -296,9 +243,11 @@ def _kernel(
         error += restoring.error / restore.runs
         seconds -= restoring.seconds / restore.runs
         found["method"] = f"{method}; less putting back what it writes, measured apart"
-        if joules <= error:
+        if joules <= error or seconds <= 0:
             return found | {
-                "reason": f"putting back what it writes takes as much: {joules:.3g} J a call remain, +-{error:.3g} J"
+                "seconds_per_call": seconds if seconds > 0 else None,
+                "reason": f"putting back what it writes takes as much: {joules:.3g} J and {seconds:.3g} s a call "
+                f"remain, +-{error:.3g} J",
             }
     return found | {
         "joules_per_call": joules,
@@ -337,7 +286,7 @@ def _isolated(kernels: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = sum(each["count"] * each["seconds_per_call"] for each in timed)
     covered = sum(each["count"] * each["seconds_per_call"] for each in measured)
     untimed = [each for each in rest if each["seconds_per_call"] is None]
-    watts = predicted / covered if predicted is not None and covered > 0 else None
+    estimable = len(untimed) < len(rest) and predicted is not None and covered > 0
     return {
         "distinct": len(kernels),
         "measured": len(measured),
@@ -345,9 +294,9 @@ def _isolated(kernels: list[dict[str, Any]]) -> dict[str, Any]:
         "not_run": len([each for each in rest if not each["runs"]]),
         "predicted_joules_per_run": predicted,
         "predicted_error_joules": sum(e["error_joules_per_call"] * e["count"] for e in measured) if measured else None,
-        "estimated_joules_of_the_rest": None if watts is None or not rest else watts * (seconds - covered),
+        "estimated_joules_of_the_rest": predicted / covered * (seconds - covered) if estimable else None,
         "without_estimate": sum(each["count"] for each in untimed),
-        "share_of_calls": sum(each["count"] for each in measured) / calls if calls else 0.0,
+        "share_of_calls": sum(each["count"] for each in measured) / calls if calls else None,
         "share_of_time": covered / seconds if seconds > 0 else None,
     }
 
@@ -368,6 +317,8 @@ def _comparison(whole: dict[str, Any] | None, isolated: dict[str, Any]) -> dict[
             return found | {"reason": "no kernel was measured"}
         why = "it has no window" if whole is None else whole["reason"]
         return found | {"reason": f"the whole model was not measured: {why}"}
+    if whole_joules <= 0:
+        return found | {"reason": "the whole model took 0 J, by the log"}
     difference = predicted - whole_joules
     return found | {
         "error_joules": difference,
@@ -385,24 +336,3 @@ def _by_class(kernels: list[dict[str, Any]]) -> dict[str, Any]:
             part["calls"] += each["count"]
             part["joules_per_run"] += each["joules_per_run"]
     return found
-
-
-def _joules(value: float) -> str:
-    """With a fitting unit."""
-    for scale, unit in ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
-        if abs(value) >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value / 1e-9:.4g} nJ"
-
-
-def _figure(title: str, part: dict[str, Any], name: str = "") -> str:
-    if part["joules"] is None:
-        return printable(f"{title:<12}not measured: {part['reason']}{name}")
-    each = part["joules_per_run"]
-    per_run = "" if each is None else f"{_joules(each)} a run, {part['runs']} runs, "
-    return (
-        f"{title:<12}{per_run}{_joules(part['joules'])} (+-{_joules(part['error_joules'])}) in "
-        f"{duration(part['seconds'] * 1e9)}, {part['mean_watts']:.4g} W, {part['samples']} samples"
-        + ("" if part["joules_from_power"] is None else f"; {_joules(part['joules_from_power'])} from sampled power")
-        + printable(name)
-    )

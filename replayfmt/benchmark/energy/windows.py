@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from replayfmt.errors import UsageError
 from replayfmt.format.regular_files import require_regular_file
@@ -22,6 +22,8 @@ FORMAT = "opreplay-energy-windows"
 VERSION = 1
 Role = Literal["idle", "whole", "scope", "op", "restore", "program"]
 _MOST_DRIFT_NS = 50_000_000
+_DAY_S = 24 * 60 * 60
+_MOST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def read_windows(path: str | os.PathLike[str]) -> WindowsFile:
     try:
         require_regular_file(path)
         with open(path, encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.strip()]
+            rows = [json.loads(line, parse_constant=_no_number) for line in file if line.strip()]
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -100,22 +102,57 @@ def read_windows(path: str | os.PathLike[str]) -> WindowsFile:
     if not body or body[-1].get("kind") != "end" or body[-1].get("windows") != len(body) - 1:
         raise UsageError(f"{path}: is cut off: measure again with --energy-windows")
     context, not_run = head.get("context"), head.get("not_run")
-    if not isinstance(context, dict) or not isinstance(not_run, list) or not isinstance(head.get("utc_offset_s"), int):
+    offset_s = head.get("utc_offset_s")
+    if not isinstance(context, dict) or not isinstance(offset_s, int) or abs(offset_s) >= _DAY_S:
         raise UsageError(f"{path}: its header is damaged")
+    if not isinstance(not_run, list) or not all(isinstance(each, dict) and _is_not_run(each) for each in not_run):
+        raise UsageError(f"{path}: its header is damaged: the work that was not run")
     if not are_gpu_rows(context.get("gpus", [])):
         raise UsageError(f"{path}: its header is damaged: the states of the GPUs")
-    return WindowsFile(context, head["utc_offset_s"], [_window(row, str(path)) for row in body[:-1]], not_run)
+    windows = [_window(row, str(path)) for row in body[:-1]]
+    _require_forward(windows, str(path))
+    return WindowsFile(context, offset_s, windows, not_run)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _is_not_run(each: dict[str, Any]) -> bool:
+    named = all(isinstance(each.get(name, ""), str) for name in ("role", "name", "kernel"))
+    return named and isinstance(each.get("reason"), str) and _is_count(each.get("count", 0))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+
+
+def _require_forward(windows: list[EnergyWindow], path: str) -> None:
+    """Raises UsageError if a window begins before the one that ran before it ended."""
+    ordered = sorted(windows, key=lambda each: each.start_monotonic_ns)
+    for before, after in zip(ordered, ordered[1:], strict=False):
+        early_s = max(
+            (before.end_monotonic_ns - after.start_monotonic_ns) / 1e9,
+            (before.end_utc_ns - after.start_utc_ns - _MOST_DRIFT_NS) / 1e9,
+        )
+        if early_s > 0:
+            raise UsageError(
+                f"{path}: the window of {after.name} begins {early_s:.3f} s before that of {before.name} ends: the "
+                "clock was set back between them; measure again"
+            )
 
 
 def _window(row: dict[str, Any], path: str) -> EnergyWindow:
     kinds = {field.name: str if field.type == "str" else int for field in fields(EnergyWindow) if field.name != "role"}
     values = {name: row.get(name) for name in kinds}
-    right = all(isinstance(values[name], kind) and not isinstance(values[name], bool) for name, kind in kinds.items())
+    right = all(
+        isinstance(values[name], str) if kind is str else _is_count(values[name]) for name, kind in kinds.items()
+    )
     if not right or row.get("role") not in get_args(Role):
         raise UsageError(f"{path}: a window of it is damaged: {json.dumps(row)[:120]}")
     window = EnergyWindow(role=row["role"], **{name: values[name] for name in kinds})  # type: ignore[arg-type]
     utc, monotonic = window.end_utc_ns - window.start_utc_ns, window.end_monotonic_ns - window.start_monotonic_ns
-    if monotonic <= 0 or window.runs < 0 or window.count < 0:
+    if monotonic <= 0:
         raise UsageError(f"{path}: the window of {window.name} does not end after it begins")
     if abs(utc - monotonic) > _MOST_DRIFT_NS:
         raise UsageError(

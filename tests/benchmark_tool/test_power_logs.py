@@ -1,0 +1,199 @@
+"""Logs of power as people have them, and as they should not be: no row counts for what it does not say."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from replayfmt.benchmark.energy.integration import integrate
+from replayfmt.benchmark.energy.power_log_file import read_power_log, zone_named
+from replayfmt.errors import UsageError
+
+NOW = 1_700_000_000.0
+HEADER = "timestamp, index, power.draw [W]\n"
+
+
+def written(tmp_path, text):
+    path = tmp_path / "power.csv"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "timestamp, index, power.draw [W]\n2023/11/14 22:13:20.000, 0, 45.50 W\n2023/11/14 22:13:21.500, 0, 46.00 W\n",
+        "timestamp, index, power.draw [W]\n2023/11/14 22:13:20.000, 0, 45.50\n2023/11/14 22:13:21.500, 0, 46.00\n",
+        "2023/11/14 22:13:20.000, 0, 45.50 W\n2023/11/14 22:13:21.500, 0, 46.00 W\n",
+        "2023/11/14 22:13:20.000, 0, 45.50\n2023/11/14 22:13:21.500, 0, 46.00\n",
+        "timestamp,gpu,power_w\n2023-11-14T22:13:20Z,0,45.5\n2023-11-14T22:13:21.5Z,0,46\n",
+        "timestamp,gpu,power_w\n2023-11-14T23:13:20+01:00,0,45.5\n2023-11-14T23:13:21.5+01:00,0,46\n",
+        "timestamp,gpu,power_w\n1700000000,0,45.5\n1700000001.5,0,46\n",
+        "timestamp_ms,gpu,power_mw\n1700000000000,0,45500\n1700000001500,0,46000\n",
+        "timestamp,gpu,power_w\n1700000000000000000,0,45.5\n1700000001500000000,0,46\n",
+        "timestamp,device,Average Graphics Package Power (W)\n1700000000,0,45.5\n1700000001.5,0,46\n",
+        "gpu,time,power [mW]\n0,1700000000,45500\n0,1700000001.5,46000 mW\n",
+        "\ufefftimestamp,gpu,power_w\r\n1700000001.5,0,46\r\n\r\n1700000000,0,45.5\r\n",
+    ],
+)
+def test_logs_are_read_as_people_have_them(tmp_path, text):
+    log = read_power_log(written(tmp_path, text), zone=UTC)
+    (series,) = log.series.values()
+    assert series.times_s.tolist() == [NOW, NOW + 1.5] and series.watts.tolist() == [45.5, 46.0]
+    assert list(log.series) == ["0"] and not log.left_out and log.rows == 2
+
+
+def test_rows_without_a_value_are_counted_and_are_not_zero_watts(tmp_path):
+    text = (
+        "timestamp, index, power.draw [W]\n2023/11/14 22:13:20, 0, [N/A]\n2023/11/14 22:13:21, 0, 40 W\n"
+        "2023/11/14 22:13:22, 0, [Not Supported]\nrubbish, 0, 40 W\n2023/11/14 22:13:23, 0, -3 W\n"
+        "2023/11/14 22:13:24, 0\n2023/11/14 22:13:25, 0, forty\ntimestamp, index, power.draw [W]\n"
+        "2023/11/14 22:13:19, 0, 41 W\n"
+    )
+    log = read_power_log(written(tmp_path, text), zone=UTC)
+    assert log.series["0"].watts.tolist() == [41, 40]
+    assert log.left_out == {"not available": 2, "unreadable": 3, "cut off": 1} and log.out_of_order == 1
+
+
+def test_local_times_are_those_of_the_zone_and_gpus_are_chosen(tmp_path):
+    text = "timestamp,gpu,power_w\n2023-11-14 23:13:20,0,10\n2023-11-14 23:13:20,1,20\n2023-11-14 23:13:21,1,30\n"
+    path = written(tmp_path, text)
+    assert read_power_log(path, zone=zone_named("Europe/Berlin")).series["0"].times_s.tolist() == [NOW]
+    assert read_power_log(path, zone=zone_named("+01:00")).series["0"].times_s.tolist() == [NOW]
+    assert read_power_log(path, zone=zone_named("UTC")).series["0"].times_s.tolist() == [NOW + 3600]
+    log = read_power_log(path, zone=UTC, gpus=["1"])
+    assert list(log.series) == ["1"] and log.series["1"].watts.tolist() == [20, 30]
+    with pytest.raises(UsageError, match="have no zone"):
+        read_power_log(path)
+    with pytest.raises(UsageError, match="no GPU 7 in it; it has 0, 1"):
+        read_power_log(path, zone=UTC, gpus=["7"])
+    with pytest.raises(UsageError, match="expected UTC"):
+        zone_named("Nowhere/AtAll")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ("gpu,power_w\n0,45\n", "no column of the power log holds a time"),
+        ("timestamp,gpu,clock\n1700000000,0,45\n", "no column of the power log holds a power"),
+        ("timestamp,gpu,power_w\n1700000000,0,[N/A]\n", r"no row of the power log can be read \(1 not available\)"),
+        ("timestamp,gpu,power_w\n12,0,45\n", r"can be read \(1 unreadable\)"),
+    ],
+)
+def test_a_file_that_is_no_power_log_is_one_line(tmp_path, text, words):
+    with pytest.raises(UsageError, match=words) as raised:
+        read_power_log(written(tmp_path, text), zone=UTC)
+    assert "\n" not in str(raised.value)
+
+
+def at(seconds):
+    """A moment after NOW as nvidia-smi writes it, in UTC."""
+    return f"{datetime.fromtimestamp(NOW + seconds, UTC):%Y/%m/%d %H:%M:%S.%f}"[:-3]
+
+
+def rows(count=100, *, row="{time}, 0, {watts:.2f} W\n", watts=lambda index: 50.0 + index):
+    return "".join(row.format(time=at(index / 10), watts=watts(index)) for index in range(count))
+
+
+@pytest.mark.parametrize(
+    ("text", "left_out"),
+    [
+        (HEADER + rows(99) + f"{at(9.9)}, 0, 1", {"cut off": 1}),  # of 149 W
+        (HEADER + rows(99) + f"{at(9.9)}, 0, 149,5 W\n", {"with more cells than columns": 1}),
+        (rows(99) + f"{at(9.9)}, 149.00 W, 0\n", {"without a GPU's index where it is expected": 1}),
+        (HEADER + rows(99) + "149.00 W\n", {"cut off": 1}),
+        (HEADER + rows(99) + f"{at(9.9)}, 0, 1 MW\n", {"unreadable": 1}),
+        (HEADER + rows(99) + f"{at(9.9)}, 0, \u0661\u0664\u0669 W\n", {"unreadable": 1}),
+        (HEADER + rows(99) + "0001-01-01 00:00:00, 0, 149 W\n", {"unreadable": 1}),
+        (HEADER + rows(99) + "14.11.2023 22:13:29, 0, 149 W\n", {"unreadable": 1}),
+        (HEADER + rows(99) + "\0\0\0\n", {"cut off": 1}),
+        (("\ufeff" + HEADER + rows(99)).replace("\n", "\r\n"), {}),
+        (HEADER + rows(99).replace("0, ", "0,\t"), {}),
+    ],
+)
+def test_a_row_that_may_mean_something_else_is_left_out(tmp_path, text, left_out):
+    log = read_power_log(written(tmp_path, text), zone=UTC)
+    assert log.left_out == left_out
+    assert log.series["0"].watts.tolist() == [50.0 + index for index in range(99)]
+
+
+def test_a_log_of_powershell_is_read(tmp_path):
+    (tmp_path / "power.csv").write_bytes((HEADER + rows()).encode("utf-16"))
+    assert len(read_power_log(tmp_path / "power.csv", zone=UTC).series["0"].watts) == 100
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ((HEADER + rows()).replace(",", ";"), "its columns are separated by ';'; expected commas"),
+        ((HEADER + rows()).replace(", ", "\t"), r"its columns are separated by '\\t'"),
+        (
+            HEADER + rows(row="{time}, 0, 50,{watts:.0f} W\n"),
+            "100 with more cells than columns.; the first is line 2: ",
+        ),
+        (rows(row="{time}, {watts} W, 0\n"), "100 without a GPU's index where it is expected"),
+        (
+            "timestamp, power.draw [W]\n" + rows(row="{time}, {watts} W\n{time}, 300 W\n"),
+            "2 rows each have the same time, or nearly, and no column says which GPU",
+        ),
+        (
+            "timestamp, power.draw [W]\n"
+            + "".join(f"{at(i / 10 + gpu / 500)}, {gpu + 100} W\n" for i in range(50) for gpu in range(8)),
+            "8 rows each have the same time, or nearly",
+        ),
+        (
+            HEADER + rows() + "".join(f"{at(5 + index / 10)}, 0, 100 W\n" for index in range(100)),
+            r"ran backwards by 4\.900 s after 2023-11-14T22:13:29.900000.00:00 \(GPU 0\)",
+        ),
+    ],
+)
+def test_a_log_that_may_mean_something_else_is_refused(tmp_path, text, words):
+    with pytest.raises(UsageError, match=words) as raised:
+        read_power_log(written(tmp_path, text), zone=UTC)
+    assert "\n" not in str(raised.value)
+
+
+def test_rows_in_another_order_are_no_clock_that_ran_backwards(tmp_path):
+    later = "".join(f"{at(100 + index / 10)}, 0, 7 W\n" for index in range(50))
+    mixed = rows().splitlines(keepends=True)
+    mixed = mixed[::-1][::2] + mixed[::2]
+    for text in (later + rows(), "".join(mixed)):
+        log = read_power_log(written(tmp_path, HEADER + text), zone=UTC)
+        assert log.out_of_order and integrate(log, NOW + 1, NOW + 3).joules == pytest.approx(70 * 2)
+
+
+def test_the_hour_that_a_local_clock_shows_twice_or_never_is_left_out(tmp_path):
+    def local(begin, count):
+        return "".join(f"{begin + timedelta(minutes=10 * each):%Y-%m-%d %H:%M:%S},0,50\n" for each in range(count))
+
+    berlin = zone_named("Europe/Berlin")
+    for hour in (datetime(2026, 10, 25, 1), datetime(2026, 3, 29, 1)):
+        path = written(tmp_path, "timestamp,gpu,power_w\n" + local(hour, 18))
+        log = read_power_log(path, zone=berlin)
+        assert log.left_out == {"in the hour that daylight saving time repeats or leaves out": 6}
+        assert len(log.series["0"].watts) == 12
+
+
+def test_rows_of_one_time_are_one_sample_their_mean(tmp_path):
+    text = "".join(f"{at(index // 5)}, {gpu}, {10 * (index % 5)} W\n" for index in range(100) for gpu in range(2))
+    log = read_power_log(written(tmp_path, HEADER + text), zone=UTC)
+    assert log.same_time == 2 * 80 and log.series["1"].watts.tolist() == [20.0] * 20 and log.interval_s == 1
+    assert integrate(log, NOW + 2, NOW + 8).joules is None  # 5 samples
+
+
+def test_the_error_of_power_that_never_changes_is_what_the_log_writes(tmp_path):
+    log = read_power_log(written(tmp_path, HEADER + rows(watts=lambda _: 50.0)), zone=UTC)
+    assert log.resolution_w == pytest.approx(0.01)
+    assert integrate(log, NOW + 1, NOW + 9).error == pytest.approx(0.005 * 8)
+    milliwatts = written(tmp_path, "timestamp,gpu,power_mw\n" + rows(row="{time},0,5e4\n"))
+    assert read_power_log(milliwatts, zone=UTC).resolution_w == pytest.approx(10)
+
+
+def test_what_is_no_file_to_read_is_one_line(tools, tmp_path):
+    (tmp_path / "windows.jsonl").write_text("")
+    for path in (tmp_path, tmp_path / "none", "/dev/null"):
+        with pytest.raises(UsageError, match=r"cannot be read as a power log: (Is a dir|No such file|not a regular)"):
+            read_power_log(path, zone=UTC)
+    for zone in ("+24:00", "-99:99", "+00:60"):
+        with pytest.raises(UsageError, match="expected UTC"):
+            zone_named(zone)
