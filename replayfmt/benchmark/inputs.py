@@ -45,7 +45,7 @@ class CacheFlush:
             self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=device))
             of = f"its last-level cache has {cache / _MIB:.4g} MiB" if cache else "the size of its caches is not known"
             described.append(f"{device}: {size / _MIB:.4g} MiB are rewritten before each; {of}")
-        self.description = "; ".join(described)
+        self.description = "; ".join(described) or "nothing is rewritten, because no device with a cache takes part"
 
     def __call__(self) -> None:
         """Read and write every byte of the buffers; on accelerators, issue the work that does."""

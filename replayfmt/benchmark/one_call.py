@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from rich.console import Console
 
-from replayfmt.errors import ReplayFailed
+from replayfmt.errors import ReplayFailed, UsageError
 from replayfmt.format.arguments import choice_of, text_of, texts_of
 from replayfmt.replay.one_call import PlanOptions
 from replayfmt.replay.plan import Plan
@@ -85,6 +85,7 @@ def benchmark(
     precision: str | None = None,
     max_time: str | None = None,
     inputs: Inputs = "hot",
+    cuda_graph: bool = False,
     **options: Unpack[PlanOptions],
 ) -> Benchmarked:
     """Replay a capture repeatedly and measure it, as opreplay-benchmark does: verified before and after timing.
@@ -92,9 +93,15 @@ def benchmark(
     `scopes` (names, or full paths) measures the time inside them instead of the whole replay's; `min_time` is a number
     of replays (`20x`) or of timed seconds (`0.5s`); `warmup` counts untimed replays before each repetition. Replays go
     on until the median is known to `precision` (`2%`, the default if `min_time` is in seconds; `off`), for at most
-    `max_time`. `inputs` are `hot` or `cold`, as with --inputs. `options` are those of Plan. Raises ReplayMismatch if a
-    replay differs from the capture, and the errors of Plan.
+    `max_time`. `inputs` are `hot` or `cold`, as with --inputs. With `cuda_graph` the whole replay is launched as one
+    graph of the device, as with --cuda-graph. `options` are those of Plan. Raises ReplayMismatch if a replay differs
+    from the capture, UsageError for a device without graphs, and the errors of Plan.
     """
+    if cuda_graph and scopes:
+        raise UsageError(
+            "benchmark(cuda_graph=True) measures the whole replay: for graphs of scopes use opreplay-benchmark "
+            "--cuda-graph --replay-scope=NAME, or leave out scopes"
+        )
     floor = parse_min_time(text_of("min_time", min_time))
     choice_of("inputs", inputs, INPUTS)
     texts = {"precision": precision, "max_time": max_time}
@@ -107,6 +114,7 @@ def benchmark(
         texts_of("scopes", scopes),
         whole_precision(given["precision"], given["max_time"], floor),
         inputs,
+        cuda_graph,
     )
     with Plan(path, **options) as plan:
         return Benchmarked(make_report(measure(plan, asked), plan))

@@ -53,6 +53,13 @@ def rows_of(tools: Tools, *flags: object) -> dict[str, dict[str, Any]]:  # noqa:
     return {row["name"]: row for row in json.loads(done.out)["benchmarks"]}
 
 
+def test_python_launches_the_whole_replay_as_one_graph_too(tmp_path: Path) -> None:
+    x = torch.ones(4, device=DEVICE)
+    path = captured(tmp_path / "whole.opreplay", lambda: x.add(1).mul(2))
+    (row,) = replayfmt.benchmark(path, min_time="6x", cuda_graph=True).rows
+    assert row["graph"] is True and row["no_graph"] is None and row["eager_time"] > 0, row
+
+
 def test_a_scope_is_launched_as_one_graph_with_all_its_passes(tools: Tools, path: Path) -> None:  # noqa: F811
     before = sim.graph_replays()
     (row,) = rows_of(tools, "--replay-scope=step", path).values()

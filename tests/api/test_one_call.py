@@ -58,3 +58,7 @@ def test_what_the_tools_refuse_is_refused(small: Path, tmp_path: Path) -> None:
         replayfmt.benchmark(small, min_time="soon")
     with pytest.raises(UsageError, match="no scope of that name"):
         replayfmt.benchmark(small, scopes=["nothing"])
+    with pytest.raises(UsageError, match="--cuda-graph needs a device that has graphs"):
+        replayfmt.benchmark(small, min_time="1x", cuda_graph=True)
+    with pytest.raises(UsageError, match="measures the whole replay"):
+        replayfmt.benchmark(small, scopes=[NAME], cuda_graph=True)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from replayfmt.benchmark.comparison.baseline import compare_with_baseline, noise_floor, read_baseline
@@ -41,6 +42,20 @@ def test_the_verdict_is_that_of_the_intervals(factor, verdict):
 def test_times_that_vary_much_decide_nothing_and_do_not_pass_a_gate():
     found = compared([500.0, 1500.0] * 10, [500.0, 1500.0] * 10)
     assert found.verdict == "too noisy to tell" and "cannot be judged: the ratio lies between" in found.fails(0.5)
+
+
+@pytest.mark.parametrize("count", [6, 20, 100])
+def test_the_same_work_measured_twice_seldom_differs(count):
+    random = np.random.default_rng(3)
+    pairs = [compared(*(random.lognormal(7, 0.1, count).tolist() for _ in range(2))) for _ in range(400)]
+    differing = [pair for pair in pairs if pair.verdict in ("slower", "faster")]
+    assert len(differing) < 0.1 * len(pairs)  # what the module says; in practice far fewer:
+    assert len(differing) <= 0.02 * len(pairs)
+    assert sum("x the baseline" in pair.fails(0.01) for pair in pairs) <= len(differing)
+    slower = [
+        compared(random.lognormal(7, 0.02, 100).tolist(), random.lognormal(7.2, 0.02, 100).tolist()) for _ in range(20)
+    ]
+    assert {pair.verdict for pair in slower} == {"slower"}  # and what differs is seen
 
 
 def test_the_gate_fails_rows_that_are_measurably_slower_by_more_than_it_allows_and_those_it_cannot_judge():
@@ -122,7 +137,7 @@ def test_what_two_measurements_of_the_same_work_differ_by_is_no_difference_later
         (judged,) = compare_with_baseline("o", known, document([row("a", around(1000.0 * factor))])).rows
         assert (judged.verdict, judged.noise_floor) == (verdict, share)
     few = noise_floor(document([row("a", [1.0])]), document([row("a", [1.0])]))
-    assert few.shares() == {"a": None} and "not known: in the baseline: 1 iterations" in next(few.lines())
+    assert few.shares() == {"a": None} and "not known: in the first measurement: 1 iterations" in next(few.lines())
 
 
 @pytest.mark.parametrize(

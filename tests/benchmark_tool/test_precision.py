@@ -1,8 +1,10 @@
 """How long to measure: until the median is known well enough, with a floor and a cap; and with what in the caches."""
 
 import json
+import math
 from itertools import cycle
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from replayfmt.benchmark.meters.meter import Clock
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
 from replayfmt.benchmark.precision import NarrowEnough, Precision, op_precision, parse_share, whole_precision
+from replayfmt.benchmark.statistics import median_interval
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
 
@@ -94,6 +97,25 @@ def test_looking_costs_little_because_it_happens_less_and_less_often(monkeypatch
         times.append(50.0 + 100 * (index % 2))
         assert not narrow(times)
     assert looks[0] == 6 and len(looks) < 40
+
+
+@pytest.mark.parametrize(
+    ("draw", "median"),
+    [
+        (lambda random: random.lognormal(0, 0.05, 600), 1.0),
+        (lambda random: 1 + random.exponential(0.1, 600), 1 + 0.1 * math.log(2)),
+    ],
+)
+def test_ending_when_the_interval_is_narrow_leaves_it_nearly_as_certain_as_it_says(draw, median):
+    random = np.random.default_rng(11)
+    held = []
+    for _ in range(1000):
+        times, narrow, count = draw(random), NarrowEnough(0.02), 6
+        while not narrow(times[:count]) and count < len(times):
+            count += 1
+        interval = median_interval(times[:count])
+        held.append(interval.low <= median <= interval.high)
+    assert np.mean(held) > 0.93  # 0.95 of a number of times that is given; 0.92 if one narrow interval ends it
 
 
 @pytest.mark.parametrize("text", ["2", "0%", "-1%", "two", "2%%", "1e9%", "nan%", ""])

@@ -138,9 +138,19 @@ def test_times_of_a_clock_that_stood_still_are_no_measurement():
         assert row["run_type"] == "iteration" and row["samples"]["real_time"] == [0.0, 0.0]
         assert row["unmeasurable"] == "resolution: the clock did not advance"
         assert not {"real_time", "cpu_time", "median_real_time", "ops_per_second"} & set(row)
+        assert not {"stddev_real_time", "min_real_time", "median_real_time_low", "iqr_real_time"} & set(row)
         assert row["error_occurred"] and row["error_message"].startswith("unmeasurable: resolution")
     assert "WARNING: BM_replay/scope:step 3: unmeasurable: resolution: the clock did not advance" in shown(made)
     assert "unmeasurable: resolution: the clock did not advance" in made.csv()
+
+
+def test_work_without_an_op_has_no_time_and_not_that_of_the_clock():
+    made = report(Measurement(MeasuredRegion("idle", frozenset({"idle"}), 1, 0, 900), [sample(*range(40, 50))]))
+    (row,) = made.rows
+    assert row["unmeasurable"] == "no op is in it: its times are those of reading the clock"
+    assert len(row["samples"]["real_time"]) == 10 and row["error_occurred"]
+    assert not [name for name in row if "real_time" in name or name == "ops_per_second"]
+    assert "0.000" not in shown(made) and "the median is between" not in shown(made)
 
 
 def test_a_median_that_is_not_known_to_a_factor_of_ten_is_no_measurement_if_a_precision_was_asked_for():

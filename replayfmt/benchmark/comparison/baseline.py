@@ -158,8 +158,10 @@ def _what_is_wrong(document: Any) -> str:
     return ""
 
 
-def compare_with_baseline(path: str, before: Document, after: Document) -> BaselineComparison:
-    """Pair two documents' rows. Raises UsageError if they have none in common."""
+def compare_with_baseline(
+    path: str, before: Document, after: Document, named: tuple[str, str] = ("in the baseline", "here")
+) -> BaselineComparison:
+    """Pair two documents' rows; `named` is how reasons call the two. Raises UsageError if they have none in common."""
     old, new = _by_name(before), _by_name(after)
     paired = [name for name in new if name in old]
     if not paired:
@@ -169,7 +171,7 @@ def compare_with_baseline(path: str, before: Document, after: Document) -> Basel
         )
     return BaselineComparison(
         path,
-        [_pair(name, old[name], new[name]) for name in paired],
+        [_pair(name, old[name], new[name], named) for name in paired],
         [name for name in old if name not in new],
         [name for name in new if name not in old],
         _differences(before["context"], after["context"]),
@@ -185,13 +187,15 @@ def _by_name(document: Document) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _pair(name: str, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> PairedRow:
+def _pair(
+    name: str, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], named: tuple[str, str]
+) -> PairedRow:
     old, new = _figure(before), _figure(after)
     floor = max((_number(row.get("noise_floor")) or 0.0 for row in (*before, *after)), default=0.0)
     if _in_graphs(before) != _in_graphs(after):
         reason = "one of the two was launched in a graph, and the other was not"
         return PairedRow(name, old, new, None, None, None, floor, "not known", reason)
-    for when, figure in (("in the baseline", old), ("here", new)):
+    for when, figure in zip(named, (old, new), strict=True):
         if figure.value is None or figure.low is None or figure.high is None:
             return PairedRow(name, old, new, None, None, None, floor, "not known", f"{when}: {figure.reason}")
     assert old.value and old.low and old.high and new.value and new.low and new.high
@@ -305,4 +309,5 @@ class NoiseFloor:
 
 def noise_floor(first: Document, second: Document) -> NoiseFloor:
     """From the documents of two measurements of the same work, one after the other (A/A)."""
-    return NoiseFloor(compare_with_baseline("(the same work, measured again)", first, second))
+    named = ("in the first measurement", "in the second one")
+    return NoiseFloor(compare_with_baseline("(the same work, measured again)", first, second, named))

@@ -37,7 +37,7 @@ _CSV_FIELDS_NOT_OURS = ("bytes_per_second", "items_per_second", "label", "error_
 # The counters that are aggregated over repetitions. Those that say how an aggregate was made are not.
 _AGGREGATED = ("host_time", "eager_time", "median_real_time", "min_real_time", "max_real_time", "ops_per_second")
 # What an unmeasurable row does not say: no single number stands for its times.
-_SINGLE_FIGURES = ("real_time", "cpu_time", "ops_per_second", "median_real_time")
+_SINGLE_FIGURES = frozenset({"real_time", "cpu_time", "ops_per_second", "median_real_time"})
 # Fields that are not single figures are left out of the CSV.
 _NOT_COUNTERS = frozenset({"samples", "warnings", "kernel_classes", "graph", "no_graph", *_CSV_FIELDS_NOT_OURS})
 _SCHEMA_FIELDS = frozenset(
@@ -246,8 +246,13 @@ def _iteration_row(
         }
     )
     unmeasurable = why_unmeasurable(statistics, run.step_ns, noise=run.options.precision is not None)
+    if not region.ops:
+        unmeasurable = "no op is in it: its times are those of reading the clock"
     if unmeasurable:
-        row = {name: value for name, value in row.items() if name not in _SINGLE_FIGURES}
+        # Times of nothing, or that the clock did not see, have no interval and no spread either.
+        nothing = not region.ops or statistics.median <= 0
+        left_out = _SINGLE_FIGURES | (statistics_fields(statistics).keys() if nothing else set())
+        row = {name: value for name, value in row.items() if name not in left_out}
         row |= unmeasurable_fields(unmeasurable)
         warnings = [*warnings, f"unmeasurable: {unmeasurable}"]
     row["samples"] = _samples(sample)

@@ -44,8 +44,9 @@ def verified(text: str) -> str:
 def ran_on(context: dict[str, Any]) -> str:
     """The line that says where it ran: devices, PyTorch and its threads, processors."""
     threads = context["torch_num_threads"]
+    devices = ", ".join(context["devices"]) or "no device"
     return (
-        f"run on    {', '.join(context['devices'])}; torch {context['torch_version']}, {counted(threads, 'thread')}; "
+        f"run on    {devices}; torch {context['torch_version']}, {counted(threads, 'thread')}; "
         f"{context['num_cpus']} CPUs"
     )
 
