@@ -29,12 +29,16 @@
     };
   };
 
-  // A colour of its own where the background is dark: the others can be told from both.
+  // A colour of its own where the background is dark: the others can be told from both. Ends of intervals are drawn as text
+  // is.
   const coloured = (data) => {
     const blue = dark.matches && !printing ? "#4aa3df" : "#0072B2";
+    const { text } = theme();
     return data.map((trace) => {
       const part = trace.marker ? "marker" : "line";
-      return trace[part].color === "#0072B2" ? { ...trace, [part]: { ...trace[part], color: blue } } : trace;
+      const own = trace[part].color === "#0072B2" ? { [part]: { ...trace[part], color: blue } } : {};
+      const ends = trace.error_x ? { error_x: { ...trace.error_x, color: text } } : {};
+      return { ...trace, ...own, ...ends };
     });
   };
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from replayfmt.benchmark.reports.units import share_text
 from replayfmt.format.printable import printable
 
 LONGEST_TEXT = 400
@@ -83,7 +84,7 @@ def figure_cell(value: float | None, unit: str, reason: str, about: str = "") ->
 def si(value: float, unit: str) -> str:
     """Four digits with a fitting prefix: 1.234 ms. A share as 12.3%."""
     if unit == "%":
-        return f"{value:.1%}"
+        return share_text(value)
     if unit == "×":
         return f"{value:.3f} ×"
     if not value:

@@ -115,7 +115,7 @@ def test_rows_without_a_partner_and_differences_of_the_machines_are_listed():
     assert text[0] == "baseline  old.json" and text[1] == "  another host: here then, there now"
     assert "only in the baseline: gone" in text and "not in the baseline: new" in text
     assert text[-1] == (
-        "compared with the baseline: 1 rows: 0 slower, 0 faster, 1 no measurable difference; 2 without a partner"
+        "compared with the baseline: 1 row: 0 slower, 0 faster, 1 no measurable difference; 2 without a partner"
     )
 
 
@@ -183,7 +183,7 @@ def test_the_gate_of_the_tool_fails_with_exit_code_1_and_names_the_rows(tools, c
     gate = [f"--baseline={old}", "--fail-above=400%"]
     scaled(old, 1e6)  # now it is much faster, however busy the machine is
     ran = tools("benchmark", captured, *flags, *gate)
-    assert ran.code == 0 and "1 rows: 0 slower, 1 faster" in ran.out and "FAILED" not in ran.out
+    assert ran.code == 0 and "1 row: 0 slower, 1 faster" in ran.out and "FAILED" not in ran.out
     scaled(old, 1e-12)
     ran = tools("benchmark", captured, *flags, gate[0])
     assert ran.code == 0 and "1 slower" in ran.out and "FAILED" not in ran.out

@@ -16,7 +16,7 @@ from replayfmt.benchmark.precision import Precision
 from replayfmt.benchmark.reports import caveats
 from replayfmt.benchmark.reports.console import print_report
 from replayfmt.benchmark.reports.rows import make_report
-from replayfmt.benchmark.reports.units import duration, rate
+from replayfmt.benchmark.reports.units import duration, rate, share_text
 from replayfmt.benchmark.scopes import MeasuredRegion
 from replayfmt.replay.results import Verification
 
@@ -323,3 +323,13 @@ def test_times_have_four_digits_and_the_unit_that_fits(nanoseconds, text):
 )
 def test_rates_likewise(per_second, text):
     assert rate(per_second) == text
+
+
+def test_a_share_that_rounds_to_nothing_is_not_shown_as_none():
+    assert [share_text(each) for each in (0.0, 1e-9, 0.000499, 0.0005, 0.1234)] == [
+        "0.0%",
+        "<0.1%",
+        "<0.1%",
+        "0.1%",
+        "12.3%",
+    ]

@@ -173,6 +173,20 @@ def test_on_a_phone_nothing_is_wider_than_the_screen_by_day_and_by_night(
         assert browser.execute_script("return getComputedStyle(document.body).color") == text
         label = "return getComputedStyle(document.querySelector('#picture-top-calls .ytick text')).fill"
         assert browser.execute_script(label) == text
+        ends = "return getComputedStyle(document.querySelector('#picture-baseline .xerror')).stroke"
+        assert browser.execute_script(ends) == text
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_on_paper_without_backgrounds_the_verification_can_be_read(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        style = "return getComputedStyle(document.querySelector('.verification strong'))"
+        assert browser.execute_script(f"{style}.color") == "rgb(0, 0, 0)"
+        assert browser.execute_script(f"{style}.borderTopStyle") == "solid"
+        assert browser.execute_script(f"{style}.backgroundColor") == "rgba(0, 0, 0, 0)"
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

@@ -15,7 +15,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from replayfmt.errors import UsageError
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 from replayfmt.format.regular_files import read_json
 
 from ..reports.units import duration
@@ -125,7 +125,7 @@ class BaselineComparison:
         counts = {verdict: sum(row.verdict == verdict for row in self.rows) for verdict in _VERDICTS}
         told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count or verdict in _DECIDED)
         unmatched = len(self.only_before) + len(self.only_after)
-        return f"compared with the baseline: {len(self.rows)} rows: {told}; {unmatched} without a partner"
+        return f"compared with the baseline: {counted(len(self.rows), 'row')}: {told}; {unmatched} without a partner"
 
 
 _DECIDED: tuple[BaselineVerdict, ...] = ("slower", "faster")

@@ -15,7 +15,7 @@ from replayfmt.format.signatures.text import signature_of
 from ..gpu_state import gpu_lines
 from ..meters.meter import Quantity
 from ..reports.rows import Report
-from ..reports.units import call_count, duration, figure, ran_on, rate, verified
+from ..reports.units import call_count, duration, figure, ran_on, rate, share_text, verified
 from .measuring import MeasuredOp
 from .rows import GroupBy
 
@@ -84,7 +84,7 @@ def _work_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         rate(row.get("flops_per_second")),
         rate(row.get("bytes_per_second")),
-        f"{row['share_of_roof']:.1%}" if "share_of_roof" in row else "-",
+        share_text(row["share_of_roof"]) if "share_of_roof" in row else "-",
         row.get("bound", "-"),
         row.get("kernel_class", "-"),
     )
@@ -100,7 +100,7 @@ def _cells(row: dict[str, Any], context: dict[str, Any], further: Sequence[Quant
     return (
         "-".join(map(str, ranks)),
         duration(estimated * 1e3),
-        "-" if row["share"] is None else f"{row['share']:.1%}",
+        "-" if row["share"] is None else share_text(row["share"]),
         "-" if low is None or not estimated else f"+-{(high - low) / estimated / 2:.1%}",
         duration(row["inclusive_us"] * 1e3) if "inclusive_us" in row else "",
         str(measured),

@@ -36,6 +36,11 @@ def figure(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.{_DIGITS}g}"
 
 
+def share_text(value: float) -> str:
+    """A share as 12.3%; one that rounds to nothing is not shown as none."""
+    return "<0.1%" if 0 < value < 0.0005 else f"{value:.1%}"
+
+
 def verified(text: str) -> str:
     """The line that says how results were verified, or that they were not."""
     return text if text.startswith("not verified") else f"verified  {text}"
