@@ -50,6 +50,12 @@ def test_launches_are_ops_between_library_calls(found: dict[str, Any]) -> None:
     assert all(option in schema for option in ("bool debug", "bool enable_fp_fusion", "int num_stages"))
 
 
+def test_memory_that_a_region_has_just_allocated_needs_no_content(found: dict[str, Any]) -> None:
+    """Inductor has all of it written before it is read; the region's argument is what enters."""
+    for name in ("plain", "static", "tuned"):
+        assert found[name]["imports"] == ["first_use"], name
+
+
 def test_a_binary_is_kept_where_triton_would_compile_the_same(found: dict[str, Any]) -> None:
     kernels = found["plain"]["kernels"]
     assert {"cubin", "ptx", "source", "ttir"} <= set(kernels[RECTIFIED]["roles"])

@@ -48,11 +48,14 @@ def capture(path: Path, run: Program, x: torch.Tensor) -> dict[str, Any]:
         result = run(x)
     made = [[name, list(grid), warps] for name, grid, warps in DRIVER.launches[before:]]
     found: dict[str, Any] = {"result": result.tolist(), "launches": made, "ops": [], "kernels": {}, "unsupported": []}
+    found["imports"] = []
     with CaptureReader(path) as reader:
         for record in reader.records():
             texts = {node.name: node.constant for node in record.signature.args} if record.signature else {}
             if record.kind is RecordKind.unsupported:
                 found["unsupported"].append([texts["reason"], texts["op"], texts["detail"]])
+            if record.kind is RecordKind.storage_import:
+                found["imports"].append(texts["reason"])
             if record.kind is RecordKind.op:
                 found["ops"].append(reader.kernels[record.signature.kernel].name)
         for kernel in reader.kernels:

@@ -24,7 +24,8 @@ class NotTold(Exception):
 class TunedLaunch:
     """One launch. `function`: Triton's decorated one; `arguments` of its parameters, by name; `options` that it is
     compiled with. `compiled`: what is launched, None if Inductor kept its binary alone. `alike`: whether Triton would
-    compile the same for a launch of the function with these arguments."""
+    compile the same for a launch of the function with these arguments. `generated`: Inductor wrote the kernel, not the
+    program."""
 
     function: Any
     arguments: dict[str, Any]
@@ -32,6 +33,7 @@ class TunedLaunch:
     grid: tuple[int, ...]
     compiled: Any
     alike: bool
+    generated: bool
 
 
 def choose(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,7 +72,8 @@ def launch_of(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tune
     if not hasattr(compiled, "asm") or not hasattr(compiled, "src"):
         compiled = None
     alike = compiled is not None and _alike(function, arguments, options, compiled)
-    return TunedLaunch(function, arguments, options, tuple(grid), compiled, alike)
+    generated = tuner.heuristic_type is not heuristics.HeuristicType.USER_AUTOTUNE
+    return TunedLaunch(function, arguments, options, tuple(grid), compiled, alike, generated)
 
 
 def _alike(function: Any, arguments: dict[str, Any], options: dict[str, Any], compiled: Any) -> bool:

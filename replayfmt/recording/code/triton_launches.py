@@ -21,6 +21,7 @@ import torch
 
 from replayfmt.format.codes import KernelKind
 from replayfmt.pytorch.inductor.triton_tuners import NotTold, TunedLaunch, choose, launch_of
+from replayfmt.pytorch.tensors.looks import storage_of
 from replayfmt.pytorch.triton.accesses import accesses_of
 from replayfmt.pytorch.triton.forms import LaunchForm, NotRepresentable
 from replayfmt.pytorch.triton.functions import NotStandalone, is_callable_of_triton, kernel_name
@@ -31,6 +32,7 @@ from ..dispatch.handles import is_address
 from ..dispatch.mode import RecordingMode
 from ..frames import leave_no_frames
 from ..hooks.patches import Patch, Patched, PatchSet
+from ..storages.trackers import GENERATED
 from ..stream.records import Unrepresentable
 from .kernels import Attached, CodeKernel
 from .triton_known import KnownKernel, KnownKernels
@@ -53,6 +55,7 @@ class _Launch(NamedTuple):
     compiled: _Function
     by: str = INTERPRETER  # what ran it, if nothing is known of what was compiled
     binary: bool = True  # whether a launch of the kernel finds what was compiled
+    generated: bool = False  # whether Inductor wrote the kernel
 
 
 class _Described(NamedTuple):
@@ -65,13 +68,16 @@ class _Described(NamedTuple):
 
 class TritonCode(CodeKernel):
     """A Triton kernel. Of a tensor that a launch does not read, such as a stand-in for one that it does without, no
-    content is needed. The values of its constexprs decide what a launch reads."""
+    content is needed. The values of its constexprs decide what a launch reads. `generated`: Inductor wrote it, which
+    has all of what it allocates written before it is read."""
 
-    __slots__ = ("_code", "_constexprs", "_found", "_reads_with", "_source", "assumed")
+    __slots__ = ("_code", "_constexprs", "_found", "_generated", "_reads_with", "_source", "assumed")
 
-    def __init__(self, code: KernelCode, call: Callable[..., Any], source: StandaloneSource) -> None:
+    def __init__(
+        self, code: KernelCode, call: Callable[..., Any], source: StandaloneSource, *, generated: bool = False
+    ) -> None:
         super().__init__(KernelKind.triton, code.schema, call, [Attached(*each) for each in code.attached])
-        self._code, self._source, form = code, source, code.form
+        self._code, self._source, self._generated, form = code, source, generated, code.form
         self.assumed = tuple(sorted(self.indices[name] for name in code.assumed))
         forms = [(name, form.parameters[name]) for name in form.constexprs]
         self._constexprs = [(name, argument) for name, argument in forms if isinstance(argument, str)]
@@ -81,11 +87,17 @@ class TritonCode(CodeKernel):
     def found_to_change(self, changed: Iterable[int]) -> TritonCode:
         names = frozenset(self.arguments[index].name for index in changed)
         if names not in self._found:
-            self._found[names] = TritonCode(self._code.found_to_change(names), self.call, self._source)
+            code = self._code.found_to_change(names)
+            self._found[names] = TritonCode(code, self.call, self._source, generated=self._generated)
         return self._found[names]
 
     def reads(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         argument = self.arguments[index]
+        if self._generated:
+            storage = storage_of(kwargs[argument.name])
+            written = [storage_of(kwargs[self.arguments[each].name])._cdata for each in self.writes]
+            if hasattr(storage, GENERATED) and storage._cdata in written:
+                return False
         # What it does not write of a tensor has to be what it was.
         if argument.written:
             return True
@@ -243,6 +255,7 @@ class TritonLaunches(Patched):
                     lambda _grid: told.compiled,
                     INDUCTOR,
                     told.alike,
+                    told.generated,
                 )
                 return self._launch(mode, launch, told.grid)
             except BaseException as error:
@@ -352,7 +365,13 @@ class TritonLaunches(Patched):
         for name, value in form.values.items():
             if type(value) is int and is_address(value):
                 return f"its argument {name} is the address of something in this process, which a replay has elsewhere"
-        key = (known.source, compiled, launch.binary, repr((form.types, form.parameters, form.dtypes)))
+        key = (
+            known.source,
+            compiled,
+            launch.binary,
+            launch.generated,
+            repr((form.types, form.parameters, form.dtypes)),
+        )
         kernel = self._kernels.get(key)
         if kernel is None:
             tuner: Any = getattr(self._now, "tuner", None)
@@ -363,7 +382,7 @@ class TritonLaunches(Patched):
                 code = KernelCode.of_launch(
                     name, source, form, accesses, chosen, compiled, target=launch.by, binary=launch.binary
                 )
-                kernel = self._kernels[key] = TritonCode(code, self._call, source)
+                kernel = self._kernels[key] = TritonCode(code, self._call, source, generated=launch.generated)
             except NotRepresentable as problem:
                 return str(problem)
             except Unrepresentable as problem:
