@@ -3,7 +3,9 @@ written, whatever way the pointer takes."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import triton.language as tl
 
 from replayfmt.pytorch.triton.accesses import accesses_of
 from replayfmt.pytorch.triton.ir_writes import NotRead, ir_accesses
-from replayfmt.pytorch.triton.sources import standalone_source
+from replayfmt.pytorch.triton.sources import load_source, standalone_source
 from tests.triton_kernels import writing_kernels
 from tests.triton_kernels.writing_kernels import KERNELS, POINTERS
 
@@ -152,6 +154,44 @@ def test_what_triton_cannot_read_is_an_error() -> None:
 def test_a_module_has_no_line_of_its_programs_modules() -> None:
     for case in KERNELS.values():
         assert not re.search("^(from|import) (?!triton)", standalone_source(case.kernel).text, re.MULTILINE)
+
+
+def loaded_again(name: str) -> Any:
+    """A module of Triton's, as libraries load it that look for a function in several places."""
+    specification = importlib.util.find_spec(name)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+rsqrt = loaded_again("triton.language.extra.libdevice").rsqrt
+
+
+@triton.jit
+def with_a_copy_of_tritons(a):
+    tl.store(a, rsqrt(tl.load(a)))
+
+
+def test_a_function_of_tritons_is_imported_from_where_it_is() -> None:
+    source = standalone_source(with_a_copy_of_tritons)
+    assert "from triton.language.extra.libdevice import rsqrt\n" in source.text
+    assert accesses_of(source).written == {"a"}
+
+
+package, inner = ModuleType("package"), ModuleType("package.inner")
+vars(package)["inner"] = inner
+vars(inner).update(FACTOR=tl.constexpr(2.0), loading=loading)
+
+
+@triton.jit
+def with_a_module_in_a_module(a):
+    tl.store(a, package.inner.loading(a) * package.inner.FACTOR)
+
+
+def test_a_module_inside_a_module_has_what_is_used_of_it() -> None:
+    module = vars(load_source(standalone_source(with_a_module_in_a_module).text, "test"))
+    assert module["package"].inner.FACTOR.value == 2.0 and module["package"].inner.loading is module["loading"]
 
 
 FACTORS = [1.0, 2.0]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import linecache
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from .functions import MISSING, KernelFunction, NotStandalone, is_callable_of_triton
@@ -103,10 +104,11 @@ class _SourceWriter:
         self._texts[name] = f"{_decorator(function)}\n{_definition(function, name, renamed)}"
         return name
 
-    def _outer(self, function: KernelFunction, name: str, value: Any) -> str:
-        """The name in the module of something that a function uses."""
+    def _outer(self, function: KernelFunction, name: str, value: Any, within: str = "") -> str:
+        """The name in the module of something that a function uses. `within`: of which module, as the function names
+        it, with a dot."""
         if isinstance(value, ModuleType):
-            return self._module(function, name, value)
+            return self._module(function, name, value, within)
         module, base = _home(value)
         if module:
             where = self._free(name, ("import", module, base))
@@ -124,7 +126,7 @@ class _SourceWriter:
         self._line(self._values, f"{where} = {text}")
         return where
 
-    def _module(self, function: KernelFunction, name: str, module: ModuleType) -> str:
+    def _module(self, function: KernelFunction, name: str, module: ModuleType, within: str) -> str:
         """A module: imported if it is Triton's, else replaced by one that has what the function uses of it."""
         if module.__name__.partition(".")[0] in _MODULES:
             where = self._free(name, ("module", module.__name__))
@@ -132,19 +134,19 @@ class _SourceWriter:
                 plain = where == module.__name__
                 self._line(self._imports, f"import {module.__name__}" + ("" if plain else f" as {where}"))
             return where
-        used = _attributes(function.tree, name)
+        used = _attributes(function.tree, within + name)
         if None in used:
             raise NotStandalone(f"{function.name} uses the module {module.__name__} other than by its attributes")
         known = self._taken.get(name)
         where = name if known == ("part", module.__name__) else self._free(name, ("part", module.__name__))
-        self._line(self._imports, "from types import ModuleType")
+        self._line(self._imports, "from types import FunctionType, ModuleType")
         self._line(self._values, f"{where} = ModuleType({name!r})")
         for attribute in used:
             value = getattr(module, str(attribute), MISSING)
             if value is MISSING:
                 raise NotStandalone(f"{function.name} uses {name}.{attribute}, which does not exist")
             self._reads.append((vars(module), str(attribute), value, _text_of_mutable(value)))
-            inner = self._outer(function, str(attribute), value)
+            inner = self._outer(function, str(attribute), value, f"{within}{name}.")
             if inner in self._texts or is_callable_of_triton(value):
                 self._texts[f"{where}.{attribute}"] = f"{where}.{attribute} = {inner}"
             else:
@@ -171,9 +173,19 @@ def _home(value: Any) -> tuple[str, str]:
     module, name = getattr(inner, "__module__", None), getattr(inner, "__name__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module.partition(".")[0] not in _MODULES:
         return "", ""
-    import sys
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return "", ""
+    return (module, name) if found is value or _is_copy(value, found) else ("", "")
 
-    return (module, name) if getattr(sys.modules.get(module), name, None) is value else ("", "")
+
+def _is_copy(value: Any, function: Any) -> bool:
+    """Whether a value is a function of the same text, from a module that was loaded a second time."""
+    if not isinstance(value, FunctionType) or not isinstance(function, FunctionType):
+        return False
+    first, second = value.__code__, function.__code__
+    return first == second and first.co_filename == second.co_filename
 
 
 def _literal(value: Any) -> str | None:
@@ -202,14 +214,21 @@ def _text_of_mutable(value: Any) -> str | None:
 
 
 def _attributes(tree: ast.AST, name: str) -> list[str | None]:
-    """What is used of a module: the attributes, None for the module itself."""
+    """What is used of a module, which may be named with dots: the attributes, None for the module itself."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     found: dict[str | None, None] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id == name:
+        if isinstance(node, ast.expr) and _dotted(node) == name:
             parent = parents.get(node)
             found[parent.attr if isinstance(parent, ast.Attribute) else None] = None
     return list(found)
+
+
+def _dotted(node: ast.expr) -> str:
+    """The name that an expression is, "" for other expressions."""
+    if isinstance(node, ast.Attribute) and (inner := _dotted(node.value)):
+        return f"{inner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _decorator(function: KernelFunction) -> str:

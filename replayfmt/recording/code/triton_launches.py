@@ -94,8 +94,9 @@ class TritonCode(CodeKernel):
     def reads(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         argument = self.arguments[index]
         if self._generated:
-            storage = storage_of(kwargs[argument.name])
-            written = [storage_of(kwargs[self.arguments[each].name])._cdata for each in self.writes]
+            given: dict[str, Any] = kwargs
+            storage = storage_of(given[argument.name])
+            written = [storage_of(given[self.arguments[each].name])._cdata for each in self.writes]
             if hasattr(storage, GENERATED) and storage._cdata in written:
                 return False
         # What it does not write of a tensor has to be what it was.
