@@ -14,8 +14,11 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gluon_language
 
 from replayfmt.pytorch.triton.accesses import accesses_of
+from replayfmt.pytorch.triton.functions import NotStandalone
 from replayfmt.pytorch.triton.ir_writes import NotRead, ir_accesses
 from replayfmt.pytorch.triton.sources import load_source, standalone_source
 from tests.triton_kernels import writing_kernels
@@ -177,6 +180,16 @@ def test_a_function_of_tritons_is_imported_from_where_it_is() -> None:
     source = standalone_source(with_a_copy_of_tritons)
     assert "from triton.language.extra.libdevice import rsqrt\n" in source.text
     assert accesses_of(source).written == {"a"}
+
+
+@gluon.jit
+def in_gluon(a):
+    gluon_language.store(a, 1.0)
+
+
+def test_a_kernel_that_is_written_in_gluon_is_refused() -> None:
+    with pytest.raises(NotStandalone, match="in_gluon is written in Gluon"):
+        standalone_source(in_gluon)
 
 
 package, inner = ModuleType("package"), ModuleType("package.inner")

@@ -63,6 +63,8 @@ class KernelFunction:
         function = kernel.fn
         if not isinstance(function, FunctionType):
             raise NotStandalone(f"a {type(function).__name__} was decorated, not a function")
+        if getattr(kernel, "is_gluon", bool)():
+            raise NotStandalone(f"{function.__name__} is written in Gluon, which lays out data for one kind of device")
         options = getattr(kernel, "kwargs", None) or {name: getattr(kernel, name, None) for name in DECLARED}
         declared = {name: options[name] for name in DECLARED if options.get(name)}
         interpreted = is_interpreted(kernel)
