@@ -102,8 +102,9 @@ class MemoryReport:
             yield f"allocator of {peak.device}: not measured: {row['allocator_peak_bytes_reason']}"
             resident = row.get("resident_set_peak_bytes")
             if resident is not None:
-                more = max(0, resident - (peak.before_bytes or 0))
-                yield f"  the process's resident set: {size(resident)}, {size(more)} more than before the ops"
+                more = resident - (peak.before_bytes or 0)
+                grown = f"{size(more)} more than before the ops" if more > 0 else "no growth that Linux saw"
+                yield f"  the process's resident set: {size(resident)}, {grown}"
             return
         yield (
             f"allocator of {peak.device}: {size(row['allocator_peak_bytes'])} at most in a replay, "

@@ -84,6 +84,7 @@ def export_perfetto(
         output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
         events = _EventWriter(output)
         events.add(_named("process_name", _HOST, 0, "captured: host"))
+        events.add(_named("process_name", _COUNTERS, 0, "captured: memory and power"))
         for event in timeline.events():
             events.add(event)
         for series, times in zip(power, chosen, strict=True):
@@ -291,7 +292,9 @@ class _ReplayedTrace:
                 continue
             if pid not in pids:
                 pids[pid] = first_pid + len(pids)
-                yield _named("process_name", pids[pid], 0, f"replayed: process {pid}")
+                yield _named(
+                    "process_name", pids[pid], 0, f"replayed: process {pid}" if pid else "replayed: other events"
+                )
             moved = {**event, "pid": pids[pid], "ts": _microseconds(time - self._first_ns + origin_ns)}
             tid = event.get("tid")
             if not isinstance(tid, int):
@@ -305,8 +308,8 @@ class _ReplayedTrace:
                     moved["args"] = {"name": f"replayed: {arguments.get('name')} {pid}"}
             elif phase == "X":
                 try:
-                    moved["dur"] = max(0.0, float(event.get("dur", 0)))
-                except (TypeError, ValueError):
+                    moved["dur"] = max(0.0, float(event["dur"]))
+                except (KeyError, TypeError, ValueError):
                     counts.left_out[_ODD] += 1
                     continue
             if not _is_json(moved):

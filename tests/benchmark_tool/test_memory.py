@@ -84,3 +84,13 @@ def test_memory_refuses_the_flags_of_other_measurements(tools, path, flag):
 def test_memory_has_no_rows_for_csv(tools, path):
     done = run(tools, path, "--benchmark-format=csv")
     assert done.code == 2 and "--benchmark-format=csv" in done.err and not done.out
+
+
+@pytest.mark.parametrize(
+    ("peak", "said"), [(5 * KIB, "1.000 KiB more than before the ops"), (4 * KIB, "no growth that Linux saw")]
+)
+def test_a_resident_set_that_did_not_grow_is_not_said_to_have_taken_nothing(path, peak, said):
+    with open_capture(path) as reader:
+        devices = memory_by_device(reader)
+    report = MemoryReport(devices, ["cpu"], (PeakMemory("cpu", peak, 4 * KIB, "resident set of the process"),))
+    assert list(report.lines())[-1] == f"  the process's resident set: {peak // KIB}.000 KiB, {said}"

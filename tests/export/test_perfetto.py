@@ -45,6 +45,8 @@ def checked(document: dict[str, Any]) -> list[Event]:
             ends[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
         if event["ph"] == "i":
             assert event["s"] in "gpt"
+    for event in document["traceEvents"]:
+        assert ("process_name", event["pid"], 0) in named, "viewers show a process without a name by its number"
     for spans in ends.values():
         around: list[float] = []
         for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -83,7 +85,7 @@ def test_ops_scopes_and_memory_are_where_the_capture_has_them(path: Path, tools:
     counters = [event["args"]["bytes"] for event in of(events, "C")]
     assert max(counters) == memory.peak_bytes and counters[-1] == memory.end_bytes
     tracks = {event["args"]["name"] for event in of(events, "M")}
-    assert tracks == {"captured: host", "thread 0", "thread 0: scopes"}
+    assert tracks == {"captured: host", "captured: memory and power", "thread 0", "thread 0: scopes"}
 
 
 @pytest.mark.parametrize("make", [captures.every_kind, captures.plain])
@@ -121,9 +123,10 @@ def test_what_a_replays_trace_says_wrongly_is_left_out_and_counted(path: Path, t
     trace = path.with_name("odd.json")
     good = {"ph": "X", "name": "good", "pid": "a", "tid": "b", "ts": 5, "dur": 1}
     odd = [good | change for change in ({"ts": "x"}, {"ts": True}, {"name": 3}, {"ph": "?"}, {"dur": []})]
+    odd.append({name: value for name, value in good.items() if name != "dur"})  # it would be shown as taking no time
     trace.write_text(json.dumps({"traceEvents": [*odd, good | {"args": {"x": float("nan")}}, good]}))
     done = tools("export", "--format=perfetto", f"--replayed={trace}", path, path.with_name("out"))
-    assert done.code == 0 and "left out  6 events of a replay" in done.out, done.out + done.err
+    assert done.code == 0 and "left out  7 events of a replay" in done.out, done.out + done.err
     events = checked(json.loads(path.with_name("out").read_text(), parse_constant=pytest.fail))
     assert [event["name"] for event in events if event["pid"] >= 1000 and event["ph"] == "X"] == ["good"]
 
