@@ -7,8 +7,10 @@
 // where races are tolerated). What streams and events do is told to PyTorch's trace, as the guard of CUDA does.
 //
 // While a graph is captured, operators leave no trace: they run for their results' sizes alone, and what they wrote and
-// drew is undone at the end. Memory that a capture allocates is the graph's until that is gone, and what is freed in
-// between is used again by the same capture. A replay issues what was captured, with the same addresses.
+// drew is undone at the end. A capture has the stream that it begins on, and those that wait for an event of one that it
+// has; what other streams are given runs at once. Memory that a capture allocates is the graph's until that is gone, and
+// what is freed in between is used again by the same capture, unless another stream was said to use it. A replay issues
+// what was captured, with the same addresses, the work of each stream on one of its own.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -82,9 +84,13 @@ struct Pool {
   std::set<char*> blocks, free;
 };
 
+using Nodes = std::set<size_t>;  // of the graph that is captured, by number
+
 struct Event {
   Clock clock;
   int64_t recorded_ns = 0;
+  int64_t capture = 0;  // the number of the capture that it was recorded in, after these nodes
+  Nodes nodes{};
 };
 
 std::recursive_mutex mutex;
@@ -101,6 +107,11 @@ SimulatedGraph* capturing = nullptr;  // the graph that is being captured; the d
 thread_local bool by_fallback = false;  // copies are part of an operator that the host runs
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {0, 0};
+
+bool is_captured(const Place& place);  // whether what a stream is given goes into the graph that is being captured
+bool captures_here(c10::DeviceIndex device) { return is_captured({device, current_stream[device]}); }
+void record_in_capture(Event& event, const Place& place);
+void wait_in_capture(const Event& event, const Place& place);
 
 int64_t now_ns() {
   timespec time{};
@@ -173,6 +184,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         *event = new Event;
       }
       *static_cast<Event*>(*event) = {clocks[place], now_ns()};
+      record_in_capture(*static_cast<Event*>(*event), place);
     }
     const OnDevice here(stream.device());
     tell(&Table::trace_gpu_event_record, handle_of(*event), handle_of(stream));
@@ -183,7 +195,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     {
       std::lock_guard lock(mutex);
-      merge(clocks[{stream.device_index(), stream.id()}], static_cast<Event*>(event)->clock);
+      const Place place{stream.device_index(), stream.id()};
+      wait_in_capture(*static_cast<Event*>(event), place);
+      merge(clocks[place], static_cast<Event*>(event)->clock);
     }
     const OnDevice here(stream.device());
     tell(&Table::trace_gpu_event_wait, handle_of(event), handle_of(stream));
@@ -276,8 +290,10 @@ struct Allocator final : c10::DeviceAllocator {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), mapped = (bytes + page - 1) / page * page;
     std::lock_guard lock(mutex);
     Pool* pool = pool_in_use();
+    const Place home{current_device, current_stream[current_device]};
     for (char* free : pool ? pool->free : std::set<char*>()) {  // as the next op of a capture uses what one left
-      if (blocks[free].mapped == mapped && blocks[free].device == current_device) {
+      const bool is_ours = !(blocks[free].home < home) && !(home < blocks[free].home) && blocks[free].used.empty();
+      if (blocks[free].mapped == mapped && is_ours) {
         pool->free.erase(free);
         c10::DataPtr again(free, free, &release, device);
         note_made(again);
@@ -287,7 +303,7 @@ struct Allocator final : c10::DeviceAllocator {
     void* memory = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(memory != MAP_FAILED, "sim: out of memory");
     blocks[static_cast<char*>(memory)] = {
-        bytes, mapped, current_device, {}, {current_device, current_stream[current_device]}, {}, pool};
+        bytes, mapped, current_device, {}, home, {}, pool};
     if (pool) {
       pool->blocks.insert(static_cast<char*>(memory));
     }
@@ -406,7 +422,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
 // nothing says that it is done.
 void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at::Tensor>& read,
            const std::vector<at::Tensor>& written) {
-  if (by_fallback || capturing) {
+  if (by_fallback || captures_here(device)) {
     return;
   }
   std::lock_guard lock(mutex);
@@ -449,7 +465,7 @@ void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at:
 
 // An operator on the current stream of `device`, the last one, made this tensor.
 void came_to_be(c10::DeviceIndex device, const at::Tensor& tensor) {
-  if (capturing) {
+  if (captures_here(device)) {
     return;
   }
   std::lock_guard lock(mutex);
@@ -541,12 +557,14 @@ class SimulatedGraph final : public at::GraphImplInterface {
       pools.push_back(pool_);
     }
     pool_->graphs++;
-    stream_ = current_stream[current_device];
+    origin_ = {current_device, current_stream[current_device]};
+    number_ = ++captures;
+    came_to_ = {{origin_, {}}};
     capturing = this;
   }
   void capture_end() override {
     TORCH_CHECK(capturing == this, "sim: no capture of this graph is in progress");
-    TORCH_CHECK(stream_ == current_stream[current_device], "sim: a capture ends on the stream on which it began");
+    TORCH_CHECK(origin_.stream == current_stream[current_device], "sim: a capture ends on the stream on which it began");
     capturing = nullptr;
     std::lock_guard lock(mutex);
     for (const auto& [address, bytes] : saved_) {
@@ -560,6 +578,16 @@ class SimulatedGraph final : public at::GraphImplInterface {
       const Open open(address);
       std::memset(address, 0xA5, blocks[address].bytes);
     }
+    Nodes joined;
+    std::vector<size_t> waiting(came_to_[origin_].begin(), came_to_[origin_].end());
+    while (!waiting.empty()) {
+      const size_t node = waiting.back();
+      waiting.pop_back();
+      if (joined.insert(node).second) {
+        waiting.insert(waiting.end(), nodes_[node].after.begin(), nodes_[node].after.end());
+      }
+    }
+    TORCH_CHECK(joined.size() == nodes_.size(), "sim: a stream of a capture has work that the one that it began on does not wait for");
     captured_ = true;
     instantiated_ = !keeps_;
   }
@@ -578,15 +606,46 @@ class SimulatedGraph final : public at::GraphImplInterface {
       }
     }
     replays++;
-    for (const auto& node : nodes_) {
-      node();
+    const Place here{current_device, current_stream[current_device]};
+    Clock begun;
+    {
+      std::lock_guard lock(mutex);
+      begun = clocks[here];
+      merge(begun, Guard::waited());
     }
+    std::vector<Clock> done;
+    Clock last;
+    for (const Node& node : nodes_) {
+      // Other streams have the number of the graph in theirs: nothing but edges orders them.
+      const bool on_origin = !(node.place < origin_) && !(origin_ < node.place);
+      const Place place = on_origin ? here : Place{node.place.device, (number_ << 8) + node.place.stream};
+      const c10::DeviceGuard guard(c10::Device(kKind, place.device));
+      const auto before = std::exchange(current_stream[place.device], place.stream);
+      {
+        std::lock_guard lock(mutex);
+        merge(clocks[place], begun);
+        for (const size_t earlier : node.after) {
+          merge(clocks[place], done[earlier]);
+        }
+      }
+      try {
+        node.run();
+      } catch (...) {
+        current_stream[place.device] = before;
+        throw;
+      }
+      current_stream[place.device] = before;
+      std::lock_guard lock(mutex);
+      done.push_back(clocks[place]);
+      merge(last, done.back());
+    }
+    std::lock_guard lock(mutex);
+    merge(clocks[here], last);
   }
   void reset() override {
     std::lock_guard lock(mutex);
     capturing = capturing == this ? nullptr : capturing;
     nodes_.clear();
-    names_.clear();
     made_.clear();
     used_.clear();
     saved_.clear();
@@ -610,8 +669,8 @@ class SimulatedGraph final : public at::GraphImplInterface {
   void enable_debug_mode() override {}
   void debug_dump(const std::string& path) override {
     std::ofstream file(path);
-    for (const std::string& name : names_) {
-      file << name << "\n";
+    for (const Node& node : nodes_) {
+      file << node.name << "\n";
     }
   }
 
@@ -638,35 +697,72 @@ class SimulatedGraph final : public at::GraphImplInterface {
       made_.insert(static_cast<char*>(data.get()));
     }
   }
-  int64_t nodes() const { return static_cast<int64_t>(nodes_.size()); }
-  void add(std::string name, std::function<void()> node) {
-    names_.push_back(std::move(name));
-    nodes_.push_back(std::move(node));
+  bool has(const Place& place) const { return came_to_.count(place) > 0; }
+  int64_t number() const { return number_; }
+  Nodes& came_to(const Place& place) { return came_to_[place]; }
+  // What the current stream of a device is given next.
+  void add(c10::DeviceIndex device, std::string name, std::function<void()> run, std::string kind = "kernel") {
+    const Place place{device, current_stream[device]};
+    nodes_.push_back({std::move(name), std::move(kind), place, came_to_[place], std::move(run)});
+    came_to_[place] = {nodes_.size() - 1};
+  }
+  // What a stream's next work comes after: (number, kind).
+  std::vector<std::pair<int64_t, std::string>> frontier(const Place& place) {
+    std::vector<std::pair<int64_t, std::string>> found;
+    for (const size_t node : has(place) ? came_to_[place] : Nodes()) {
+      found.emplace_back(static_cast<int64_t>(node) + 1, nodes_[node].kind);
+    }
+    return found;
   }
 
  private:
   const bool keeps_;
   Pool* pool_ = nullptr;
+  struct Node {
+    std::string name, kind;
+    Place place;
+    Nodes after;
+    std::function<void()> run;
+  };
+  static inline int64_t captures = 0;
   bool captured_ = false, instantiated_ = false;
-  c10::StreamId stream_ = 0;
-  std::vector<std::function<void()>> nodes_;
-  std::vector<std::string> names_;
+  Place origin_{0, 0};
+  int64_t number_ = 0;
+  std::map<Place, Nodes> came_to_;  // by the streams that the capture has
+  std::vector<Node> nodes_;
   std::set<char*> made_, used_;
   std::map<char*, std::string> saved_;
 };
 int64_t SimulatedGraph::replays = 0;
 
-Pool* pool_in_use() { return capturing ? capturing->memory() : nullptr; }
+bool is_captured(const Place& place) { return capturing && capturing->has(place); }
+
+void record_in_capture(Event& event, const Place& place) {
+  if (is_captured(place)) {
+    event.capture = capturing->number();
+    event.nodes = capturing->came_to(place);
+  }
+}
+
+void wait_in_capture(const Event& event, const Place& place) {
+  if (!capturing || event.capture != capturing->number()) {
+    TORCH_CHECK(!is_captured(place), "sim: a stream that is captured waits for what is not");
+    return;
+  }
+  capturing->came_to(place).insert(event.nodes.begin(), event.nodes.end());
+}
+
+Pool* pool_in_use() { return captures_here(current_device) ? capturing->memory() : nullptr; }
 
 void note_made(const c10::DataPtr& data) {
-  if (capturing) {
+  if (captures_here(current_device)) {
     capturing->made(data);
   }
 }
 
 // What an operator of a graph does at each replay: its results go to where those of the capture were.
-void add_node(const c10::OperatorHandle& op, std::vector<c10::IValue> args, std::vector<at::Tensor> results) {
-  capturing->add(op.schema().name(), [op, args = std::move(args), results = std::move(results)] {
+void add_node(c10::DeviceIndex device, const c10::OperatorHandle& op, std::vector<c10::IValue> args, std::vector<at::Tensor> results) {
+  capturing->add(device, op.schema().name(), [op, args = std::move(args), results = std::move(results)] {
     torch::jit::Stack stack = args;
     by_the_host(op, &stack);
     size_t next = 0;
@@ -753,11 +849,11 @@ void wait_for_current_stream(c10::DeviceIndex of, c10::DeviceIndex by) {
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   const auto on_device = [](const at::Tensor& tensor) { return tensor.device().type() == kKind; };
   const auto device = (on_device(to) ? to : self).device().index();
-  if (!by_fallback && capturing) {
+  if (!by_fallback && captures_here(device)) {
     TORCH_CHECK(on_device(to) || non_blocking, "sim: a copy for which the host waits, while a graph is captured");
     capturing->keep({self}, {to});
     const at::Tensor from = at_same_address(self, true), into = at_same_address(to, true);
-    capturing->add("copy", [from, into] { copy_from(from, into, true); });
+    capturing->add(device, "copy", [from, into] { copy_from(from, into, true); });
     return to;
   }
   if (!by_fallback && on_device(to) && on_device(self)) {  // between two devices, both their current streams wait for each other
@@ -865,7 +961,7 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   const c10::DeviceGuard guard(c10::Device(kKind, device));
   touch(schema.name(), device, read, written);
-  const bool captured = capturing && !by_fallback;
+  const bool captured = captures_here(device) && !by_fallback;
   std::vector<c10::IValue> given;
   if (captured) {
     capturing->keep(read, written);
@@ -884,7 +980,7 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         results.push_back(at_same_address(tensor, true));
       }
     }
-    add_node(op, std::move(given), std::move(results));
+    add_node(device, op, std::move(given), std::move(results));
   }
   for (size_t index = stack->size() - schema.returns().size(); index < stack->size(); index++) {
     const c10::IValue& value = (*stack)[index];
@@ -974,13 +1070,14 @@ PYBIND11_MODULE(simulated_accelerator, module) {
     });
   });
   module.def("graph_replays", [] { return SimulatedGraph::replays; });
-  // The last node of the graph that is being captured: (number, kind).
+  // What the current streams' next work comes after in the graph that is being captured: (number, kind).
   module.def("capture_frontier", [] {
-    std::vector<std::pair<int64_t, std::string>> last;
-    if (capturing && capturing->nodes()) {
-      last.emplace_back(capturing->nodes(), "kernel");
+    std::vector<std::pair<int64_t, std::string>> found;
+    for (c10::DeviceIndex device = 0; capturing && device < kDevices; device++) {
+      const auto of_device = capturing->frontier({device, current_stream[device]});
+      found.insert(found.end(), of_device.begin(), of_device.end());
     }
-    return last;
+    return found;
   });
   // What another library does, which PyTorch does not see: doubles floats, now or in the graph that is being captured.
   module.def("launch_beside", [](const at::Tensor& tensor) {
@@ -989,8 +1086,8 @@ PYBIND11_MODULE(simulated_accelerator, module) {
       const Open open(first);
       std::for_each(first, first + count, [](float& value) { value *= 2; });
     };
-    if (capturing) {
-      capturing->add("beside", run);
+    if (captures_here(tensor.device().index())) {
+      capturing->add(tensor.device().index(), "beside", run);
     } else {
       run();
     }
