@@ -18,7 +18,7 @@ from replayfmt.format.maintenance.add_digests import add_digests
 from replayfmt.format.maintenance.check import CheckReport, check_capture
 from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.printable import counted
-from replayfmt.format.races import find_races, unjudged
+from replayfmt.format.races import race_sentences, unjudged
 from replayfmt.format.reader import open_capture
 
 from .command import reader_may_leave, run_tool, say, tool
@@ -137,8 +137,8 @@ def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tu
         with open_capture(file) as reader:
             if why := unjudged(reader):
                 _echo(f"  races        not looked for: {why}")
-            for race in find_races(reader):
-                _echo(f"  race         {race.text(reader)}")
+            for race in race_sentences(reader):
+                _echo(f"  race         {race}")
         say("valid")
         return
     with _progress_bar("recovering", file, 3) as bar:

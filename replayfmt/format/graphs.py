@@ -1,8 +1,9 @@
 """The body of a graph of a device: the ops that were captured into it, as a capture inside of a capture.
 
-It is an attachment of the graph's kernel. Its records are ops alone. Its storages are what the graph uses: those whose
-origin is `absent` existed before, those of the origin `payload` are tensors of the host that an op was given by value,
-and the others were allocated by the graph. An argument of the kernel is a tensor on one of them and is named after it.
+It is an attachment of the graph's kernel. Its records are ops, and the events that order its streams; stream 0 is the
+one that it was captured on. Its storages are what the graph uses: those whose origin is `absent` existed before, those
+of the origin `payload` are tensors of the host that an op was given by value, and the others were allocated by the
+graph. An argument of the kernel is a tensor on one of them and is named after it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .reader import CaptureReader, open_capture
 
 BODY_SESSION = "00000000-0000-0000-0000-000000000000"  # a body has no session of its own, and the same ops one form
 VERSION = 1
+_IN_BODIES = (RecordKind.op, RecordKind.event_record, RecordKind.event_wait)
 _ARGUMENT = re.compile(r"s([1-9][0-9]{0,17})(?:_[0-9]{1,9})?")
 
 
@@ -41,7 +43,7 @@ def storage_of_argument(name: str) -> int:
 
 def open_body(contents: Mapping[str, bytes]) -> CaptureReader:
     """The body among a kernel's attachments by role, for the caller to close. Raises ValueError if there is none that
-    can be read, or if it holds anything but ops of operators and of kernels that are no graphs."""
+    can be read, or if it holds anything but ops of operators and of kernels that are no graphs, and events."""
     if BODY not in contents:
         raise ValueError("the capture has no body of it")
     with tempfile.TemporaryDirectory(prefix="opreplay-") as folder:
@@ -66,18 +68,19 @@ def _check(reader: CaptureReader) -> None:
         if kernel is not None and kernel.kind in (KernelKind.graph, KernelKind.collective):
             raise ValueError(f"its body calls {kernel.qualified_name}, a kernel of the kind {kernel.kind.name}")
     try:
-        others = {record.kind.name for record in reader.records() if record.kind is not RecordKind.op}
+        others = {record.kind.name for record in reader.records() if record.kind not in _IN_BODIES}
     except InvalidCapture as error:
         raise ValueError(f"its body cannot be read ({error})") from None
     if others:
-        raise ValueError(f"its body holds records of other kinds than ops: {', '.join(sorted(others))}")
+        raise ValueError(f"its body holds records of other kinds than ops and events: {', '.join(sorted(others))}")
 
 
 def body_metadata(reader: CaptureReader, device: str, streams: int, draws: bool, unchecked: str) -> dict[str, Any]:
     """What is said of a graph besides its ops: the device that it was captured on, the number of streams that its ops
     were issued to, whether they draw random numbers, and why it could not be checked that the graph held nothing but
     them ("" if it was)."""
-    calls = Counter(reader.kernels[record.signature.kernel].qualified_name for record in reader.records())
+    ops = (record for record in reader.records() if record.kind is RecordKind.op)
+    calls = Counter(reader.kernels[record.signature.kernel].qualified_name for record in ops)
     return {
         "kind": "graph",
         "version": VERSION,

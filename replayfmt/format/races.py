@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .codes import DType, RecordKind, StorageOrigin, ValueKind
+from .attachments import contents_of
+from .codes import DType, KernelKind, RecordKind, StorageOrigin, ValueKind
+from .graphs import open_body
 from .model import StreamPlacement
 from .operator_schema import parse_operator_schema
 from .reader import CaptureReader
@@ -115,6 +117,23 @@ def find_races(reader: CaptureReader, most: int = 100) -> list[Race]:
         found.append(race)
         if len(found) == most:
             break
+    return found
+
+
+def race_sentences(reader: CaptureReader, most: int = 100) -> list[str]:
+    """The first races of a capture and of the bodies of its graphs, `most` at most, for people. A body that cannot be
+    read has none: a replay refuses it. Raises InvalidCapture for a damaged frame."""
+    found = [each.text(reader) for each in find_races(reader, most)]
+    for kernel in reader.kernels:
+        if kernel is None or kernel.kind is not KernelKind.graph or not kernel.attachments or len(found) >= most:
+            continue
+        try:
+            body = open_body(contents_of(reader, kernel))
+        except ValueError:
+            continue
+        with body:
+            races = find_races(body, most - len(found))
+            found += [f"inside {kernel.qualified_name}: {each.text(body)}" for each in races]
     return found
 
 

@@ -345,9 +345,14 @@ class Recorder:
     def inside(self) -> bool:
         """Whether this thread is inside an op, or in the recorder's own work. Threads of PyTorch's that do not take
         part just now (at the end of a backward pass) are not."""
-        core, presence = self._core, self._presence
+        core = self._core
+        return core is None or not core.on or self.within()
+
+    def within(self) -> bool:
+        """Likewise, also before recording has begun."""
+        presence = self._presence
         hidden = presence is not None and presence.joined() and self._mode_now() is None
-        return core is None or not core.on or hidden or in_recorders_work()
+        return hidden or in_recorders_work()
 
     def recording(self) -> bool:
         """Whether an op that this thread issued now would be recorded."""
@@ -361,6 +366,15 @@ class Recorder:
         if mode is None and core is not None and not core.finished:
             mode = next((each for each in mode_stack() if isinstance(each, RecordingMode) and each.core is core), None)
         return mode
+
+    def graph_here(self) -> bool:
+        """Whether what this thread does now, outside of ops, is seen as part of a graph."""
+        mode = self.mode_here()
+        return mode is not None and mode.captures_graph
+
+    def is_on(self) -> bool:
+        """Whether recording has begun and goes on."""
+        return self._core is not None and self._core.on
 
     def hidden(self) -> AbstractContextManager[None]:
         """Inside, nothing that this thread calls is recorded or observed."""

@@ -108,6 +108,7 @@ class Plan(Preparation):
             allow_operators=allow_operators,
             allow_code=flag_of("allow_code", allow_code),
             graphs=graphs,
+            streams=streams,
             substitutions=substitutions,
             opaque_results=opaque_results,
             window=window,

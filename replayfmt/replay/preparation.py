@@ -24,6 +24,7 @@ from replayfmt.initializers import Registry
 from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
 
 from .code.allowed import AllowedCode
+from .codegen.streams import StreamsMode
 from .graphs.kernel import GraphsMode
 from .graphs.prepared import PreparedGraphs
 from .planning.allowed_imports import AllowedImports
@@ -62,6 +63,7 @@ class Preparation:
         allow_operators: Iterable[str],
         allow_code: bool,
         graphs: GraphsMode,
+        streams: StreamsMode,
         substitutions: Asked,
         opaque_results: Iterable[str],
         window: WindowSize,
@@ -79,7 +81,13 @@ class Preparation:
             self._code = AllowedCode(self.reader, allow_code, types)
             self._code.prepare()
             self._graphs = PreparedGraphs(
-                self.reader, self.device_map, self._imports, allow_code=allow_code, mode=graphs, window=window
+                self.reader,
+                self.device_map,
+                self._imports,
+                allow_code=allow_code,
+                mode=graphs,
+                streams=streams,
+                window=window,
             )
             opened.callback(self._graphs.close)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from replayfmt.format.printable import counted, scope_count
-from replayfmt.format.races import find_races, unjudged
+from replayfmt.format.races import race_sentences, unjudged
 
 from .plan import Plan
 from .results import PeakMemory, ReplayResult
@@ -40,6 +40,7 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
     for each in result.memory:
         lines += _memory(each)
     lines += _streams(plan)
+    lines += [f"race: {each}" for each in race_sentences(plan.reader)]
     lines += _initialized(plan)
     lines += [f"note: {note}" for note in result.notes]
     if result.verdicts is not None:
@@ -100,7 +101,7 @@ def _verification(result: ReplayResult) -> list[str]:
 
 
 def _streams(plan: Plan) -> list[str]:
-    """How the capture's streams were replayed, and whether its program raced."""
+    """How the capture's streams were replayed."""
     streams = plan.context.streams
     if streams is None:
         return []
@@ -112,7 +113,7 @@ def _streams(plan: Plan) -> list[str]:
     lines = [f"streams: {how}"]
     if why := unjudged(plan.reader):
         lines.append(f"races: not looked for: {why}")
-    return lines + [f"race: {each.text(plan.reader)}" for each in find_races(plan.reader)]
+    return lines
 
 
 def _initialized(plan: Plan) -> list[str]:
@@ -167,7 +168,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         "streams": None
         if plan.context.streams is None
         else ("captured" if plan.context.streams.captured else "serial"),
-        "races": [each.text(plan.reader) for each in find_races(plan.reader)],
+        "races": race_sentences(plan.reader),
         "divergence": None
         if divergence is None
         else {

@@ -337,30 +337,6 @@ def test_tensors_of_the_host_are_copied_at_each_replay_or_were_given_by_value(tm
         replays_bitwise(path, graphs=mode)
 
 
-def test_streams_inside_of_a_graph_become_one_and_the_output_says_so(tmp_path: Path) -> None:
-    def program() -> list[float]:
-        x, other = torch.ones(4).to(DEVICE), torch.Stream(DEVICE)
-
-        def issue() -> torch.Tensor:
-            main = torch.accelerator.current_stream()
-            y = x * 2
-            other.wait_stream(main)
-            with other:
-                z = y + 1
-            main.wait_stream(other)
-            return z * y
-
-        graph, result = graph_of(issue)
-        graph.replay()
-        return result.tolist()
-
-    path = tmp_path / "a.opreplay"
-    with replayfmt.capture(path):
-        assert program() == [6] * 4
-    _count, text = replays_bitwise(path)
-    assert "on one stream instead of 2" in text
-
-
 def test_a_graph_that_was_captured_before_the_first_recorded_scope_is_known(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     with replayfmt.capture(path, start_scope="execute"):

@@ -38,6 +38,7 @@ class RecordingMode(TorchDispatchMode):
     masks = True  # PyTorch disables autocast, autograd and more for what its handler calls
     autocast = staticmethod(autocast_below_mode)
     told = True  # what it sees is recorded at once
+    captures_graph = False  # what it sees becomes part of a graph of a device
     launched = False  # whether work without an operator was done under it
 
     def __init__(self, core: Core) -> None:

@@ -1,4 +1,5 @@
-"""The body of a graph: the ops that were issued while it was captured, written as a capture of its own.
+"""The body of a graph: the ops that were issued while it was captured, and the events that order its streams, written
+as a capture of its own.
 
 Nothing of them ran, so nothing of their content is read. Memory is named by storage: what was there before, what the
 capture allocated and what is left of that at its end. Tensors of the host that an op is given by value, as the graph
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 from replayfmt.format.codes import Layout, OpStatus, RecordKind, StorageOrigin, TensorFlag
 from replayfmt.format.graphs import BODY_SESSION
 from replayfmt.format.kept_attachments import KeptAttachments
-from replayfmt.format.model import Device, Generator, Session, Signature, TensorMeta
+from replayfmt.format.model import Device, Generator, Session, Signature, StreamPlacement, TensorMeta
 from replayfmt.format.records.builder import Moment, RecordBuilder, RecordSlots
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
@@ -47,7 +48,7 @@ from ..dispatch.kernels import CapturedKernel
 from ..dispatch.unpacked import Unpacked
 from ..dispatch.wrappers import is_wrapper
 from ..state.randomness import address
-from ..stream.records import Unrepresentable
+from ..stream.records import Unrepresentable, nodes_on_device
 from ..stream.redacted_writer import RedactedWriter, user_names
 
 # Operators that a graph has as a copy: the memory of the host that they use is read or written at each replay. Others
@@ -116,18 +117,13 @@ class GraphBody:
         self._generators: dict[torch.device, int] = {}
         self._signatures: dict[Any, int] = {}
         self._without_memory: dict[tuple[int, int], int] = {}
-        self._streams: set[tuple[int, int]] = set()
+        self._placements: dict[StreamPlacement, int] = {StreamPlacement(()): 0}
         unpacked = Unpacked()
         use = (self._refuse_storage, self._generator, self._device, self._large_integer, unpacked)
         self._arguments, self._results = Encoder(self._argument, *use), Encoder(self._result, *use)
         self.problem = ""
         self.draws = False
         self.ops = 0
-
-    @property
-    def streams(self) -> int:
-        """How many streams its ops were issued to."""
-        return len(self._streams)
 
     def unkept(self, problem: str) -> None:
         """The graph cannot be kept. The first reason counts."""
@@ -160,8 +156,8 @@ class GraphBody:
         self.draws = self.draws or (kernel.random and kernel.draws(args, kwargs))
         return call
 
-    def after(self, call: OpCall, result: Any) -> None:
-        """It returned."""
+    def after(self, call: OpCall, result: Any, placement: StreamPlacement) -> None:
+        """It returned. `placement`: the streams that it was given to."""
         kernel = call.kernel
         results = (result,) if kernel.results == 1 else tuple(result) if kernel.results else ()
         values = CallValues()
@@ -172,7 +168,7 @@ class GraphBody:
         except Unrepresentable as problem:
             self.unkept(f"{kernel.name} returned {problem.args[0]}")
             return
-        self._commit(call, values, len(results))
+        self._commit(call, values, len(results), placement)
         writes = kernel.writes_in(call.args, call.kwargs)
         for use in call.values.uses:
             if use.argument in writes and (memory := self._memory.get(use.storage._cdata)) is not None:
@@ -183,11 +179,9 @@ class GraphBody:
             memory = self._memory.get(use.storage._cdata)
             if memory is not None and use.storage._cdata not in before and not kernel.operator.empty:
                 memory.written[UsedView.of(use.tensor)] = True
-        stream = torch._C._accelerator_getStream(torch.accelerator.current_device_index())
-        self._streams.add((stream.device_index, stream.stream_id))
         self.ops += 1
 
-    def _commit(self, call: OpCall, values: CallValues, results: int) -> None:
+    def _commit(self, call: OpCall, values: CallValues, results: int, placement: StreamPlacement) -> None:
         given, kernel = call.values, call.kernel
         number = self._kernels.get(kernel)
         if number is None:
@@ -208,7 +202,25 @@ class GraphBody:
         slots = RecordSlots(
             [*given.tensors, *values.tensors], [*given.ints, *values.ints], [*given.floats, *values.floats]
         )
-        self._builder.add(signature, RecordKind.op, Moment(), slots)
+        where = self._placements.get(placement)
+        if where is None:
+            where = self._placements[placement] = self._writer.placement(placement)
+        self._builder.add(signature, RecordKind.op, Moment(placement=where), slots)
+
+    # -------------------------------------------------------------------------------------------------------- streams
+
+    def stream_record(self, kind: RecordKind, device_index: int, ints: Sequence[int]) -> None:
+        """Add a record about a stream of a device."""
+        number = self.device_id(device_index)
+        key = (kind, number)
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = self._signatures[key] = self._writer.signature(Signature(kind, nodes_on_device(kind, number)))
+        self._builder.add(signature, kind, Moment(), RecordSlots([], list(ints), []))
+
+    def device_id(self, device_index: int) -> int:
+        """The id of an accelerator."""
+        return self._device(torch.device(self._kind, device_index))
 
     # --------------------------------------------------------------------------------------------------------- values
 

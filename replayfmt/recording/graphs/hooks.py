@@ -26,11 +26,10 @@ from ..hooks.patches import Patch, Patched, PatchSet
 from ..stream.records import Unrepresentable
 from .body import GraphBody, UsedMemory
 from .kernel import Allocated, GraphKernel
-from .mode import GraphMode
+from .mode import REASON, GraphMode
 
 _T = TypeVar("_T")
 _Function = Callable[..., Any]
-REASON = "cuda_graph"
 _BEFORE = "it was captured before the recording began, or by a thread that is not recorded"
 _RAW = "the program took its raw graph, which it may change by hand"
 
@@ -140,7 +139,9 @@ class Graphs(Patched):
         if isinstance(mode, GraphMode):
             mode.body.unkept("another graph was captured meanwhile")
             body.unkept("it was captured while another graph was")
-        graph_mode = GraphMode(core, body, device.type)
+        graph_mode = GraphMode(core, body, device)
+        if core.streams is not None:
+            core.streams.graphs.append(graph_mode.streams)
         graph_mode.unrecorded.account()
         # Backward passes run in threads of PyTorch's, which have this mode and not the recorder's.
         before = core.thread_watch.also(graph_mode)
@@ -176,8 +177,11 @@ class Graphs(Patched):
     @staticmethod
     def _leave(begun: _GraphBegun) -> None:
         remove_mode(begun.mode)
-        begun.mode.core.graph_captures -= 1
-        begun.mode.core.thread_watch.also(begun.watched_before)
+        core = begun.mode.core
+        core.graph_captures -= 1
+        if core.streams is not None and begun.mode.streams in core.streams.graphs:
+            core.streams.graphs.remove(begun.mode.streams)
+        core.thread_watch.also(begun.watched_before)
         begun.away.__exit__(None, None, None)
 
     def _end(self, graph: Any, begun: _GraphBegun) -> None:
@@ -186,8 +190,8 @@ class Graphs(Patched):
         kernel = None
         if not body.problem:
             try:
-                unknown = begun.mode.unrecorded.unknown
-                kernel = GraphKernel(next(self._numbers), body, begun.device, self._call, unchecked=unknown)
+                unknown, streams = begun.mode.unrecorded.unknown, len(begun.mode.streams.with_ops)
+                kernel = GraphKernel(next(self._numbers), body, begun.device, self._call, streams, unknown)
             except Unrepresentable as problem:
                 body.unkept(problem.detail)
         if kernel is None:

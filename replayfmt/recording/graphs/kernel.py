@@ -49,17 +49,17 @@ class GraphKernel(CodeKernel):
     __slots__ = ("_graph_arguments", "_made")
 
     def __init__(
-        self, number: int, body: GraphBody, device: torch.device, call: Callable[..., Any], *, unchecked: str
+        self, number: int, body: GraphBody, device: torch.device, call: Callable[..., Any], streams: int, unchecked: str
     ) -> None:
-        """Completes `body`, the one of the capture's graph `number`, captured on `device`. `call` replays it.
-        `unchecked`: why nobody knows whether the graph holds work that is not in its body, if so. Raises
-        Unrepresentable if no schema can be written for it."""
+        """Completes `body`, the one of the capture's graph `number`, captured on `device`. `call` replays it. Its ops
+        were issued to as many `streams`. `unchecked`: why nobody knows whether the graph holds work that is not in its
+        body, if so. Raises Unrepresentable if no schema can be written for it."""
         kept = list(body.kept())
         self._made = [storage for memory in kept if memory.made and (storage := memory.storage()) is not None]
         self._graph_arguments = tuple(_arguments(kept))
         content = body.finish()
         with open_body({BODY: content}) as reader:
-            metadata = body_metadata(reader, str(device), body.streams, body.draws, unchecked)
+            metadata = body_metadata(reader, str(device), streams, body.draws, unchecked)
         attached = [
             Attached(BODY, f"graph_{number}.opreplay", content),
             Attached(METADATA, f"graph_{number}.json", json.dumps(metadata, indent=1).encode()),

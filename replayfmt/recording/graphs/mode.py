@@ -13,43 +13,58 @@ from ..dispatch.kernels import CapturedKernel, tensors_in
 from ..dispatch.mode import RecordingMode
 from ..stream.records import Unrepresentable
 from .body import GraphBody
+from .streams import GraphStreams
 from .unrecorded import UnrecordedWork
+
+REASON = "cuda_graph"
+_BESIDE = (
+    "while a graph was captured it was given to a stream that the capture does not have, which waits for no event of "
+    "the capture's streams: it ran at once, and its memory could not be read meanwhile"
+)
 
 
 class GraphMode(RecordingMode):
     """Writes a body. Ops of the host run at once and belong to no graph: they are recorded as ever."""
 
     told = False
+    captures_graph = True
 
-    def __init__(self, core: Core, body: GraphBody, kind: str) -> None:
+    def __init__(self, core: Core, body: GraphBody, device: torch.device) -> None:
         TorchDispatchMode.__init__(self)
         self.core = core
         self.body = body
-        self._kind = kind
-        self.unrecorded = UnrecordedWork(kind)
+        self._kind = device.type
+        self.streams = GraphStreams(body, device, core.streams.knows if core.streams else None)
+        self.unrecorded = UnrecordedWork(device.type)
 
     def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._is_on_device(args, kwargs):
+        devices = self._devices(args, kwargs)
+        if not devices:
             return super().record(kernel, args, kwargs) if self.core.on else kernel.call(*args, **kwargs)
+        if self.core.attempt(self.streams.takes, devices) is False:
+            return super()._run_unsupported(kernel, args, kwargs, Unrepresentable(REASON, _BESIDE))
         self.core.attempt(self.look)
         call = self.core.attempt(self.body.before, kernel, args, kwargs)
         result = kernel.call(*args, **kwargs)
         if call is not None:
-            self.core.attempt(self._issued, call, result)
+            self.core.attempt(self._issued, call, result, devices)
         return result
 
-    def _issued(self, call: OpCall, result: Any) -> None:
-        self.body.after(call, result)
+    def _issued(self, call: OpCall, result: Any, devices: set[torch.device]) -> None:
+        self.body.after(call, result, self.streams.placement(devices))
         self.unrecorded.account()
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.record(kernel, args, kwargs)
 
-    def _is_on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == self._kind:
-            return True
-        return any(tensor.device.type == self._kind for tensor in tensors_in((*args, *kwargs.values())))
+    def _devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
+        """The accelerators that an op works on; none for an op of the host."""
+        found = {tensor.device for tensor in tensors_in((*args, *kwargs.values())) if tensor.device.type == self._kind}
+        given = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if given is not None and given.type == self._kind:
+            here = torch.accelerator.current_device_index() if given.index is None else given.index
+            found.add(torch.device(given.type, here))
+        return found
 
     def look(self) -> None:
         """Whether anything else than ops was issued to the graph. To be called while it is captured."""
@@ -74,7 +89,7 @@ class GraphMode(RecordingMode):
     def _run_unsupported(
         self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
     ) -> Any:
-        if self._is_on_device(args, kwargs):
+        if self._devices(args, kwargs):
             self.body.unkept(f"{kernel.name}: {problem.detail}")
             return kernel.call(*args, **kwargs)
         return super()._run_unsupported(kernel, args, kwargs, problem)

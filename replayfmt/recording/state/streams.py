@@ -20,11 +20,37 @@ from ..stream.buffer import RecordBuffer
 from ..stream.records import Records
 
 
+class GraphBeingCaptured(Protocol):
+    """What streams are given while a graph is captured can be part of the graph, and then it is no record here."""
+
+    def recorded(self, event: int, handle: int) -> bool:
+        """Whether an event on a stream of the current device is part of it."""
+        ...
+
+    def waited(self, event: int, handle: int) -> bool:
+        """Whether a wait of a stream of the current device is part of it."""
+        ...
+
+    def deleted(self, event: int) -> None: ...
+
+
 class RecorderForStreams(Protocol):
     """What the streams need from a recorder."""
 
     def inside(self) -> bool:
         """Whether this thread is inside an op, or in the recorder's own work."""
+        ...
+
+    def within(self) -> bool:
+        """Likewise, also before recording has begun."""
+        ...
+
+    def graph_here(self) -> bool:
+        """Whether what this thread does now, outside of ops, is seen as part of a graph."""
+        ...
+
+    def is_on(self) -> bool:
+        """Whether recording has begun and goes on."""
         ...
 
     def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
@@ -49,6 +75,7 @@ class Streams:
         self._events: dict[int, int] = {}  # numbers of recorded events, by native handle
         self._free: list[int] = []  # numbers of events that are gone
         records.new_device = self.device_seen
+        self.graphs: list[GraphBeingCaptured] = []
         self.first_seen: Callable[[], bool] | None = None  # called before work on another stream is recorded
 
     def device_seen(self, device: torch.device, number: int) -> None:
@@ -134,7 +161,13 @@ class Streams:
         if known is not None:  # or it was recorded before the capture: what it stands for is done
             self._records.event_wait(known, *self._stream(stream))
 
+    def knows(self, event: int) -> bool:
+        """Whether the event with a handle was recorded."""
+        return event in self._events
+
     def deleted(self, event: int) -> None:
+        for graph in self.graphs:
+            graph.deleted(event)
         known = self._events.pop(event, None)
         if known is not None:
             heapq.heappush(self._free, known)
@@ -161,8 +194,8 @@ class StreamTrace:
         self._trace = GpuTrace(
             streams.kind,
             Callbacks(
-                self._telling(streams.recorded),
-                self._telling(streams.waited),
+                self._telling(streams.recorded, lambda graph, *handles: graph.recorded(*handles)),
+                self._telling(streams.waited, lambda graph, *handles: graph.waited(*handles)),
                 self._telling(streams.deleted, always=True),
                 self._telling(streams.synchronized_event),
                 self._telling(streams.synchronized_stream),
@@ -186,16 +219,28 @@ class StreamTrace:
         self._streams.first_seen = None
         self._trace.remove()
 
-    def _telling(self, what: Callable[..., None], *, always: bool = False) -> Callable[..., None]:
-        """`what`, for what the program does outside of ops; `always`: whoever does it."""
-        recorder, lock = self._recorder, self._lock
+    def _telling(
+        self,
+        what: Callable[..., None],
+        in_graph: Callable[..., bool] = lambda _graph, *_handles: False,
+        *,
+        always: bool = False,
+    ) -> Callable[..., None]:
+        """`what`, for what the program does outside of ops; `always`: whoever does it. `in_graph` takes what is part of
+        a graph."""
+        recorder, lock, graphs = self._recorder, self._lock, self._streams.graphs
 
         def step(*handles: int) -> None:
             with lock:
                 what(*handles)
 
         def tell(*handles: int) -> None:
-            if always or not recorder.inside():
+            graph_here = bool(graphs) and recorder.graph_here()
+            # In any thread: the end of a backward pass joins its streams in one that has no mode any more.
+            offered = graphs if graph_here or not recorder.within() else ()
+            if any(recorder.attempt(in_graph, graph, *handles) is not False for graph in offered):
+                return
+            if always or (graph_here and recorder.is_on()) or not recorder.inside():
                 recorder.attempt(step, *handles)
 
         return tell

@@ -164,14 +164,7 @@ class Records:
         self, kind: RecordKind, device: torch.device, *, tensor: Sequence[int] = (), ints: Sequence[int] = ()
     ) -> None:
         number = self.device(device)
-
-        def nodes() -> tuple[Node, ...]:
-            return tuple(
-                Node(ValueKind.device, "device", number) if node.kind is ValueKind.device else node
-                for node in argument_nodes(kind)
-            )
-
-        self._constant((kind, number), nodes, (*tensor, *ints))
+        self._constant((kind, number), lambda: nodes_on_device(kind, number), (*tensor, *ints))
 
     def event_record(self, event: int, device: torch.device, stream: int) -> None:
         self._on_stream(RecordKind.event_record, device, ints=(event, stream))
@@ -220,6 +213,14 @@ class Records:
             (tensor, *ints),
             floats,
         )
+
+
+def nodes_on_device(kind: RecordKind, device: int) -> tuple[Node, ...]:
+    """The nodes of a record about the device with an id."""
+    return tuple(
+        Node(ValueKind.device, "device", device) if node.kind is ValueKind.device else node
+        for node in argument_nodes(kind)
+    )
 
 
 def _digest_key(digest: TensorDigest) -> tuple[Any, ...]:

@@ -36,11 +36,12 @@ class ReplayedGraph(StoredCodeKernel):
         draws: bool,
         unsure: frozenset[int],
         settings: Mapping[str, Any],
-        streams: int,
+        streams: str,
         unchecked: str,
     ) -> None:
         """`devices` do its work. `unsure`: storages that ops of its body may write without saying so. `settings` are
-        the numeric ones that it was captured under. `unchecked`: why nobody looked for work that is not in its body."""
+        the numeric ones that it was captured under. `streams` says on how many it runs, if it was captured on several.
+        `unchecked`: why nobody looked for work that is not in its body."""
         self.draws = draws
         self._schema = schema
         self._steps = steps
@@ -74,7 +75,7 @@ class ReplayedGraph(StoredCodeKernel):
     @property
     def how(self) -> str:  # type: ignore[override]
         """How it is replayed, and what is different from the program's graph."""
-        streams = f", on one stream instead of {self._streams}" if self._streams > 1 else ""
+        streams = f", {self._streams}" if self._streams else ""
         beside = f"; not checked for work that no operator issued: {self._unchecked}" if self._unchecked else ""
         if self._why_issued:
             return f"issued op by op ({self._why_issued}){streams}{beside}"

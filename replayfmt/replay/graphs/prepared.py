@@ -18,6 +18,7 @@ from replayfmt.pytorch.accelerators import is_accelerator
 from replayfmt.pytorch.schemas import parse_schema
 
 from ..code.allowed import AllowedCode
+from ..codegen.streams import StreamsMode
 from ..op_values import tensors_of
 from ..planning.allowed_imports import AllowedImports
 from ..planning.devices import DeviceMap
@@ -29,6 +30,7 @@ from ..planning.scan import Scan
 from ..planning.window_cuts import WindowSize
 from .kernel import GraphsMode, ReplayedGraph
 from .steps import BodySteps
+from .streams import BodyStreams
 
 
 class PreparedGraphs:
@@ -42,10 +44,12 @@ class PreparedGraphs:
         *,
         allow_code: bool,
         mode: GraphsMode,
+        streams: StreamsMode,
         window: WindowSize,
     ) -> None:
         """Opens them. What is wrong with one is said when it is resolved."""
         self._reader, self._devices, self._imports, self._mode, self._window = reader, devices, imports, mode, window
+        self._streams: StreamsMode = streams
         self._bodies: dict[Kernel, _OpenBody | str] = {}
         self._opened = ExitStack()
         self._types = frozenset(device.type for device in devices.in_use())
@@ -107,15 +111,16 @@ class PreparedGraphs:
         differs = reader.session.settings != self._reader.session.settings or bool(
             self._reader.summary.records.get(RecordKind.global_state)
         )
+        streams = BodyStreams(reader, devices, self._streams)
         return ReplayedGraph(
             schema,
-            BodySteps(reader, kernels, devices, set(given)),
+            BodySteps(reader, kernels, devices, set(given), streams),
             works_on,
             self._mode,
             draws=any(each.draws for each in usable),
             unsure=unsure,
             settings=reader.session.settings if differs else {},
-            streams=body.streams,
+            streams=_on_streams(body.streams, streams),
             unchecked=body.unchecked,
         )
 
@@ -127,6 +132,15 @@ class PreparedGraphs:
             if known is not None and (known.kind, max(known.index, 0)) == (device.kind, max(device.index, 0)):
                 return target
         return torch.device(device.kind) if device.kind in ("cpu", "meta") else None
+
+
+def _on_streams(captured: int, streams: BodyStreams) -> str:
+    """On how many streams a body runs that was captured on a number of them; "" for one."""
+    if captured < 2:
+        return ""
+    if streams.several:
+        return f"on {captured} streams"
+    return f"on one stream instead of {captured}" + (f" ({streams.problem})" if streams.problem else "")
 
 
 class _OpenBody:
@@ -162,6 +176,8 @@ def _compared(
     unsure: set[int] = set()
     works_on: set[torch.device] = set()
     for record in reader.records():
+        if record.kind is not RecordKind.op:
+            continue
         layout = reader.layouts[record.signature_id]
         tensors = list(tensors_of((*record.args, *record.results)))
         does = effects(record.signature_id, layout)

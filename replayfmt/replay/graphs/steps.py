@@ -1,4 +1,4 @@
-"""Issues the ops of a graph's body, one after the other, on given memory.
+"""Issues the ops of a graph's body, one after the other, on given memory and on the body's streams.
 
 Arguments name storages of the body. What outlives the graph's capture has memory outside, and an op that made it there
 gives its result into that; everything else is allocated by the ops and dropped after its last use. Memory of the host
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.codes import DType, Layout, MemoryFormat, StorageOrigin
+from replayfmt.format.codes import DType, Layout, MemoryFormat, RecordKind, StorageOrigin
 from replayfmt.format.model import CompositeValue, DeviceValue, GeneratorValue, Record, TensorMeta, TensorValue, Value
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.accelerators import HOST, default_generator
@@ -26,6 +26,7 @@ from replayfmt.pytorch.tensors.memory import fill_storage, new_storage
 from ..op_values import tensors_of
 from ..planning.devices import DeviceMap
 from ..planning.kernels import ResolvedKernel
+from .streams import BodyStreams
 
 Storages = dict[int, torch.UntypedStorage]
 _CODES = ((DType, TORCH_DTYPE), (Layout, TORCH_LAYOUT), (MemoryFormat, TORCH_MEMORY_FORMAT))
@@ -42,7 +43,8 @@ class _PassMemory:
 @dataclass(frozen=True)
 class _BodyStep:
     """One op. `into`: its result, for one that copies to memory of the host. `done_with`: the storages that no later op
-    uses, and the tensors on them."""
+    uses, and the tensors on them. `switch` makes its streams current; `kept_for`: arguments whose memory another stream
+    has, and the op's."""
 
     name: str
     kernel: ResolvedKernel
@@ -52,15 +54,23 @@ class _BodyStep:
     allocates: bool
     into: TensorValue | None
     done_with: tuple[tuple[int, ...], tuple[int, ...]]
+    switch: Callable[[], None] | None
+    kept_for: Sequence[tuple[TensorValue, tuple[torch.device, int]]]
 
 
 class BodySteps:
     """The ops of a body."""
 
     def __init__(
-        self, reader: CaptureReader, kernels: Sequence[ResolvedKernel | str | None], devices: DeviceMap, kept: set[int]
+        self,
+        reader: CaptureReader,
+        kernels: Sequence[ResolvedKernel | str | None],
+        devices: DeviceMap,
+        kept: set[int],
+        streams: BodyStreams,
     ) -> None:
         """`kernels` and `devices` are by the body's ids; `kept` are the storages that `issue` is given."""
+        self._streams = streams
         self._devices = devices
         self._reader = reader
         self._kept = kept
@@ -78,8 +88,12 @@ class BodySteps:
         for storage, place in last_storage.items():
             if storage not in self._by_value:
                 ends.setdefault(place, []).append(storage)
-        self._steps = []
+        self._steps: list[_BodyStep | Callable[[], None]] = []
         for place, record in enumerate(records):
+            if record.kind is not RecordKind.op:
+                order = streams.order(record)
+                self._steps += [] if order is None else [order]
+                continue
             kernel = kernels[record.signature.kernel]
             assert isinstance(kernel, ResolvedKernel), "a graph without one of its kernels is refused"
             gone = tuple(ends.get(place, ()))
@@ -114,7 +128,10 @@ class BodySteps:
         made -= {value.storage for value in tensors_of(record.args)}
         allocates = bool(made) and kernel.schema.name.partition("::")[2].split("_")[0] in ("empty", "new")
         results, into = tuple(record.results), self._brought_back(record, made)
-        return _BodyStep(kernel.schema.name, kernel, tuple(args), kwargs, results, allocates, into, done_with)
+        switch, kept_for = self._streams.switch(record), self._streams.kept_for(record)
+        return _BodyStep(
+            kernel.schema.name, kernel, tuple(args), kwargs, results, allocates, into, done_with, switch, kept_for
+        )
 
     def _brought_back(self, record: Record, made: set[int]) -> TensorValue | None:
         """The result of an op that gives memory of the host that it made to whoever replays the graph. Raises
@@ -183,9 +200,22 @@ class BodySteps:
         """Issue every op once. `given` has the memory of the storages that are kept. Returns memory of the host that a
         device may still use. Raises what an op raises, and RuntimeError if one returns something else than was
         captured."""
-        memory = _PassMemory({**self._by_value, **given}, {})
+        self._streams.begin()
+        try:
+            return self._issue(_PassMemory({**self._by_value, **given}, {}))
+        finally:
+            self._streams.end()
+
+    def _issue(self, memory: _PassMemory) -> list[torch.UntypedStorage]:
         used: list[torch.UntypedStorage] = []
         for step in self._steps:
+            if not isinstance(step, _BodyStep):
+                step()
+                continue
+            if step.switch is not None:
+                step.switch()
+            for kept, stream in step.kept_for:
+                self._tensor(memory, kept).record_stream(self._streams.stream(stream))
             args = [build(memory) for build in step.args]
             kwargs = {name: build(memory) for name, build in step.kwargs.items()}
             if step.into is None:
