@@ -37,13 +37,16 @@ def frontier(kind: str) -> list[GraphNode]:
     tell = getattr(device_module(kind), _TOLD_BY_MODULES, None)
     if tell is None:
         raise UnknownFrontier(f"PyTorch's module for {kind} has no {_TOLD_BY_MODULES}")
-    return [GraphNode(int(handle), str(what)) for handle, what in tell()]
+    try:
+        return [GraphNode(int(handle), str(what)) for handle, what in tell()]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UnknownFrontier(f"{_TOLD_BY_MODULES} of PyTorch's module for {kind} failed: {error}") from None
 
 
 def _of_cuda() -> Iterator[GraphNode]:
     try:
         from cuda.bindings import runtime
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
         raise UnknownFrontier(f"cuda-bindings cannot be imported: {error}") from None
     seen: set[int] = set()
     for index in range(torch.cuda.device_count()):
@@ -74,7 +77,7 @@ def _checked(runtime: Any, name: str, *args: Any) -> tuple[Any, ...]:
     """What a function of the runtime tells, without its status."""
     try:
         status, *told = getattr(runtime, name)(*args)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, RuntimeError, TypeError) as error:  # RuntimeError: a driver without it
         raise UnknownFrontier(f"cuda-bindings has no {name} that can be used: {error}") from None
     if status != runtime.cudaError_t.cudaSuccess:
         raise UnknownFrontier(f"{name} failed: {status.name}")

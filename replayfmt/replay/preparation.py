@@ -132,7 +132,8 @@ class Preparation:
         if sentences or (self.findings and not keep_going):
             count = len(self.findings)
             reasons = f"{count} reason{'s' if count > 1 else ''}"
-            advice = f"; {self._code.advice}" if self._code.advice else ""
+            found = self._code.advice or self._graphs.advice
+            advice = f"; {found}" if found else ""
             raise ReplayRefused(
                 f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run{advice}", self.findings
             )

@@ -101,6 +101,13 @@ def test_a_device_that_does_not_tell_what_a_graph_holds_is_said_to(
 
     said = "not checked for work that no operator issued"
     assert said not in captured(path)
+    frontier = sim.capture_frontier
+    monkeypatch.setattr(sim, "capture_frontier", list)
+    text = captured(tmp_path / "blind.opreplay")
+    assert f"{said}: the device told of no work of aten::mul, which has some" in text
+    monkeypatch.setattr(sim, "capture_frontier", lambda: frontier(1))
+    assert f"{said}: capture_frontier of PyTorch's module for sim failed" in captured(tmp_path / "c.opreplay")
+    monkeypatch.setattr(sim, "capture_frontier", frontier)
     monkeypatch.delattr(sim, "capture_frontier")
     text = captured(tmp_path / "b.opreplay")
     assert f"{said}: PyTorch's module for sim has no capture_frontier" in text

@@ -1093,6 +1093,21 @@ PYBIND11_MODULE(simulated_accelerator, module) {
     }
   });
   module.def("is_capturing", [] { return capturing != nullptr; });
+  // Work of a kernel that is written in Python, into the graph that is being captured: `run` is called at each replay, and
+  // `used` are the tensors that it works on (with `same_address`, so that the graph keeps none of their memory).
+  module.def("add_work", [](const py::function& run, const std::vector<at::Tensor>& used) {
+    TORCH_CHECK(!used.empty() && captures_here(used.front().device().index()), "sim: no graph is being captured here");
+    capturing->keep(used, {});
+    const std::shared_ptr<py::function> held(new py::function(run), [](py::function* function) {
+      const py::gil_scoped_acquire gil;
+      delete function;
+    });
+    capturing->add(used.front().device().index(), "python", [held] {
+      const py::gil_scoped_acquire gil;
+      (*held)();
+    });
+  });
+  module.def("same_address", [](const at::Tensor& tensor) { return at_same_address(tensor, true); });
   module.def("device_count", [] { return int(kDevices); });
   module.def("current_device", [] { return int(current_device); });
   module.def("set_device", [](int index) { hooks.setCurrentDevice(static_cast<c10::DeviceIndex>(index)); });

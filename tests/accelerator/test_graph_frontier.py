@@ -90,6 +90,26 @@ def test_a_host_callback_and_a_kernel_between_ops_are_found(capture: FakeCapture
     assert work.found() == "host, kernel"
 
 
+def test_a_capture_that_is_not_seen_is_not_taken_for_one_without_other_work(capture: FakeCapture) -> None:
+    capture.status = _STATUS.cudaStreamCaptureStatusInvalidated
+    work = UnrecordedWork("cuda")
+    work.account()
+    work.account()
+    assert not work.unknown, "a view has no work"
+    work.account("aten::add")
+    assert not work.found()
+    assert work.unknown == "the device told of no work of aten::add, which has some"
+    capture.status = _STATUS.cudaStreamCaptureStatusActive
+    work = UnrecordedWork("cuda")
+    capture.add(11, _KIND.cudaGraphNodeTypeKernel, [])
+    work.account("aten::add")
+    assert not work.unknown
+    work.account("aten::mul")
+    assert "of aten::mul" in work.unknown, "it saw work, and none of this op"
+    capture.add(12, _KIND.cudaGraphNodeTypeHost, [11])
+    assert work.found() == "host", "it goes on looking"
+
+
 def test_what_cannot_be_told_is_said_and_not_taken_for_nothing(
     capture: FakeCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +120,13 @@ def test_what_cannot_be_told_is_said_and_not_taken_for_nothing(
     capture.error = _OK
     monkeypatch.setattr(runtime, "cudaStreamGetCaptureInfo", lambda _stream: (_OK, capture.status, 1))
     with pytest.raises(UnknownFrontier, match="older than version 13"):
+        frontier("cuda")
+
+    def gone(_stream: int) -> None:
+        raise RuntimeError('Function "cudaStreamGetCaptureInfo_v3" not found')
+
+    monkeypatch.setattr(runtime, "cudaStreamGetCaptureInfo", gone)
+    with pytest.raises(UnknownFrontier, match="_v3.* not found"):
         frontier("cuda")
     monkeypatch.delattr(runtime, "cudaStreamGetCaptureInfo")
     with pytest.raises(UnknownFrontier, match="no cudaStreamGetCaptureInfo that can be used"):

@@ -156,8 +156,8 @@ class GraphBody:
         self.draws = self.draws or (kernel.random and kernel.draws(args, kwargs))
         return call
 
-    def after(self, call: OpCall, result: Any, placement: StreamPlacement) -> None:
-        """It returned. `placement`: the streams that it was given to."""
+    def after(self, call: OpCall, result: Any, placement: StreamPlacement) -> bool:
+        """It returned. `placement`: the streams that it was given to. Returns whether it wrote memory."""
         kernel = call.kernel
         results = (result,) if kernel.results == 1 else tuple(result) if kernel.results else ()
         values = CallValues()
@@ -167,19 +167,23 @@ class GraphBody:
                 self._results.add(value, values, call)
         except Unrepresentable as problem:
             self.unkept(f"{kernel.name} returned {problem.args[0]}")
-            return
+            return False
         self._commit(call, values, len(results), placement)
-        writes = kernel.writes_in(call.args, call.kwargs)
+        writes, wrote = kernel.writes_in(call.args, call.kwargs), False
         for use in call.values.uses:
             if use.argument in writes and (memory := self._memory.get(use.storage._cdata)) is not None:
                 view, everything = UsedView.of(use.tensor), kernel.writes_all(use.argument)
                 memory.written[view] = memory.written.get(view, False) or everything
+                wrote = wrote or view.elements > 0
         before = {use.storage._cdata for use in call.values.uses}
         for use in values.uses:
             memory = self._memory.get(use.storage._cdata)
             if memory is not None and use.storage._cdata not in before and not kernel.operator.empty:
-                memory.written[UsedView.of(use.tensor)] = True
+                view = UsedView.of(use.tensor)
+                memory.written[view] = True
+                wrote = wrote or view.elements > 0
         self.ops += 1
+        return wrote
 
     def _commit(self, call: OpCall, values: CallValues, results: int, placement: StreamPlacement) -> None:
         given, kernel = call.values, call.kernel

@@ -51,8 +51,9 @@ class GraphMode(RecordingMode):
         return result
 
     def _issued(self, call: OpCall, result: Any, devices: set[torch.device]) -> None:
-        self.body.after(call, result, self.streams.placement(devices))
-        self.unrecorded.account()
+        wrote = self.body.after(call, result, self.streams.placement(devices))
+        has_work = wrote and call.kernel.own and not call.kernel.in_place_view
+        self.unrecorded.account(call.kernel.name if has_work else "")
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.record(kernel, args, kwargs)

@@ -76,6 +76,12 @@ class PreparedGraphs:
         """Close the bodies."""
         self._opened.close()
 
+    @property
+    def advice(self) -> str:
+        """What to do about code in bodies that was refused for want of leave; "" if none was."""
+        opened = (body for body in self._bodies.values() if isinstance(body, _OpenBody))
+        return next((body.code.advice for body in opened if body.code.advice), "")
+
     def resolve(self, kernel: Kernel) -> ResolvedKernel | str:
         """The kernel, or a sentence that says why there is none."""
         body = self._bodies[kernel]
