@@ -505,7 +505,7 @@ class Plan(Preparation):
             divergence=found[0] if found else None,
             memory=memory,
             scope_ns=times.totals() if times else {},
-            notes=(*self.notes, *self._content.notes),
+            notes=(*self.notes, *self._content.notes, *(self.substitution.notes if self.substitution else ())),
             verdicts=verdicts,
             unsupported=self.work.unsupported,
             left_out=left_out,

@@ -165,6 +165,11 @@ class Preparation:
         return tuple(self.reader.scope_path(scope) for scope in range(1, len(self.reader.scopes)))
 
     @property
+    def calls_inside_graphs(self) -> Mapping[str, Sequence[str]]:
+        """The names of the kernels that the bodies of the capture's graphs call, each with the graphs that do."""
+        return self._graphs.calls_inside
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a user has to know about how the capture is replayed."""
         threads = len(self.scan(checks=False).threads)

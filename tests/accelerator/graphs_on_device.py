@@ -420,6 +420,25 @@ def test_trimmed_captures_keep_graphs_and_a_script_of_one_is_refused(tmp_path: P
     assert done.code == 1 and "graph::captured_1" in done.err and not (tmp_path / "c.py").exists(), done
 
 
+def test_a_substitution_says_that_it_leaves_graphs_as_they_are(tmp_path: Path) -> None:
+    path, x = tmp_path / "a.opreplay", torch.ones(3).to(DEVICE)
+    with replayfmt.capture(path):
+        graph, result = graph_of(lambda: x * 2)
+        graph.replay()
+        (result * 3).tolist()
+    used: list[int] = []
+
+    def doubled(a: torch.Tensor, b: Any) -> torch.Tensor:
+        used.append(1)
+        return torch.ops.aten.mul.Tensor(a, b)
+
+    with Plan(path, substitutions=[replayfmt.Substitution("aten::mul", doubled)]) as plan:
+        result = plan.execute()
+    assert result.outcome == "ok" and used
+    (said,) = [note for note in result.notes if "substituted" in note]
+    assert said.startswith("aten::mul.Tensor is substituted, but not inside of graph::captured_1: ")
+
+
 def test_a_body_that_does_more_than_its_schema_says_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     with replayfmt.capture(path):

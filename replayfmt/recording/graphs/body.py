@@ -304,6 +304,12 @@ class GraphBody:
             if not memory.by_value and (not memory.made or memory.storage() is not None):
                 yield memory
 
+    def scratch(self) -> list[tuple[int, int]]:
+        """Where memory was that the capture allocated and freed, as addresses and ends, in order. Each replay writes
+        there, and other graphs of the same pool may have it, too."""
+        gone = (memory for memory in self.memory if memory.made and not memory.by_value and memory.storage() is None)
+        return sorted((memory.address, memory.address + memory.bytes) for memory in gone)
+
     def finish(self) -> bytes:
         """Complete the body. Returns the file's bytes."""
         if self._builder.count:

@@ -9,7 +9,9 @@ The table at the end is the list of what is hooked. Nothing is imported just to 
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -67,14 +69,17 @@ class _GraphBegun(NamedTuple):
 
 class _KnownGraph:
     """A graph that was captured. `kernel`: None if it cannot be kept, and `problem` says why. `recorded`: all that was
-    done since its capture is recorded."""
+    done since its capture is recorded. `scratch`: where memory was that it freed. `written_over`: memory of other
+    graphs that lies there."""
 
-    __slots__ = ("born", "kernel", "memory", "problem", "recorded")
+    __slots__ = ("born", "kernel", "memory", "problem", "recorded", "scratch", "written_over")
 
-    def __init__(self, kernel: GraphKernel | None, problem: str, memory: list[UsedMemory], recorded: bool) -> None:
+    def __init__(self, kernel: GraphKernel | None, body: GraphBody, recorded: bool) -> None:
         self.kernel = kernel
-        self.problem = problem
-        self.memory = memory
+        self.problem = body.problem
+        self.memory = list(body.kept())
+        self.scratch = body.scratch()
+        self.written_over: list[UsedMemory] = []
         self.recorded = recorded
         self.born = False  # the memory that it allocated is in the capture
 
@@ -196,7 +201,11 @@ class Graphs(Patched):
                 body.unkept(problem.detail)
         if kernel is None:
             body.drop()
-        self._known[graph] = _KnownGraph(kernel, body.problem, list(body.kept()), begun.mode.core.on)
+        known = _KnownGraph(kernel, body, begun.mode.core.on)
+        for other in self._known.values():
+            known.written_over += _lying_in(known.scratch, other.memory)
+            other.written_over += _lying_in(other.scratch, known.memory)
+        self._known[graph] = known
 
     def warm_up(self, original: _Function) -> _Function:
         """Of `make_graphed_callables`: it warms up with gradients that nobody wrote, and drops what comes of it."""
@@ -243,7 +252,10 @@ class Graphs(Patched):
             if known is not None and known.kernel is not None and isinstance(values, dict):
                 self._bear(mode, known)
                 self._now.replay = run
-                return mode.issue(known.kernel, (), values)
+                try:
+                    return mode.issue(known.kernel, (), values)
+                finally:
+                    self._written(known.written_over)
         if self._recorder.launching():
             detail = f"a graph of a device was replayed that a replay could not: {values}"
             self._recorder.unsupported(REASON, f"{type(graph).__name__}.replay", detail)
@@ -251,8 +263,13 @@ class Graphs(Patched):
             with self._recorder.hidden():
                 return run()
         finally:
-            for storage in _alive([] if known is None else known.memory):
-                self._recorder.storage_written(storage)
+            if known is not None:
+                self._written([*known.memory, *known.written_over])
+
+    def _written(self, memory: list[UsedMemory]) -> None:
+        """A replay wrote to memory, and no record says what: it is imported again at its next use."""
+        for storage in _alive(memory):
+            self._recorder.storage_written(storage)
 
     @staticmethod
     def _values(known: _KnownGraph | None) -> dict[str, torch.Tensor] | str:
@@ -308,6 +325,19 @@ def _alive(memory: list[UsedMemory]) -> Iterator[torch.UntypedStorage]:
         storage = each.storage()
         if storage is not None:
             yield storage
+
+
+def _lying_in(ranges: list[tuple[int, int]], memory: list[UsedMemory]) -> list[UsedMemory]:
+    """The memory of a graph's own that lies in ranges of addresses, which are in order and may overlap."""
+    if not ranges:
+        return []
+    reach = list(itertools.accumulate((end for _begin, end in ranges), max))
+    found = []
+    for each in memory:
+        before = bisect.bisect_left(ranges, (each.address + each.bytes, 0))  # those that begin before its end
+        if each.made and before and reach[before - 1] > each.address:
+            found.append(each)
+    return found
 
 
 def table(graphs: Graphs) -> list[Patch]:

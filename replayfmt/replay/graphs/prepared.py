@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 
 import torch
 
@@ -75,6 +76,16 @@ class PreparedGraphs:
     def close(self) -> None:
         """Close the bodies."""
         self._opened.close()
+
+    @cached_property
+    def calls_inside(self) -> dict[str, list[str]]:
+        """The names, with and without overload, of the kernels that bodies call, each with the graphs that do."""
+        found: dict[str, list[str]] = {}
+        for graph, body in self._bodies.items():
+            for each in body.reader.kernels if isinstance(body, _OpenBody) else ():
+                for name in () if each is None else {each.name, each.qualified_name}:
+                    found.setdefault(name, []).append(graph.name)
+        return found
 
     @property
     def advice(self) -> str:

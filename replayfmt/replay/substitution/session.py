@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -117,6 +117,9 @@ class Planned(Protocol):
     def kernels(self) -> Sequence[ResolvedKernel | str | None]: ...
 
     @property
+    def calls_inside_graphs(self) -> Mapping[str, Sequence[str]]: ...
+
+    @property
     def generators(self) -> Sequence[torch.Generator | None]: ...
 
     def scan(self, *, checks: bool) -> Scan: ...
@@ -135,11 +138,21 @@ class SubstitutionSession:
         """Raises UsageError if what was requested does not fit the capture."""
         kernels = {number: kernel for number, kernel in enumerate(plan.kernels) if isinstance(kernel, ResolvedKernel)}
         self.table = Substitutions(
-            plan.reader, loaded, kernels, plan.scan(checks=False).signature_calls.tolist(), plan.device_map.target
+            plan.reader,
+            loaded,
+            kernels,
+            plan.scan(checks=False).signature_calls.tolist(),
+            plan.device_map.target,
+            plan.calls_inside_graphs,
         )
         self.replace = Replace(plan.reader, self.table, plan.describe)
         self.report: SubstitutionReport | None = None
         self._plan, self._tolerance = plan, tolerance
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was asked for and is not done: kernels inside of graphs are those that were captured."""
+        return self.table.left_inside_graphs()
 
     def check(self, on_progress: Callable[[int], None] | None = None, *, again: bool = False) -> SubstitutionReport:
         """Run both kernels of every substituted call: once in the life of a plan, and once more with `again`.

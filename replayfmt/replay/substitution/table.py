@@ -27,6 +27,7 @@ from .loading import Library, Loader, Replacement, replacement_of
 from .requests import Substitution, SubstitutionRequest, parse_request
 
 _SHOWN = 8
+_BODY_TOO = "opreplay-dump --attachment=ID writes a graph's body, a capture in which it can be"
 # Formats of what is launched in place of a Triton kernel, in words.
 _STANDS_FOR_TRITON = {"triton": "functions of Triton", "cubin": "binaries"}
 
@@ -94,6 +95,11 @@ def _refuse_repeated(requests: Sequence[SubstitutionRequest]) -> None:
             )
 
 
+def _listed(graphs: Sequence[str]) -> str:
+    more = f" and {len(graphs) - _SHOWN} more" if len(graphs) > _SHOWN else ""
+    return ", ".join(graphs[:_SHOWN]) + more
+
+
 def _never(*_args: Any, **_kwargs: Any) -> None:
     """Stands for a kernel where the original is not available, so that nothing is replayed."""
     raise AssertionError
@@ -110,12 +116,15 @@ class Substitutions:
         kernels: Mapping[int, ResolvedKernel],
         calls: Sequence[int],
         device_of: Callable[[int], torch.device],
+        inside_graphs: Mapping[str, Sequence[str]],
     ) -> None:
         """`kernels` has what is available here, by kernel id, `calls` the number of calls of each
-        signature id, `device_of` the device that a captured one is mapped to. Raises UsageError."""
+        signature id, `device_of` the device that a captured one is mapped to, `inside_graphs` the graphs whose bodies
+        call a kernel of a name. Raises UsageError."""
         self.index = SignatureIndex(reader)
         self.replaced: dict[str, list[str]] = {}
         self._reader, self._kernels, self._device_of = reader, kernels, device_of
+        self._inside_graphs = inside_graphs
         self._called = {
             signature.kernel
             for number, signature in enumerate(reader.signatures)
@@ -165,6 +174,14 @@ class Substitutions:
         what = [f"{kernel} by {', '.join(labels)}" for kernel, labels in self.replaced.items()]
         more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
         return f"kernels are substituted: {', '.join(what[:_SHOWN])}{more}" if what else "nothing is substituted"
+
+    def left_inside_graphs(self) -> tuple[str, ...]:
+        """A sentence for each kernel that is replaced, and not where graphs call it."""
+        return tuple(
+            f"{name} is substituted, but not inside of {_listed(graphs)}: {_BODY_TOO}"
+            for name in self.replaced
+            if (graphs := self._inside_graphs.get(name))
+        )
 
     # ----------------------------------------------------------------------------------------------------- one request
 
@@ -226,6 +243,8 @@ class Substitutions:
             )
         else:
             close = difflib.get_close_matches(wanted, sorted(names), 3)
+            if graphs := self._inside_graphs.get(wanted):
+                raise UsageError(f"{request.told}: {wanted} is called inside of {_listed(graphs)} alone: {_BODY_TOO}")
             hint = f"did you mean {' or '.join(close)}?" if close else "opreplay-dump --signatures prints what it calls"
         raise UsageError(f"{request.told}: {selector.text!r} matches no call of {self._reader.path}; {hint}")
 
