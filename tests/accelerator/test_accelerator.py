@@ -19,6 +19,9 @@ _FILES = (
     "memory_on_device.py",
     "kinds_on_device.py",
     "graphs_on_device.py",
+    "graph_streams_on_device.py",
+    "graph_kernels_on_device.py",
+    "graph_pools_on_device.py",
     "graph_work_on_device.py",
     "measured_graphs_on_device.py",
 )
