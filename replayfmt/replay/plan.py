@@ -136,8 +136,7 @@ class Plan(Preparation):
             streams=replay_streams(self.reader, self.device_map, streams),
         )
         self._kept: dict[tuple[bool, Shapes, KernelStandIn | None], list[Window]] = {}
-        self._shapes_checked = False
-        self._executions = 0
+        self._shapes_checked, self._executions = False, 0
         self._differences: list[str] | None = None
         self.substitution: SubstitutionSession | None = None
         if self.replacements:
