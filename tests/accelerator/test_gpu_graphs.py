@@ -11,6 +11,7 @@ import torch
 
 import replayfmt
 from replayfmt import Plan
+from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.report import as_text
@@ -61,8 +62,61 @@ def graphed() -> list[Any]:
     return [losses, *(parameter.grad.tolist() for parameter in model.parameters())]  # type: ignore[union-attr]
 
 
+def forked() -> list[float]:
+    """Two streams in one graph, and a backward pass on both."""
+    torch.manual_seed(0)
+    x, other, graph = torch.randn(64, 64, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    weight = torch.randn(64, 64, device="cuda").requires_grad_()
+    weight.grad = torch.zeros_like(weight)
+
+    def issue() -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        y = x @ weight
+        other.wait_stream(main)
+        with torch.cuda.stream(other):
+            z = y.relu().sum()
+        main.wait_stream(other)
+        loss = z + y.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    before = torch.cuda.Stream()
+    before.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(before):
+        issue()
+    torch.cuda.current_stream().wait_stream(before)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        loss = issue()
+    seen = []
+    for number in range(2):
+        x.fill_(number + 1.0)
+        weight.grad.zero_()
+        graph.replay()
+        seen += [loss.item(), weight.grad.sum().item()]
+    return seen
+
+
+def sharing_a_pool() -> list[list[float]]:
+    """The second graph has its result where the first one had something that it freed."""
+    x, stream = torch.arange(1.0, 65.0, device="cuda"), torch.cuda.Stream()
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first, stream=stream):
+        one = (x * 2) + 1
+    with torch.cuda.graph(second, stream=stream, pool=first.pool()):
+        other = x * 5
+    seen = []
+    for _ in range(2):
+        second.replay()
+        seen.append(other.tolist())
+        first.replay()
+        seen += [one.tolist(), other.tolist()]
+    return seen
+
+
 @pytest.mark.parametrize("recorder", ["python", "native"])
-@pytest.mark.parametrize(("program", "graphs"), [(decoding, 1), (dropping, 1), (graphed, 2)])
+@pytest.mark.parametrize(
+    ("program", "graphs"), [(decoding, 1), (dropping, 1), (graphed, 2), (forked, 1), (sharing_a_pool, 2)]
+)
 def test_graphs_are_recorded_and_replay_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[[], list[Any]], graphs: int, recorder: str
 ) -> None:
@@ -79,4 +133,59 @@ def test_graphs_are_recorded_and_replay_bit_for_bit(
             for _ in range(3):
                 result = plan.execute(verify="bitwise")
                 assert result.outcome == "ok", str(result.divergence)
-            assert words in "\n".join(as_text(plan, result))
+            said = "\n".join(as_text(plan, result))
+            assert words in said
+            assert "not checked for work that no operator issued" not in said
+            assert ("on 2 streams" in said) is (program is forked)
+
+
+def of_a_library(stream: int, memory: torch.Tensor) -> None:
+    """Work that PyTorch does not see."""
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    (error,) = runtime.cudaMemsetAsync(memory.data_ptr(), 0, memory.nbytes, stream)
+    assert error == runtime.cudaError_t.cudaSuccess
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_work_that_no_operator_issued_is_found_in_a_graph(tmp_path: Path, last: bool) -> None:
+    path, x, graph = tmp_path / "a.opreplay", torch.ones(64, device="cuda"), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with replayfmt.capture(path):
+        with torch.cuda.graph(graph):
+            y = x + 1
+            of_a_library(torch.cuda.current_stream().cuda_stream, y)
+            if not last:
+                y = y + 1
+        graph.replay()
+        assert y.tolist() == [float(not last)] * 64
+    assert open_capture(path).summary.unsupported == {"cuda_graph": 1}
+    with pytest.raises(ReplayRefused) as refused, Plan(path):
+        pass
+    assert "nodes of the kind memset" in "".join(refused.value.findings)
+
+
+def test_a_triton_kernel_in_a_graph_is_replayed_from_its_binary(tmp_path: Path) -> None:
+    busy = pytest.importorskip("tests.triton_kernels.busy_kernels").busy
+    path, x = tmp_path / "a.opreplay", torch.ones(1 << 10, device="cuda")
+
+    def program() -> list[float]:
+        graph = torch.cuda.CUDAGraph()
+        busy[(4,)](x, 10, 10, BLOCK=256)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            x.mul_(2)
+            busy[(4,)](x, 10, 10, BLOCK=256)
+        x.fill_(1)
+        graph.replay()
+        return x.tolist()  # type: ignore[no-any-return]
+
+    expected = program()
+    with replayfmt.capture(path):
+        assert program() == expected
+    assert not open_capture(path).summary.unsupported
+    with pytest.raises(ReplayRefused), Plan(path):
+        pass
+    for mode in ("captured", "issued"):
+        with Plan(path, graphs=mode, allow_code=True) as plan:  # type: ignore[arg-type]
+            result = plan.execute(verify="bitwise")
+            assert result.outcome == "ok", str(result.divergence)
