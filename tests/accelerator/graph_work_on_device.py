@@ -183,3 +183,34 @@ def test_a_scope_may_end_while_a_graph_is_captured_and_its_digests_come_later(tm
         result.tolist()
     assert not open_capture(path).summary.unsupported
     assert "2 digests" in replays_bitwise(path)[1]
+
+
+class _WithBranches(torch.accelerator.Graph):
+    """What `torch.cuda.CUDAGraph` has for conditional nodes: a part is captured on a stream of its own."""
+
+    def begin_capture_to_if_node(self, _predicate: torch.Tensor) -> None:
+        self.branch, self.before = torch.Stream(DEVICE), torch.accelerator.current_stream()
+        self.branch.wait_stream(self.before)
+        torch.accelerator.set_stream(self.branch)
+
+    def end_capture_to_conditional_node(self) -> None:
+        self.before.wait_stream(self.branch)
+        torch.accelerator.set_stream(self.before)
+
+
+def test_a_graph_with_a_part_that_is_run_on_a_condition_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.graphs, "CUDAGraph", _WithBranches)
+    path, x = tmp_path / "a.opreplay", torch.ones(4).to(DEVICE)
+    with replayfmt.capture(path):
+        graph = _WithBranches()
+        torch.accelerator.synchronize()
+        with torch.Stream(DEVICE), graph:
+            graph.begin_capture_to_if_node(x.sum() > 0)
+            y = x * 2
+            graph.end_capture_to_conditional_node()
+        graph.replay()
+        assert y.tolist() == [2] * 4
+    assert open_capture(path).summary.unsupported == {"cuda_graph": 1}
+    assert "parts of it are run on a condition" in refused_because(path)

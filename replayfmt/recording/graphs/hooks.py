@@ -307,6 +307,20 @@ class Graphs(Patched):
 
         return reset
 
+    def branch(self, original: _Function) -> _Function:
+        """Of what begins a part of a graph that is run on a condition (`torch.cond` while a graph is captured)."""
+
+        @functools.wraps(original)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            mode = self._recorder.attempt(self._recorder.mode_here)
+            if isinstance(mode, GraphMode):
+                mode.body.unkept("parts of it are run on a condition (conditional nodes)")
+                self._recorder.attempt(mode.streams.enter_current)  # the part is captured on a stream of its own
+            return result
+
+        return begin
+
     def raw(self, original: _Function) -> _Function:
         """Of what gives the program the graph itself."""
 
@@ -359,6 +373,7 @@ def table(graphs: Graphs) -> list[Patch]:
     ]
     raw = ("raw_cuda_graph", "raw_cuda_graph_exec")
     found += [Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.raw, REASON) for method in raw]
+    found.append(Patch("torch.cuda.graphs", "CUDAGraph.begin_capture_to_if_node", graphs.branch, REASON))
     return found + [
         Patch(module, "make_graphed_callables", graphs.warm_up) for module in ("torch.cuda", "torch.cuda.graphs")
     ]

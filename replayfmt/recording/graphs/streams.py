@@ -85,6 +85,10 @@ class GraphStreams:
                 used[self._body.device_id(index)] = number
         return StreamPlacement(tuple(sorted(used.items())))
 
+    def enter_current(self) -> None:
+        """The current stream is one of the graph's, whatever it waits for."""
+        self._enter(self._current(torch.accelerator.current_device_index()))
+
     def _enter(self, stream: _Stream) -> None:
         if stream not in self._numbers:
             self._counts[stream[0]] = self._counts.get(stream[0], 0) + 1
