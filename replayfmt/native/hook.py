@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
@@ -13,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .building import NotAvailable, library
+from .ending import at_last, prepare
 
 KNOWN_PYTORCH = ((2, 11), (2, 15))  # the first and the last release whose dispatcher the hook was made for
 _TAKES_PART, _HIDDEN, _ACTIVE = 1, 2, 4  # bits of opreplay_recorder_state
+
+prepare()
 
 
 class OperatorForHook(NamedTuple):
@@ -68,7 +70,7 @@ class DispatchHook:
         self._key = int(found.opreplay_recorder_key())
         if not found.opreplay_recorder_take_key():
             raise NotAvailable("its dispatch key is in use", "another library has the fallback for Fake")
-        atexit.register(self.end)  # a running thread must not wait for an interpreter that is shutting down
+        at_last(self.end)  # a running thread must not wait for an interpreter that is shutting down
 
     def session(self, began_ns: int, chunk_records: int, scalars: bool) -> Any:
         """A `Session` of session.h, for one capture. `began_ns`: the capture's start."""
@@ -84,6 +86,10 @@ class DispatchHook:
         """Stop calling them. Threads may still be participating; that has no effect."""
         self._library.opreplay_recorder_end()
 
+    def active(self) -> bool:
+        """Whether a capture uses the hook."""
+        return bool(self._library.opreplay_recorder_state() & _ACTIVE)
+
     def include(self, takes_part: bool) -> bool:
         """Set whether the calling thread participates from now on. Returns whether it did before."""
         return bool(self._library.opreplay_recorder_include(int(takes_part)))
@@ -94,7 +100,7 @@ class DispatchHook:
 
     def leave_finished(self) -> bool:
         """If no capture uses the hook, the calling thread stops participating. Returns whether it participated."""
-        return not self._library.opreplay_recorder_state() & _ACTIVE and self.include(False)
+        return not self.active() and self.include(False)
 
     def sees(self) -> bool:
         """Whether the hook would see an operator that the calling thread called now."""

@@ -43,7 +43,8 @@ inline std::shared_ptr<Capture> capture_in_progress() {
     of->settle();
   }
   const uint64_t number = current_number.load(std::memory_order_acquire);
-  if (number == 0) {
+  if (number == 0) {  // it has ended where its key could not be taken from this thread, or was put back into it
+    c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, false);
     return nullptr;
   }
   if (known.number != number) {

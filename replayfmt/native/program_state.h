@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <atomic>
 #include <bit>
@@ -19,6 +20,12 @@
 #endif
 
 namespace opreplay {
+
+// Whether what the calling thread computes on a device is not the program's work: fake tensors and functionalization ask
+// what a result looks like, on tensors without memory, where dispatch to Python is off.
+inline bool is_only_traced(const at::Device& device) {
+  return device.is_meta() && c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
+}
 
 // What the default generator of the CPU draws next.
 struct Draws {

@@ -65,20 +65,21 @@ struct Shown {
   ~Shown() { c10::impl::tls_set_dispatch_key_excluded(kKey, true); }
 };
 
-// Tensors that dispatch themselves come here when their own code calls an operator beneath itself.
-bool is_for_others(const at::Tensor& tensor) { return tensor.key_set().has(DispatchKey::Python); }
+// Tensors that dispatch themselves come here when their own code calls an operator beneath itself, or traces one.
+bool is_for_others(const at::Tensor& tensor) {
+  return tensor.key_set().has(DispatchKey::Python) || (tensor.is_meta() && is_only_traced(tensor.device()));
+}
 bool is_for_others(const std::optional<at::Tensor>& tensor) { return tensor && is_for_others(*tensor); }
 bool is_for_others(at::ITensorListRef list) {
   return std::any_of(list.begin(), list.end(), [](const at::Tensor& tensor) { return is_for_others(tensor); });
 }
 template <typename Value>
-bool is_for_others(const Value&) {
-  return false;
-}
+bool is_for_others(const Value&) { return false; }
 bool is_for_others(const Stack& stack, size_t first) {
   return std::any_of(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end(), [](const c10::IValue& value) {
-    return value.isTensor() ? is_for_others(value.toTensor())
-                            : value.isTensorList() && is_for_others(at::TensorList(value.toTensorVector()));
+    return value.isDevice()   ? is_only_traced(value.toDevice())
+           : value.isTensor() ? is_for_others(value.toTensor())
+                              : value.isTensorList() && is_for_others(at::TensorList(value.toTensorVector()));
   });
 }
 
@@ -113,7 +114,7 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const FunctionSchema& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
   const std::shared_ptr<Capture> found = capture_in_progress();
-  if (!found || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python) || is_for_others(*stack, first)) {
+  if (!found || is_for_others(*stack, first)) {
     op.redispatchBoxed(below, stack);
     return;
   }
@@ -175,7 +176,7 @@ template <typename Result, typename... Args>
 Result recorded_unboxed(const c10::TypedOperatorHandle<Result(Args...)>& op, DispatchKeySet keys, Args... args) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
   const std::shared_ptr<Capture> found = capture_in_progress();
-  if (!found || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python) || (is_for_others(args) || ...)) {
+  if (!found || (is_for_others(args) || ...)) {
     return op.redispatch(below, std::forward<Args>(args)...);
   }
   if (found->session->hot.load(std::memory_order_relaxed)) {

@@ -2,8 +2,8 @@
 //
 // PyTorch calls `started` before and `ended` after every operator of every thread of the process, while a capture has it
 // registered. A thread takes part where Python said so (`take_part`), or where the capture's dispatch mode is on the
-// thread's own stack, or its key included: PyTorch hands that on to its threads (autograd, TorchScript). All other operators are counted, with
-// the first one's name. What runs inside of a counted or seen operator belongs to it.
+// thread's own stack, or its key included: PyTorch hands that on to its threads (autograd, TorchScript). All other
+// operators are counted, with the first one's name. What runs inside of a counted or seen operator belongs to it.
 //
 // A thread in which the recorder takes part through the key need not be watched, and yet each of its operators would pay
 // for the callback, a quarter of a microsecond. So PyTorch's RecordFunction is off there (quiet) as long as the callback
@@ -59,13 +59,6 @@ struct Running final : Begun {
   static void operator delete(void*, void*) {}
 };
 
-// Of a look through the guards of compiled code: they compare the thread's included keys with those that it was compiled
-// under, so the recorder's key is taken away meanwhile. Compiled code stays compiled then, in a capture and after it.
-struct GuardLookup final : Begun {
-  GuardLookup() : Begun(nullptr) { c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, false); }
-  ~GuardLookup() override { c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, true); }
-};
-constexpr char kGuardLookup[] = "TorchDynamo Cache Lookup";  // as Dynamo names it
 
 struct Thread {
   std::atomic<Thread*> next{nullptr};
@@ -89,9 +82,10 @@ std::atomic<uint64_t> captures{0};
 std::atomic<const void*> mode{nullptr};  // its dispatch mode, a Python object that is only compared
 std::atomic<const void*> also{nullptr};  // the mode that is in its place while a graph is captured
 std::atomic<at::CallbackHandle> last_handle{0};  // the last one that is known to be given; they count up
-void settle();
+std::atomic<uint64_t> missed{0};         // operators that others' callbacks were not called for
+void settle_late();
 std::atomic<int>* inside_of_this();
-Watch watch{{kNeverQuiet}, inside_of_this, settle};
+Watch watch{{kNeverQuiet}, inside_of_this, settle_late};
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
 bool forked = false;  // then the callback stays: PyTorch's lock around callbacks may be held for ever
 
@@ -145,6 +139,21 @@ inline Thread* self() {
   Thread* thread = own;
   return thread ? thread : find_own();
 }
+
+// Of a look through the guards of compiled code: they compare the thread's included keys with those that it was compiled
+// under, so the recorder's key is taken away meanwhile. Compiled code stays compiled then, in a capture and after it.
+// What guards themselves compute is none of the program's work.
+struct GuardLookup final : Begun {
+  GuardLookup() : Begun(nullptr) {
+    self()->covered++;
+    c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, false);
+  }
+  ~GuardLookup() override {
+    c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, true);
+    self()->covered--;
+  }
+};
+constexpr char kGuardLookup[] = "TorchDynamo Cache Lookup";  // as Dynamo names it
 
 std::unique_ptr<at::ObserverContext> begins(Thread* thread) {
   thread->inside.store(at::in_parallel_region() ? kInParallel : kOperatorRuns, std::memory_order_relaxed);
@@ -238,10 +247,19 @@ std::unique_ptr<at::ObserverContext> started(const at::RecordFunction& function)
   return begins(thread);
 }
 
-// RecordFunction is on again in the calling thread, where a capture has turned it off.
-void settle() {
-  if (watch.state.load(std::memory_order_relaxed) == kOver && !at::isRecordFunctionEnabled()) {
+// RecordFunction is on again in the calling thread, where a capture has turned it off. Whether it was off.
+bool settle() {
+  const bool is_off = watch.state.load(std::memory_order_relaxed) == kOver && !at::isRecordFunctionEnabled();
+  if (is_off) {
     at::enableRecordFunction(true);
+  }
+  return is_off;
+}
+
+// The same within an operator: each node of a backward pass that was quiet when it began is quiet once more.
+void settle_late() {
+  if (settle() && active.load() != 0 && at::getStepCallbacks(at::RecordScope::FUNCTION).callbacks_.size() > 1) {
+    missed++;
   }
 }
 
@@ -315,6 +333,10 @@ __attribute__((visibility("default"))) int opreplay_watch_overlooked() {
   const at::CallbackHandle given = next_handle();
   return last_handle.exchange(given) + 1 != given;
 }
+
+// How many operators began where RecordFunction was still off, although others had callbacks for them by then. Each is
+// told once.
+__attribute__((visibility("default"))) int opreplay_watch_missed() { return static_cast<int>(missed.exchange(0)); }
 
 // Threads with this mode take part, too; null: none. Returns the one before.
 __attribute__((visibility("default"))) const void* opreplay_watch_also(const void* dispatch_mode) {

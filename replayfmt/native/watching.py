@@ -59,13 +59,12 @@ class ThreadWatch:
         self._watching = False
 
     def begin(self, mode: Any, may_be_quiet: bool = False) -> None:
-        """Start counting. `mode`: the capture's dispatch mode. The calling thread participates. `may_be_quiet`: it does
-        so by the hook, and nobody else needs RecordFunction callbacks in it now: if there are none, PyTorch's
-        RecordFunction is turned off in it until `loud`, because calling ours there would be for nothing."""
+        """Start counting. `mode`: the capture's dispatch mode. `may_be_quiet`: the calling thread participates by the
+        hook, and nobody else needs RecordFunction callbacks in it now: if there are none, PyTorch's RecordFunction is
+        turned off in it until `loud`, because calling ours there would be for nothing."""
         if self._library is not None:
             self._library.opreplay_watch_begin(ctypes.c_void_p(id(mode)), int(may_be_quiet))
             self._watching = True
-            self.take_part(True)
 
     def loud(self) -> bool:
         """Turn RecordFunction on again, in the calling thread at once, and in others at their next `settle` or
@@ -74,13 +73,22 @@ class ThreadWatch:
 
     def look(self) -> None:
         """Notice callbacks that were registered from C++ code alone while RecordFunction was off, and turn it on for
-        them: they do not see what ran before that, which is told on stderr."""
-        if self._library is not None and self._watching and self._library.opreplay_watch_overlooked():
+        them. What others' callbacks did not see is told on stderr."""
+        if self._library is None or not self._watching:
+            return
+        if self._library.opreplay_watch_overlooked():
             self.loud()
             say(
                 "C++ code registered a RecordFunction callback during the capture: the callback sees the program's "
                 "operators from now on, and those since it was registered only in part (the capture is complete; "
                 "--recorder=python turns RecordFunction off nowhere)"
+            )
+        missed = self._library.opreplay_watch_missed()
+        if missed:
+            say(
+                "an observer of PyTorch's (a RecordFunction callback) that was started during a backward pass did not "
+                f"see {missed:,} of that pass's operators, nor the nodes that they begin (the capture is complete; "
+                "start it outside of the pass, or record with --recorder=python)"
             )
 
     def shared(self) -> int:
@@ -101,7 +109,8 @@ class ThreadWatch:
             self._library.opreplay_watch_forked()
 
     def take_part(self, takes: bool) -> None:
-        """Set whether the operators of the calling thread are recorded, or are the recorder's own."""
+        """Set whether the operators of the calling thread are recorded by a mode, or are the recorder's own. (That they
+        are recorded by the hook is seen.)"""
         if self._library is not None and self._watching:
             self._library.opreplay_watch_take_part(int(takes))
 

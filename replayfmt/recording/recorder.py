@@ -169,6 +169,8 @@ class Recorder:
         problem: Exception | None = None
         try:
             if not self._forked:
+                if self._threads is not None:
+                    core.attempt(self._threads.check)
                 with self.paused():
                     core.finish()
         except Exception as error:

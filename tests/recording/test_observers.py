@@ -195,14 +195,39 @@ def test_it_is_on_again_in_a_forked_child(tmp_path: Path) -> None:
         assert not enabled()
 
 
-def test_a_capture_that_ends_inside_a_backward_pass_leaves_it_on_after_an_operator(tmp_path: Path) -> None:
+def test_it_is_on_again_after_a_backward_pass_in_which_the_capture_ended(tmp_path: Path) -> None:
     recording = replayfmt.capture(tmp_path / "inside.opreplay", recorder="native")
     x = torch.ones(3, requires_grad=True)
     x.register_hook(lambda _gradient: None if recording.__exit__(None, None, None) else None)
     recording.__enter__()
     (x * 2).sum().backward()
-    torch.ones(2)
     assert enabled()
+
+
+def test_an_observer_of_all_threads_that_begins_inside_a_backward_pass_is_told_what_it_misses(
+    capture: Capture, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+
+    def program() -> tuple[bool, torch.Tensor]:
+        x = torch.ones(3, requires_grad=True)
+        y = x.sin().cos()
+        observer = ExecutionTraceObserver()
+        y.register_hook(lambda _gradient: observer.register_callback(str(path)).start() and None)
+        y.sum().backward()
+        seen = enabled()
+        made = torch.ones(2).neg()
+        observer.stop()
+        observer.unregister_callback()
+        return seen, made
+
+    captured = capture(program)
+    names = [node["name"] for node in json.loads(path.read_text())["nodes"]]
+    assert captured.returned[0], "it is on after the pass"
+    assert {"aten::ones", "aten::neg"} <= set(names)
+    assert "SinBackward0" not in names
+    assert capfd.readouterr().err.count("was started during a backward pass did not see") == 1
+    captured.replays()
 
 
 def test_threads_of_backward_passes_and_pools_are_seen_and_quiet(capture: Capture) -> None:

@@ -44,9 +44,15 @@ class Server:
                 return
             self._made.put(self._work(item))
 
-    def ask(self, item: Any) -> Any:
+    def give(self, item: Any) -> None:
         self._given.put(item)
+
+    def take(self) -> Any:
         return self._made.get(timeout=_WAIT_S)
+
+    def ask(self, item: Any) -> Any:
+        self.give(item)
+        return self.take()
 
     def close(self) -> None:
         self._given.put(None)

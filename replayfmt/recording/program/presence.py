@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from threading import get_ident
 from typing import Any, Protocol
+
+import torch
+from torch._C import _pop_torch_dispatch_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayfmt.native.hook import DispatchHook, loaded_hook
 from replayfmt.native.watching import settle
@@ -17,12 +23,22 @@ from ..dispatch.native_mode import NativeMode
 from ..hooks.patches import Patch, PatchSet
 from .observers import DOORS, guards_exist
 
+_KEYS_PUT_BACK = (
+    "something put the dispatch keys of the thread that ends the capture back to what they were before it began: the "
+    "work since then is not recorded. Begin the capture outside of what did that"
+)
+_CLOSED_LATE = (
+    "the recorder ended with the interpreter, before the capture was closed: what atexit functions computed since then "
+    "is not recorded. Close the capture before the program's end, or record with opreplay-capture"
+)
+
 
 class Presence(Protocol):
     """The recorder's presence in the threads of one capture. Methods are about the calling thread, unless they say
     otherwise."""
 
     mode: RecordingMode
+    opened: Callable[[], None]  # set by its owner: called before the thread may start an observer of PyTorch's
 
     def may_be_quiet(self) -> bool:
         """Whether the thread needs no RecordFunction callback of the recorder's."""
@@ -36,11 +52,20 @@ class Presence(Protocol):
     def joined(self) -> bool:
         """Whether the thread participates."""
 
+    def lost(self) -> str:
+        """Why the thread, which should participate, does not any more; "" if it does."""
+
     def join(self) -> None:
         """The thread participates from now on. Takes no lock: the thread may be anywhere."""
 
     def leave(self) -> None:
         """The thread stops participating."""
+
+    def show(self) -> None:
+        """The thread participates: tell the watch on threads, which cannot always see it."""
+
+    def renew(self) -> None:
+        """The thread participates, but its dispatch keys may be those of a moment when it did not."""
 
     def forked(self) -> None:
         """In a forked child: end, without taking a lock."""
@@ -61,6 +86,8 @@ class Presence(Protocol):
 class ModePresence:
     """By a dispatch mode."""
 
+    opened: Callable[[], None]
+
     def __init__(self, core: Core, mode: RecordingMode) -> None:
         self._core = core
         self.mode = mode
@@ -68,7 +95,14 @@ class ModePresence:
     def may_be_quiet(self) -> bool:
         return False
 
+    def show(self) -> None:
+        self._core.thread_watch.take_part(True)
+
+    def renew(self) -> None:
+        set_modes(mode_stack())
+
     def begin(self) -> None:
+        _inference.begin(self._core)
         self.mode.__enter__()
         mode_stack()  # the first call takes a lock of the C library, which may stay locked forever in a forked child
 
@@ -77,9 +111,13 @@ class ModePresence:
         set_modes([self.mode])
         self.mode.__exit__(None, None, None)  # also undoes the process-wide effects of entering it
         set_modes(stack)
+        _inference.end()
 
     def joined(self) -> bool:
         return any(isinstance(mode, RecordingMode) and mode.core is self._core for mode in mode_stack())
+
+    def lost(self) -> str:
+        return "" if torch._C._dispatch_tls_local_include_set().has(torch._C.DispatchKey.Python) else _KEYS_PUT_BACK
 
     def join(self) -> None:
         set_modes([self.mode, *mode_stack()])  # as the outermost of the thread's modes
@@ -90,6 +128,7 @@ class ModePresence:
 
     def forked(self) -> None:
         leave_finished()
+        _inference.end()
 
     def mode_now(self) -> RecordingMode | None:
         return _told(self._core)
@@ -125,6 +164,8 @@ class ModePresence:
 class HookPresence:
     """By the hook below autograd. (Inside an observed operator, by the mode that observes it.)"""
 
+    opened: Callable[[], None]
+
     def __init__(self, core: Core, hook: DispatchHook) -> None:
         self._core = core
         self._hook = hook
@@ -154,8 +195,19 @@ class HookPresence:
         self._hook.include(False)
         self._patches.remove()
 
+    def show(self) -> None:
+        pass
+
+    def renew(self) -> None:
+        self._hook.include(True)
+
     def joined(self) -> bool:
         return self._hook.included()
+
+    def lost(self) -> str:
+        if self._hook.included():
+            return ""
+        return _KEYS_PUT_BACK if self._hook.active() else _CLOSED_LATE
 
     def join(self) -> None:
         self._hook.include(True)
@@ -203,7 +255,8 @@ class HookPresence:
         def without(*args: Any, **kwargs: Any) -> Any:
             included = self._hook.include(False)
             try:
-                return original(*args, **kwargs)
+                with self._core.thread_watch.covered():
+                    return original(*args, **kwargs)
             finally:
                 self._hook.include(included)
 
@@ -218,7 +271,7 @@ class HookPresence:
 
         @functools.wraps(original)
         def opened(*args: Any, **kwargs: Any) -> Any:
-            self._core.thread_watch.loud()
+            self._core.attempt(self.opened)
             return original(*args, **kwargs)
 
         return opened
@@ -245,6 +298,66 @@ def _without_modes(core: Core) -> Iterator[None]:
             except BaseException:
                 core.attempt(set_modes, stack)
                 raise
+
+
+class _InferenceMode:
+    """Threads inside `torch.inference_mode()` with a mode of a capture. At its end PyTorch puts the thread's dispatch
+    keys back, those for modes included. If the mode is gone by then, every operator would fail from there on."""
+
+    def __init__(self) -> None:
+        self._inside: Counter[int] = Counter()  # how often, by the thread's ident
+        self._in_use = False
+        self._core: Core | None = None  # of the last capture
+        self._patches = PatchSet(
+            [
+                Patch("torch._C", "_InferenceMode.__enter__", self._entering),
+                Patch("torch._C", "_InferenceMode.__exit__", self._leaving),
+            ]
+        )
+
+    def begin(self, core: Core) -> None:
+        """A capture begins."""
+        if not self._inside:
+            self._patches.install()
+        self._core, self._in_use = core, True
+
+    def end(self) -> None:
+        """It ends. Threads that are inside may take longer."""
+        self._in_use = False
+        self._remove_unused()
+
+    def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            self._inside[get_ident()] += 1
+            return original(*args, **kwargs)
+
+        return enter
+
+    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def leave(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if get_ident() in self._inside and self._core is not None:
+                    self._core.attempt(self._left)
+
+        return leave
+
+    def _left(self) -> None:
+        set_modes([*mode_stack(), TorchDispatchMode()])
+        _pop_torch_dispatch_stack(None)
+        self._inside[get_ident()] -= 1
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        self._inside = +self._inside
+        if not self._inside and not self._in_use:
+            self._patches.remove()
+
+
+_inference = _InferenceMode()
 
 
 def leave_finished() -> bool:

@@ -23,6 +23,7 @@ from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, Usag
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.container.output import check_place, identity, remove, same_file
 from replayfmt.format.printable import counted, printable, scope_count
+from replayfmt.native.ending import prepare
 
 from ..hooks.import_watch import Watch
 from ..options import CaptureOptions
@@ -101,6 +102,7 @@ class CapturedProgram:
     def run(self) -> int:
         """Run the program and return its exit code. The caller passes it to `sys.exit`; the capture closes during
         exit."""
+        prepare()
         atexit.register(self._at_exit)  # before any of the program's, so that it runs after them
         self._termination.install()
         self._replacement.install()

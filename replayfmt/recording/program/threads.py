@@ -54,8 +54,16 @@ class Threads:
         self._late: set[int] = set()  # state ids of threads that began unseen
         self._late_idents: set[int] = set()
         self._installed = False
+        presence.opened = self._settle
         self._patches = PatchSet(
-            [Patch(module, name, self._starting) for module, name in _STARTERS if hasattr(sys.modules[module], name)]
+            [
+                *[
+                    Patch(module, name, self._starting)
+                    for module, name in _STARTERS
+                    if hasattr(sys.modules[module], name)
+                ],
+                Patch("torch._C", "_InferenceMode.__exit__", self._staying),
+            ]
         )
         core.scopes.first_record = self._first_record
 
@@ -65,12 +73,17 @@ class Threads:
         """Start with the calling thread and all others."""
         global _current
         self._patches.install()
-        self._handled.add(own_id())
         _current = self
         self._presence.begin()
-        self._carrying.add(own_id())
         self._installed = True
-        self.core.thread_watch.begin(self._presence.mode, self._presence.may_be_quiet())
+        inside = _in_backward_pass()
+        self.core.thread_watch.begin(self._presence.mode, not inside and self._presence.may_be_quiet())
+        if inside:  # it joins when the pass is over, as other threads do
+            self._tell("the capture began inside a backward pass: what is left of the pass is not recorded")
+        else:
+            self._handled.add(own_id())
+            self._carrying.add(own_id())
+            self._presence.show()
         if not _next_step().available and threading.active_count() > 1:
             self._tell(
                 "this Python interpreter gives no access to threads that ran before the capture began: their "
@@ -85,7 +98,8 @@ class Threads:
         self.core.thread_watch.look()
 
     def remove(self) -> None:
-        """The calling thread no longer carries the mode; the others do until their next step. Idempotent."""
+        """The calling thread no longer carries the mode; the others do until their next step, or until the backward
+        pass is over in which they are. Idempotent."""
         global _current
         if not self._installed:
             return
@@ -95,7 +109,8 @@ class Threads:
             _current = None
         self._presence.end()
         self._patches.remove()
-        self._carrying.discard(own_id())
+        if not _in_backward_pass():
+            self._carrying.discard(own_id())
         for state in thread_states():
             if state.id in self._carrying:
                 _leaving[state.id] = _PATIENCE
@@ -170,10 +185,12 @@ class Threads:
     def join(self) -> bool:
         """The calling thread participates from now on, with the mode as its outermost one. Returns whether it could.
         Takes no lock: the thread may be anywhere."""
-        if self.core.finished or self._presence.joined():
+        if self.core.finished:
             return True
-        if torch._C._current_graph_task_id() != -1:
-            return False  # inside a backward pass, which restores the thread's modes when it ends
+        if _in_backward_pass():
+            return False
+        if self._presence.joined():
+            return True
         number, ident = own_id(), get_ident()
         if number in self._late:
             self._late_idents.add(ident)
@@ -181,15 +198,36 @@ class Threads:
             self._carrying.add(number)
             self.core.scopes.contexts.pop(ident, None)  # of a thread that had this ident before
             self._presence.join()
-            self._settle_others()
-        self.core.thread_watch.take_part(True)
+            self._settle()
+        self._presence.show()
         return True
 
-    def _settle_others(self) -> None:
-        """The calling thread may start an observer of all threads (a profiler's): they have RecordFunction on then."""
+    def _staying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of the end of inference mode, which puts a thread's dispatch keys back to what they were when
+        it began: the thread may not have participated then."""
+
+        @functools.wraps(original)
+        def leave(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if not self.core.finished and own_id() in self._carrying:
+                    self.core.attempt(self._presence.renew)
+
+        return leave
+
+    def check(self) -> None:
+        """Report where the calling thread should participate and does not."""
+        lost = self._presence.lost() if self._installed and own_id() in self._carrying else ""
+        if lost:
+            self._tell(lost)
+
+    def _settle(self) -> None:
+        """The calling thread may start an observer of all threads (a profiler's): they have RecordFunction on then. One
+        in a backward pass has it as it was when the pass began, until its next step after the pass."""
         if self.core.thread_watch.loud():
             for state in thread_states():
-                if state.id in self._carrying and state.id != own_id():
+                if state.id in self._carrying and (state.id != own_id() or _in_backward_pass()):
                     _next_step().set(state)
 
     # ----------------------------------------------------------------------------------------------------- what to tell
@@ -272,12 +310,19 @@ def _take_part(capture: Threads) -> bool:
 def _leave() -> bool:
     """The calling thread drops the modes of captures that are over. Returns whether that is done."""
     gone = leave_finished()
+    if _in_backward_pass():
+        return False
     number = own_id()
     patience = _leaving.pop(number, 0)
     if patience > 1 and not gone:
         _leaving[number] = patience - 1  # inside an operator, which has set the mode aside
         return False
     return True
+
+
+def _in_backward_pass() -> bool:
+    """Whether the calling thread is in one. What it carried when the pass began is put back when the pass ends."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @functools.cache
