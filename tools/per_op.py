@@ -15,7 +15,7 @@ from .command import reader_may_leave, said_if_possible, say
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Progress
-    from replayfmt.benchmark.per_op.measuring import OpOptions, PerOpRun
+    from replayfmt.benchmark.per_op.results import OpOptions, PerOpRun
     from replayfmt.benchmark.per_op.roofline import PeaksOf
     from replayfmt.benchmark.per_op.rows import GroupBy
     from replayfmt.benchmark.reports.rows import Report
@@ -149,7 +149,7 @@ class PerOpFlags:
             if name in given:
                 raise UsageError(f"{_flag(name)} is for whole replays; it does not go with --per-op")
         from replayfmt.benchmark.min_time import parse_min_time
-        from replayfmt.benchmark.per_op.measuring import OpOptions
+        from replayfmt.benchmark.per_op.results import OpOptions
         from replayfmt.benchmark.precision import op_precision
 
         floor = parse_min_time(values["benchmark_min_time"] if "benchmark_min_time" in given else _DEFAULT_MIN_TIME)
@@ -178,8 +178,9 @@ def run_per_op(
 ) -> int:
     """Measure and print; `write` receives the JSON for --benchmark-out. Returns the exit code: 1 if a requested op was
     not run, differs from the capture, or fails `against` its baseline."""
-    from replayfmt.benchmark.per_op.measuring import MeasuredOp, measure_ops
+    from replayfmt.benchmark.per_op.measuring import measure_ops
     from replayfmt.benchmark.per_op.report import make_op_report
+    from replayfmt.benchmark.per_op.results import MeasuredOp
     from replayfmt.benchmark.per_op.table import describe, progress_line
 
     def show(op: MeasuredOp, place: int, of: int) -> None:

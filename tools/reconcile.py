@@ -95,7 +95,8 @@ def run_reconcile(
     import json
 
     from replayfmt.benchmark.measure import measure
-    from replayfmt.benchmark.per_op.measuring import OpOptions, PerOpRun, measure_ops
+    from replayfmt.benchmark.per_op.measuring import measure_ops
+    from replayfmt.benchmark.per_op.results import OpOptions, PerOpRun
     from replayfmt.benchmark.program import time_program
     from replayfmt.benchmark.reconciliation import Reconciliation
     from replayfmt.benchmark.reports.rows import make_report

@@ -14,7 +14,7 @@ from typing import Any
 from replayfmt.format.printable import printable
 
 from .measure import Measurement, Run
-from .per_op.measuring import PerOpRun
+from .per_op.results import PerOpRun
 from .reports.units import call_count, duration
 from .statistics import TimeStatistics, summarize
 
@@ -25,10 +25,10 @@ _SMALL = 0.05
 @dataclass(frozen=True)
 class Isolated:
     """The isolated times of all ops, weighted by their counts. `low` and `high` sum the ends of the intervals, None if
-    one is missing. `left_out` counts calls without a time."""
+    one is missing; `total_ns` is None if no call has a time. `left_out` counts calls without one."""
 
     inputs: str
-    total_ns: float
+    total_ns: float | None
     low_ns: float | None
     high_ns: float | None
     calls: int
@@ -49,8 +49,8 @@ class Isolated:
         return Isolated(
             inputs,
             run.estimated_ns,
-            low if known else None,
-            high if known else None,
+            low if known and measured else None,
+            high if known and measured else None,
             calls,
             left_out,
             run.overhead_ns * calls,
@@ -107,12 +107,16 @@ class Reconciliation:
             return
         if hot.left_out:
             yield f"{call_count(hot.left_out)} have no isolated time and are in the replay alone"
+        if hot.total_ns is None:
+            yield "no op has an isolated time: there is nothing to compare the replay with"
+            return
         difference = whole - hot.total_ns
         if abs(difference) < _SMALL * whole:
             yield f"the sum of hot isolated times is within {_SMALL:.0%} of the replay: nothing is left to explain"
             return
         if difference > 0:
-            caches = cold.total_ns - hot.total_ns
+            both = cold.total_ns is not None and cold.calls == hot.calls
+            caches = cold.total_ns - hot.total_ns if both and cold.total_ns is not None else 0.0
             if caches > 0:
                 reach = "as much as the difference, or more" if caches >= difference else "less than the difference"
                 yield f"cache effects: with cold inputs the sum is {duration(caches)} more, {reach}"
@@ -123,8 +127,9 @@ class Reconciliation:
                 )
             rest = difference - max(0.0, caches)
             if rest > _SMALL * whole:
+                others = "no measured op's time: ops without one," if hot.left_out else "no op's time:"
                 yield (
-                    f"host time between ops: {duration(rest)} are in no op's time: memory allocated and released, page "
+                    f"host time between ops: {duration(rest)} are in {others} memory allocated and released, page "
                     "faults, the replay's own loop"
                 )
             return
@@ -143,6 +148,9 @@ class Reconciliation:
         """As text."""
         yield printable(f"reconciliation of {self.region}")
         for each in (self.hot, self.cold):
+            if each.total_ns is None:
+                yield f"  isolated, {each.inputs + ':':<6}{'not measured':>12}  no call has a time"
+                continue
             bounds = "" if each.low_ns is None else f", between {duration(each.low_ns)} and {duration(each.high_ns)}"
             share = "" if self.whole.median <= 0 else f" ({each.total_ns / self.whole.median:.1%} of the replay)"
             yield (
@@ -151,7 +159,10 @@ class Reconciliation:
             )
         interval = self.whole.interval
         known = "" if interval is None else f", between {duration(interval.low)} and {duration(interval.high)}"
-        yield f"  whole replay:   {duration(self.whole.median):>12}  median of {self.whole.count} replays{known}"
+        if self.whole.median > 0:
+            yield f"  whole replay:   {duration(self.whole.median):>12}  median of {self.whole.count} replays{known}"
+        else:
+            yield f"  whole replay:   {'not measured':>12}  the clock did not advance"
         if self.captured_ns is None:
             yield f"  captured:       {'not measured':>12}  {self.captured_reason}"
         else:
@@ -170,7 +181,7 @@ class Reconciliation:
             "region": self.region,
             "isolated_hot": vars(self.hot),
             "isolated_cold": vars(self.cold),
-            "whole_replay_ns": self.whole.median,
+            "whole_replay_ns": self.whole.median if self.whole.median > 0 else None,
             "whole_replay_host_ns": self.host_ns,
             "captured_ns": self.captured_ns,
             "captured_reason": self.captured_reason or None,

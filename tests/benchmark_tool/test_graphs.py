@@ -10,8 +10,9 @@ import replayfmt
 from replayfmt.benchmark.meters.meter import Clock
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.per_op.graphs import NoGraph, graph_of, graphs_of
-from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
+from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.report import make_op_report
+from replayfmt.benchmark.per_op.results import OpOptions
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
 

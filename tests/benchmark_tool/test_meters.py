@@ -13,8 +13,9 @@ from replayfmt.benchmark.meters.meter import AbsentMeter, Description, NotMeasur
 from replayfmt.benchmark.meters.registered import METERS
 from replayfmt.benchmark.meters.stopwatch import stopwatch_for
 from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
+from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.report import make_op_report
+from replayfmt.benchmark.per_op.results import OpOptions
 from replayfmt.benchmark.per_op.table import table_lines
 from replayfmt.benchmark.reports.console import print_report
 from replayfmt.benchmark.reports.rows import make_report

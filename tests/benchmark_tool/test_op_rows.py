@@ -11,8 +11,9 @@ import torch
 import replayfmt
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.per_op.groups import Chosen, OpGroup, Unsupported
-from replayfmt.benchmark.per_op.measuring import MeasuredOp, OpOptions, PerOpRun, measure_ops
+from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.report import _warnings
+from replayfmt.benchmark.per_op.results import MeasuredOp, OpOptions, PerOpRun
 from replayfmt.benchmark.per_op.rows import NO_SCOPE, make_rows
 from replayfmt.benchmark.statistics import summarize
 from replayfmt.format.model import Kernel, Scope

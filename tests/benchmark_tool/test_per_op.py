@@ -11,7 +11,8 @@ import replayfmt
 from replayfmt.benchmark.meters.meter import Clock
 from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.per_op.groups import choose
-from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
+from replayfmt.benchmark.per_op.measuring import measure_ops
+from replayfmt.benchmark.per_op.results import OpOptions
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture

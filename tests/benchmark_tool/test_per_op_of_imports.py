@@ -11,7 +11,8 @@ import torch
 
 import replayfmt
 from replayfmt.benchmark.min_time import parse_min_time
-from replayfmt.benchmark.per_op.measuring import MeasuredOp, OpOptions, PerOpRun, measure_ops
+from replayfmt.benchmark.per_op.measuring import measure_ops
+from replayfmt.benchmark.per_op.results import MeasuredOp, OpOptions, PerOpRun
 from replayfmt.benchmark.per_op.table import describe
 from replayfmt.importers.importing import import_trace
 from replayfmt.replay.plan import Plan

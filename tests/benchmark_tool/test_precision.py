@@ -14,7 +14,8 @@ from replayfmt.benchmark.measure import Options, measure
 from replayfmt.benchmark.meters.clocks import _step_and_cost
 from replayfmt.benchmark.meters.meter import Clock
 from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
+from replayfmt.benchmark.per_op.measuring import measure_ops
+from replayfmt.benchmark.per_op.results import OpOptions
 from replayfmt.benchmark.precision import NarrowEnough, Precision, op_precision, parse_share, whole_precision
 from replayfmt.benchmark.statistics import median_interval
 from replayfmt.errors import UsageError
@@ -191,9 +192,11 @@ def test_an_op_without_a_measurement_is_listed_as_unmeasurable_and_is_in_no_sum(
     ran = tools("benchmark", captured, "--per-op", "--op-filter=aten::tanh", "--benchmark-min-time=3x")
     assert ran.code == 0
     assert "unmeasurable" in ran.out and "noise: made up" in ran.out
-    assert "not measured and not included: 3 calls (3 unmeasurable)" in ran.out
+    assert "sum: not measured: no call has a time (3 unmeasurable)" in ran.out
     flags = ["--per-op", "--op-filter=aten::tanh", "--benchmark-min-time=3x", "--benchmark-format=json"]
-    (row,) = json.loads(tools("benchmark", captured, *flags).out)["benchmarks"]
+    document = json.loads(tools("benchmark", captured, *flags).out)
+    assert document["context"]["estimated_us"] is None
+    (row,) = document["benchmarks"]
     assert row["verdict"] == "unmeasurable" and row["unmeasurable"] == "noise: made up" and "real_time" not in row
     assert len(row["samples"]["real_time"]) >= 6
 

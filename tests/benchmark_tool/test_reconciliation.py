@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +64,26 @@ def test_a_replay_faster_than_its_ops_overlaps_them_or_saves_the_calls():
 def test_calls_without_a_time_are_said_to_be_in_the_replay_alone():
     assert next(found(97, 100, left_out=3).explain()) == "3 calls have no isolated time and are in the replay alone"
     assert reasons(found(1, 0.0)) == ["the clock did not advance during a replay"]
+
+
+def test_ops_without_a_time_are_no_sum_of_zero_and_not_the_hosts_work():
+    nothing = Isolated("hot", None, None, None, 0, 10, 0.0)
+    cold = Isolated("cold", None, None, None, 0, 10, 0.0)
+    found_none = replace(found(60, 100), hot=nothing, cold=cold)
+    lines = list(found_none.lines())
+    assert lines[1:3] == [
+        f"  isolated, hot:  {'not measured':>12}  no call has a time",
+        f"  isolated, cold: {'not measured':>12}  no call has a time",
+    ]
+    assert lines[-1] == "  no op has an isolated time: there is nothing to compare the replay with"
+    assert found_none.as_json()["isolated_hot"]["total_ns"] is None
+    (*_, rest) = found(60, 100, left_out=3).explain()
+    assert "are in no measured op's time: ops without one, memory allocated" in rest
+    fewer = replace(found(60, 100, 130), cold=Isolated("cold", 130 * US, None, None, 7, 3, 0.0))
+    assert reasons(fewer) == ["host time between ops"], "sums over other calls are not compared"
+    stopped = found(1, 0.0)
+    assert f"  whole replay:   {'not measured':>12}  the clock did not advance" in list(stopped.lines())
+    assert stopped.as_json()["whole_replay_ns"] is None
 
 
 def test_all_figures_stand_side_by_side():

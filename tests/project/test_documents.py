@@ -61,7 +61,14 @@ def shape(line: str) -> str:
 def documents() -> list[str]:
     return [
         name
-        for name in ("README.md", "AGENTS.md", "docs/measuring.md", "docs/reporting.md", "docs/tables.md")
+        for name in (
+            "README.md",
+            "AGENTS.md",
+            "docs/measuring.md",
+            "docs/energy.md",
+            "docs/reporting.md",
+            "docs/tables.md",
+        )
         if (ROOT / name).exists()
     ]
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.per_op.measuring import OpOptions, measure_ops
+from replayfmt.benchmark.per_op.measuring import measure_ops
+from replayfmt.benchmark.per_op.results import OpOptions
 from replayfmt.errors import ReplayRefused, SubstitutionRejected
 from replayfmt.format.codes import RecordKind
 from replayfmt.replay.plan import Plan

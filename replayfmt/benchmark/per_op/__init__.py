@@ -1,3 +1,4 @@
 """Every op measured on its own: `groups` are the distinct ops, `measuring` times one call of each on its actual inputs,
-`rows` adds them up by kernel, signature or scope, `report` turns that into JSON and CSV, `table` prints it.
+`results` is what that found, `rows` adds it up by kernel, signature or scope, `report` turns it into JSON and CSV,
+`table` prints it.
 """

@@ -17,7 +17,7 @@ from ..gpu_state import gpu_caveats
 from ..meters.meter import NotMeasured, Quantity
 from ..reports.rows import Report, further_fields, plan_context, statistics_fields, unmeasurable_fields
 from ..reports.units import call_count, duration
-from .measuring import MeasuredOp, PerOpRun
+from .results import MeasuredOp, PerOpRun
 from .roofline import PeaksOf, above_the_roof, row_work
 from .rows import WIDE, GroupBy, OpRow, make_rows
 
@@ -63,17 +63,17 @@ def make_op_report(
         "unsupported": _unsupported(run),
         "captured_device_us": run.chosen.device_ns / 1e3 or None,
         "measured_captured_device_us": run.measured_device_ns / 1e3 if run.chosen.device_ns else None,
-        "estimated_us": total / 1e3,
+        "estimated_us": None if total is None else total / 1e3,
         "calls": sum(row.calls for row in measured),
         "group_by": group_by,
         "top": top,
         "rows_not_shown": len(measured) - len(shown),
         "estimated_us_not_shown": sum(row.estimated_ns or 0.0 for row in measured[len(shown) :]) / 1e3,
         "complete": run.complete,
-        "warnings": [*_warnings(run, shown, total), *gpu_caveats(run.gpus)],
+        "warnings": [*_warnings(run, shown, total or 0.0), *gpu_caveats(run.gpus)],
     }
     reported = [
-        _row(row, index, total, group_by) | row_work(row, group_by is None, peaks, context["torch_num_threads"])
+        _row(row, index, total or 0.0, group_by) | row_work(row, group_by is None, peaks, context["torch_num_threads"])
         for index, row in enumerate([*shown, *others])
     ]
     if peaks is not None:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from replayfmt.format.reader import CaptureReader
 
-from .measuring import STATUSES, MeasuredOp, PerOpRun
+from .results import STATUSES, MeasuredOp, PerOpRun
 
 GroupBy = Literal["kernel", "signature", "scope"]
 NO_SCOPE = "(in no scope)"

@@ -16,7 +16,7 @@ from ..gpu_state import gpu_lines
 from ..meters.meter import Quantity
 from ..reports.rows import Report
 from ..reports.units import call_count, duration, figure, ran_on, rate, share_text, verified
-from .measuring import MeasuredOp
+from .results import MeasuredOp
 from .rows import GroupBy
 
 _NOT_MEASURED = "not measured"
@@ -145,6 +145,9 @@ def _label(row: dict[str, Any], group_by: GroupBy | None) -> str:
 
 def _sum(context: dict[str, Any], rows: int) -> str:
     """The total, the part of it that is not shown, and what it does not include."""
+    if context["estimated_us"] is None:
+        left_out = dict(context["not_measured_calls"])
+        return f"sum: not measured: no call has a time ({_counted(left_out) or 'none was selected'})"
     total = duration(context["estimated_us"] * 1e3)
     text = f"sum: {total} in {call_count(context['calls'])}; each row is its calls times the median time of a call"
     if context["rows_not_shown"]:
