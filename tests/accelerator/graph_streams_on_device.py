@@ -249,3 +249,45 @@ def test_a_body_whose_streams_are_not_part_of_one_graph_is_refused(
     )
     with open_capture(less) as body, pytest.raises(ValueError, match=words):
         check_edges(body)
+
+
+@pytest.mark.parametrize("options", [{"redact": True}, {"sources": False}, {"payload": "none"}])
+def test_a_capture_that_leaves_things_out_keeps_a_body_that_reveals_nothing(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    path = captured(tmp_path / "a.opreplay", forked, **options)
+    assert len(in_body(path)) == 8
+    with Plan(path) as plan:
+        assert plan.execute().outcome == "ok"
+
+
+@pytest.mark.parametrize("selection", [["--scope=decode"], ["--kernel=graph::*"]])
+def test_a_trimmed_capture_keeps_the_streams_inside_of_graphs(
+    tmp_path: Path,
+    tools: Tools,  # noqa: F811
+    selection: list[str],
+) -> None:
+    x, other = torch.ones(4).to(DEVICE), torch.Stream(DEVICE)
+
+    def issue() -> torch.Tensor:
+        main = torch.accelerator.current_stream()
+        y = x * 2
+        other.wait_stream(main)
+        with other:
+            z = y + 1
+        main.wait_stream(other)
+        return z * y
+
+    path, out = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
+    with replayfmt.capture(path):
+        graph, result = graph_of(issue)
+        with replayfmt.scope("decode"):
+            graph.replay()
+        result.tolist()
+    done = tools("trim", "--verify=none", *selection, path, out)
+    assert done.code == 0, done.err
+    assert in_body(out) == in_body(path)
+    assert tools("check", out).code == 0
+    with Plan(out) as plan:
+        replayed = plan.execute()
+    assert replayed.outcome == "ok" and "on 2 streams" in "".join(replayed.notes)
