@@ -430,6 +430,10 @@ class Recorder:
         """Something unseen wrote to a storage: its content is imported again at its next use."""
         self._tell(lambda core: direct_writes.storage_written(core, storage))
 
+    def about_to_be_written(self, storage: torch.UntypedStorage) -> None:
+        """The next op that uses a storage writes all of its bytes, and reads none."""
+        self._tell(lambda core: direct_writes.about_to_be_written(core, storage))
+
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was reallocated outside any op: only its length, and which bytes are written, is known."""
         self._tell(lambda core: direct_writes.storage_resized(core, storage))

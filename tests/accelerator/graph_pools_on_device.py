@@ -13,6 +13,7 @@ from device import devices_as_they_were, recorder, register  # noqa: F401 - fixt
 from graphs_on_device import DEVICE, calls, graph_of, graphs_in, replays_bitwise
 
 import replayfmt
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.races import find_races
 from replayfmt.format.reader import open_capture
 
@@ -54,6 +55,24 @@ def test_a_graph_that_writes_over_what_another_of_its_pool_left_is_known_to(tmp_
     path = recorded(tmp_path / "a.opreplay", program)
     for mode in ("captured", "issued"):
         replays_bitwise(path, graphs=mode)
+
+
+def test_graphs_of_a_pool_that_run_in_turns_import_nothing_that_is_written_anew(tmp_path: Path) -> None:
+    def program() -> list[Any]:
+        x, stream = torch.arange(1.0, 5.0).to(DEVICE), torch.Stream(DEVICE)
+        first, one = captured_on(stream, lambda: (x * 2) + 1)
+        second, other = captured_on(stream, lambda: x * 5, pool=first.pool())
+        seen = []
+        for _ in range(3):
+            first.replay()
+            seen.append(one.tolist())
+            second.replay()
+            seen.append(other.tolist())
+        return seen
+
+    path = recorded(tmp_path / "a.opreplay", program)
+    assert not open_capture(path).summary.records.get(RecordKind.storage_import)
+    replays_bitwise(path)
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])

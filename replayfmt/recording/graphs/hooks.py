@@ -57,6 +57,10 @@ class RecorderForGraphs(Protocol):
         """Something unseen may have written to a storage."""
         ...
 
+    def about_to_be_written(self, storage: torch.UntypedStorage) -> None:
+        """The next op that uses a storage writes all of its bytes, and reads none."""
+        ...
+
 
 class _GraphBegun(NamedTuple):
     """A capture in progress. `away`: the recorder has stepped aside. `watched_before`: what `ThreadWatch.also` gave."""
@@ -251,6 +255,8 @@ class Graphs(Patched):
             values = self._recorder.attempt(self._values, known)
             if known is not None and known.kernel is not None and isinstance(values, dict):
                 self._bear(mode, known)
+                for storage in known.kernel.rewritten():
+                    self._recorder.about_to_be_written(storage)
                 self._now.replay = run
                 try:
                     return mode.issue(known.kernel, (), values)

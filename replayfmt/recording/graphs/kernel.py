@@ -91,6 +91,15 @@ class GraphKernel(CodeKernel):
             found[each.name] = make_view(storage, *_as_made(each.view))
         return found
 
+    def rewritten(self) -> Iterator[torch.UntypedStorage]:
+        """The memory that the capture allocated and of which a replay writes every byte before it reads any."""
+        for each in self._graph_arguments:
+            length = each.view.elements * each.view.dtype.itemsize
+            whole = each.everything and length == each.memory.bytes and is_dense(each.view.sizes, each.view.strides)
+            storage = each.memory.storage()
+            if whole and each.memory.made and not each.memory.reads_before and storage is not None:
+                yield storage
+
     def allocated(self) -> Iterator[torch.Tensor]:
         """The memory that the capture allocated and that is left of it, each as one tensor."""
         for each in self._graph_arguments:
@@ -99,6 +108,16 @@ class GraphKernel(CodeKernel):
                 whole = storage.nbytes() % each.view.dtype.itemsize == 0
                 dtype = each.view.dtype if whole else torch.uint8
                 yield make_view(storage, dtype, (storage.nbytes() // dtype.itemsize,), (1,))
+
+
+def is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether no two elements lie in one place, and no place between them is left out."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _as_made(view: UsedView) -> tuple[Any, ...]:

@@ -52,6 +52,13 @@ def storage_written(core: Core, storage: torch.UntypedStorage) -> None:
         core.storages.mark_written_outside(tracker)
 
 
+def about_to_be_written(core: Core, storage: torch.UntypedStorage) -> None:
+    """An op writes all of its bytes next, and reads none: what was written from outside does not have to enter."""
+    tracker = core.storages.tracker_of(storage)
+    if tracker is not None and tracker.state is not None and tracker.state.alias_of is None:
+        tracker.state.outside = None
+
+
 def storage_resized(core: Core, storage: torch.UntypedStorage) -> None:
     """A storage was reallocated outside any op."""
     tracker = core.storages.tracker_of(storage)
