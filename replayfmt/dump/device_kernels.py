@@ -123,6 +123,8 @@ def device_kernel_text(reader: CaptureReader) -> Iterator[str]:
     streams, rows = device_kernels(reader)
     for each in streams:
         time = "time not known" if each["total_ns"] is None else f"{each['total_ns'] / 1e3:,.3f} us"
+        if each["total_ns"] is not None and each["untimed"]:
+            time += f" without the {each['untimed']:,} whose time is not known"
         share = ""
         if each["communication"]:
             share = f", communication: {each['collective_ns'] / each['total_ns']:.0%} in collectives"

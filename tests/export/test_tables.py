@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from dump import captures
 from in_process import Tools
 
@@ -185,3 +186,15 @@ except OpReplayError as error:
         "without it",
     ], done.stderr
     assert not (tmp_path / "a.parquet").exists()
+
+
+@pytest.mark.parametrize("name", ['=HYPERLINK("http://a.invalid","b")', "+1", "-2+3", "@SUM(A1)", "=cmd|' /C calc'!A0"])
+def test_names_that_a_spreadsheet_takes_for_formulas_are_what_the_capture_says(tmp_path: Path, name: str) -> None:
+    """SECURITY.md says so: a changed name would be another scope's."""
+    with replayfmt.capture(tmp_path / "a.opreplay"), replayfmt.scope(name):
+        torch.ones(2)
+    with open_capture(tmp_path / "a.opreplay") as reader:
+        export_table(reader, tmp_path / "a.csv", "ops", "csv")
+    with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["scope"] == name and row["op"] == "aten::ones"
