@@ -74,7 +74,7 @@ def kernels_of(path: Path) -> list[dict[str, Any]]:
 
 
 def launched(kernel: Any, contents: dict[str, bytes], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """What comes of launching a captured kernel."""
+    """What comes of launching a captured kernel. `fused`: whether what was launched may fuse products and sums."""
     resolved = resolve_triton(kernel, lambda: contents, frozenset({"cuda"}))
     if isinstance(resolved, str):
         return {"refused": resolved}
@@ -82,7 +82,7 @@ def launched(kernel: Any, contents: dict[str, bytes], *arguments: Any, **options
         resolved.call(*arguments, **options)
     except ReplayFailed as error:
         return {"how": resolved.how, "failed": str(error)}
-    return {"how": resolved.how}
+    return {"how": resolved.how, "fused": [each.metadata.enable_fp_fusion for each in resolved.launched_here()]}
 
 
 def launched_often(kernel: Any, contents: dict[str, bytes]) -> dict[str, Any]:
@@ -252,6 +252,13 @@ def main() -> None:
     changed = json.loads(contents["metadata"])
     changed["compiled"]["triton_version"] = "3.0.0"
     case("another Triton", 90, {**contents, "metadata": json.dumps(changed).encode()}, torch.ones(8))
+    changed["compiled"]["enable_fp_fusion"] = False
+    case(
+        "another Triton and other arithmetic", 90, {**contents, "metadata": json.dumps(changed).encode()}, torch.ones(8)
+    )
+    knobs.language.default_fp_fusion, chosen = False, knobs.language.default_fp_fusion
+    case("other arithmetic by default", 90, contents, torch.ones(8))
+    knobs.language.default_fp_fusion = chosen
     case("without a binary", 90, {role: contents[role] for role in ("source", "metadata")}, torch.ones(8))
     case("another binary", 90, {**contents, "cubin": contents["cubin"] + b"\0"}, torch.ones(8))
     case("another dtype", 90, contents, torch.ones(8, dtype=torch.float64))

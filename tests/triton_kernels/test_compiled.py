@@ -58,6 +58,17 @@ def test_every_launch_was_made_once(found: dict[str, Any]) -> None:
     assert found["sm80"]["result"] == found["sm90"]["result"]
 
 
+def test_it_computes_as_it_was_compiled_to_whatever_triton_would_choose_here(found: dict[str, Any]) -> None:
+    """Triton's defaults differ between its versions, and by the environment."""
+    cases = found["cases"]
+    assert (cases["another Triton"]["fused"], cases["another Triton and other arithmetic"]["fused"]) == (
+        [True],
+        [False],
+    )
+    chosen_otherwise = cases["other arithmetic by default"]
+    assert (chosen_otherwise["how"], chosen_otherwise["stored"]) == ("launched from the stored binary", [True])
+
+
 @pytest.mark.parametrize("name", ["same device", "one of several devices"])
 def test_the_stored_binary_is_launched_where_device_and_version_match(found: dict[str, Any], name: str) -> None:
     case = found["cases"][name]

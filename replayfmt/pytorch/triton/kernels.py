@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from .sources import StandaloneSource
 VERSION = 1
 INTERPRETER = "interpreter"
 INDUCTOR = "inductor"  # compiled it, and kept the binary for itself
+_ARITHMETIC = ("enable_fp_fusion", "default_dot_input_precision", "sanitize_overflow", "debug")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class KernelCode:
 
 @dataclass(frozen=True)
 class StoredKernel:
-    """A kernel as it was read from a capture. Nothing of it was run. `source`: None if it was left out."""
+    """A kernel as it was read from a capture. Nothing of it was run. `source`: None if it was left out. `compiled`: all
+    that Triton said of what it compiled, options among it."""
 
     source: str | None
     function: str
@@ -143,7 +145,16 @@ class StoredKernel:
     target: Any
     triton: str
     binary: StoredBinary | None
+    compiled: Mapping[str, Any]
     declaration: Any
+
+    def arithmetic_options(self, target: Any, known: Iterable[str]) -> dict[str, Any]:
+        """How it computes, where its source is compiled for a target: options that it was compiled with, of those that
+        the target's compiler knows, and that Triton otherwise chooses by its version and the environment."""
+        if not isinstance(self.target, dict) or self.target.get("backend") != target.backend:
+            return {}
+        names = [name for name in _ARITHMETIC if name in known and name not in self.options]
+        return {name: self.compiled[name] for name in names if isinstance(self.compiled.get(name), bool | str)}
 
     @property
     def module(self) -> str:
@@ -181,6 +192,7 @@ class StoredKernel:
             source,
             target=metadata.get("target"),
             binary=StoredBinary(metadata, stages) if any(role in stages for role in BINARIES) else None,
+            compiled=compiled if isinstance(compiled := metadata.get("compiled"), dict) else {},
             declaration=metadata.get("declaration"),
             **{key: metadata[key] for key in kinds},
         )

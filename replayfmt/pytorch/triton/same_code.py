@@ -59,8 +59,15 @@ def _first_code(source: StandaloneSource, compiled: Any) -> str:
     backend.load_dialects(context)
     options = backend.parse_options(compiled.metadata._asdict())
     kernel = type(made)(module[source.name], made.signature, constants, made.attrs)
-    codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    return str(kernel.make_ir(target, options, codegen, modules, context))
+    given = {
+        "target": target,
+        "options": options,
+        "codegen_fns": backend.get_codegen_implementation(options),
+        "module_map": backend.get_module_map(),
+        "context": context,
+    }
+    taken = inspect.signature(kernel.make_ir).parameters  # which differ between versions of Triton
+    return str(kernel.make_ir(**{name: value for name, value in given.items() if name in taken}))
 
 
 def _plain(code: str) -> str:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -137,6 +137,7 @@ class TritonKernel(StoredCodeKernel):
         self._dtypes = [(name, getattr(torch, kind, None)) for name, kind in stored.dtypes.items()]
         self._several_devices = not interpreted and torch.accelerator.device_count() > 1
         self._grids: set[tuple[int, ...]] = set()  # those that were checked
+        self._compiled_with: dict[str, Any] = {}  # options besides those of the launch
         self.how = "run by Triton's interpreter" if interpreted else "compiled by Triton from the stored source"
         if interpreted and stored.target != INTERPRETER:
             self.how += ", which did not run it when it was captured"
@@ -195,6 +196,7 @@ class TritonKernel(StoredCodeKernel):
 
         binary = self._stored.binary
         target = triton.runtime.driver.active.get_current_target()
+        self._options_of_capture(target)
         if binary is None:
             return
         problem = binary.mismatch(target, triton.__version__)
@@ -205,6 +207,13 @@ class TritonKernel(StoredCodeKernel):
             return
         self.how = "launched from the stored binary"
         self._launch_binary(self._function, binary)
+
+    def _options_of_capture(self, target: Any) -> None:
+        """Launch with the options that it was compiled with, whatever Triton would choose here."""
+        from triton.compiler import make_backend
+
+        known = vars(make_backend(target).parse_options({}))
+        self._compiled_with = self._stored.arithmetic_options(target, known)
 
     def with_binary(self, given: GivenCubin) -> TritonKernel:
         """The kernel with a cubin of the user's, which is launched as this one's binary is."""
@@ -257,7 +266,8 @@ class TritonKernel(StoredCodeKernel):
             return None
         dtypes = [(positional.index(name), dtype) for name, dtype in self._dtypes]
         count, count_by_name = len(positional), len(by_name)
-        grids, run, launch = self._grids, launcher_of(self._function), self.launch
+        grids, launch = self._grids, self.launch
+        run = partial(launcher_of(self._function), **self._compiled_with)
         current_device: Callable[[], int] | None = None
         if self._several_devices:
             import triton
@@ -292,7 +302,7 @@ class TritonKernel(StoredCodeKernel):
                 if values[name].dtype is not dtype:
                     raise ReplayFailed(f"{self._named} takes a tensor of {dtype} as {name}, not {values[name].dtype}")
             parameters = self._assembly.assemble(values)
-            given = {name: values[option] for name, option in self._options}
+            given = self._compiled_with | {name: values[option] for name, option in self._options}
         except (AttributeError, KeyError) as error:
             raise ReplayFailed(f"{self._named} is not given what it takes ({error})") from None
         if self._keywords:
