@@ -78,7 +78,9 @@ class Preparation:
             self._imports = AllowedImports(allow_imports, allow_operators)
             self.device_map, self._unmapped = map_devices(self.reader.devices, texts_of("devices", devices))
             types = frozenset(device.type for device in self.device_map.in_use())
-            self._code = AllowedCode(self.reader, allow_code, types)
+            # With keep_going, what is refused does not keep the rest from running.
+            not_admitted: list[str] | None = None if keep_going else []
+            self._code = AllowedCode(self.reader, allow_code, types, not_admitted)
             self._code.prepare()
             self._graphs = PreparedGraphs(
                 self.reader,
@@ -88,6 +90,7 @@ class Preparation:
                 mode=graphs,
                 streams=streams,
                 window=window,
+                not_admitted=not_admitted,
             )
             opened.callback(self._graphs.close)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.

@@ -24,13 +24,16 @@ def write(
     kind: KernelKind = KernelKind.native,
     *,
     called: bool = True,
+    last: Given | None = None,
 ) -> Path:
-    """A capture in which each kernel negates a tensor of two elements in place, if it is called."""
+    """A capture in which each kernel negates a tensor of two elements in place, if it is called. `last`: the
+    attachments of the last kernel, if it has others."""
     writer = CaptureWriter(path, Session("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "0.1.0"))
     cpu = writer.device(Device("cpu"))
     meta = writer.meta(TensorMeta(DType.float32, Layout.strided, cpu, (2,), (1,)))
-    numbers = tuple(
-        writer.attachment(Attachment(role, f"a.{role}", writer.payload(content))) for role, content in attachments
+    numbers, numbers_of_last = (
+        tuple(writer.attachment(Attachment(role, f"a.{role}", writer.payload(content))) for role, content in given)
+        for given in (attachments, attachments if last is None else last)
     )
     payload = writer.payload(CONTENT.data)
     records = Records(writer)
@@ -40,7 +43,7 @@ def write(
     for number in range(kernels):
         name = f"native::negate{number}"
         schema = f"{name}.v1(Tensor(a!) self) -> Tensor(a!)"
-        kernel = writer.kernel(Kernel(name, "v1", schema, kind, numbers))
+        kernel = writer.kernel(Kernel(name, "v1", schema, kind, numbers_of_last if number == kernels - 1 else numbers))
         if called:
             records.add(op(kernel, (Node(V.tensor, "self"),), (Node(V.tensor),)), (tensor, tensor))
     records.write()

@@ -110,6 +110,20 @@ def test_a_damaged_attachment_is_refused_before_anything_of_the_kernel_is_used(
     assert resolver.seen == []
 
 
+def test_nothing_runs_while_any_of_the_code_is_refused(tmp_path: Path, resolver: Negating) -> None:
+    """But with --keep-going, which asks for what can be run."""
+    path = write(tmp_path / "code.opreplay", kernels=3, last=[("cubin", b"0123456789" * 9)])
+    path.write_bytes(path.read_bytes().replace(b"0123456789" * 9, b"0123456789" * 8 + b"0123456780"))
+    with pytest.raises(ReplayRefused, match="for 3 reasons; nothing was run") as caught:
+        replayfmt.Plan(path, allow_code=True)
+    assert resolver.seen == []
+    waiting, _another, damaged = caught.value.findings
+    assert "no code of the capture runs while some of it is refused (native::negate2.v1 is a kernel" in waiting
+    assert damaged.startswith("native::negate2.v1") and "with attachments that cannot be used" in damaged
+    with replayfmt.Plan(path, allow_code=True, keep_going=True):
+        assert [name for name, _contents, _types in resolver.seen] == ["native::negate0.v1", "native::negate1.v1"]
+
+
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [

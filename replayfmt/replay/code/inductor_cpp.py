@@ -57,19 +57,40 @@ def resolve_inductor_cpp(
 ) -> ResolvedKernel | str:
     """The kernel of a capture whose code the user has allowed to run, or a sentence that says why there is none.
     `contents` are its attachments by role, `device_types` those that the replay uses."""
+    read = _read(kernel, contents)
+    if isinstance(read, str):
+        return read
+    stored, schema = read
+    try:
+        function, how = _function(stored)
+    except (CannotLoad, RuntimeError, ValueError) as error:
+        return _cannot_be_called(kernel, error)
+    return InductorCppKernel(schema, function, stored.arguments, how)
+
+
+def admit_inductor_cpp(kernel: Kernel, contents: Callable[[], Mapping[str, bytes]]) -> str:
+    """What is wrong with the attachments of a kernel, or "". Nothing of them is run."""
+    read = _read(kernel, contents)
+    return read if isinstance(read, str) else ""
+
+
+def _read(
+    kernel: Kernel, contents: Callable[[], Mapping[str, bytes]]
+) -> tuple[StoredCppKernel, torch.FunctionSchema] | str:
     named = kernel.qualified_name
     try:
         stored = StoredCppKernel.read(contents())
-        arguments = stored.arguments
         if stored.source is not None and stored.variant() != kernel.overload:
             return f"{named}: its stored source is another than the one it is named after"
-        if schema_of(kernel.name.partition("::")[2], kernel.overload, arguments) != kernel.schema:
+        if schema_of(kernel.name.partition("::")[2], kernel.overload, stored.arguments) != kernel.schema:
             return f"{named}: its schema {kernel.schema[:200]!a} is not that of its source"
-        schema = parse_schema(kernel.schema)
-        function, how = _function(stored)
-    except (CannotLoad, RuntimeError, ValueError) as error:
-        return f"{named} cannot be called: {str(error).strip().partition(chr(10))[0]}"
-    return InductorCppKernel(schema, function, arguments, how)
+        return stored, parse_schema(kernel.schema)
+    except (RuntimeError, ValueError) as error:
+        return _cannot_be_called(kernel, error)
+
+
+def _cannot_be_called(kernel: Kernel, error: Exception) -> str:
+    return f"{kernel.qualified_name} cannot be called: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _function(stored: StoredCppKernel) -> tuple[Callable[..., Any], str]:

@@ -44,12 +44,10 @@ def resolve_triton(
 ) -> ResolvedKernel | str:
     """The kernel of a capture whose code the user has allowed to run, or a sentence that says why there is none.
     `contents` are its attachments by role, `device_types` those that the replay uses."""
-    named = kernel.qualified_name
-    try:
-        stored = StoredKernel.read(contents())
-        schema, text = parse_schema(kernel.schema), stored.module
-    except (RuntimeError, ValueError) as error:
-        return f"{named} cannot be launched: {str(error).strip().partition(chr(10))[0]}"
+    named, read = kernel.qualified_name, _read(kernel, contents)
+    if isinstance(read, str):
+        return read
+    stored, schema, text = read
     interpreted = device_types <= {"cpu"}
     if stored.source is None and interpreted:
         return f"{named} cannot be interpreted: the capture has no source of it"
@@ -67,6 +65,23 @@ def resolve_triton(
     except (RuntimeError, ValueError) as error:
         return f"{named} cannot be launched: {error}"
     return resolved
+
+
+def admit_triton(kernel: Kernel, contents: Callable[[], Mapping[str, bytes]]) -> str:
+    """What is wrong with the attachments of a kernel, or "". Nothing of them is run."""
+    read = _read(kernel, contents)
+    return read if isinstance(read, str) else ""
+
+
+def _read(
+    kernel: Kernel, contents: Callable[[], Mapping[str, bytes]]
+) -> tuple[StoredKernel, torch.FunctionSchema, str] | str:
+    """What is stored of a kernel, its schema, and the text of its module."""
+    try:
+        stored = StoredKernel.read(contents())
+        return stored, parse_schema(kernel.schema), stored.module
+    except (RuntimeError, ValueError) as error:
+        return f"{kernel.qualified_name} cannot be launched: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _constexprs(function: Any) -> list[str]:
