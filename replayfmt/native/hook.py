@@ -131,6 +131,19 @@ class DispatchHook:
         """A set of dispatch keys without the recorder's, which the Python part of the dispatcher does not know."""
         return torch._C.DispatchKeySet.from_raw_repr(keys.raw_repr() & ~self._key)
 
+    def with_own_key_as_now(
+        self, included: torch._C.DispatchKeySet, excluded: torch._C.DispatchKeySet
+    ) -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
+        """Sets that are to become the calling thread's: the recorder's key is in each as it is in the thread's now."""
+        state = self._library.opreplay_recorder_state()
+        return (
+            self.without_key(included) | self._own_key(state & _TAKES_PART),
+            self.without_key(excluded) | self._own_key(state & _HIDDEN),
+        )
+
+    def _own_key(self, there: int) -> torch._C.DispatchKeySet:
+        return torch._C.DispatchKeySet.from_raw_repr(self._key if there else 0)
+
 
 _loaded: DispatchHook | None = None
 

@@ -27,6 +27,12 @@ inline bool is_only_traced(const at::Device& device) {
   return device.is_meta() && c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
 }
 
+// Whether an operator gets a tensor that dispatches itself as it is: dispatch to Python is off, and it has memory.
+inline bool runs_on_itself(const at::Tensor& tensor) {
+  return c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python) && tensor.has_storage() &&
+         tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+}
+
 // What the default generator of the CPU draws next.
 struct Draws {
   at::mt19937_data_pod engine;

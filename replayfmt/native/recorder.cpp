@@ -67,7 +67,8 @@ struct Shown {
 
 // Tensors that dispatch themselves come here when their own code calls an operator beneath itself, or traces one.
 bool is_for_others(const at::Tensor& tensor) {
-  return tensor.key_set().has(DispatchKey::Python) || (tensor.is_meta() && is_only_traced(tensor.device()));
+  return (tensor.key_set().has(DispatchKey::Python) && !runs_on_itself(tensor)) ||
+         (tensor.is_meta() && is_only_traced(tensor.device()));
 }
 bool is_for_others(const std::optional<at::Tensor>& tensor) { return tensor && is_for_others(*tensor); }
 bool is_for_others(at::ITensorListRef list) {

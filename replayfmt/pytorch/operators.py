@@ -128,6 +128,7 @@ _FILLS_NEW = frozenset(
         "new_zeros",
         "new_ones",
         "new_full",
+        "_new_zeros_with_same_feature_meta",
     }
 )
 _ZEROES = frozenset({"zero_", "_foreach_zero_"})

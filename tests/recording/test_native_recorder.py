@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils._mode_utils import no_dispatch
 
 from replayfmt.format.codes import OpStatus, RecordKind
 
@@ -188,3 +190,50 @@ def test_a_capture_without_the_hook_after_one_with_it_sees_nothing_twice(
 def test_what_prints_is_recorded_too(capture: Capture) -> None:
     captured = capture(lambda: repr(torch.ones(2)))
     assert len(captured.ops()) > 1
+
+
+class RunsOnItself(torch.Tensor):
+    """Operators get the tensor itself."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with no_dispatch():
+            return func(*args, **(kwargs or {}))
+
+
+def test_work_under_the_keys_of_an_earlier_moment_is_recorded(capture: Capture) -> None:
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    x = torch.arange(3.0)
+
+    def program() -> list[torch.Tensor]:
+        results = []
+        for _ in range(3):
+            with torch._C._ForceDispatchKeyGuard(*keys):
+                results.append(x.mul_(2).clone())
+        return results
+
+    captured = capture(program)
+    assert captured.ops() == ["aten::mul_.Tensor", "aten::clone.default"] * 3
+    assert not captured.unsupported()
+    captured.replays()
+
+
+def test_a_tensor_that_runs_operators_on_itself_is_recorded(capture: Capture) -> None:
+    x = torch.Tensor._make_subclass(RunsOnItself, torch.arange(3.0))
+    captured = capture(lambda: [x * 2 for _ in range(3)])
+    assert [each.tolist() for each in captured.returned] == [[0.0, 2.0, 4.0]] * 3
+    assert captured.ops() == ["aten::mul.Tensor"] * 3
+    assert not captured.unsupported()
+    captured.replays()
+
+
+def test_what_makes_fake_tensors_is_no_work(capture: Capture) -> None:
+    x = torch.ones(3)
+
+    def program() -> torch.Tensor:
+        for _ in range(3):
+            with FakeTensorMode() as fake:
+                fake.from_tensor(x) * 2
+        return x + 1
+
+    assert capture(program).ops() == ["aten::add.Tensor"]

@@ -22,7 +22,10 @@ from ..accelerators import AUTOCAST_KEYS
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _NO_FLAGS = TensorFlag(0)
-_AUTOCAST_KEYS = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, AUTOCAST_KEYS))
+_RECORDERS_KEY = torch._C._parse_dispatch_key("Fake")  # the native recorder's (native/recorder.cpp)
+_HIDDEN_FROM = functools.reduce(
+    operator.or_, (torch._C.DispatchKeySet(key) for key in (*AUTOCAST_KEYS, _RECORDERS_KEY) if key is not None)
+)
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def undispatched() -> Iterator[None]:
         torch._C._DisableTorchDispatch(),
         torch._C._DisableFuncTorch(),
         torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
+        torch._C._ExcludeDispatchKeyGuard(_HIDDEN_FROM),
     ):
         yield
 
@@ -48,7 +51,7 @@ def call_undispatched(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.k
         torch._C._DisableTorchDispatch(),
         torch._C._DisableFuncTorch(),
         torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
+        torch._C._ExcludeDispatchKeyGuard(_HIDDEN_FROM),
     ):
         return function(*args, **kwargs)
 

@@ -16,6 +16,7 @@ import torch
 from .. import core
 from ..custom_operators import observing
 from ..dispatch import mode, native_mode
+from .presence import HookPresence
 
 
 @functools.cache
@@ -27,8 +28,9 @@ def keep_dynamo_out() -> None:
     for module in (mode, native_mode, observing):
         for code in _codes(module):
             dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, go_on))
-    for code in (core.Core.attempt.__code__, core.Core.before.__code__):  # the second is that of all attempted methods
-        dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
+    whole = (core.Core.attempt, core.Core.before, HookPresence.forced)  # the second's is that of all attempted methods
+    for function in whole:
+        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:

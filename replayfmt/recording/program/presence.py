@@ -174,6 +174,7 @@ class HookPresence:
         self._patches = PatchSet(
             [
                 Patch("torch._ops", "_compute_keyset", self._without_key),
+                Patch("torch._C", "_ForceDispatchKeyGuard", self._with_own_key),
                 Patch("torch._dynamo.guards", "CheckFunctionManager.__init__", self._looked_through),
                 # Of code compiled ahead of time, which looks through them by itself.
                 Patch("torch._dynamo.guards", "GuardManagerWrapper.check", self._away),
@@ -247,6 +248,14 @@ class HookPresence:
             return original(args, kwargs, self._hook.without_key(keys))
 
         return compute
+
+    def _with_own_key(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Who gives a thread other sets of keys (those of a forward pass, for its backward) leaves the recorder in."""
+        return functools.partial(self.forced, original)
+
+    def forced(self, original: Callable[..., Any], included: Any, excluded: Any) -> Any:
+        """In place of the guard that sets them. (Dynamo, which is watching by then, leaves it alone: dynamo.py.)"""
+        return original(*self._hook.with_own_key_as_now(included, excluded))
 
     def _away(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Guards of compiled code are created and looked through without the key (by Dynamo: thread_watch.cpp)."""
