@@ -236,6 +236,13 @@ def cpp_wrapper() -> Program:
     return on_small(Small(), options={"cpp_wrapper": True})
 
 
+@refused("without the dispatcher")
+def static_runtime() -> Program:
+    module = torch._C._jit_to_static_module(torch.jit.freeze(torch.jit.script(torch.nn.ReLU().eval()))._c)
+    x = torch.ones(4)
+    return lambda: module(x)
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_it_is_recorded_and_replays(name: str, capture: Capture) -> None:
     run = RECORDED[name]()

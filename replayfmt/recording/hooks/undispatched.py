@@ -304,6 +304,9 @@ _PACKAGE = (
     "a model that was compiled ahead of time runs beneath Python, kernels and library calls alike; capture the module "
     "or the exported program that it was compiled from"
 )
+_STATIC = (
+    "the static runtime calls most kernels without the dispatcher; capture the TorchScript module it was made from"
+)
 _KERNELS = "--compiled=kernels, the default, records what its code calls"
 # How to capture the operators of a region. When a backward pass runs, it is unknown what called its forward.
 _EAGER = "capture with --compiled=eager to record its operators"
@@ -332,6 +335,10 @@ def _is_ahead_of_time() -> bool:
 
 def _class_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
     return type(region).__qualname__, _PACKAGE
+
+
+def _static_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
+    return type(region).__qualname__, _STATIC
 
 
 def _script(recorder: RecorderForHooks, original: Function) -> Function:
@@ -405,6 +412,10 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
         Patch(inductor, "CompiledAOTI.__call__", region(_class_name), "compiled_region"),
         Patch("torch._C._aoti", "AOTIModel*.run", region(_class_name), "compiled_region", vital=True),
         Patch("torch._C._aoti", "AOTIModel*.boxed_run", region(_class_name), "compiled_region"),
+        *(
+            Patch("torch._C", f"StaticModule.{name}", region(_static_name), "compiled_region")
+            for name in ("__call__", "runAsync", "benchmark", "benchmark_individual_ops")
+        ),
         Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
         Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
     ]
