@@ -11,7 +11,7 @@ import torch
 from in_process import Tools
 
 import replayfmt
-from replayfmt.format.codes import KernelKind
+from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.reader import CaptureReader
 from tests.triton_kernels.test_recording import WRITTEN
 
@@ -38,6 +38,24 @@ def test_a_launch_is_replayed_bitwise_from_its_binary(name: str, tmp_path: Path)
         assert result.outcome == "ok", result.divergence
         (note,) = [note for note in result.notes if "triton kernel" in note]
         assert "launched from the stored binary" in note
+
+
+def test_kernels_that_inductor_generated_are_replayed_bitwise(tmp_path: Path) -> None:
+    """What its code allocates enters without content."""
+    x, weights = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    compiled = torch.compile(lambda x: torch.softmax(torch.nn.functional.gelu(x @ weights), -1) + 1)
+    path = tmp_path / "compiled.opreplay"
+    expected = compiled(x)
+    with replayfmt.capture(path):
+        assert torch.equal(compiled(x), expected)
+    with CaptureReader(path) as reader:
+        assert reader.summary is not None and not reader.summary.unsupported
+        assert any(each is not None and each.kind is KernelKind.triton for each in reader.kernels)
+        imports = [each for each in reader.records() if each.kind is RecordKind.storage_import]
+        assert {each.argument("reason") for each in imports} == {"first_use"}
+    with replayfmt.Plan(path, allow_code=True) as plan:
+        result = plan.execute(verify="bitwise")
+        assert result.outcome == "ok", result.divergence
 
 
 def test_a_kernel_that_takes_a_tenth_longer_is_found(tmp_path: Path, tools: Tools) -> None:
