@@ -49,6 +49,7 @@ namespace {
 constexpr auto kKind = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kDevices = 2;
 constexpr c10::StreamId kStreams = 32;
+constexpr c10::StreamId kFirstOfGraphs = 1 << 8;  // the streams inside of a replay of a graph
 
 // ------------------------------------------------------------------------------------------------- streams and events
 
@@ -616,9 +617,9 @@ class SimulatedGraph final : public at::GraphImplInterface {
     std::vector<Clock> done;
     Clock last;
     for (const Node& node : nodes_) {
-      // Other streams have the number of the graph in theirs: nothing but edges orders them.
+      // Other streams have numbers of their own: nothing but edges orders them.
       const bool on_origin = !(node.place < origin_) && !(origin_ < node.place);
-      const Place place = on_origin ? here : Place{node.place.device, (number_ << 8) + node.place.stream};
+      const Place place = on_origin ? here : Place{node.place.device, kFirstOfGraphs + node.place.stream};
       const c10::DeviceGuard guard(c10::Device(kKind, place.device));
       const auto before = std::exchange(current_stream[place.device], place.stream);
       {
@@ -641,6 +642,25 @@ class SimulatedGraph final : public at::GraphImplInterface {
     }
     std::lock_guard lock(mutex);
     merge(clocks[here], last);
+    become(here);
+  }
+  // All that other streams of a replay did comes before what this one is given next: it counts as this one's.
+  static void become(const Place& here) {
+    const auto passes = [](const Place& place) { return place.stream >= kFirstOfGraphs; };
+    const int64_t tick = ++clocks[here][here];
+    for (auto& [address, block] : blocks) {
+      if (passes(block.touched.written.first)) {
+        block.touched.written = {here, tick};
+      }
+      if (std::erase_if(block.touched.read, [&](const auto& read) { return passes(read.first); })) {
+        block.touched.read[here] = tick;
+      }
+    }
+    std::erase_if(clocks, [&](const auto& clock) { return passes(clock.first); });
+    for (auto& [place, clock] : clocks) {
+      std::erase_if(clock, [&](const auto& known) { return passes(known.first); });
+    }
+    std::erase_if(Guard::waited(), [&](const auto& known) { return passes(known.first); });
   }
   void reset() override {
     std::lock_guard lock(mutex);
