@@ -5,95 +5,81 @@ runs the same forwards bare, under the floor, under a capture (payload=none) fro
 from start to stop, so that encoding, compression and writing are in the figure. A capture with the recorder that is a
 dispatch mode, where every call takes the complete path, shows what the native one saves.
 
+The figures differ from process to process by a tenth and more: where code and data lie in memory is another each
+time, and so is the seed of Python's hashes. So the turns are taken in several processes (capture_turns.py); a row is
+the median of theirs, and its details have each.
+
 Code that torch.compile made stays compiled; what a call of it pays for being watched is measured against the same call
 without a capture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import tiny_gpt2
 import torch
 from measuring import arguments, in_turns, median_of, row, scratch, seconds
-from torch.profiler import ExecutionTraceObserver
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import replayfmt
+from replayfmt.native.building import NotAvailable, compile_library
+
+HERE = Path(__file__).parent
 
 
-class Nothing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
+def processes(count: int, *arguments: object) -> list[dict[str, Any]]:
+    """What `capture_turns.py` says in each of several processes, one after the other."""
+    command = [sys.executable, str(HERE / "capture_turns.py"), *map(str, arguments)]
+    return [
+        json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+        for _ in range(count)
+    ]
 
 
-def measure(name: str, run: Callable[[], None], times: int, rounds: int, directory: Path, at_most: float) -> None:
-    run()
-    operators = tiny_gpt2.operators(run)
-
-    def repeated() -> None:
-        for _ in range(times):
-            run()
-
-    def floor() -> None:
-        with Nothing():
-            repeated()
-
-    def capture(recorder: str) -> None:
-        with replayfmt.capture(directory / "cost.opreplay", payload="none", force=True, recorder=recorder):
-            repeated()
-
-    def peer() -> None:
-        observer = ExecutionTraceObserver()
-        observer.register_callback(str(directory / "cost.json"))
-        observer.start()
-        repeated()
-        observer.stop()
-        observer.unregister_callback()
-
-    taken = in_turns(
-        {
-            name: lambda f=function: seconds(f)
-            for name, function in (
-                ("eager", repeated),
-                ("floor", floor),
-                ("native", lambda: capture("native")),
-                ("python", lambda: capture("python")),
-                ("peer", peer),
-            )
-        },
-        rounds,
-    )
-    eager, floored, native, peered = taken["eager"], taken["floor"], taken["native"], taken["peer"]
-    added = {
-        key: median_of(lambda e, x: (x - e) / (times * operators) * 1e6, eager, taken[key])
-        for key in ("floor", "native", "python", "peer")
-    }
+def measure(name: str, program: str, times: int, turns: tuple[int, int], at_most: float) -> None:
+    """`turns`: how many processes, and rounds in each."""
+    count, rounds = turns
+    found = processes(count, program, times, rounds)
+    ways = found[0]["adds_us_an_op"]
     details = {
-        "operators": operators,
+        "operators": found[0]["operators"],
         "times": times,
-        "eager_us_an_op": median(eager) / (times * operators) * 1e6,
-        **{f"{key}_adds_us_an_op": value for key, value in added.items()},
+        "eager_us_an_op": median(each["eager_us_an_op"] for each in found),
+        **{f"{way}_adds_us_an_op": median(each["adds_us_an_op"][way] for each in found) for way in ways},
     }
-    row(
-        f"capture, metadata only, {name}: added time / no-op TorchDispatchMode's",
-        median_of(lambda e, f, c: (c - e) / (f - e), eager, floored, native),
-        at_most=at_most,
-        **details,
-    )
-    row(
-        f"capture, metadata only, {name}: added time / ExecutionTraceObserver's",
-        median_of(lambda e, c, p: (c - e) / (p - e), eager, native, peered),
-        at_most=0.08,
-        **details,
-    )
-    row(
-        f"capture, metadata only, {name}, in Python: added time / no-op TorchDispatchMode's",
-        median_of(lambda e, f, c: (c - e) / (f - e), eager, floored, taken["python"]),
-        **details,
-    )
+    for what, ratio, target in (
+        ("added time / no-op TorchDispatchMode's", "native/floor", at_most),
+        ("added time / ExecutionTraceObserver's", "native/peer", 0.08),
+        ("in Python: added time / no-op TorchDispatchMode's", "python/floor", None),
+    ):
+        ratios = sorted(each["ratios"][ratio] for each in found)
+        joint = ", " if what.startswith("in Python") else ": "
+        row(
+            f"capture, metadata only, {name}{joint}{what}",
+            median(ratios),
+            at_most=target,
+            of_each_process=ratios,
+            **details,
+        )
+
+
+def measure_redispatch(times: int, turns: tuple[int, int], directory: Path) -> None:
+    """What a hook beneath autograd costs that records nothing: no capture from there can cost less."""
+    library = directory / "redispatch.so"
+    what = "a hook that only redispatches, forward: added time / no-op TorchDispatchMode's"
+    try:
+        compile_library(HERE / "redispatch.cpp", library, "-DNDEBUG")
+    except NotAvailable as problem:
+        row(what, None, reason=problem.reason)
+        return
+    count, rounds = turns
+    found = processes(count, "forward", times, rounds, library)
+    ratios = sorted(each["ratios"]["redispatch/floor"] for each in found)
+    row(what, median(ratios), of_each_process=ratios)
 
 
 def measure_compiled(calls: int, rounds: int, directory: Path, backend: str) -> None:
@@ -138,8 +124,10 @@ def main() -> None:
     quick = arguments(__doc__).quick
     torch.set_num_threads(1)
     with scratch() as directory:
-        measure("forward", tiny_gpt2.forward(), 3 if quick else 400, 1 if quick else 9, directory, 0.35)
-        measure("training step", tiny_gpt2.training_step(), 1 if quick else 60, 1 if quick else 5, directory, 0.5)
+        measure("forward", "forward", 3 if quick else 400, (1, 1) if quick else (5, 3), 0.35)
+        measure("training step", "training_step", 1 if quick else 60, (1, 1) if quick else (3, 3), 0.5)
+        if not quick:  # a compilation, which would be all of it
+            measure_redispatch(400, (3, 3), directory)
         measure_compiled(3 if quick else 3000, 1 if quick else 7, directory, "eager" if quick else "inductor")
 
 

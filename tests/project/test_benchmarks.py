@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, str(ROOT / "benchmarks/run.py")]
-OTHERS = {"run", "measuring", "tiny_gpt2"}
+OTHERS = {"run", "measuring", "tiny_gpt2", "capture_turns"}
 SCRIPTS = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in OTHERS]
 # A trace to import: those of other tools may not be here.
 PRODUCT = {
