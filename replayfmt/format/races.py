@@ -178,7 +178,7 @@ class _Pass:
         if signature.kind is RecordKind.op:
             kernel = self._reader.kernels[signature.kernel]
             assert kernel is not None
-            reads, writes = _accesses(layout, kernel.schema)
+            reads, writes = accesses(layout, kernel.schema)
             results = tuple(slot for each in layout.results for slot in each.tensors)
             waits = kernel.name in _WAITING or any(each.node.kind in _SCALARS for each in layout.results)
             masks = kernel.name in _WAITING_FOR_MASKS
@@ -270,7 +270,7 @@ class _Pass:
         self._storages.pop(ints[0], None)
 
 
-def _accesses(layout: SlotLayout, schema_text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def accesses(layout: SlotLayout, schema_text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tensor slots of arguments that an op reads, and those that it writes."""
     slots = {each.node.name: each.tensors for each in layout.args}
     try:

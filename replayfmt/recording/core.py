@@ -29,6 +29,7 @@ from replayfmt.format.writer import CaptureWriter
 from replayfmt.native.building import NotAvailable, say_missing
 from replayfmt.native.hook import DispatchHook, dispatch_hook
 from replayfmt.native.watching import thread_watch
+from replayfmt.pytorch.accelerators import synchronize
 from replayfmt.pytorch.environment import session_fields
 from replayfmt.pytorch.opaque_results import OpaqueResults
 from replayfmt.pytorch.settings import read_settings
@@ -147,6 +148,7 @@ class Core:
         self.storages = Storages(
             self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit, native=native
         )
+        self.storages.settle = self.wait_for_devices
         self.storages.unexplained.expected = self._expects_unwritten
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
         self.numeric = NumericState(self.records)
@@ -243,9 +245,12 @@ class Core:
         for unseen in self.thread_watch.collect():
             self.records.unsupported("unseen_thread", unseen.first, unseen.sentence())
         if self.options.digests == "live" and not self.graph_captures:
-            if self.streams is not None:
-                self.streams.wait_for_all()
             self.digests.sweep()
+
+    def wait_for_devices(self) -> None:
+        """What the recorder is about to read may be written by any stream. This wait is its own: it has no record."""
+        if not self.graph_captures:
+            synchronize()
 
     def finish(self) -> None:
         """Write the remaining records and complete the file. Raises CaptureFailed."""

@@ -251,6 +251,7 @@ class Plan(Preparation):
             stack.enter_context(self._surroundings())
             if self.context.streams is not None:
                 stack.callback(Current().restore)
+                self.context.streams.begin()
             if self.substitution is not None:
                 stack.enter_context(python_dispatch())
             verification = self._decide(verify, only)

@@ -6,7 +6,9 @@ A process that has it keeps it, and PyTorch then knows an accelerator: import th
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,20 +20,26 @@ import pytest
 import torch
 from torch._utils import CallbackRegistry
 
-from replayfmt.native.building import compile_library
+from replayfmt.native.building import compile_library, own_cache
 
 _NAME = "simulated_accelerator"
 
 
 def _built() -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"{_NAME}.so")
-        compile_library(Path(__file__).with_name("simulated.cpp"), path, "-O0", with_python=True)
-        spec = importlib.util.spec_from_file_location(_NAME, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+    """The extension module: from this user's cache, where it was built from the same source for the same PyTorch."""
+    source = Path(__file__).with_name("simulated.cpp")
+    key = hashlib.sha256(f"{torch.__version__} {sys.version}".encode() + source.read_bytes()).hexdigest()
+    path = own_cache("tests") / f"{_NAME}_{key[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, path.name)
+            compile_library(source, made, "-O0", with_python=True)
+            made.replace(path)
+    spec = importlib.util.spec_from_file_location(_NAME, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _trace() -> ModuleType:

@@ -2,9 +2,15 @@
 //
 // Memory is the host's, but protected while no copy runs: a kernel of the CPU that is given it ends the process, as a
 // pointer of a GPU's would. Operators run as PyTorch's CPU fallback does it: arguments are copied to the host, results
-// back. Everything runs at once, in the order in which it is issued; streams and events keep vector clocks, and an
+// back. Operators run at once, in the order in which they are issued; streams and events keep vector clocks, and an
 // operator that uses memory which another stream last touched, without an event between the two, raises (or is counted,
 // where races are tolerated). What streams and events do is told to PyTorch's trace, as the guard of CUDA does.
+//
+// Copies between the device and pinned memory for which nobody waits happen as late as they may: to the host when the
+// host waits for them, from the host when the device uses the memory. Pinned memory that the host changes before it
+// knows that a copy from it is done is such a race, too. An event or a stream that is asked whether its work is done says
+// no at first. Memory that is freed is given to the next tensor of the stream that it was allocated on, at once: a
+// tensor's memory may be what another stream still uses.
 //
 // While a graph is captured, operators leave no trace: they run for their results' sizes alone, and what they wrote and
 // drew is undone at the end. A capture has the stream that it begins on, and those that wait for an event of one that it
@@ -73,8 +79,10 @@ struct Block {
   size_t mapped;
   c10::DeviceIndex device;
   Touched touched;
+  bool fresh = true;     // nobody has used it since it was allocated
   Place home{0, 0};      // the stream that was current when it was allocated, which gets it again
   std::set<Place> used;  // streams that record_stream named: they are waited for
+  Clock until = {};      // what has to be done before it is used again
   struct Pool* pool = nullptr;  // of the graphs that it belongs to
 };
 
@@ -92,6 +100,16 @@ struct Event {
   int64_t recorded_ns = 0;
   int64_t capture = 0;  // the number of the capture that it was recorded in, after these nodes
   Nodes nodes{};
+  bool asked = false;
+};
+
+// A copy between the device and pinned memory, for which nobody has waited.
+struct Late {
+  std::pair<Place, int64_t> copied;
+  char* block;                 // of the device, while `copy` is still to be done
+  std::function<void()> copy;
+  at::Tensor source;           // memory of the host that must not change, with what it was; undefined: there is none
+  std::string content;
 };
 
 std::recursive_mutex mutex;
@@ -102,7 +120,9 @@ std::vector<std::string> log_of_launches;
 size_t allocated[kDevices], peak[kDevices];
 c10::StreamId streams_given = 0;
 bool tolerates_races = false;
-int64_t races = 0, unsafe_frees = 0;
+int64_t races = 0;
+std::vector<Late> late;
+std::map<std::tuple<c10::DeviceIndex, c10::StreamId, size_t>, std::vector<std::map<char*, Block>::node_type>> freed;
 class SimulatedGraph;
 SimulatedGraph* capturing = nullptr;  // the graph that is being captured; the device's work goes there
 thread_local bool by_fallback = false;  // copies are part of an operator that the host runs
@@ -135,6 +155,41 @@ void tell(void (c10::impl::PyInterpreterVTable::*what)(c10::DeviceType, Values..
 }
 
 using Table = c10::impl::PyInterpreterVTable;
+
+bool covers(const Clock& known, const std::pair<Place, int64_t>& work) {
+  const auto found = known.find(work.first);
+  return work.second == 0 || (found != known.end() && found->second >= work.second);
+}
+
+bool covers(const Clock& known, const Clock& work) {
+  return std::all_of(work.begin(), work.end(), [&](const auto& each) { return covers(known, each); });
+}
+
+void check_unchanged(const Late& one) {
+  const bool same =
+      !one.source.defined() || !std::memcmp(one.source.data_ptr(), one.content.data(), one.content.size());
+  races += !same;
+  TORCH_CHECK(same || tolerates_races,
+              "sim: pinned memory has changed before the host waited for a copy from it to a device");
+}
+
+// The host knows that this is done; or, of copies to the host alone, a stream does that reads what they wrote.
+void land(const Clock& known, bool by_host = true) {
+  std::vector<Late> done;
+  const auto waiting = std::stable_partition(late.begin(), late.end(), [&](const Late& one) {
+    return !covers(known, one.copied) || (!by_host && one.block);
+  });
+  std::move(waiting, late.end(), std::back_inserter(done));
+  late.erase(waiting, late.end());
+  for (Late& one : done) {
+    if (one.copy) {
+      one.copy();
+    }
+    if (one.source.defined()) {
+      check_unchanged(one);
+    }
+  }
+}
 
 uintptr_t handle_of(const void* event) { return reinterpret_cast<uintptr_t>(event); }
 
@@ -203,7 +258,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const OnDevice here(stream.device());
     tell(&Table::trace_gpu_event_wait, handle_of(event), handle_of(stream));
   }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    std::lock_guard lock(mutex);
+    auto* asked = static_cast<Event*>(event);
+    return !asked || answer(asked->clock, asked->asked);
+  }
+  // The first answer is that it is not done, unless the host knows better.
+  static bool answer(const Clock& clock, bool& asked) {
+    if (!asked && !covers(waited(), clock)) {
+      asked = true;
+      return false;
+    }
+    asked = false;
+    wait_for(clock);
+    return true;
+  }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     if (event) {
       tell(&Table::trace_gpu_event_deletion, handle_of(event));
@@ -224,7 +293,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     tell(&Table::trace_gpu_event_synchronization, handle_of(event));
   }
-  bool queryStream(const c10::Stream&) const override { return true; }
+  bool queryStream(const c10::Stream& stream) const override {
+    static std::map<Place, bool> asked;
+    std::lock_guard lock(mutex);
+    const Place place{stream.device_index(), stream.id()};
+    return answer(clocks[place], asked[place]);
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     refuse_while_capturing("to wait for a stream");
     {
@@ -259,12 +333,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       merge(other, known);
     }
     merge(waited(), known);
+    land(waited());
   }
   static Clock& waited() {
     static Clock clock;
     return clock;
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override;
   double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
     return static_cast<double>(static_cast<Event*>(end)->recorded_ns - static_cast<Event*>(begin)->recorded_ns) / 1e6;
   }
@@ -279,7 +354,12 @@ void note_made(const c10::DataPtr& data);
 struct Allocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    std::lock_guard lock(mutex);
+    if (const auto found = blocks.find(static_cast<char*>(data.get())); found != blocks.end()) {
+      found->second.used.insert({stream.device_index(), stream.id()});
+    }
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex index) override { peak[index] = allocated[index]; }
@@ -301,18 +381,37 @@ struct Allocator final : c10::DeviceAllocator {
         return again;
       }
     }
+    auto& reusable = freed[{current_device, current_stream[current_device], mapped}];
+    const auto again = std::find_if(reusable.rbegin(), reusable.rend(),
+                                    [](const auto& node) { return covers(Guard::waited(), node.mapped().until); });
+    if (!pool && again != reusable.rend()) {
+      auto node = std::move(*again);
+      reusable.erase(std::next(again).base());
+      char* address = node.key();
+      Block& block = node.mapped();
+      block.bytes = bytes;
+      block.fresh = true;
+      block.used.clear();
+      block.until.clear();
+      blocks.insert(std::move(node));
+      note_allocated(bytes);
+      return {address, address, &release, device};
+    }
     void* memory = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(memory != MAP_FAILED, "sim: out of memory");
     blocks[static_cast<char*>(memory)] = {
-        bytes, mapped, current_device, {}, home, {}, pool};
+        bytes, mapped, current_device, {}, true, home, {}, {}, pool};
     if (pool) {
       pool->blocks.insert(static_cast<char*>(memory));
     }
-    allocated[current_device] += bytes;
-    peak[current_device] = std::max(peak[current_device], allocated[current_device]);
+    note_allocated(bytes);
     c10::DataPtr made(memory, memory, &release, device);
     note_made(made);
     return made;
+  }
+  static void note_allocated(size_t bytes) {
+    allocated[current_device] += bytes;
+    peak[current_device] = std::max(peak[current_device], allocated[current_device]);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override;
@@ -322,19 +421,21 @@ struct Allocator final : c10::DeviceAllocator {
     }
     std::lock_guard lock(mutex);
     const auto found = blocks.find(static_cast<char*>(memory));
-    const Block& block = found->second;
+    Block& block = found->second;
     if (block.pool) {  // as long as a graph may use it
       block.pool->free.insert(found->first);
       return;
     }
-    const Clock& known = clocks[block.home];
-    const auto is_free = [&](const std::pair<Place, int64_t>& touch) {
-      const auto tick = known.find(touch.first);
-      return touch.second == 0 || block.used.count(touch.first) || (tick != known.end() && tick->second >= touch.second);
-    };
-    unsafe_frees += !is_free(block.touched.written) ||
-                    !std::all_of(block.touched.read.begin(), block.touched.read.end(), is_free);
-    unmap(found);
+    for (const Place& place : block.used) {
+      merge(block.until, clocks[place]);
+    }
+    allocated[block.device] -= block.bytes;
+    for (Late& one : late) {  // nobody can see any more whether it was done
+      if (one.block == memory) {
+        one.copy = nullptr;
+      }
+    }
+    freed[{block.home.device, block.home.stream, block.mapped}].push_back(blocks.extract(found));
   }
   static void unmap(std::map<char*, Block>::iterator found) {
     allocated[found->second.device] -= found->second.bytes;
@@ -345,10 +446,15 @@ struct Allocator final : c10::DeviceAllocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(kKind, &allocator);
 
+void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const {
+  allocator.recordStream(data, stream);
+}
+
 // Pinned memory of the host: copies to and from it need not wait.
 struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     char* memory = static_cast<char*>(::operator new(std::max<size_t>(bytes, 1)));
+    std::memset(memory, 0xA5, bytes);
     std::lock_guard lock(mutex);
     pinned()[memory] = bytes;
     return {memory, memory, &release, c10::DeviceType::CPU};
@@ -393,6 +499,11 @@ std::pair<char* const, Block>* block_of(const void* address) {
 class Open {
  public:
   explicit Open(const void* address) : lock_(mutex), block_(address ? block_of(address) : nullptr) {
+    for (Late& one : late) {  // the device is about to use it
+      if (block_ && one.block == block_->first && one.copy) {
+        std::exchange(one.copy, nullptr)();
+      }
+    }
     protect(PROT_READ | PROT_WRITE);
   }
   ~Open() { protect(PROT_NONE); }
@@ -419,8 +530,27 @@ at::Tensor on_host(const at::Tensor& tensor) {
 
 // ----------------------------------------------------------------------------------------------------- using memory
 
-// An operator on the current stream of `device` uses these tensors. Raises where another stream touched one of them and
-// nothing says that it is done.
+// An operator uses memory that was touched before. Raises where another stream did, and nothing says that it is done.
+void check_order(const std::string& op, Place here, const std::pair<Place, int64_t>& touch, const char* how) {
+  if (touch.first < here || here < touch.first) {
+    const bool ordered = covers(clocks[here], touch);
+    races += !ordered;
+    TORCH_CHECK(ordered || tolerates_races, "sim: ", op, " on stream ", here.stream, " of device ", int(here.device),
+                " uses memory that stream ", touch.first.stream, " of device ", int(touch.first.device), " ", how,
+                " last, and no event lies between them");
+  }
+}
+
+void note_written(const std::string& op, Place here, Block& block) {
+  check_order(op, here, block.touched.written, "wrote");
+  for (const auto& reader : block.touched.read) {
+    check_order(op, here, reader, "read");
+  }
+  block.touched = {{here, clocks[here][here]}, {}};
+  block.fresh = false;
+}
+
+// An operator on the current stream of `device` uses these tensors.
 void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at::Tensor>& read,
            const std::vector<at::Tensor>& written) {
   if (by_fallback || captures_here(device)) {
@@ -431,32 +561,18 @@ void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at:
   Clock& clock = clocks[here];
   merge(clock, Guard::waited());
   clock[here]++;
-  const auto check = [&](const std::pair<Place, int64_t>& touch, const char* how) {
-    if (touch.second > 0 && (touch.first < here || here < touch.first)) {
-      const auto found = clock.find(touch.first);
-      const bool ordered = found != clock.end() && found->second >= touch.second;
-      races += !ordered;
-      TORCH_CHECK(ordered || tolerates_races, "sim: ", op, " on stream ", here.stream,
-                  " of device ", int(device), " uses memory that stream ", touch.first.stream, " of device ",
-                  int(touch.first.device), " ", how, " last, and no event lies between them");
-    }
-  };
   for (const auto* tensors : {&read, &written}) {
     for (const at::Tensor& tensor : *tensors) {
       auto* block = tensor.defined() && tensor.device().type() == kKind ? block_of(tensor.storage().data()) : nullptr;
       if (!block) {
         continue;
       }
-      Touched& touched = block->second.touched;
-      check(touched.written, "wrote");
       if (tensors == &written) {
-        for (const auto& reader : touched.read) {
-          check(reader, "read");
-        }
-        touched.written = {here, clock[here]};
-        touched.read.clear();
+        note_written(op, here, block->second);
       } else {
-        touched.read[here] = clock[here];
+        check_order(op, here, block->second.touched.written, "wrote");
+        block->second.touched.read[here] = clock[here];
+        block->second.fresh = false;
       }
     }
   }
@@ -465,16 +581,14 @@ void touch(const std::string& op, c10::DeviceIndex device, const std::vector<at:
 }
 
 // An operator on the current stream of `device`, the last one, made this tensor.
-void came_to_be(c10::DeviceIndex device, const at::Tensor& tensor) {
+void came_to_be(const std::string& op, c10::DeviceIndex device, const at::Tensor& tensor) {
   if (captures_here(device)) {
     return;
   }
   std::lock_guard lock(mutex);
-  const Place here{device, current_stream[device]};
-  if (auto* block = tensor.defined() && tensor.device().type() == kKind ? block_of(tensor.storage().data()) : nullptr) {
-    if (block->second.touched.written.second == 0) {
-      block->second.touched.written = {here, clocks[here][here]};
-    }
+  auto* block = tensor.defined() && tensor.device().type() == kKind ? block_of(tensor.storage().data()) : nullptr;
+  if (block && block->second.fresh) {
+    note_written(op, {device, current_stream[device]}, block->second);
   }
 }
 
@@ -866,6 +980,29 @@ void wait_for_current_stream(c10::DeviceIndex of, c10::DeviceIndex by) {
   merge(clocks[{by, current_stream[by]}], Clock(clocks[{of, current_stream[of]}]));
 }
 
+// Between the device and pinned memory, as late as may be.
+void copy_late(const at::Tensor& self, const at::Tensor& to, Place here) {
+  std::lock_guard lock(mutex);
+  const std::pair<Place, int64_t> copied{here, clocks[here][here]};
+  if (is_here(self)) {
+    const Open open(self.storage().data());
+    late.push_back({copied, nullptr, [from = on_host(self).clone(), to] { to.copy_(from); }, {}, {}});
+    return;
+  }
+  for (const Late& one : late) {
+    check_unchanged(one);
+  }
+  auto* block = block_of(to.storage().data());
+  if (!block || !to.numel()) {
+    return;
+  }
+  const std::string content(static_cast<const char*>(self.data_ptr()), self.is_contiguous() ? self.nbytes() : 0);
+  late.push_back({copied, block->first, [from = self, into = at_same_address(to, true)] {
+                    const Open open(into.storage().data());
+                    on_host(into).copy_(from);
+                  }, self, content});
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   const auto on_device = [](const at::Tensor& tensor) { return tensor.device().type() == kKind; };
   const auto device = (on_device(to) ? to : self).device().index();
@@ -885,6 +1022,14 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     wait_for_current_stream(device, self.device().index());
   } else if (!non_blocking) {
     Guard().synchronizeStream(Guard::stream_of(device, current_stream[device]));
+  }
+  if (!by_fallback && on_device(to) && !on_device(self)) {
+    std::lock_guard lock(mutex);
+    land(clocks[{device, current_stream[device]}], false);
+  }
+  if (!by_fallback && non_blocking && on_device(self) != on_device(to) && (on_device(to) ? self : to).is_pinned()) {
+    copy_late(self, to, {device, current_stream[device]});
+    return to;
   }
   const Open one(on_device(self) ? self.storage().data() : nullptr);
   const Open other(on_device(to) ? to.storage().data() : nullptr);
@@ -909,10 +1054,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
-  std::lock_guard lock(mutex);
-  if (auto* block = block_of(self.storage().data())) {
-    block->second.used.insert({stream.device_index(), stream.id()});
-  }
+  allocator.recordStream(self.storage().data_ptr(), stream);
 }
 
 struct Generator final : at::CPUGeneratorImpl {
@@ -1007,7 +1149,7 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (const at::Tensor& tensor : value.isTensor()       ? std::vector<at::Tensor>{value.toTensor()}
                                     : value.isTensorList() ? value.toTensorVector()
                                                            : std::vector<at::Tensor>{}) {
-      came_to_be(device, tensor);
+      came_to_be(schema.name(), device, tensor);
     }
   }
   for (auto& [given, host] : drawn) {
@@ -1151,10 +1293,8 @@ PYBIND11_MODULE(simulated_accelerator, module) {
     return log_of_launches;
   });
   module.def("tolerate_races", [](bool tolerate) { tolerates_races = tolerate; });
-  // How many races there were, and how often memory was freed that another stream may still use.
   module.def("races", [] { return races; });
-  module.def("unsafe_frees", [] { return unsafe_frees; });
-  module.def("forget_races", [] { races = unsafe_frees = 0; });
+  module.def("forget_races", [] { races = 0; });
   module.def("memory_allocated", [](int index) { return allocated[index]; });
   module.def("max_memory_allocated", [](int index) { return peak[index]; });
   module.def("reset_peak_memory_stats", [](int index) { peak[index] = allocated[index]; });

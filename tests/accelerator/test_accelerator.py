@@ -18,6 +18,8 @@ _FILES = (
     "on_device.py",
     "memory_on_device.py",
     "kinds_on_device.py",
+    "host_copies_on_device.py",
+    "programs_on_device.py",
     "graphs_on_device.py",
     "graph_streams_on_device.py",
     "graph_kernels_on_device.py",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from replayfmt.format.model import StreamPlacement
 from replayfmt.pytorch.streams import Callbacks, GpuTrace, current_streams, followed_kind, handle_of, tells_of_memory
 
+from ..hooks.stream_queries import StreamQueries, builtin_types_are_seen
 from ..stream.buffer import RecordBuffer
 from ..stream.records import Records
 
@@ -118,12 +120,6 @@ class Streams:
             torch.accelerator.synchronize(index)
             self._records.synchronize(torch.device(self.kind, index))
 
-    def wait_for_all(self) -> None:
-        """The recorder is about to read memory that any stream may have written. This wait is its own: no record."""
-        if self._placements:
-            for index in list(self._indices):
-                torch.accelerator.synchronize(index)
-
     def of(self, stream: torch.Stream) -> tuple[torch.device, int]:
         """A stream's device and number."""
         number = self._number(stream.device_index, handle_of(stream)) if stream.stream_id else 0
@@ -180,6 +176,9 @@ class Streams:
     def synchronized_stream(self, stream: int) -> None:
         self._records.stream_synchronize(*self._stream(stream))
 
+    def synchronized(self, stream: torch.Stream) -> None:
+        self._records.stream_synchronize(*self.of(stream))
+
     def synchronized_device(self) -> None:
         self._records.synchronize(torch.device(self.kind, torch.accelerator.current_device_index()))
 
@@ -203,12 +202,15 @@ class StreamTrace:
             ),
         )
 
+        self._queries = StreamQueries(streams.kind, self)
+
     def install(self) -> None:
         """Begin, or wait for the first work on another stream than a default one where the trace costs much."""
         if tells_of_memory(self._streams.kind):
             self._streams.first_seen = self._begins_late
         else:
             self._trace.install()
+        self._queries.install()
 
     def _begins_late(self) -> bool:
         begins = not self._trace.active
@@ -216,8 +218,22 @@ class StreamTrace:
         return begins
 
     def remove(self) -> None:
+        self._queries.remove()
         self._streams.first_seen = None
         self._trace.remove()
+
+    def event_is_done(self, handle: int | None) -> None:
+        """The program was told that an event is done; of one that is not known the device is what it waited for."""
+        if self._trace.active:
+            streams = self._streams
+            self._telling(
+                streams.synchronized_device if handle is None else partial(streams.synchronized_event, handle)
+            )()
+
+    def stream_is_done(self, stream: torch.Stream) -> None:
+        """The program was told that a stream's work is done."""
+        if self._trace.active:
+            self._telling(partial(self._streams.synchronized, stream))()
 
     def _telling(
         self,
@@ -247,7 +263,9 @@ class StreamTrace:
 
 
 def stream_policies() -> dict[str, str]:
-    """What the session says of streams: that those of an accelerator cannot be followed."""
-    if not torch.accelerator.is_available() or followed_kind():
+    """What the session says of streams: what of an accelerator's cannot be followed."""
+    if not torch.accelerator.is_available():
         return {}
-    return {"streams": "not followed: PyTorch's module for the accelerator has no _gpu_trace"}
+    if not followed_kind():
+        return {"streams": "not followed: PyTorch's module for the accelerator has no _gpu_trace"}
+    return {} if builtin_types_are_seen() else {"streams": "queries of events are not seen in this Python"}

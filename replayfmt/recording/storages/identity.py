@@ -11,6 +11,7 @@ outside, marked as written) have `size` -1 and a `State`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class Storages:
         self.dead: deque[Tracker] = deque()
         self._memory = HostMemory(self.live)
         self.unexplained = Unexplained(records)
+        self.settle: Callable[[], None] = lambda: None  # waits for the devices: copies to the host may be under way
         self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
 
     # -------------------------------------------------------------------------------------------------------- identity
@@ -469,6 +471,8 @@ class Storages:
         if state is not None and state.watched:
             if state.mapped is not None and state.mapped.mapping.shared and tracker.written:
                 state.mapped = None  # the file has the written bytes, so the memory itself must be read from now on
+            if storage.device.type == "cpu":
+                self.settle()
             state.content = content_number(storage, state.mapped) if storage.nbytes() else None
 
     @staticmethod

@@ -35,7 +35,8 @@ class Digests:
         self._fresh_from = 1  # storages with ids from here on were allocated after the last sweep
 
     def sweep(self) -> None:
-        """Digest every live storage that captured ops wrote since the last sweep."""
+        """Digest every live storage that captured ops wrote since the last sweep, on whichever stream."""
+        self._storages.settle()
         newest = self._fresh_from
         for number, tracker in list(self._storages.live.items()):
             newest = max(newest, number + 1)
@@ -84,6 +85,8 @@ class Digests:
         self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, of: int, result: int
     ) -> None:
         """Record the digest of a view, if it has one: as a result of the op `of`, or (-1, -1) as a live tensor."""
+        if of >= 0 and storage.device.type == "cpu":
+            self._storages.settle()
         tensor, digest = self.of_view(tracker, storage, meta, offset)
         if digest is not None:
             self._records.digest(tensor, of, result, digest)

@@ -32,6 +32,7 @@ from ..substitution.call_sites import KernelStandIn
 from ..verify.comparison import CheckDigest, Judge, Where
 from .call_templates import DirectFunctions, Template, TemplateMaker
 from .frame_lists import FrameLists
+from .host_memory import HostMemory, copies_late
 from .liveness import Variables
 from .operations import (
     ApplySettings,
@@ -109,6 +110,8 @@ class Lowering:
         self._streams = None  # a slice of the ops runs one after the other, without what lies between them
         if context.streams is not None and scan.needed is None:
             self._streams = StreamCode(self, context.streams)
+        captured = context.streams if self._streams is not None and self._streams.captured else None
+        self._host = HostMemory(self, context.devices, captured) if copies_late(self.reader) else None
         self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
 
     def windows(self, op: Callable[[Lowering, int, int], None]) -> Iterator[Window]:
@@ -126,7 +129,7 @@ class Lowering:
             RecordKind.global_state: self._global_state,
             RecordKind.synchronize: self._synchronize,
         }
-        streams = self._streams
+        streams, host = self._streams, self._host
         if streams is not None:
             others |= streams.handlers()
         needed = self.scan.needed
@@ -148,6 +151,8 @@ class Lowering:
                 elif kind == RecordKind.op:
                     if streams is not None:
                         streams.before_op(row, ordinal)
+                    if host is not None:
+                        host.before_op(row, ordinal)
                     op(self, row, ordinal)
                     if signature in self.context.opaque:
                         first_slot = self.frame.tensor_first[row]
@@ -158,6 +163,8 @@ class Lowering:
                     handler = others.get(kind)
                     if handler is not None:
                         handler(row, ordinal)
+                        if host is not None:
+                            host.after_record(kind, row)
                 ordinal += 1
         if self.scan.stop > first:
             yield self._finish(first, self.scan.stop)
@@ -358,6 +365,8 @@ class Lowering:
         storage = ints[first + fields["storage"].int_slot]
         if self.scan.last_use_of(storage) < 0:
             return
+        if self._streams is not None:
+            self._streams.before_resize(storage, row, ordinal)
         resize = ResizeStorage(ints[first + fields["bytes"].int_slot])
         self.unbounded = True
         self.text.line(ordinal, f"{self.text.constant(resize)}({self.storage(storage, ordinal)})")
@@ -423,6 +432,8 @@ class Lowering:
             name = self.names.get(self.frame.keys[slot]) or self.acquire(slot, ordinal)
             if self._streams is not None:
                 self._streams.before_reading(ordinal)
+            if self._host is not None:
+                self._host.before_reading(slot, ordinal)
             check = CheckDigest(self.context.judge, where, expected, host_read=host_read)
             if self.unbounded:
                 name = f"{self.text.shared('inside', require_inside)}({name})"

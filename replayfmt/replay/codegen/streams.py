@@ -61,6 +61,10 @@ class ReplayStreams:
             self._events[key] = torch.Event(key[0])
         return self._events[key]
 
+    def begin(self) -> None:
+        """Make the default streams current, whichever the caller's are: windows begin there."""
+        SetStreams([default_stream(device) for device in self.accelerators()])()
+
     def accelerators(self) -> list[torch.device]:
         return [device for device in self.devices.in_use() if is_accelerator(device)]
 
@@ -110,6 +114,11 @@ class StreamCode:
         self._recorded: dict[int, int] = {}  # device id on which each event was last recorded
         self._crosses = len(streams.accelerators()) > 1
 
+    @property
+    def captured(self) -> bool:
+        """Whether there are as many streams as were captured."""
+        return self._streams.captured
+
     def handlers(self) -> dict[int, Callable[[int, int], None]]:
         """What to do at each kind of record about streams: (row, ordinal)."""
         return {
@@ -143,6 +152,14 @@ class StreamCode:
             if number not in used and is_argument:
                 used.add(number)
                 self._keep_for(slot, device, number, ordinal)
+
+    def before_resize(self, storage: int, row: int, ordinal: int) -> None:
+        """A line follows that gives a storage other memory: that of the stream that is current."""
+        if self._streams.captured:
+            placement = self._lowering.frame.placement(row)
+            self._switch(placement, ordinal)
+            device = self._lowering.reader.storage(storage).device
+            self._used[storage] = {self._placement(placement).stream(device)}
 
     def before_reading(self, ordinal: int) -> None:
         """A line that reads a tensor on the host follows, which may be of any stream."""
