@@ -16,7 +16,6 @@ from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.arguments import check_function, check_kind, choice_of, flag_of
 from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Initializer, Registry
-from replayfmt.pytorch.accelerators import Current
 from replayfmt.pytorch.settings import apply_settings
 
 from .codegen.call_templates import DirectFunctions, TemplateMaker
@@ -250,8 +249,7 @@ class Plan(Preparation):
         with ExitStack() as stack:
             stack.enter_context(self._surroundings())
             if self.context.streams is not None:
-                stack.callback(Current().restore)
-                self.context.streams.begin()
+                stack.callback(self.context.streams.begin())
             if self.substitution is not None:
                 stack.enter_context(python_dispatch())
             verification = self._decide(verify, only)

@@ -184,7 +184,7 @@ def test_memory_that_another_stream_of_a_graph_uses_is_not_reused_before_that_is
     assert not open_capture(path).summary.unsupported
     for mode in ("captured", "issued"):
         replays_bitwise(path, graphs=mode)
-    assert sim.unsafe_frees() == 0
+    assert sim.races() == 0
 
 
 def test_what_other_streams_are_given_meanwhile_is_none_of_the_graph(tmp_path: Path) -> None:

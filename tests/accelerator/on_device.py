@@ -14,6 +14,7 @@ from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt import Plan
+from replayfmt.benchmark.meters.clocks import DeviceTimer
 from replayfmt.errors import ReplayRefused, SubstitutionRejected
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
@@ -425,6 +426,26 @@ def test_a_benchmark_times_every_stream_by_events_of_its_own(tmp_path: Path, too
         assert (mode == "captured") == ("more of theirs" in done.out)
         assert json.loads(done.out)["benchmarks"][0]["real_time"] > 0
     assert torch.accelerator.current_stream().stream_id == 0
+
+
+def test_a_time_begins_when_every_stream_has_done_what_came_before() -> None:
+    other, more = torch.Stream("sim:0"), torch.Stream("sim:1")
+    timer = DeviceTimer(
+        [torch.device("sim:0"), torch.device("sim:1")], streams=lambda device: [more if device.index else other]
+    )
+    x = torch.ones(4, device="sim:0") * 2
+    with more:
+        y = torch.ones(4, device="sim:1") * 2
+    with other, pytest.raises(RuntimeError, match="no event lies between them"):
+        x + 1
+    for _ in range(2):
+        timer.reset()
+        timer.start()
+        with other:
+            assert (x + y.to("sim:0")).sum().item() == 16
+        timer.stop()
+        assert timer.read()[0] > 0
+    assert torch.accelerator.current_stream("sim:0").stream_id == 0
 
 
 def test_memory_that_another_stream_uses_is_not_reused_before(tmp_path: Path) -> None:

@@ -72,6 +72,48 @@ def test_an_edge_that_is_taken_out_is_a_race(capture: Path, tmp_path: Path) -> N
         assert find_races(reader)
 
 
+def asking_for_losses(side: torch.cuda.Stream | None) -> list[float]:
+    """Losses that travel to pinned memory, read when their event says that they are there; or what another stream
+    computed, used without an edge but that answer."""
+    torch.manual_seed(0)
+    x, seen = torch.randn(2048, 2048, device="cuda") / 64, []
+    torch.cuda.synchronize()
+    for _ in range(3):
+        event = torch.cuda.Event()
+        with torch.cuda.stream(side):
+            for _ in range(20):
+                x = x @ x / x.norm()
+            loss = x.sum()
+            host = loss.to("cpu", non_blocking=True)
+            event.record()
+        while not event.query():
+            pass
+        seen += [float(host * 1), (loss * 2).item()]
+    return seen
+
+
+@pytest.mark.parametrize("recorder", ["python", "native"])
+@pytest.mark.parametrize("on_side", [False, True])
+def test_a_program_that_asks_whether_work_is_done_replays_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorder: str, on_side: bool
+) -> None:
+    monkeypatch.setenv("OPREPLAY_RECORDER", recorder)
+    path, side = tmp_path / "a.opreplay", torch.cuda.Stream() if on_side else None
+    expected, query = asking_for_losses(side), torch.cuda.Event.query
+    with replayfmt.capture(path):
+        assert asking_for_losses(side) == expected
+    assert torch.cuda.Event.query is query
+    with open_capture(path) as reader:
+        assert not reader.summary.unsupported
+        assert reader.summary.records.get(RecordKind.event_synchronize, 0) == (3 if on_side else 0)
+        assert find_races(reader) == []
+    for streams in ("captured", "serial"):
+        with Plan(path, streams=streams) as plan:
+            for _ in range(3):
+                result = plan.execute(verify="bitwise")
+                assert result.outcome == "ok", str(result.divergence)
+
+
 def test_the_trace_of_streams_ends_with_the_capture(capture: Path) -> None:
     import torch.cuda._gpu_trace as trace
 

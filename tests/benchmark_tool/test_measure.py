@@ -236,6 +236,24 @@ def test_on_a_device_real_time_comes_from_events_and_the_hosts_is_kept_beside_it
     assert len(made) == 8  # two passes, two devices, begin and end: made once and used again
 
 
+def test_each_time_is_the_longest_of_the_devices_and_the_sum_is_of_these():
+    class Event:
+        def __init__(self, milliseconds):
+            self.milliseconds = milliseconds
+
+        record = synchronize = lambda self: None
+
+        def elapsed_time(self, end):
+            return end.milliseconds
+
+    took = iter([0, 1, 0, 5, 0, 4, 0, 2])  # begin and end of either device, twice
+    timer = DeviceTimer(["cuda:0", "cuda:1"], event=lambda _device: Event(next(took)))
+    for _ in range(2):
+        timer.start()
+        timer.stop()
+    assert timer.read() == (9e6,)
+
+
 @pytest.mark.gpu
 def test_events_on_a_real_device_measure_its_work():
     if not torch.cuda.is_available():

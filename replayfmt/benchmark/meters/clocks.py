@@ -59,7 +59,8 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """The accelerators' time. With several devices, or streams of one, it is the longest: they work in parallel."""
+    """The accelerators' time. With several devices, or streams of one, each time is the longest of theirs: they work in
+    parallel, and begin when all of them have done what came before."""
 
     quantities = (DEVICE_TIME,)
 
@@ -73,6 +74,8 @@ class DeviceTimer:
         self._devices = list(devices)
         self._make = event or DeviceEvent
         self._streams = [stream for device in self._devices for stream in streams(device)]
+        several = len(self._devices) + len(self._streams) > 1
+        self._meeting = Meeting(self._devices, self._streams) if several and event is None else None
         self._pairs: list[list[tuple[Any, Any]]] = []  # kept between replays: events cost more to make than to use
         self._used = 0
 
@@ -96,6 +99,8 @@ class DeviceTimer:
         if self._used == len(self._pairs):
             pairs = [(self._make(device), self._make(device)) for device in self._devices]
             self._pairs.append(pairs + [(StreamEvent(stream), StreamEvent(stream)) for stream in self._streams])
+        if self._meeting is not None:
+            self._meeting.hold()
         for begin, _ in self._pairs[self._used]:
             begin.record()
 
@@ -105,12 +110,32 @@ class DeviceTimer:
         self._used += 1
 
     def read(self) -> tuple[float]:
-        milliseconds = [0.0] * (len(self._devices) + len(self._streams))
-        for pair in self._pairs[: self._used]:
-            for index, (begin, end) in enumerate(pair):
+        milliseconds = 0.0
+        for pairs in self._pairs[: self._used]:
+            for _, end in pairs:
                 end.synchronize()
-                milliseconds[index] += begin.elapsed_time(end)
-        return (max(milliseconds) * 1e6,)
+            milliseconds += max(begin.elapsed_time(end) for begin, end in pairs)
+        return (milliseconds * 1e6,)
+
+
+class Meeting:
+    """Where the current streams of some devices, and more streams of theirs, wait for each other. A stream that has
+    nothing to do would otherwise begin its time while others still do what came before."""
+
+    def __init__(self, devices: Sequence[torch.device], streams: Sequence[torch.Stream]) -> None:
+        self._devices = list(devices)
+        self._streams = list(streams)
+        self._arrived = [torch.Event(each) for each in (*devices, *(stream.device for stream in streams))]
+
+    def hold(self) -> None:
+        """Nobody waits here but the streams."""
+        streams = [*map(torch.accelerator.current_stream, self._devices), *self._streams]
+        for event, stream in zip(self._arrived, streams, strict=True):
+            event.record(stream)
+        for stream in streams:
+            for event, other in zip(self._arrived, streams, strict=True):
+                if other is not stream:
+                    stream.wait_event(event)
 
 
 class DeviceEvent:

@@ -22,6 +22,7 @@ from ..state.autocast import autocast_below_mode
 from ..state.numeric_state import NumericState
 from ..state.randomness import Generators, drawn_from, unknown_generators
 from ..storages.identity import Storages
+from ..storages.storage_content import content_of
 from ..storages.trackers import Tracker
 from ..storages.unexplained import Unwritten
 from ..stream.buffer import RecordBuffer, packer
@@ -120,7 +121,7 @@ class CallRecorder:
         self._gather(call)
         if kernel.assumed and self._storages.compares and drawn is None:
             uses = [use for use in call.values.uses if use.argument in kernel.assumed]
-            call.contents = [(use, self._storages.content_of(use.storage)) for use in uses]
+            call.contents = [(use, content_of(use.storage)) for use in uses]
         for generator, before, after in drawn or ():
             self._generators.drew(generator, before, after)
         if kernel.random and kernel.draws(args, kwargs):
@@ -259,7 +260,7 @@ class CallRecorder:
         """Have the call's kernel say what the call changed of that which counted as written. Returns what it left."""
         unchanged = []
         for use, before in call.contents:
-            if before is not None and before == self._storages.content_of(use.storage):
+            if before is not None and before == content_of(use.storage):
                 unchanged.append(use)
         same = {use.argument for use in unchanged}
         call.kernel = call.kernel.found_to_change([index for index in call.kernel.assumed if index not in same])

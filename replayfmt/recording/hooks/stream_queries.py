@@ -22,7 +22,9 @@ from .patches import Patch, PatchSet, StandIn
 
 _TYPES: tuple[type, ...] = (torch.Event, torch.Stream)
 _METHOD = "query"
-_HANDLES = ("event_id", "cuda_event", "sycl_event")  # attributes that hold what the trace calls an event
+# Attributes of the devices' own classes that hold what the trace calls an event. What these classes inherit from
+# torch.Event has no value.
+_HANDLES = ("cuda_event", "sycl_event")
 
 
 class Answers(Protocol):
@@ -80,7 +82,8 @@ def _set(of: type, method: Any) -> None:
 
 
 def _of_event(answers: Answers, event: Any) -> None:
-    answers.event_is_done(next((int(getattr(event, name)) for name in _HANDLES if hasattr(event, name)), None))
+    handles = ("event_id",) if type(event) is torch.Event else _HANDLES
+    answers.event_is_done(next((int(getattr(event, name)) for name in handles if hasattr(event, name)), None))
 
 
 def _of_stream(answers: Answers, stream: Any) -> None:

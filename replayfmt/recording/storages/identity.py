@@ -27,7 +27,7 @@ from .content import UNREADABLE, FirstContent, FirstContents
 from .coverage import ByteRegion, Coverage
 from .native_trackers import NativeTracker, adopted
 from .recipes import is_synthesized
-from .storage_content import UNREADABLE_CONTENT, content_hash, content_number
+from .storage_content import content_number
 from .trackers import ATTRIBUTE, GENERATED, State, Tracker, has_bytes
 from .unexplained import Unexplained, Unwritten
 
@@ -474,13 +474,6 @@ class Storages:
             if storage.device.type == "cpu":
                 self.settle()
             state.content = content_number(storage, state.mapped) if storage.nbytes() else None
-
-    @staticmethod
-    def content_of(storage: torch.UntypedStorage) -> int | None:
-        """A number that identifies the content of a whole storage, of which a kernel may write any byte; None if that
-        cannot be read."""
-        number = content_hash(storage)
-        return None if number == UNREADABLE_CONTENT else number
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 

@@ -39,6 +39,13 @@ def content_hash(storage: torch.UntypedStorage) -> int:
     return call_undispatched(_hash, storage)
 
 
+def content_of(storage: torch.UntypedStorage) -> int | None:
+    """A number that identifies the content of a whole storage, of which a kernel may write any byte; None if it cannot
+    be read."""
+    number = content_hash(storage)
+    return None if number == UNREADABLE_CONTENT else number
+
+
 def content_number(storage: torch.UntypedStorage, mapped: MappedRange | None) -> int:
     """A number that identifies a storage's content. In a file's memory (`mapped`), only written pages are read."""
     fingerprint = None if mapped is None else mapped.fingerprint()

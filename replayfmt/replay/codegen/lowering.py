@@ -32,7 +32,7 @@ from ..substitution.call_sites import KernelStandIn
 from ..verify.comparison import CheckDigest, Judge, Where
 from .call_templates import DirectFunctions, Template, TemplateMaker
 from .frame_lists import FrameLists
-from .host_memory import HostMemory, copies_late
+from .late_copies import LateCopies, copies_late
 from .liveness import Variables
 from .operations import (
     ApplySettings,
@@ -111,7 +111,7 @@ class Lowering:
         if context.streams is not None and scan.needed is None:
             self._streams = StreamCode(self, context.streams)
         captured = context.streams if self._streams is not None and self._streams.captured else None
-        self._host = HostMemory(self, context.devices, captured) if copies_late(self.reader) else None
+        self._host = LateCopies(self, context.devices, captured) if copies_late(self.reader) else None
         self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
 
     def windows(self, op: Callable[[Lowering, int, int], None]) -> Iterator[Window]:

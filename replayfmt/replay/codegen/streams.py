@@ -16,7 +16,7 @@ import torch
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import StreamPlacement
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.accelerators import is_accelerator
+from replayfmt.pytorch.accelerators import Current, is_accelerator
 from replayfmt.pytorch.streams import SetStreams, default_stream, keeps_memory_for_streams
 
 from ..planning.devices import DeviceMap
@@ -61,9 +61,11 @@ class ReplayStreams:
             self._events[key] = torch.Event(key[0])
         return self._events[key]
 
-    def begin(self) -> None:
-        """Make the default streams current, whichever the caller's are: windows begin there."""
+    def begin(self) -> Callable[[], None]:
+        """Make the default streams current, where windows begin. Returns what makes the caller's current again."""
+        callers = Current()
         SetStreams([default_stream(device) for device in self.accelerators()])()
+        return callers.restore
 
     def accelerators(self) -> list[torch.device]:
         return [device for device in self.devices.in_use() if is_accelerator(device)]

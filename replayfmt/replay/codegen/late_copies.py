@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.model import Signature
@@ -20,26 +19,14 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.accelerators import is_accelerator
 
 from ..planning.devices import DeviceMap
-from ..planning.scan import Scan
-from .frame_lists import FrameLists
 from .operations import Synchronize
-from .streams import ReplayStreams
-from .windows import WindowText
+from .streams import Pass, ReplayStreams
 
 _LATE_KINDS = (KernelKind.graph, KernelKind.triton)
 
 
-class Pass(Protocol):
-    """What is needed of a pass through the records: lowering.Lowering."""
-
-    reader: CaptureReader
-    scan: Scan
-    frame: FrameLists
-    text: WindowText
-
-
 @dataclass(eq=False)
-class _Copy:
+class _LateCopy:
     """A copy under way: the memory of the host, its stream, and whether it writes there."""
 
     storage: int
@@ -49,7 +36,7 @@ class _Copy:
 
 
 @dataclass(frozen=True)
-class _Uses:
+class _TensorSlots:
     """Tensor slots of an op. `late`: the op returns before it has used them."""
 
     reads: tuple[int, ...]
@@ -70,7 +57,7 @@ def copies_late(reader: CaptureReader) -> bool:
     return any(_is_late(reader, signature) for signature in reader.signatures[1:])
 
 
-class HostMemory:
+class LateCopies:
     """Writes the waits of one pass through the records."""
 
     def __init__(self, lowering: Pass, devices: DeviceMap, streams: ReplayStreams | None) -> None:
@@ -78,8 +65,8 @@ class HostMemory:
         self._lowering = lowering
         self._devices = devices
         self._streams = streams
-        self._copies: dict[int, list[_Copy]] = {}  # by storage
-        self._recorded: dict[int, list[_Copy]] = {}  # by event: the copies before it, on its stream
+        self._copies: dict[int, list[_LateCopy]] = {}  # by storage
+        self._recorded: dict[int, list[_LateCopy]] = {}  # by event: the copies before it, on its stream
         self._uses = cache(self._uses_of)
         self._waits: dict[int, Callable[[int], None]] = {
             RecordKind.event_record: self._record,
@@ -110,14 +97,17 @@ class HostMemory:
         if done is not None:
             done(row)
 
-    def _uses_of(self, number: int) -> _Uses:
+    def _uses_of(self, number: int) -> _TensorSlots:
         layout = self._lowering.scan.layout(number)
         kernel = self._lowering.reader.kernels[layout.signature.kernel]
         reads, writes = accesses(layout, "" if kernel is None else kernel.schema)
         results = tuple(slot for each in layout.results for slot in each.tensors)
-        return _Uses(reads, (*writes, *results), _is_late(self._lowering.reader, layout.signature))
+        late = _is_late(self._lowering.reader, layout.signature)
+        return _TensorSlots(
+            reads, (*writes, *results) if late else writes, late
+        )  # other results are new memory, or views
 
-    def _begin(self, row: int, uses: _Uses, ordinal: int) -> None:
+    def _begin(self, row: int, uses: _TensorSlots, ordinal: int) -> None:
         lowering, frame = self._lowering, self._lowering.frame
         first, metas = frame.tensor_first[row], lowering.reader.metas
         placement = lowering.reader.placements[frame.placement(row)] if frame.placement(row) else None
@@ -133,7 +123,7 @@ class HostMemory:
                     host.append((frame.storages[first + slot], writes))
         for storage, writes in host:
             for device, number in lanes[:1]:
-                self._copies.setdefault(storage, []).append(_Copy(storage, device, number, writes))
+                self._copies.setdefault(storage, []).append(_LateCopy(storage, device, number, writes))
 
     def _wait(self, storage: int, writes: bool, ordinal: int) -> None:
         for copy in list(self._copies.get(storage, ())):
@@ -172,14 +162,14 @@ class HostMemory:
         _none, device = self._arguments(row)
         self._done([copy for copies in self._copies.values() for copy in copies if copy.device == device])
 
-    def _on_stream(self, device: int, number: int) -> list[_Copy]:
+    def _on_stream(self, device: int, number: int) -> list[_LateCopy]:
         every = (copy for copies in self._copies.values() for copy in copies)
         return [copy for copy in every if (copy.device, copy.stream) == (device, number)]
 
     def _on_stream_done(self, device: int, number: int) -> None:
         self._done(self._on_stream(device, number))
 
-    def _done(self, copies: list[_Copy]) -> None:
+    def _done(self, copies: list[_LateCopy]) -> None:
         for copy in copies:
             left = [each for each in self._copies.get(copy.storage, ()) if each is not copy]
             if left:
