@@ -416,6 +416,11 @@ class Recorder:
         """Record work that cannot be reproduced. Returns the record's signature; None if nothing was recorded."""
         return self._tell(lambda core: core.records.unsupported(reason, op, detail))
 
+    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
+        """Record that some work cannot be seen, however often it is done: once, also if recording begins later."""
+        if self._core is not None:
+            self._core.unsupported_throughout(reason, op, detail)
+
     def mark_outside_write(self, tensor: torch.Tensor) -> bool:
         """Something unseen may have written to a tensor: its content is imported again at its next use. See
         `Outside.written`."""

@@ -63,6 +63,8 @@ class FakeRecorder:
     def unsupported(self, reason, op, detail):
         self.log.append(("unsupported", reason, op, detail))
 
+    unsupported_throughout = unsupported
+
     def host_read(self, method, tensor):
         with self.paused(), torch.utils._python_dispatch._disable_current_modes():
             self.log.append(("host_read", method, tensor.detach().clone().tolist()))

@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+import replayfmt
+from replayfmt.format.reader import open_capture
 from replayfmt.recording.graphs.hooks import Graphs
 from replayfmt.recording.hooks import undispatched as hooks_module
 from replayfmt.recording.hooks.patches import Patch
@@ -271,6 +273,21 @@ def test_a_vital_target_that_this_build_lacks_makes_the_capture_say_so(recorder,
     hooks.remove()
     assert hooks.missing == ["torch.Gone.run", "torch.GoneToo.run"]
     assert unsupported(recorder) == [("triton_launch", "torch.Gone.run")]
+
+
+@pytest.mark.parametrize("options", [{}, {"native": "off"}, {"start_op": 1}], ids=str)
+def test_what_is_never_seen_is_in_every_capture_once(tmp_path, monkeypatch, options):
+    rows = [Patch("torch", "Gone.run", lambda original: original, "triton_launch", vital=True)]
+    monkeypatch.setattr(hooks_module, "table", lambda recorder, regions=None: rows)
+    x = torch.ones(3)
+    with (
+        pytest.warns(RuntimeWarning, match="this build has no torch.Gone"),
+        replayfmt.capture(tmp_path / "c.opreplay", **options),
+    ):
+        x + 1
+        x + 2
+    with open_capture(tmp_path / "c.opreplay") as reader:
+        assert reader.summary.unsupported == {"triton_launch": 1}
 
 
 def test_the_session_says_which_targets_this_build_lacks(monkeypatch):

@@ -278,6 +278,11 @@ x = torch.ones(4, 8)
 with replayfmt.capture(sys.argv[2]):
     result = (x * 2, model.run([x]), x + 1)
 assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
+run = model.run
+with replayfmt.capture(sys.argv[2] + "2"):
+    used = run([x])[0] * 2
+with open_capture(sys.argv[2] + "2") as reader:
+    print(reader.summary.unsupported)
 with open_capture(sys.argv[2]) as reader:
     records = list(reader.records())
     print([reader.kernels[each.signature.kernel].name for each in records if each.kind is RecordKind.op])
@@ -297,6 +302,7 @@ def test_a_package_is_one_record_where_neither_dynamo_nor_inductor_was_imported(
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    ops, record = done.stdout.splitlines()
+    kept, ops, record = done.stdout.splitlines()
+    assert kept == "{'compiled_region': 1}", "a method that was taken before, whose call is not seen"
     assert ops == "['aten::mul', 'aten::add']"
     assert record.startswith("compiled_region AOTIModelPackageLoader") and "compiled ahead of time" in record

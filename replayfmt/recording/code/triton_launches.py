@@ -129,6 +129,7 @@ class RecorderForLaunches(Protocol):
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
 
     def unsupported(self, reason: str, op: str, detail: str) -> int | None: ...
+    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None: ...
 
     def mark_outside_write(self, tensor: torch.Tensor) -> bool: ...
 
@@ -146,7 +147,7 @@ class TritonLaunches(Patched):
     def _report_missing(self, patch: Patch) -> None:
         """Work that goes through it would go unseen."""
         detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
-        self._recorder.unsupported(REASON, patch.target, detail)
+        self._recorder.unsupported_throughout(REASON, patch.target, detail)
 
     # -------------------------------------------------------------------------------------------------------- the hooks
 

@@ -52,6 +52,7 @@ class RecorderForGraphs(Protocol):
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
 
     def unsupported(self, reason: str, op: str, detail: str) -> object: ...
+    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None: ...
 
     def storage_written(self, storage: torch.UntypedStorage) -> None:
         """Something unseen may have written to a storage."""
@@ -111,7 +112,7 @@ class Graphs(Patched):
         """Work that goes through it would go unseen."""
         if patch.vital:
             detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
-            self._recorder.unsupported(REASON, patch.target, detail)
+            self._recorder.unsupported_throughout(REASON, patch.target, detail)
 
     # ------------------------------------------------------------------------------------------------------- a capture
 

@@ -12,12 +12,14 @@ The table at the end is the list of what is hooked. Nothing is imported just to 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -67,6 +69,10 @@ class RecorderForHooks(Protocol):
         """Returns the record's signature, if it has one."""
         ...
 
+    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
+        """Say so when recording begins, or now if it has begun."""
+        ...
+
     def paused(self) -> AbstractContextManager[Any]: ...
 
     def mark_outside_write(self, tensor: torch.Tensor) -> bool:
@@ -91,6 +97,9 @@ class _NoRecorder:
     native = None
 
     def unsupported(self, reason: str, op: str, detail: str) -> int | None:
+        raise AssertionError("nothing records")
+
+    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
         raise AssertionError("nothing records")
 
     def paused(self) -> AbstractContextManager[Any]:
@@ -126,7 +135,18 @@ class Hooks:
     def install(self) -> None:
         if self._compiled == "eager":
             self._dynamo = Watch("torch._dynamo", self._force_eager)
+        self._report_kept_methods()
         self._patches.install()
+
+    def _report_kept_methods(self) -> None:
+        """Report methods of packages that the program has taken from them before: a call of such a method reaches the
+        C++ function that it was then, which nothing stands in for."""
+        methods = [vars(cls)[name] for name in _RUNNING for cls in targets(torch._C._aoti, f"AOTIModel*.{name}")[0]]
+        functions = [function for method in methods if (function := getattr(method, "__func__", None)) is not None]
+        kept = [each for each in gc.get_referrers(*functions) if isinstance(each, MethodType)] if functions else []
+        for region in {id(each.__self__): each.__self__ for each in kept}.values():
+            name = type(region).__qualname__
+            self._recorder.unsupported_throughout("compiled_region", name, f"{_KEPT}; {_PACKAGE}")
 
     def remove(self) -> None:
         """Restore everything. Idempotent."""
@@ -149,7 +169,7 @@ class Hooks:
         capture."""
         detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
         if patch.vital:
-            self._recorder.unsupported(patch.reason, patch.target, detail)
+            self._recorder.unsupported_throughout(patch.reason, patch.target, detail)
         warnings.warn(f"opreplay: {detail}", RuntimeWarning, stacklevel=2)
 
 
@@ -308,6 +328,11 @@ _STATIC = (
     "the static runtime calls most kernels without the dispatcher; capture the TorchScript module it was made from"
 )
 _KERNELS = "--compiled=kernels, the default, records what its code calls"
+_KEPT = (
+    "the program holds a method of this package that it took before the capture began, so calls of it cannot be seen: "
+    "call the package itself"
+)
+_RUNNING = ("run", "boxed_run")  # methods of packages that run them
 # How to capture the operators of a region. When a backward pass runs, it is unknown what called its forward.
 _EAGER = "capture with --compiled=eager to record its operators"
 _AHEAD_OF_TIME = (
@@ -410,8 +435,10 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
             for name in ("compile_fx", "compile_fx_inner", "compile_fx_aot")
         ),
         Patch(inductor, "CompiledAOTI.__call__", region(_class_name), "compiled_region"),
-        Patch("torch._C._aoti", "AOTIModel*.run", region(_class_name), "compiled_region", vital=True),
-        Patch("torch._C._aoti", "AOTIModel*.boxed_run", region(_class_name), "compiled_region"),
+        *(
+            Patch("torch._C._aoti", f"AOTIModel*.{name}", region(_class_name), "compiled_region", vital=name == "run")
+            for name in _RUNNING
+        ),
         *(
             Patch("torch._C", f"StaticModule.{name}", region(_static_name), "compiled_region")
             for name in ("__call__", "runAsync", "benchmark", "benchmark_individual_ops")
