@@ -22,6 +22,27 @@ _ENUMERATION = re.compile("|".join(_ENUMERATIONS))
 _NEED_A_TENSOR = frozenset({"aten::_stack", "aten::_foreach_clone", "aten::_foreach_copy"})
 
 
+# What stands for an argument of a type in a call of compiled code, which takes what it is given for what it expects.
+_KINDS = {
+    "Tensor": (ValueKind.tensor,),
+    "int": (ValueKind.int,),
+    "float": (ValueKind.float, ValueKind.int),
+    "bool": (ValueKind.bool,),
+}
+
+
+def exact_arguments(schema: torch.FunctionSchema, nodes: Sequence[Node]) -> str:
+    """Why a call of code with this schema cannot have arguments of this structure, or "". It takes all of them."""
+    name, arguments = schema.name, {argument.name: str(argument.type) for argument in schema.arguments}
+    given = [node.name for node in nodes]
+    if given != list(arguments):
+        return f"{name} takes the arguments {list(arguments)}, the capture has {given}"
+    for node in nodes:
+        if node.kind not in _KINDS.get(arguments[node.name], ()):
+            return f"{name} takes {arguments[node.name]} as `{node.name}`, the capture has {node.kind.name}"
+    return ""
+
+
 class ArgumentRules:
     """The rules for one operator."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sysconfig
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from format.samples import IMPORT, SESSION, Records, op
 import replayfmt
 from replayfmt.errors import OpReplayError
 from replayfmt.format.codes import DType, KernelKind, Layout, StorageOrigin, ValueKind
+from replayfmt.format.graphs import body_metadata
 from replayfmt.format.model import Attachment, Device, Kernel, Node, TensorMeta
+from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.native.building import NotAvailable, compiler
 from replayfmt.pytorch.inductor.code_machine import machine_of_code
@@ -52,8 +55,10 @@ class Said:
     attached: dict[str, bytes] = field(default_factory=dict)  # in place of what belongs there
     dtype: DType = DType.float32
     sizes: tuple[int, ...] = (2,)
+    count: Node = Node(V.int, "n")
 
-    def write(self, path: Path) -> Path:
+    def write(self, path: Path, *, as_body: bool = False) -> Path:
+        """The capture. `as_body`: as that of a graph, whose memory is given."""
         compiled_for = dict(machine_of_code())
         if self.machine != HERE:
             compiled_for["cpu"] = self.machine
@@ -69,11 +74,39 @@ class Said:
         )
         payload = writer.payload(np.array([1.0, -2.0], np.float32).data)
         records = Records(writer)
-        storage = records.storage(8, cpu, StorageOrigin.payload, payload)
+        storage = (
+            records.storage(8, cpu, StorageOrigin.absent)
+            if as_body
+            else records.storage(8, cpu, StorageOrigin.payload, payload)
+        )
         tensor = records.tensor(storage, 0, writer.meta(TensorMeta(self.dtype, Layout.strided, cpu, self.sizes, (1,))))
-        records.add(IMPORT, ints=(storage, payload, 0))
+        if not as_body:
+            records.add(IMPORT, ints=(storage, payload, 0))
         kernel = writer.kernel(Kernel(f"inductor_cpp::{name}", variant, schema, KernelKind.inductor_cpp, numbers))
-        records.add(op(kernel, (Node(V.tensor, "x"), Node(V.int, "n"))), (tensor,), (2,))
+        values = (2,) if self.count.kind is V.int else ()
+        records.add(op(kernel, (Node(V.tensor, "x"), self.count)), (tensor,), values)
+        records.write()
+        writer.close(1)
+        return path
+
+    def write_graph(self, path: Path) -> Path:
+        """A capture that replays a graph of it once."""
+        with open_capture(self.write(path.with_suffix(".body"), as_body=True)) as body:
+            metadata = body_metadata(body, "cpu", 1, False, "")
+        writer = CaptureWriter(path, replace(SESSION, settings={}))
+        cpu = writer.device(Device("cpu"))
+        contents = {"body": path.with_suffix(".body").read_bytes(), "metadata": json.dumps(metadata).encode()}
+        numbers = tuple(
+            writer.attachment(Attachment(role, role, writer.payload(content))) for role, content in contents.items()
+        )
+        payload = writer.payload(np.array([1.0, -2.0], np.float32).data)
+        records = Records(writer)
+        storage = records.storage(8, cpu, StorageOrigin.payload, payload)
+        tensor = records.tensor(storage, 0, writer.meta(TensorMeta(DType.float32, Layout.strided, cpu, (2,), (1,))))
+        records.add(IMPORT, ints=(storage, payload, 0))
+        schema = "graph::captured_1.v1(Tensor(a0!) s1) -> ()"
+        kernel = writer.kernel(Kernel("graph::captured_1", "v1", schema, KernelKind.graph, numbers))
+        records.add(op(kernel, (Node(V.tensor, "s1"),)), (tensor,))
         records.write()
         writer.close(1)
         return path
@@ -98,9 +131,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def refused(said: Said, allow_code: bool) -> str:
+def refused(said: Said, allow_code: bool, *, graph: bool = False) -> str:
+    write = said.write_graph if graph else said.write
     with pytest.raises(OpReplayError) as caught:
-        replayfmt.run(said.write(Path(f"{allow_code}.opreplay")), verify="none", allow_code=allow_code)
+        replayfmt.run(write(Path(f"{allow_code}.opreplay")), verify="none", allow_code=allow_code)
     return " ".join([str(caught.value), *getattr(caught.value, "findings", ())])
 
 
@@ -139,33 +173,41 @@ HOSTILE: dict[str, tuple[Callable[[bytes], dict[str, Any]], str]] = {
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a tensor past its storage": ({"sizes": (3,)}, "a tensor needs 12 bytes of a storage that has 8"),
     "elements of another dtype": ({"dtype": DType.int32}, "points to elements of torch.float32"),
+    "a text as a number": ({"count": Node(V.string, "n", "2")}, "takes int as `n`, the capture has string"),
+    "no number": ({"count": Node(V.none, "n")}, "takes int as `n`, the capture has none"),
+    "a device as a number": ({"count": Node(V.device, "n", 1)}, "takes int as `n`, the capture has device"),
+    "an argument of another name": ({"count": Node(V.int, "m")}, "does not take the arguments"),
 }
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["op", "graph"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_does_not_fit_is_refused_with_and_without_leave(name: str, library: bytes) -> None:
+def test_what_does_not_fit_is_refused_with_and_without_leave(name: str, graph: bool, library: bytes) -> None:
     change, why = HOSTILE[name]
     for allow_code in (True, False):
-        said = refused(Said(library, **change(library)), allow_code)
+        said = refused(Said(library, **change(library)), allow_code, graph=graph)
         assert (why if allow_code else "") in said
     assert not Path("loaded").exists()
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["op", "graph"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_does_not_fit_is_refused_before_it_is_made(name: str, library: bytes) -> None:
+def test_a_call_that_does_not_fit_is_refused_before_it_is_made(name: str, graph: bool, library: bytes) -> None:
     change, why = CALLS[name]
-    assert why in refused(Said(library, **change), True)
+    assert why in refused(Said(library, **change), True, graph=graph)
     assert not Path("called").exists()
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["op", "graph"])
 @pytest.mark.parametrize("machine", [HERE, ELSEWHERE])
-def test_a_library_is_loaded_and_a_source_compiled_only_with_leave(machine: str, library: bytes) -> None:
+def test_a_library_is_loaded_and_a_source_compiled_only_with_leave(machine: str, graph: bool, library: bytes) -> None:
     said = Said(library, machine=machine)
+    write = said.write_graph if graph else said.write
     assert "its code is in the capture (source, object, metadata), and runs only with --allow-code" in refused(
-        said, False
+        said, False, graph=graph
     )
     assert not Path("loaded").exists() and not Path("cache").exists()
-    assert replayfmt.run(said.write(Path("c.opreplay")), verify="none", allow_code=True).outcome == "ok"
+    assert replayfmt.run(write(Path("c.opreplay")), verify="none", allow_code=True).outcome == "ok"
     assert Path("loaded").exists() and Path("called").exists(), "what the other tests look for"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from replayfmt.errors import ReplayFailed
-from replayfmt.format.model import Kernel
+from replayfmt.format.model import Kernel, Node
 from replayfmt.format.slots import SlotLayout
 from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.pytorch.triton.compiled import StoredBinary
@@ -186,6 +186,9 @@ class TritonKernel(StoredCodeKernel):
 
     def effects(self, layout: SlotLayout) -> Effects:
         return effects_of_schema(layout, self._schema, False, complete=True)
+
+    def problem_with_arguments(self, nodes: Sequence[Node]) -> str:
+        return ""  # Triton looks at the types at each launch, and a stored binary is launched for its own alone
 
     def runs_on(self, device_type: str) -> bool:
         return self._interpreted == (device_type == "cpu")

@@ -113,6 +113,9 @@ class BodySteps:
     def _step(
         self, record: Record, kernel: ResolvedKernel, done_with: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> _BodyStep:
+        problem = kernel.problem_with([TORCH_DTYPE.get(value.meta.dtype) for value in tensors_of(record.args)])
+        if problem:
+            raise ValueError(f"{kernel.schema.name} in its body: {problem}")
         names = kernel.argument_names
         keyword_only = {argument.name for argument in kernel.schema.arguments if argument.kwarg_only}
         args: list[Callable[[_PassMemory], Any]] = []

@@ -103,7 +103,7 @@ class Findings:
             wrong = [given for given in names if given not in known or names.count(given) > 1]
             if wrong:
                 self._refuse([number], f"{name} does not take the arguments {names}, it takes {known}")
-            problem = rules.problem(signature.args)
+            problem = rules.problem(signature.args) or resolved.problem_with_arguments(signature.args)
             if problem:
                 self._refuse([number], problem)
             unknown = {str(node.constant) for node in signature.nodes if node.kind is ValueKind.composite} - set(FORMS)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from replayfmt.format.model import Node
 from replayfmt.format.slots import SlotLayout
+from replayfmt.pytorch.argument_rules import exact_arguments
 from replayfmt.pytorch.bindings import direct_function
 from replayfmt.pytorch.operators import operator_named
 
@@ -92,6 +94,11 @@ class ResolvedKernel(ABC):
     def runs_on(self, device_type: str) -> bool:
         """Whether there is an implementation for tensors of a device type."""
 
+    def problem_with_arguments(self, nodes: Sequence[Node]) -> str:
+        """Why it cannot be called with arguments of this structure; "" if it can. (The dispatcher checks those of
+        operators.)"""
+        return ""
+
     def problem_with(self, dtypes: Sequence[torch.dtype | None]) -> str:
         """Why it cannot be called with tensors of these dtypes, in the order of its tensor arguments; "" if it can.
         (Operators check their arguments themselves.)"""
@@ -159,6 +166,9 @@ class StoredCodeKernel(ResolvedKernel):
 
     own = True
     draws = False
+
+    def problem_with_arguments(self, nodes: Sequence[Node]) -> str:
+        return exact_arguments(self.schema, nodes)
 
     @property
     def content_decides_sizes(self) -> bool:
