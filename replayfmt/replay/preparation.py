@@ -78,9 +78,7 @@ class Preparation:
             self._imports = AllowedImports(allow_imports, allow_operators)
             self.device_map, self._unmapped = map_devices(self.reader.devices, texts_of("devices", devices))
             types = frozenset(device.type for device in self.device_map.in_use())
-            # With keep_going, what is refused does not keep the rest from running.
-            not_admitted: list[str] | None = None if keep_going else []
-            self._code = AllowedCode(self.reader, allow_code, types, not_admitted)
+            self._code = AllowedCode(self.reader, allow_code, types)
             self._code.prepare()
             self._graphs = PreparedGraphs(
                 self.reader,
@@ -90,7 +88,6 @@ class Preparation:
                 mode=graphs,
                 streams=streams,
                 window=window,
-                not_admitted=not_admitted,
             )
             opened.callback(self._graphs.close)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
@@ -132,19 +129,46 @@ class Preparation:
             *self.synthesis.findings,
         )
         self.refused = findings.refused
-        if sentences or (self.findings and not keep_going):
-            count = len(self.findings)
-            reasons = f"{count} reason{'s' if count > 1 else ''}"
-            found = self._code.advice or self._graphs.advice
-            advice = f"; {found}" if found else ""
-            raise ReplayRefused(
-                f"{reader.path}: cannot be replayed here, for {reasons}; nothing was run{advice}", self.findings
-            )
+        self._refuse(bool(sentences), keep_going, "nothing was run")
+        if self._load_code():
+            found = Findings(reader, self.device_map, self.kernels, scan)
+            found.collect(unsupported=False)
+            self.refused = found.refused
+            self.findings = (*self.findings, *(each for each in found.sentences if each not in self.findings))
+            self._refuse(False, keep_going, "no op was run")
         self._draw_notes = findings.notes
         self.generators: tuple[torch.Generator | None, ...] = map_generators(
             reader.generators, self.device_map, bool(findings.notes)
         )
         """What stands for each captured generator, by id; None if its numbers cannot be drawn here."""
+
+    def _refuse(self, anyhow: bool, keep_going: bool, ran: str) -> None:
+        """Raises ReplayRefused with the findings, if there are any (`anyhow`: some that nothing gets around)."""
+        if not anyhow and (keep_going or not self.findings):
+            return
+        count = len(self.findings)
+        reasons = f"{count} reason{'s' if count > 1 else ''}"
+        found = self._code.advice or self._graphs.advice
+        advice = f"; {found}" if found else ""
+        raise ReplayRefused(f"{self.reader.path}: cannot be replayed here, for {reasons}; {ran}{advice}", self.findings)
+
+    def _load_code(self) -> bool:
+        """Load the kernels that are called, now that they may be. Returns whether one could not be loaded."""
+        calls = self.scan(checks=False).signature_calls
+        called = {
+            signature.kernel
+            for number, signature in enumerate(self.reader.signatures)
+            if signature is not None
+            and signature.kind is RecordKind.op
+            and calls[number]
+            and number not in self.refused
+        }
+        before = self.kernels
+        self.kernels = tuple(
+            each.loaded() if number in called and isinstance(each, ResolvedKernel) else each
+            for number, each in enumerate(before)
+        )
+        return any(isinstance(now, str) and now is not then for now, then in zip(self.kernels, before, strict=True))
 
     def slice(self, ordinals: Collection[int]) -> Slice:
         """What a replay of the ops at these ordinals needs from the capture, and can compare."""

@@ -73,8 +73,10 @@ def capture(path: Path, run: Program, x: torch.Tensor) -> dict[str, Any]:
 def launched(kernel: Any, contents: dict[str, bytes]) -> Any:
     """How a kernel that adds in place is launched again, and what it makes of -1 and 1."""
     resolved = resolve_triton(kernel, lambda: contents, frozenset({"cuda"}))
-    if isinstance(resolved, str) or kernel.name != "triton::triton_poi_fused_add_relu_1":
-        return resolved if isinstance(resolved, str) else resolved.how
+    loaded = resolved if isinstance(resolved, str) else resolved.loaded()
+    if isinstance(loaded, str) or kernel.name != "triton::triton_poi_fused_add_relu_1":
+        return loaded if isinstance(loaded, str) else loaded.how
+    resolved = loaded
     x = torch.tensor([-1.0, 1.0]).repeat(32)
     options = {"num_warps": 1, "num_ctas": 1, "num_stages": 1, "debug": True, "sanitize_overflow": False}
     resolved.call(x, 64, XBLOCK=64, grid=[1, 1, 1], enable_fp_fusion=True, **options)

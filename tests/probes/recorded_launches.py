@@ -67,7 +67,7 @@ def compile_again(path: str) -> dict[str, Any]:
         kernel = next(each for each in reader.kernels if each is not None and "triton_add" in each.name)
         contents = {role: contents_of(reader, kernel)[role] for role in ("source", "metadata")}
         resolved = resolve_triton(kernel, lambda: contents, frozenset({"cuda"}))
-        assert isinstance(resolved, TritonKernel), resolved
+        assert isinstance(resolved, TritonKernel) and resolved.loaded() is resolved, resolved
         before = len(resolved.launched_here())
         arguments = (torch.ones(N), torch.ones(N), torch.ones(N), N)
         named = {"BLOCK": BLOCK, "grid": [3], "num_warps": 2, "num_ctas": 1, "num_stages": 3}

@@ -56,6 +56,8 @@ class Said:
     dtype: DType = DType.float32
     sizes: tuple[int, ...] = (2,)
     count: Node = Node(V.int, "n")
+    called: bool = True
+    missing_operator: bool = False  # which the capture calls, too
 
     def write(self, path: Path, *, as_body: bool = False) -> Path:
         """The capture. `as_body`: as that of a graph, whose memory is given."""
@@ -83,8 +85,15 @@ class Said:
         if not as_body:
             records.add(IMPORT, ints=(storage, payload, 0))
         kernel = writer.kernel(Kernel(f"inductor_cpp::{name}", variant, schema, KernelKind.inductor_cpp, numbers))
-        values = (2,) if self.count.kind is V.int else ()
-        records.add(op(kernel, (Node(V.tensor, "x"), self.count)), (tensor,), values)
+        if self.called:
+            values = (2,) if self.count.kind is V.int else ()
+            records.add(op(kernel, (Node(V.tensor, "x"), self.count)), (tensor,), values)
+        else:
+            neg = writer.kernel(Kernel("aten::neg_", "default", "aten::neg_(Tensor(a!) self) -> Tensor(a!)"))
+            records.add(op(neg, (Node(V.tensor, "self"),), (Node(V.tensor),)), (tensor, tensor))
+        if self.missing_operator:
+            none = writer.kernel(Kernel("aten::nothing", "default", "aten::nothing(Tensor(a!) self) -> ()"))
+            records.add(op(none, (Node(V.tensor, "self"),)), (tensor,))
         records.write()
         writer.close(1)
         return path
@@ -170,13 +179,16 @@ HOSTILE: dict[str, tuple[Callable[[bytes], dict[str, Any]], str]] = {
         "the captured flag '-fopt-info-vec=loaded' is not one",
     ),
 }
-CALLS: dict[str, tuple[dict[str, Any], str]] = {
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "a tensor past its storage": ({"sizes": (3,)}, "a tensor needs 12 bytes of a storage that has 8"),
     "elements of another dtype": ({"dtype": DType.int32}, "points to elements of torch.float32"),
+}
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a text as a number": ({"count": Node(V.string, "n", "2")}, "takes int as `n`, the capture has string"),
     "no number": ({"count": Node(V.none, "n")}, "takes int as `n`, the capture has none"),
     "a device as a number": ({"count": Node(V.device, "n", 1)}, "takes int as `n`, the capture has device"),
     "an argument of another name": ({"count": Node(V.int, "m")}, "does not take the arguments"),
+    "an operator that does not exist": ({"missing_operator": True}, "aten::nothing.default does not exist"),
 }
 
 
@@ -192,8 +204,16 @@ def test_what_does_not_fit_is_refused_with_and_without_leave(name: str, graph: b
 
 @pytest.mark.parametrize("graph", [False, True], ids=["op", "graph"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_does_not_fit_is_refused_before_it_is_made(name: str, graph: bool, library: bytes) -> None:
+def test_where_a_call_does_not_fit_no_code_is_loaded(name: str, graph: bool, library: bytes) -> None:
     change, why = CALLS[name]
+    assert why in refused(Said(library, **change), True, graph=graph)
+    assert not Path("loaded").exists()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["op", "graph"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_call_that_does_not_fit_is_refused_before_it_is_made(name: str, graph: bool, library: bytes) -> None:
+    change, why = TENSORS[name]
     assert why in refused(Said(library, **change), True, graph=graph)
     assert not Path("called").exists()
 
@@ -209,6 +229,12 @@ def test_a_library_is_loaded_and_a_source_compiled_only_with_leave(machine: str,
     assert not Path("loaded").exists() and not Path("cache").exists()
     assert replayfmt.run(write(Path("c.opreplay")), verify="none", allow_code=True).outcome == "ok"
     assert Path("loaded").exists() and Path("called").exists(), "what the other tests look for"
+
+
+def test_the_code_of_a_kernel_that_nothing_calls_is_not_loaded(library: bytes) -> None:
+    said = Said(library, called=False)
+    assert replayfmt.run(said.write(Path("c.opreplay")), verify="none", allow_code=True).outcome == "ok"
+    assert not Path("loaded").exists()
 
 
 def test_a_source_that_includes_files_of_this_machine_is_not_compiled_without_leave(library: bytes) -> None:

@@ -76,8 +76,9 @@ def kernels_of(path: Path) -> list[dict[str, Any]]:
 def launched(kernel: Any, contents: dict[str, bytes], *arguments: Any, **options: Any) -> dict[str, Any]:
     """What comes of launching a captured kernel. `fused`: whether what was launched may fuse products and sums."""
     resolved = resolve_triton(kernel, lambda: contents, frozenset({"cuda"}))
-    if isinstance(resolved, str):
-        return {"refused": resolved}
+    loaded = resolved if isinstance(resolved, str) else resolved.loaded()
+    if isinstance(loaded, str):
+        return {"refused": loaded}
     try:
         resolved.call(*arguments, **options)
     except ReplayFailed as error:
@@ -90,7 +91,7 @@ def launched_often(kernel: Any, contents: dict[str, bytes]) -> dict[str, Any]:
     launched, what was refused."""
     driver, looked, found = install(90, DOES), [0], {}
     resolved = resolve_triton(kernel, lambda: contents, frozenset({"cuda"}))
-    assert not isinstance(resolved, str), resolved
+    assert not isinstance(resolved, str) and resolved.loaded() is resolved, resolved
     options = {"BLOCK": 4, "grid": [2], "num_warps": 2, "num_ctas": 1, "num_stages": 3}
     find, run = jit.compute_cache_key, JITFunction.run
 

@@ -54,9 +54,10 @@ def craft(
     dtype: DType = DType.float32,
     schema: str = SCHEMA,
     without: str = "",
+    then: str = "aten::neg",
 ) -> Path:
-    """A capture that doubles a tensor on eight bytes, and negates it. `said` changes its metadata, `without` leaves out
-    a role."""
+    """A capture that doubles a tensor on eight bytes, and negates it (or does what `then` is). `said` changes its
+    metadata, `without` leaves out a role."""
     writer = CaptureWriter(path, replace(SESSION, settings={}))
     cpu = writer.device(Device("cpu"))
     meta = writer.meta(TensorMeta(dtype, Layout.strided, cpu, sizes, (1,)))
@@ -75,7 +76,7 @@ def craft(
     grid_node = Node(V.list, "grid", None, tuple(Node(V.int) for _ in grid))
     records.add(op(kernel, (Node(V.tensor, "x"), Node(V.int, "n"), grid_node)), (tensor,), (2, *grid))
     result = records.tensor(records.storage(4 * sizes[0], cpu, StorageOrigin.op), 0, meta)
-    neg = writer.kernel(Kernel("aten::neg", "default", "aten::neg(Tensor self) -> Tensor"))
+    neg = writer.kernel(Kernel(then, "default", f"{then}(Tensor self) -> Tensor"))
     records.add(op(neg, (Node(V.tensor, "self"),), (Node(V.tensor),)), (tensor, result))
     records.write()
     writer.close(1)

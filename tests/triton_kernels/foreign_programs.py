@@ -79,8 +79,9 @@ def recompiled(path: Path, values: dict[str, typing.Any]) -> dict[str, object]:
         contents = contents_of(reader, kernel)
     code = {role: contents[role] for role in ("source", "metadata")}
     resolved = resolve_triton(kernel, lambda: code, frozenset({"cuda"}))
-    if isinstance(resolved, str):
-        return {"error": resolved}
+    loaded = resolved if isinstance(resolved, str) else resolved.loaded()
+    if isinstance(loaded, str):
+        return {"error": loaded}
     compiled = json.loads(contents["metadata"])["compiled"]
     resolved.call(**values, **{name: compiled[name] for name in ("num_warps", "num_ctas", "num_stages")})
     ((again,),) = [found[0].values() for found in resolved._function.device_caches.values()]

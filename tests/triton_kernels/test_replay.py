@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,15 @@ def test_what_does_not_fit_is_refused_before_the_launch(replays: dict[str, Any],
     assert HOSTILE[name][1] in " ".join([result["error"], *result["findings"]]), result
 
 
-@pytest.fixture
-def touching(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+def touch(path: Path, **said: Any) -> tuple[Path, Path]:
     """A capture whose source makes a file when it is run, and that file."""
-    made = tmp_path / "made"
-    source = f"open({str(made)!r}, 'w').close()\n{SOURCE}"
-    yield craft(tmp_path / "touching.opreplay", source=source), made
+    made = path.with_name("made")
+    return craft(path, source=f"open({str(made)!r}, 'w').close()\n{SOURCE}", **said), made
+
+
+@pytest.fixture
+def touching(tmp_path: Path) -> tuple[Path, Path]:
+    return touch(tmp_path / "touching.opreplay")
 
 
 def test_without_leave_no_source_is_run(touching: tuple[Path, Path], tools: Tools) -> None:
@@ -99,6 +101,14 @@ def test_with_leave_it_is_run(touching: tuple[Path, Path]) -> None:
     done = run_python("-m", "tests.triton_kernels.replays", str(capture))
     assert done.returncode == 0 and "values" in done.stdout, done.stdout + done.stderr
     assert made.exists()
+
+
+def test_no_source_is_run_where_anything_else_speaks_against_the_replay(tmp_path: Path) -> None:
+    capture, made = touch(tmp_path / "refused.opreplay", then="aten::nothing")
+    done = run_python("-m", "tests.triton_kernels.replays", str(capture))
+    (result,) = json.loads(done.stdout)["found"].values()
+    assert "nothing was run" in result["error"] and "aten::nothing.default does not exist" in result["findings"][0]
+    assert not made.exists()
 
 
 def test_without_triton_there_is_one_finding(tmp_path: Path) -> None:

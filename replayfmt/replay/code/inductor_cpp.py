@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,21 @@ from ..planning.kernels import ResolvedKernel, StoredCodeKernel
 
 @dataclass(frozen=True)
 class InductorCppKernel(StoredCodeKernel):
-    """A kernel that is ready to be called."""
+    """A kernel whose code and schema go together; once it is loaded, it is ready to be called."""
 
+    named: str
     declared: torch.FunctionSchema
-    function: Callable[..., Any]
+    stored: StoredCppKernel
     arguments: tuple[CppArgument, ...]
-    how: str
+    function: Callable[..., Any] | None = None
+    how: str = ""
+
+    def loaded(self) -> InductorCppKernel | str:
+        try:
+            function, how = _function(self.stored)
+        except CannotLoad as error:
+            return f"{self.named} cannot be called: {str(error).strip().partition(chr(10))[0]}"
+        return replace(self, function=function, how=how)
 
     @property
     def schema(self) -> torch.FunctionSchema:
@@ -34,6 +43,7 @@ class InductorCppKernel(StoredCodeKernel):
 
     @property
     def call(self) -> Callable[..., Any]:
+        assert self.function is not None, "it is called once it is loaded"
         return self.function
 
     def effects(self, layout: SlotLayout) -> Effects:
@@ -57,40 +67,18 @@ def resolve_inductor_cpp(
 ) -> ResolvedKernel | str:
     """The kernel of a capture whose code the user has allowed to run, or a sentence that says why there is none.
     `contents` are its attachments by role, `device_types` those that the replay uses."""
-    read = _read(kernel, contents)
-    if isinstance(read, str):
-        return read
-    stored, schema = read
-    try:
-        function, how = _function(stored)
-    except (CannotLoad, RuntimeError, ValueError) as error:
-        return _cannot_be_called(kernel, error)
-    return InductorCppKernel(schema, function, stored.arguments, how)
-
-
-def admit_inductor_cpp(kernel: Kernel, contents: Callable[[], Mapping[str, bytes]]) -> str:
-    """What is wrong with the attachments of a kernel, or "". Nothing of them is run."""
-    read = _read(kernel, contents)
-    return read if isinstance(read, str) else ""
-
-
-def _read(
-    kernel: Kernel, contents: Callable[[], Mapping[str, bytes]]
-) -> tuple[StoredCppKernel, torch.FunctionSchema] | str:
     named = kernel.qualified_name
     try:
         stored = StoredCppKernel.read(contents())
+        arguments = stored.arguments
         if stored.source is not None and stored.variant() != kernel.overload:
             return f"{named}: its stored source is another than the one it is named after"
-        if schema_of(kernel.name.partition("::")[2], kernel.overload, stored.arguments) != kernel.schema:
+        if schema_of(kernel.name.partition("::")[2], kernel.overload, arguments) != kernel.schema:
             return f"{named}: its schema {kernel.schema[:200]!a} is not that of its source"
-        return stored, parse_schema(kernel.schema)
+        schema = parse_schema(kernel.schema)
     except (RuntimeError, ValueError) as error:
-        return _cannot_be_called(kernel, error)
-
-
-def _cannot_be_called(kernel: Kernel, error: Exception) -> str:
-    return f"{kernel.qualified_name} cannot be called: {str(error).strip().partition(chr(10))[0]}"
+        return f"{named} cannot be called: {str(error).strip().partition(chr(10))[0]}"
+    return InductorCppKernel(named, schema, stored, arguments)
 
 
 def _function(stored: StoredCppKernel) -> tuple[Callable[..., Any], str]:

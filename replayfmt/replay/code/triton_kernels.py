@@ -44,10 +44,12 @@ def resolve_triton(
 ) -> ResolvedKernel | str:
     """The kernel of a capture whose code the user has allowed to run, or a sentence that says why there is none.
     `contents` are its attachments by role, `device_types` those that the replay uses."""
-    named, read = kernel.qualified_name, _read(kernel, contents)
-    if isinstance(read, str):
-        return read
-    stored, schema, text = read
+    named = kernel.qualified_name
+    try:
+        stored = StoredKernel.read(contents())
+        schema = parse_schema(kernel.schema)
+    except (RuntimeError, ValueError) as error:
+        return f"{named} cannot be launched: {str(error).strip().partition(chr(10))[0]}"
     interpreted = device_types <= {"cpu"}
     if stored.source is None and interpreted:
         return f"{named} cannot be interpreted: the capture has no source of it"
@@ -55,33 +57,9 @@ def resolve_triton(
     if problem:
         return f"{named} is a Triton kernel: {problem}"
     try:
-        module = load_source(text, named)
-    except Exception as error:
-        return f"{named}: its source cannot be loaded: {type(error).__name__}: {error}"
-    try:
-        resolved = TritonKernel(named, stored, schema, module, interpreted=interpreted)
-        if not interpreted:
-            resolved.use_binary()
+        return TritonKernel(named, stored, schema, interpreted=interpreted)
     except (RuntimeError, ValueError) as error:
         return f"{named} cannot be launched: {error}"
-    return resolved
-
-
-def admit_triton(kernel: Kernel, contents: Callable[[], Mapping[str, bytes]]) -> str:
-    """What is wrong with the attachments of a kernel, or "". Nothing of them is run."""
-    read = _read(kernel, contents)
-    return read if isinstance(read, str) else ""
-
-
-def _read(
-    kernel: Kernel, contents: Callable[[], Mapping[str, bytes]]
-) -> tuple[StoredKernel, torch.FunctionSchema, str] | str:
-    """What is stored of a kernel, its schema, and the text of its module."""
-    try:
-        stored = StoredKernel.read(contents())
-        return stored, parse_schema(kernel.schema), stored.module
-    except (RuntimeError, ValueError) as error:
-        return f"{kernel.qualified_name} cannot be launched: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _constexprs(function: Any) -> list[str]:
@@ -123,32 +101,20 @@ def provide(interpreted: bool) -> str:
 
 
 class TritonKernel(StoredCodeKernel):
-    """One kernel, loaded. `how` says what runs it."""
+    """One kernel, which can be launched once it is loaded. `how` says what runs it."""
 
-    def __init__(
-        self, named: str, stored: StoredKernel, schema: torch.FunctionSchema, module: ModuleType, *, interpreted: bool
-    ) -> None:
-        """Raises ValueError if metadata, schema and source do not fit each other."""
+    _function: Any = None  # until it is loaded
+
+    def __init__(self, named: str, stored: StoredKernel, schema: torch.FunctionSchema, *, interpreted: bool) -> None:
+        """Raises ValueError if metadata and schema do not fit each other."""
         self._named, self._stored, self._schema, self._interpreted = named, stored, schema, interpreted
         self._names = [argument.name for argument in schema.arguments]
-        arguments = frozenset(self._names)
-        function: Any = vars(module).get(stored.function)
-        if not is_callable_of_triton(function):
-            raise ValueError(f"its source has no kernel {stored.function!a}")
-        self._function: Any = function
         given = [stored.grid, *stored.options.values(), *stored.dtypes]
-        missing = [name for name in given if name not in arguments]
+        missing = [name for name in given if name not in self._names]
         if missing:
             raise ValueError(f"its metadata name arguments that its schema does not have ({', '.join(missing)})")
-        self._assembly = Assembly(stored.parameters, arguments, module)
-        parameters = list(function.arg_names)
-        if parameters != list(stored.parameters):
-            raise ValueError(f"its metadata have the parameters {list(stored.parameters)}, its source {parameters}")
-        self._options = [(name, given) for name, given in stored.options.items() if name not in parameters]
-        signature = inspect.signature(function.fn)
-        self._parameters = parameters
-        kinds = [each.kind for each in signature.parameters.values()]
-        self._keywords = [place for place, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
+        self._parameters = list(stored.parameters)
+        self._options = [(name, given) for name, given in stored.options.items() if name not in stored.parameters]
         self._dtypes = [(name, getattr(torch, kind, None)) for name, kind in stored.dtypes.items()]
         self._several_devices = not interpreted and torch.accelerator.device_count() > 1
         self._grids: set[tuple[int, ...]] = set()  # those that were checked
@@ -157,10 +123,41 @@ class TritonKernel(StoredCodeKernel):
         if interpreted and stored.target != INTERPRETER:
             self.how += ", which did not run it when it was captured"
 
+    def loaded(self) -> TritonKernel | str:
+        try:
+            module = load_source(self._stored.module, self._named)
+        except Exception as error:
+            return f"{self._named}: its source cannot be loaded: {type(error).__name__}: {error}"
+        try:
+            self._use_module(module)
+            if not self._interpreted:
+                self.use_binary()
+        except (RuntimeError, ValueError) as error:
+            return f"{self._named} cannot be launched: {error}"
+        return self
+
+    def _use_module(self, module: ModuleType) -> None:
+        """Launch the kernel of a loaded source. Raises ValueError if that does not fit metadata and schema."""
+        stored = self._stored
+        function: Any = vars(module).get(stored.function)
+        if not is_callable_of_triton(function):
+            raise ValueError(f"its source has no kernel {stored.function!a}")
+        if list(function.arg_names) != self._parameters:
+            raise ValueError(f"its metadata have the parameters {self._parameters}, its source {function.arg_names}")
+        self._function = function
+        self._assembly = Assembly(stored.parameters, frozenset(self._names), module)
+        kinds = [each.kind for each in inspect.signature(function.fn).parameters.values()]
+        self._keywords = [place for place, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
+
+    def _require_loaded(self) -> None:
+        if self._function is None:
+            raise ValueError("no call of the kernel can be replayed, so its own code was not loaded")
+
     def with_function(self, function: Any) -> TritonKernel:
         """The kernel with another function, which is launched as this one is."""
         if not is_callable_of_triton(function):
             raise ValueError("it is not decorated by triton.jit (an autotuner has to choose its configuration before)")
+        self._require_loaded()
         parameters, expected = list(function.arg_names), list(self._function.arg_names)
         if parameters != expected:
             raise ValueError(f"it takes the parameters {parameters}, the kernel takes {expected}")
@@ -239,6 +236,7 @@ class TritonKernel(StoredCodeKernel):
 
         if self._interpreted:
             raise ValueError("Triton's interpreter runs the kernel here, and it launches no binaries")
+        self._require_loaded()
         if self._stored.binary is None:
             raise ValueError("the capture has no binary of the kernel, as which it would be launched")
         device = triton.runtime.driver.active

@@ -57,6 +57,10 @@ class ReplayedGraph(StoredCodeKernel):
         self._device = next(iter(devices)) if len(devices) == 1 else None
         self._why_issued = "--graphs=issued" if mode == "issued" else self._why_not()
 
+    def loaded(self) -> ReplayedGraph | str:
+        problem = self._steps.load()
+        return f"{self._schema.name} is a graph that cannot be replayed: {problem}" if problem else self
+
     def _why_not(self) -> str:
         """Why it cannot be captured here; "" if it can."""
         if self._device is None:

@@ -47,15 +47,14 @@ class PreparedGraphs:
         mode: GraphsMode,
         streams: StreamsMode,
         window: WindowSize,
-        not_admitted: list[str] | None = None,
     ) -> None:
-        """Opens them. `not_admitted`: see AllowedCode. What is wrong with one is said when it is resolved."""
+        """Opens them. What is wrong with one is said when it is resolved."""
         self._reader, self._devices, self._imports, self._mode, self._window = reader, devices, imports, mode, window
         self._streams: StreamsMode = streams
         self._bodies: dict[Kernel, _OpenBody | str] = {}
         self._opened = ExitStack()
         self._types = frozenset(device.type for device in devices.in_use())
-        self._allow_code, self._not_admitted = allow_code, not_admitted
+        self._allow_code = allow_code
         for kernel in reader.kernels:
             if kernel is not None and kernel.kind is KernelKind.graph:
                 self._bodies[kernel] = self._open(kernel)
@@ -70,7 +69,7 @@ class PreparedGraphs:
             metadata = parse_body_metadata(contents)
         except (InvalidCapture, ValueError) as error:
             return f"{named} that cannot be replayed: {error}"
-        code = AllowedCode(body, self._allow_code, self._types, self._not_admitted)
+        code = AllowedCode(body, self._allow_code, self._types)
         code.prepare()
         return _OpenBody(body, code, int(metadata["streams"]), metadata["unchecked"])
 

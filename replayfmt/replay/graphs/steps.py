@@ -8,7 +8,7 @@ that a copy brings back is written by the device, maybe later: the copy is made 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,6 +99,18 @@ class BodySteps:
             gone = tuple(ends.get(place, ()))
             done_with = (gone, tuple(number for storage in gone for number in tensors[storage]))
             self._steps.append(self._step(record, kernel, done_with))
+
+    def load(self) -> str:
+        """Have the kernels loaded: see ResolvedKernel. Returns why they cannot be, or ""."""
+        kernels = {id(step.kernel): step.kernel for step in self._steps if isinstance(step, _BodyStep)}
+        loaded = {number: kernel.loaded() for number, kernel in kernels.items()}
+        ready = {number: each for number, each in loaded.items() if isinstance(each, ResolvedKernel)}
+        if len(ready) == len(loaded):
+            self._steps = [
+                replace(step, kernel=ready[id(step.kernel)]) if isinstance(step, _BodyStep) else step
+                for step in self._steps
+            ]
+        return "; ".join(each for each in loaded.values() if isinstance(each, str))
 
     def _take_by_value(self, number: int) -> None:
         if number and number not in self._by_value:

@@ -35,6 +35,11 @@ class ResolvedKernel(ABC):
     how: str = ""
     """What was made of code in the capture to run it, as "run by …"; "" for operators."""
 
+    def loaded(self) -> ResolvedKernel | str:
+        """This kernel, ready to be called, or a sentence that says why it cannot be. Code of the capture is loaded,
+        compiled and run here at the earliest: a plan asks for it once it has admitted the whole capture."""
+        return self
+
     @property
     @abstractmethod
     def schema(self) -> torch.FunctionSchema:
