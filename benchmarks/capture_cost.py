@@ -5,9 +5,8 @@ runs the same forwards bare, under the floor, under a capture (payload=none) fro
 from start to stop, so that encoding, compression and writing are in the figure. A capture with the recorder that is a
 dispatch mode, where every call takes the complete path, shows what the native one saves.
 
-The figures differ from process to process by a tenth and more: where code and data lie in memory is another each
-time, and so is the seed of Python's hashes. So the turns are taken in several processes (capture_turns.py); a row is
-the median of theirs, and its details have each.
+The figures differ from process to process by a tenth and more; why is not known. So the turns are taken in several
+processes (capture_turns.py); a row is the median of theirs, and its details have each.
 
 Code that torch.compile made stays compiled; what a call of it pays for being watched is measured against the same call
 without a capture.
