@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from rich.console import Console
 
 from replayfmt.errors import ReplayFailed, UsageError
-from replayfmt.format.arguments import choice_of, text_of, texts_of
+from replayfmt.format.arguments import choice_of, flag_of, text_of, texts_of
 from replayfmt.replay.one_call import PlanOptions
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import VerifyMode
@@ -97,6 +97,7 @@ def benchmark(
     graph of the device, as with --cuda-graph. `options` are those of Plan. Raises ReplayMismatch if a replay differs
     from the capture, UsageError for a device without graphs, and the errors of Plan.
     """
+    cuda_graph = flag_of("cuda_graph", cuda_graph)
     if cuda_graph and scopes:
         raise UsageError(
             "benchmark(cuda_graph=True) measures the whole replay: for graphs of scopes use opreplay-benchmark "

@@ -180,7 +180,6 @@ class Core:
         # Python code, leaves its lock held forever.
         self.wake: SimpleQueue[None] = SimpleQueue()
         self.on = False
-        self._from_start: list[tuple[str, str, str]] = []
         self.finished = False  # recording stopped for good: closed, failed, or past its stop
         self.closed = False  # the file is no longer touched, nothing is reported
         self.failure: OpReplayError | None = None
@@ -206,9 +205,7 @@ class Core:
                     self.thread_watch.collect()  # nothing before this point is recorded
                 self.scopes.record_open()
                 self.on = True
-                for each in self._from_start:
-                    self.records.unsupported(*each)
-                self._from_start.clear()
+                self.records.begin()
                 if self.native is not None:
                     self.native.hot = self._allows_hot_path()
 
@@ -399,15 +396,6 @@ class Core:
                 for index in kernel.writes:
                     for tensor in tensors_in(kernel.argument(index, args, kwargs)):
                         self.outside.written(tensor)
-
-    @_attempted
-    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
-        """Something may go unseen for as long as this is recorded: said as soon as recording begins."""
-        with self.lock:
-            if self.on:
-                self.records.unsupported(reason, op, detail)
-            else:
-                self._from_start.append((reason, op, detail))
 
     @_attempted
     def unreachable_op(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

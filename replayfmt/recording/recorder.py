@@ -418,8 +418,9 @@ class Recorder:
 
     def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
         """Record that some work cannot be seen, however often it is done: once, also if recording begins later."""
-        if self._core is not None:
-            self._core.unsupported_throughout(reason, op, detail)
+        core = self._core
+        if core is not None:
+            core.attempt(_tell_throughout, core, (reason, op, detail))
 
     def mark_outside_write(self, tensor: torch.Tensor) -> bool:
         """Something unseen may have written to a tensor: its content is imported again at its next use. See
@@ -499,6 +500,14 @@ def _tell(core: Core, what: Callable[[Core], _T]) -> _T | None:
             except Unrepresentable as problem:
                 core.records.unsupported(problem.reason, "", problem.detail)
     return None
+
+
+def _tell_throughout(core: Core, said: tuple[str, str, str]) -> None:
+    with core.lock:
+        if core.on:
+            core.records.unsupported(*said)
+        else:
+            core.records.from_start.append(said)
 
 
 def _set_inactive(recorder: Recorder) -> None:

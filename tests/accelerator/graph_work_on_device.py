@@ -193,13 +193,16 @@ class _WithBranches(torch.accelerator.Graph):
         self.branch.wait_stream(self.before)
         torch.accelerator.set_stream(self.branch)
 
+    begin_capture_to_while_node = begin_capture_to_if_node
+
     def end_capture_to_conditional_node(self) -> None:
         self.before.wait_stream(self.branch)
         torch.accelerator.set_stream(self.before)
 
 
+@pytest.mark.parametrize("begin", ["begin_capture_to_if_node", "begin_capture_to_while_node"])
 def test_a_graph_with_a_part_that_is_run_on_a_condition_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
     monkeypatch.setattr(torch.cuda.graphs, "CUDAGraph", _WithBranches)
     path, x = tmp_path / "a.opreplay", torch.ones(4).to(DEVICE)
@@ -207,7 +210,7 @@ def test_a_graph_with_a_part_that_is_run_on_a_condition_is_refused(
         graph = _WithBranches()
         torch.accelerator.synchronize()
         with torch.Stream(DEVICE), graph:
-            graph.begin_capture_to_if_node(x.sum() > 0)
+            getattr(graph, begin)(x.sum() > 0)
             y = x * 2
             graph.end_capture_to_conditional_node()
         graph.replay()

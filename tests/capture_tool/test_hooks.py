@@ -238,8 +238,6 @@ def test_a_replay_of_a_graph_that_was_captured_before_is_recorded_as_such(record
 
         def raw_cuda_graph_exec(self): ...
 
-        def begin_capture_to_if_node(self): ...
-
         def replay(self):
             torch.ones(3)
             return "replayed"

@@ -380,7 +380,12 @@ def table(graphs: Graphs) -> list[Patch]:
     ]
     raw = ("raw_cuda_graph", "raw_cuda_graph_exec")
     found += [Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.raw, REASON) for method in raw]
-    found.append(Patch("torch.cuda.graphs", "CUDAGraph.begin_capture_to_if_node", graphs.branch, REASON))
+    branches = ("begin_capture_to_if_node", "begin_capture_to_while_node")  # not every version has them
+    found += [
+        Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.branch, REASON)
+        for method in branches
+        if hasattr(torch.cuda.graphs.CUDAGraph, method)
+    ]
     return found + [
         Patch(module, "make_graphed_callables", graphs.warm_up) for module in ("torch.cuda", "torch.cuda.graphs")
     ]

@@ -47,6 +47,8 @@ class Records:
         self._signatures: dict[Any, int] = {}
         self._devices: dict[torch.device, int] = {}
         self._details: set[tuple[str, str, str]] = set()
+        # What is unsupported for as long as this is recorded: reason, op and detail, until recording begins.
+        self.from_start: list[tuple[str, str, str]] = []
         self.new_device: Callable[[torch.device, int], None] | None = None  # called with each device and its id
 
     def signature(self, key: Any, make: Callable[[], Signature]) -> int:
@@ -157,6 +159,12 @@ class Records:
             (RecordKind.unsupported, reason, op, detail),
             lambda: argument_nodes(RecordKind.unsupported, reason=reason, op=op, detail=detail),
         )
+
+    def begin(self) -> None:
+        """Recording begins, or goes on."""
+        for each in self.from_start:
+            self.unsupported(*each)
+        self.from_start.clear()
 
     # -------------------------------------------------------------------------------------------------------- streams
 
