@@ -68,8 +68,7 @@ inline bool is_plain(const at::Tensor& tensor) {
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-// One call, from its arguments to its record. Values come as a stack has them, or as C++ does; both say the same. All of it
-// is used with the session's mutex held.
+// One call, from its arguments to its record, with the session's mutex held. Values come as a stack has them, or as C++ does.
 class HotCall {
  public:
   HotCall(Session& session, const Operator& op) : session_(session), op_(op) {
@@ -140,9 +139,11 @@ class HotCall {
     made_.push_back({impl, storage, meta, tensor.storage_offset(), seen});
     return take_token(kTensor);
   }
-  bool take_result(const std::vector<at::Tensor>& tensors) {
+  bool take_result(const std::vector<at::Tensor>& tensors) { return take_results(tensors); }
+  template <typename List>
+  bool take_results(const List& list) {
     begin_results();
-    return take_list(tensors, [this](const at::Tensor& tensor) { return take_result(tensor); });
+    return take_list(list, [this](const auto& each) { return take_result(each); });
   }
   template <typename... Values>
   bool take_result(const std::tuple<Values...>& values) {
@@ -150,7 +151,7 @@ class HotCall {
   }
   bool take_result(const c10::IValue& value) {
     if (value.isTensor() || value.isTensorList()) {
-      return value.isTensor() ? take_result(value.toTensor()) : take_result(value.toTensorVector());
+      return value.isTensor() ? take_result(value.toTensor()) : take_results(value.toListRef());
     }
     begin_results();
     if (!session_.scalars) {
@@ -166,8 +167,8 @@ class HotCall {
     return known_signature();
   }
 
-  // Arguments on storages that nobody has told of here. There is no record until somebody has.
-  const std::vector<at::Tensor>& unmet() const { return unmet_; }
+  // Arguments on storages that nobody has told of here. Not as tensors: one more reference may need the interpreter's lock.
+  const std::vector<c10::TensorImpl*>& unmet() const { return unmet_; }
 
   // Append the record, and what is new.
   void record(int64_t signature, int64_t context, int64_t started_ns, int64_t ended_ns) {
@@ -284,7 +285,7 @@ class HotCall {
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
     if (!storage && impl->nbytes() != 0 && !tensor.is_meta()) {
-      unmet_.push_back(tensor);
+      unmet_.push_back(tensor.unsafeGetTensorImpl());
       return take_token(kTensor);
     }
     if (!storage || storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
@@ -414,11 +415,11 @@ class HotCall {
            : value.isIntList()    ? op_.integers[index] == kInt && take_value(index, at::IntArrayRef(value.toIntVector()))
            : value.isDoubleList() ? take_value(index, at::ArrayRef<double>(value.toDoubleVector()))
            : value.isBoolList()   ? take_list(value.toBoolList(), [&](bool item) { return take_value(index, item); })
-           : value.isTensorList() ? take_value(index, at::TensorList(value.toTensorVector()))
-           : value.isOptionalTensorList() ? take_value(index, value.toOptionalTensorList())
-           : value.isDevice()             ? take_value(index, value.toDevice())
-           : value.isString()             ? take_value(index, std::string_view(value.toStringRef()))
-                                          : take_number(value);
+           : value.isTensorList() || value.isOptionalTensorList()
+               ? take_list(value.toListRef(), [&](const c10::IValue& item) { return take_value(index, item); })
+           : value.isDevice() ? take_value(index, value.toDevice())
+           : value.isString() ? take_value(index, std::string_view(value.toStringRef()))
+                              : take_number(value);
   }
   bool take_number(const c10::IValue& value) {
     return value.isBool()     ? take_value(0, value.toBool())
@@ -461,7 +462,7 @@ class HotCall {
   at::DeviceType device_ = at::kMeta;  // of the first argument
   Encoded said_;
   c10::ArrayRef<c10::IValue> given_;   // of a kernel of generated code
-  std::vector<at::Tensor> unmet_;
+  std::vector<c10::TensorImpl*> unmet_;
   c10::SmallVector<int64_t, 16> tensors_;
   c10::SmallVector<Made, 4> made_;
   c10::SmallVector<std::pair<c10::StorageImpl*, int64_t>, 4> written_;

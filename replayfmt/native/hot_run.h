@@ -232,8 +232,8 @@ class HotRun {
   void introduce() {
     py::gil_scoped_acquire lock;
     py::list tensors;
-    for (const at::Tensor& tensor : made_.unmet()) {
-      tensors.append(own_view(tensor));
+    for (c10::TensorImpl* impl : made_.unmet()) {
+      tensors.append(own_view(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl))));
     }
     call(capture_.functions.meet, tensors);
   }

@@ -132,8 +132,7 @@ struct Storage {
 
 class Session {
  public:
-  Session(int64_t began, size_t chunk, bool with_scalars)
-      : began_ns(began), chunk_records(chunk), scalars(with_scalars) {}
+  Session(int64_t began, size_t chunk, bool scalars_too) : began_ns(began), chunk_records(chunk), scalars(scalars_too) {}
 
   std::mutex mutex;
   Rows rows{mutex}, births{mutex}, definitions{mutex};
