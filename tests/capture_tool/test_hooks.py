@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from types import MethodType
 
 import pytest
 import torch
@@ -271,6 +272,21 @@ def test_a_vital_target_that_this_build_lacks_makes_the_capture_say_so(recorder,
     hooks.remove()
     assert hooks.missing == ["torch.Gone.run", "torch.GoneToo.run"]
     assert unsupported(recorder) == [("triton_launch", "torch.Gone.run")]
+
+
+def test_objects_are_searched_for_methods_of_packages_only_where_something_holds_one(monkeypatch):
+    searched = []
+    monkeypatch.setattr(hooks_module.gc, "get_referrers", lambda *functions: searched.append(functions) or [])
+    monkeypatch.setattr(hooks_module, "table", lambda recorder, regions=None: [])
+    loader = torch._C._aoti.AOTIModelPackageLoader
+    for is_held in (False, True, False):
+        held = [MethodType(vars(loader)["run"].__func__, loader)] if is_held else []
+        hooks = Hooks(FakeRecorder())
+        hooks.install()
+        hooks.remove()
+        assert bool(searched) is is_held, held
+        searched.clear()
+        held.clear()
 
 
 @pytest.mark.parametrize("options", [{}, {"native": "off"}, {"start_op": 1}], ids=str)

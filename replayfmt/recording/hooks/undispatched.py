@@ -142,8 +142,12 @@ class Hooks:
         """Report methods of packages that the program has taken from them before: a call of such a method reaches the
         C++ function that it was then, which nothing stands in for."""
         methods = [vars(cls)[name] for name in _RUNNING for cls in targets(torch._C._aoti, f"AOTIModel*.{name}")[0]]
-        functions = [function for method in methods if (function := getattr(method, "__func__", None)) is not None]
-        kept = [each for each in gc.get_referrers(*functions) if isinstance(each, MethodType)] if functions else []
+        functions = list(filter(None, (getattr(method, "__func__", None) for method in methods)))
+        # Most programs have none, and a look through all objects takes longer than the rest of a capture's start.
+        (counted,) = map(sys.getrefcount, [object()])  # of what a list alone holds
+        if all(count <= counted + 1 for count in map(sys.getrefcount, functions)):
+            return  # the class alone holds them
+        kept = [each for each in gc.get_referrers(*functions) if isinstance(each, MethodType)]
         for region in {id(each.__self__): each.__self__ for each in kept}.values():
             name = type(region).__qualname__
             self._recorder.unsupported_throughout("compiled_region", name, f"{_KEPT}; {_PACKAGE}")
