@@ -20,7 +20,7 @@ from replayfmt.pytorch.accelerators import is_accelerator
 
 from ..planning.devices import DeviceMap
 from .operations import Synchronize
-from .streams import Pass, ReplayStreams
+from .streams import Pass, ReplayStreams, ints_and_device
 
 _LATE_KINDS = (KernelKind.graph, KernelKind.triton)
 
@@ -139,27 +139,20 @@ class LateCopies:
 
     # ---------------------------------------------------------------------------------------- waits that were captured
 
-    def _arguments(self, row: int) -> tuple[list[int], int]:
-        frame = self._lowering.frame
-        layout = self._lowering.scan.layout(frame.signatures[row])
-        device = next((each.node.constant for each in layout.args if each.node.name == "device"), 0)
-        assert isinstance(device, int)
-        return frame.ints[frame.int_first[row] : frame.int_first[row + 1]], device
-
     def _record(self, row: int) -> None:
-        (event, number), device = self._arguments(row)
+        (event, number), device = ints_and_device(self._lowering, row)
         self._recorded[event] = self._on_stream(device, number if self._streams else 0)
 
     def _synchronize_event(self, row: int) -> None:
-        (event,), _device = self._arguments(row)
+        (event,), _device = ints_and_device(self._lowering, row)
         self._done(self._recorded.get(event, []))
 
     def _synchronize_stream(self, row: int) -> None:
-        (number,), device = self._arguments(row)
+        (number,), device = ints_and_device(self._lowering, row)
         self._on_stream_done(device, number if self._streams else 0)
 
     def _synchronize(self, row: int) -> None:
-        _none, device = self._arguments(row)
+        _none, device = ints_and_device(self._lowering, row)
         self._done([copy for copies in self._copies.values() for copy in copies if copy.device == device])
 
     def _on_stream(self, device: int, number: int) -> list[_LateCopy]:

@@ -105,6 +105,15 @@ class Pass(Protocol):
     def acquire(self, slot: int, ordinal: int) -> str: ...
 
 
+def ints_and_device(lowering: Pass, row: int) -> tuple[list[int], int]:
+    """The ints of the record of a stream or event, and its device if it has one, else 0."""
+    frame = lowering.frame
+    layout = lowering.scan.layout(frame.signatures[row])
+    device = next((each.node.constant for each in layout.args if each.node.name == "device"), 0)
+    assert isinstance(device, int)
+    return frame.ints[frame.int_first[row] : frame.int_first[row + 1]], device
+
+
 class StreamCode:
     """Writes the lines about streams of one pass through the records."""
 
@@ -206,16 +215,8 @@ class StreamCode:
 
     # ---------------------------------------------------------------------------------------------------- other records
 
-    def _arguments(self, row: int) -> tuple[list[int], int]:
-        """The ints of a record, and its device if it has one."""
-        frame = self._lowering.frame
-        layout = self._lowering.scan.layout(frame.signatures[row])
-        device = next((each.node.constant for each in layout.args if each.node.name == "device"), 0)
-        assert isinstance(device, int)
-        return frame.ints[frame.int_first[row] : frame.int_first[row + 1]], device
-
     def _record(self, row: int, ordinal: int) -> None:
-        (event, number), device = self._arguments(row)
+        (event, number), device = ints_and_device(self._lowering, row)
         self._recorded[event] = device
         stream = self._streams.stream(device, number)
         if stream is not None and (self._streams.captured or self._crosses):
@@ -223,7 +224,7 @@ class StreamCode:
             self._lowering.text.line(ordinal, f"{name}.record({self._stream(stream)})")
 
     def _wait(self, row: int, ordinal: int) -> None:
-        (event, number), device = self._arguments(row)
+        (event, number), device = ints_and_device(self._lowering, row)
         stream = self._streams.stream(device, number)
         if stream is None or event not in self._recorded or not (self._streams.captured or self._crosses):
             return
@@ -231,7 +232,7 @@ class StreamCode:
             self._lowering.text.line(ordinal, f"{self._stream(stream)}.wait_event({self._event(event)})")
 
     def _use(self, row: int, ordinal: int) -> None:
-        (number,), device = self._arguments(row)
+        (number,), device = ints_and_device(self._lowering, row)
         frame = self._lowering.frame
         slot = frame.tensor_first[row]
         used = self._used.setdefault(frame.storages[slot], {0})
@@ -240,13 +241,13 @@ class StreamCode:
             self._keep_for(slot, device, number, ordinal)
 
     def _synchronize_stream(self, row: int, ordinal: int) -> None:
-        (number,), device = self._arguments(row)
+        (number,), device = ints_and_device(self._lowering, row)
         stream = self._streams.stream(device, number)
         if stream is not None:
             self._lowering.text.line(ordinal, f"{self._stream(stream)}.synchronize()")
 
     def _synchronize_event(self, row: int, ordinal: int) -> None:
-        (event,), _device = self._arguments(row)
+        (event,), _device = ints_and_device(self._lowering, row)
         device = self._recorded.get(event)
         stream = None if device is None else self._streams.stream(device, 0)
         if stream is None:
