@@ -1,16 +1,15 @@
 """The skeleton of a replacement for a kernel of a capture: a Python file that runs, and does what the kernel does.
 
 It is a function with the operator's parameters and their defaults that calls the original; the user replaces its last
-line. Loading it needs no library: the original is looked up when it is called. Of a Triton kernel it is a function of
-Triton with its parameters, to be written. A capture is untrusted and this becomes code, so nothing of it is copied
-verbatim: the schema is parsed and written anew, names must be identifiers, defaults must be literals, and everything
-else of the capture is text in docstrings and comments, escaped.
+line. Loading it needs no library: the original is looked up when it is called. Of a kernel of code it is a function
+with its parameters, to be written (code_skeletons.py). A capture is untrusted and this becomes code, so nothing of it
+is copied verbatim: the schema is parsed and written anew, names must be identifiers, defaults must be literals, and
+everything else of the capture is text in docstrings and comments, escaped.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -18,34 +17,16 @@ from keyword import iskeyword
 from os.path import basename
 
 from replayfmt.errors import UsageError
-from replayfmt.format.attachments import METADATA, SOURCE, contents_of
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_names import name_problem
 from replayfmt.format.operator_schema import OperatorSchema, SchemaArgument, SchemaType, parse_operator_schema
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.signatures.groups import SignatureGroup, SignatureIndex
+from replayfmt.format.signatures.groups import SignatureIndex
 
-_SHOWN_SIGNATURES = 40
-_LONGEST_LINE = 400
-_HINTS = {
-    "Tensor": "Tensor",
-    "int": "int",
-    "SymInt": "int",
-    "float": "float",
-    "SymFloat": "float",
-    "bool": "bool",
-    "SymBool": "bool",
-    "str": "str",
-    "complex": "complex",
-    "Scalar": "bool | int | float | complex",
-    "ScalarType": "torch.dtype",
-    "Layout": "torch.layout",
-    "Device": "torch.device",
-    "Generator": "torch.Generator",
-    "MemoryFormat": "torch.memory_format",
-    "Storage": "torch.UntypedStorage",
-}
+from .code_skeletons import CppSkeleton, TritonSkeleton
+from .skeleton_text import docstring_text, how_often, identifier_like, signature_lines, type_hint
+
 # Schemas hold the defaults of these types as numbers; what PyTorch calls them in Python.
 _MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 _SCALAR_TYPES = (
@@ -67,6 +48,7 @@ _SCALAR_TYPES = (
     "bfloat16",
 )
 _LAYOUTS = ("strided", "sparse_coo")
+_OF_CODE = {KernelKind.triton: TritonSkeleton, KernelKind.inductor_cpp: CppSkeleton}
 
 
 def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
@@ -78,13 +60,14 @@ def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
     kernel_id = _kernel_id(reader, which, flag)
     kernel = reader.kernels[kernel_id]
     assert kernel is not None
-    if kernel.kind not in (KernelKind.operator, KernelKind.triton):
-        what = f"a {kernel.kind.name} kernel; skeletons are written of operators and Triton kernels"
-        raise UsageError(f"{flag}: {kernel.qualified_name} is {what}")
+    if kernel.kind not in (KernelKind.operator, *_OF_CODE):
+        raise UsageError(
+            f"{flag}: {kernel.qualified_name} is a {kernel.kind.name} kernel, of which no skeleton can be written"
+        )
     try:
         schema = parse_operator_schema(kernel.schema)
-        if kernel.kind is KernelKind.triton:
-            return _TritonSkeleton(reader, kernel_id, kernel, schema).text()
+        if kernel.kind in _OF_CODE:
+            return _OF_CODE[kernel.kind](reader, kernel_id, kernel, schema).text()
         problem = name_problem(kernel.name, kernel.overload)
         if problem:
             raise ValueError(problem)
@@ -137,15 +120,15 @@ class _Skeleton:
     def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
         self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
         taken = {argument.name for argument in schema.arguments} | {schema.base_name}
-        self._function = _free(schema.base_name, {argument.name for argument in schema.arguments})
-        self._original = _free("original", taken)
+        self._function = identifier_like(schema.base_name, {argument.name for argument in schema.arguments})
+        self._original = identifier_like("original", taken)
         # Arguments whose name is a Python keyword, which no parameter can have.
         self._words = [
             argument
             for argument in schema.arguments
             if iskeyword(argument.name) and (argument.keyword_only or argument.default is not None)
         ]
-        self._others = _free("words", {*taken, self._original, *(f"{name}_" for name in taken)})
+        self._others = identifier_like("words", {*taken, self._original, *(f"{name}_" for name in taken)})
         self._groups = SignatureIndex(reader).groups({kernel_id})
 
     def text(self) -> str:
@@ -173,7 +156,9 @@ class _Skeleton:
         name = self._kernel.qualified_name
         chosen = f"{name}=THIS_FILE" + ("" if self._function == self._schema.base_name else f":{self._function}")
         calls = sum(group.calls for group in self._groups)
-        yield '"""' + _doc(f"A replacement for {name}, kernel {self._kernel_id} of {basename(self._reader.path)}.")
+        yield '"""' + docstring_text(
+            f"A replacement for {name}, kernel {self._kernel_id} of {basename(self._reader.path)}."
+        )
         yield ""
         yield "It is checked against the original kernel at every captured call, then used:"
         yield ""
@@ -184,17 +169,10 @@ class _Skeleton:
         if allowed:
             yield "MODULE registers the operator; this file may import it as well."
             yield ""
-        yield f"The capture calls it {_times(calls)}, by signature (how often, the ordinal of the first, signature):"
+        yield f"The capture calls it {how_often(calls)}, by signature (how often, the ordinal of the first, signature):"
         yield ""
-        yield from self._signatures(self._groups)
+        yield from signature_lines(self._groups)
         yield '"""'
-
-    @staticmethod
-    def _signatures(groups: list[SignatureGroup]) -> Iterator[str]:
-        for group in sorted(groups, key=lambda group: (-group.calls, group.first))[:_SHOWN_SIGNATURES]:
-            yield "    " + _doc(f"{group.calls} x  {group.first}  {group.text}")
-        if len(groups) > _SHOWN_SIGNATURES:
-            yield f"    and {len(groups) - _SHOWN_SIGNATURES} more signatures"
 
     def _called_original(self) -> Iterator[str]:
         """Looked up when it is called: a library that a replay is allowed to import may not be there when this file is
@@ -228,7 +206,7 @@ class _Skeleton:
                 yield "    *,"
             # Python has no parameter with a default before one without.
             default = None if needed and index < needed[-1] else argument.default
-            hint = _hint(argument.type)
+            hint = type_hint(argument.type)
             if default is None:
                 yield f"    {self._parameter(argument)}: {hint},"
             else:
@@ -241,7 +219,7 @@ class _Skeleton:
     def _parameter(self, argument: SchemaArgument) -> str:
         if not iskeyword(argument.name):
             return argument.name
-        return _free(argument.name, {other.name for other in self._schema.arguments})
+        return identifier_like(argument.name, {other.name for other in self._schema.arguments})
 
     def _passed(self) -> list[str]:
         passed = []
@@ -258,13 +236,13 @@ class _Skeleton:
         returns = self._schema.returns
         if not returns:
             return "None"
-        hints = [_hint(each) for each in returns]
+        hints = [type_hint(each) for each in returns]
         return hints[0] if len(hints) == 1 else f"tuple[{', '.join(hints)}]"
 
     # ------------------------------------------------------------------------------------------------------- docstring
 
     def _docstring(self) -> Iterator[str]:
-        yield '    """' + _doc(self._kernel.schema)
+        yield '    """' + docstring_text(self._kernel.schema)
         yield ""
         written = [argument for argument in self._schema.arguments if argument.type.written]
         if written:
@@ -283,96 +261,12 @@ class _Skeleton:
             owner = by_alias.get(returned.alias) if returned.alias else None
             if owner is None:
                 fresh = ", in memory of its own" if returned.holds_tensors else ""
-                yield f"    {which} {_doc(returned.text)}{fresh}."
+                yield f"    {which} {docstring_text(returned.text)}{fresh}."
             elif returned.written:
                 yield f"    {which} {owner} itself."
             else:
-                yield f"    {which} {_doc(returned.text)} on the memory of {owner}, where the original's is."
+                yield f"    {which} {docstring_text(returned.text)} on the memory of {owner}, where the original's is."
         yield "    Sizes, strides and offsets of results must be the original's."
-
-
-class _TritonSkeleton:
-    """The file for a Triton kernel: a function with its parameters. The captured source is in it as a comment, because
-    it is code of the capture."""
-
-    def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
-        """Raises ValueError for a kernel whose attachments are not there, or name no parameters."""
-        self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
-        contents = contents_of(reader, kernel)
-        metadata = json.loads(contents.get(METADATA, b"{}"))
-        self._parameters = list(metadata.get("parameters") or ())
-        self._constexprs = frozenset(map(str, metadata.get("constexprs") or ()))
-        if not self._parameters or not all(each.isidentifier() and not iskeyword(each) for each in self._parameters):
-            raise ValueError("its metadata have no names of parameters")
-        self._source = contents.get(SOURCE, b"").decode(errors="replace")
-
-    def text(self) -> str:
-        function = _free(self._schema.base_name, {*self._parameters, "triton", "tl"})
-        chosen = f"{self._kernel.qualified_name}@triton=THIS_FILE"
-        chosen += "" if function == self._schema.base_name else f":{function}"
-        groups = SignatureIndex(self._reader).groups({self._kernel_id})
-        written = ", ".join(each.name for each in self._schema.arguments if each.type.written)
-        parameters = [f"{each}: tl.constexpr" if each in self._constexprs else each for each in self._parameters]
-        lines = [
-            '"""' + _doc(f"A replacement for {self._kernel.qualified_name}, kernel {self._kernel_id}."),
-            "",
-            "It is checked against the original kernel at every captured launch, then used:",
-            "",
-            f"    opreplay-run --allow-code --replay-kernel-substitution={chosen} CAPTURE",
-            f"    opreplay-benchmark --compare --allow-code --replay-kernel-substitution={chosen} CAPTURE",
-            "",
-            f"The capture launches it {_times(sum(group.calls for group in groups))}, by signature (how often, the "
-            "ordinal of the first, signature):",
-            "",
-            *_Skeleton._signatures(groups),
-            '"""',
-            "",
-            "import triton",
-            "import triton.language as tl",
-            "",
-            "",
-            "@triton.jit",
-            f"def {function}({', '.join(parameters)}):",
-            '    """' + _doc(self._kernel.schema),
-            "",
-            f"    It must write {written}, and no other argument."
-            if written
-            else "    It must not write its arguments.",
-            '    """',
-            '    tl.static_assert(False, "the kernel goes here")',
-        ]
-        if self._source:
-            lines += ["", "", "# The source in the capture:", "#"]
-            lines += [f"# {_printable(line)}".rstrip() for line in self._source.splitlines()]
-        return "\n".join(lines) + "\n"
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """An identifier like `name` that is not among `taken` and no word of Python's."""
-    if not name.isidentifier():
-        name = f"kernel_{name}"
-    if not name.isidentifier():
-        raise ValueError(f"{name!r} is not an identifier")
-    while name in taken or iskeyword(name) or name in ("torch", "Tensor"):
-        name += "_"
-    return name
-
-
-def _hint(declared: SchemaType) -> str:
-    """A type hint for a schema's type, `object` where there is none that says more."""
-    text = declared.text
-    optional = text.endswith("?")
-    text = text.removesuffix("?")
-    if text.endswith("]"):
-        inner = text[: text.rindex("[")]
-        hint = f"list[{_hint(SchemaType(inner))}]"
-    else:
-        hint = _HINTS.get(text, "object")
-    return f"{hint} | None" if optional else hint
 
 
 def _default(declared: SchemaType, text: str) -> str:
@@ -402,15 +296,3 @@ def _default(declared: SchemaType, text: str) -> str:
         length = kind[kind.rindex("[") + 1 : -1]
         written = repr([value] * int(length)) if length.isdecimal() and int(length) < 16 else repr([value])
     return written
-
-
-def _doc(text: str) -> str:
-    """Text of a capture for a docstring: on one line, not too long, and nothing in it can end the docstring."""
-    if len(text) > _LONGEST_LINE:
-        text = text[: _LONGEST_LINE - 3] + "..."
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return _printable(escaped)
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
