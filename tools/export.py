@@ -23,6 +23,7 @@ _ONLY_FOR = {
     "partial": ("replay-zip",),
     "table": _TABLE_FORMATS,
     "replayed": ("perfetto",),
+    "benchmark": ("perfetto",),
     "power_log": ("perfetto",),
     "zone": ("perfetto",),
 }
@@ -56,6 +57,12 @@ _ONLY_FOR = {
     metavar="TRACE",
     help="With --format=perfetto: also show a replay, from the trace that --device-profiling-output of opreplay-run or "
     "opreplay-benchmark wrote; it begins with the capture's first op. Repeatable.",
+)
+@click.option(
+    "--benchmark",
+    metavar="FILE",
+    help="With --format=perfetto: also show the times of isolated calls, one after the other in capture order, from "
+    "the file that opreplay-benchmark --per-op --benchmark-out wrote.",
 )
 @click.option(
     "--power-log",
@@ -104,6 +111,7 @@ def cli(
     form: str,
     table: Any,
     replayed: tuple[str, ...],
+    benchmark: str | None,
     power_log: str | None,
     zone: str | None,
     ops: str | None,
@@ -132,7 +140,7 @@ def cli(
             _table(reader, out, table, form, wanted, force)
             return
         if form == "perfetto":
-            _timeline(reader, out, wanted, replayed, power_log, zone, force)
+            _timeline(reader, out, wanted, replayed, benchmark, power_log, zone, force)
             return
         from replayfmt.export.replay_zip import export_replay_zip
 
@@ -157,13 +165,26 @@ def _timeline(
     out: str,
     wanted: Wanted,
     replayed: tuple[str, ...],
+    benchmark: str | None,
     power_log: str | None,
     zone: str | None,
     force: bool,
 ) -> None:
+    from replayfmt.benchmark.output import refuse_input
     from replayfmt.export.perfetto import PowerSeries, export_perfetto
+    from replayfmt.report.documents import read_benchmark
+    from replayfmt.report.isolated import read_isolated
+    from replayfmt.report.replayed_trace import ReplayedTrace
     from replayfmt.trim.selection import resolve
 
+    for given in (benchmark, power_log):
+        if given is not None:
+            refuse_input("OUT", out, given)
+    isolated = None
+    if benchmark is not None:
+        flag = f"--benchmark={benchmark}"
+        isolated = read_isolated(flag, read_benchmark("--benchmark", benchmark, reader))
+    traces = [ReplayedTrace(path, reader) for path in replayed]
     power = []
     if zone is not None and power_log is None:
         raise UsageError("--zone is for --power-log")
@@ -173,9 +194,12 @@ def _timeline(
         log = read_power_log(power_log, zone=None if zone is None else zone_named(zone))
         power = [PowerSeries(gpu, each.times_s, each.watts) for gpu, each in log.series.items()]
     ordinals = None if wanted.everything else resolve(reader, wanted).ordinals
-    counts = export_perfetto(reader, out, ordinals, replayed=replayed, power=power, force=force)
+    counts = export_perfetto(reader, out, ordinals, replayed=traces, isolated=isolated, power=power, force=force)
     if counts.untimed:
         say(f"note      {counts.untimed:,} ops have no known duration: they are instants")
+    for trace in traces:
+        if not trace.names_its_capture:
+            say(f"note      {trace.path} does not say of which capture it is")
     for reason, count in counts.left_out.items():
         say(f"left out  {count:,} {reason}")
     shown = [
@@ -183,6 +207,7 @@ def _timeline(
         f"{counts.kernels:,} device kernels",
         f"{counts.counters:,} samples",
     ]
+    shown += [f"{counts.isolated:,} isolated calls"] if isolated else []
     shown += [f"{counts.replayed:,} events of replays"] if replayed else []
     say(f"{out}: {', '.join(shown)}")
 

@@ -41,6 +41,12 @@ from .command import reader_may_leave, run_tool, say, tool
     metavar="FILE",
     help="Say whether a replay was verified, as opreplay-run --format=jsonl > FILE printed. Repeatable.",
 )
+@click.option(
+    "--replayed",
+    metavar="TRACE",
+    help="Show a replay in the timeline, below the capture, from the trace that --device-profiling-output of "
+    "opreplay-run or opreplay-benchmark wrote.",
+)
 @click.option("--energy", metavar="FILE", help="Add the joules of a report that opreplay-energy wrote.")
 @click.option(
     "--baseline",
@@ -66,6 +72,7 @@ def cli(
     out: str,
     benchmarks: tuple[str, ...],
     runs: tuple[str, ...],
+    replayed: str | None,
     energy: str | None,
     baseline: str | None,
     probes: tuple[str, ...],
@@ -90,9 +97,10 @@ def cli(
     from replayfmt.report.page import make_page
     from replayfmt.report.plot_files import plot_folder
     from replayfmt.report.probe_results import read_probe_run
+    from replayfmt.report.replayed_trace import ReplayedTrace
 
     logs = (os.path.join(each, "event.log") for each in probes)
-    sources = [each for each in (capture, *benchmarks, *runs, energy, baseline, *logs) if each is not None]
+    sources = [each for each in (capture, *benchmarks, *runs, replayed, energy, baseline, *logs) if each is not None]
     for given in sources:
         refuse_input("--output", out, given)
     with open_capture(capture) as reader, output_file("--output", out, force) as file:
@@ -102,6 +110,7 @@ def cli(
             None if energy is None else read_energy("--energy", energy, reader),
             [read_probe_run("--probes", path, reader) for path in probes],
             [read_run("--run", path, reader) for path in runs],
+            None if replayed is None else ReplayedTrace(replayed, reader),
         )
         contents = make_contents(reader, inputs)
         page = make_page(contents, version("opreplay"))

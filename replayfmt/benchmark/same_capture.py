@@ -5,6 +5,9 @@ from __future__ import annotations
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader
 
+# In the traces of replays: the session of the capture that was replayed.
+TRACE_SESSION = "opreplay_capture_session"
+
 
 def require_same_capture(where: str, session: object, reader: CaptureReader) -> None:
     """Raises UsageError if `session`, which a file of measurements names, is not that of the capture. `where` is the

@@ -26,12 +26,14 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.container.output import Output
 from replayfmt.format.memory import LifetimeWalk, StorageEnds
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.importers.common.json_stream import JsonStream, LongFloat
-from replayfmt.importers.common.trace_files import TraceFile
+from replayfmt.report.isolated import IsolatedTimes
+from replayfmt.report.lanes import Names, isolated_lanes
+from replayfmt.report.ops import captured_ops
+from replayfmt.report.replayed_trace import FLAG, ReplayedTrace, time_of
 
 from .tables import refuse_capture, result_file
 
-_HOST, _COUNTERS, _FIRST_DEVICE, _FIRST_REPLAYED = 1, 2, 10, 1000
+_HOST, _COUNTERS, _ISOLATED, _FIRST_DEVICE, _FIRST_REPLAYED = 1, 2, 3, 10, 1000
 _MARKS = (RecordKind.scope_begin, RecordKind.scope_end, RecordKind.unsupported)
 _PHASES = frozenset("XBEbeniIsftCM")  # those of torch.profiler's traces, which the viewers know
 _FIRST_NAMED_TID = 1 << 30  # for threads of a replay's trace that have a name in place of a number
@@ -50,11 +52,12 @@ class PowerSeries:
 
 @dataclass
 class TimelineCounts:
-    """What was written: slices of ops, `untimed` ops that are instants, `kernels` on devices, `counters`, `replayed`
-    events; `left_out` counts what is not in the file, by reason."""
+    """What was written: slices of ops, `untimed` ops that are instants, `isolated` calls, `kernels` on devices,
+    `counters`, `replayed` events; `left_out` counts what is not in the file, by reason."""
 
     ops: int = 0
     untimed: int = 0
+    isolated: int = 0
     kernels: int = 0
     counters: int = 0
     replayed: int = 0
@@ -66,19 +69,22 @@ def export_perfetto(
     out: str | os.PathLike[str],
     ordinals: np.ndarray | None = None,
     *,
-    replayed: Sequence[str] = (),
+    replayed: Sequence[ReplayedTrace] = (),
+    isolated: IsolatedTimes | None = None,
     power: Sequence[PowerSeries] = (),
     force: bool = False,
 ) -> TimelineCounts:
     """Write the timeline of a capture, completely or not at all. With `ordinals` (ascending), only these records.
 
-    Raises UsageError if `out` is the capture or a trace in `replayed`, for a file there that is no trace, and for
-    `power` that has no sample during the capture; OutputExists; CaptureFailed if the file cannot be written.
+    Raises UsageError if `out` is the capture or a trace in `replayed`, and for `power` that has no sample during the
+    capture; OutputExists; CaptureFailed if the file cannot be written.
     """
     refuse_capture(reader, out)
+    for trace in replayed:
+        if trace.is_file(out):
+            raise UsageError(f"{FLAG}={trace.path}: is the file to write; name another one")
     timeline = _CaptureTimeline(reader, ordinals)
     origin = timeline.first_ns()
-    traces = [_ReplayedTrace(path, out) for path in replayed]
     chosen = [_during(reader, each) for each in power]
     with result_file(out, force) as output:
         output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
@@ -91,8 +97,11 @@ def export_perfetto(
             for place, time_ns in times:
                 events.add(_counter(f"power, GPU {series.gpu} (W)", "W", time_ns, float(series.watts[place])))
                 timeline.counts.counters += 1
-        for number, trace in enumerate(traces):
-            for event in trace.events(_FIRST_REPLAYED * (number + 1), origin, timeline.counts):
+        if isolated:
+            for event in _isolated_events(reader, ordinals, isolated, origin, timeline.counts):
+                events.add(event)
+        for number, trace in enumerate(replayed):
+            for event in _Replayed(trace, _FIRST_REPLAYED * (number + 1), origin).events(timeline.counts):
                 events.add(event)
         events.end()
         about = {"capture": os.path.basename(reader.path), "session": reader.session.session_id}
@@ -255,89 +264,81 @@ class _CaptureTimeline:
         yield _event("i", name, _HOST, known[0][0], start) | {"s": "t", "cat": category, "args": about}
 
 
-class _ReplayedTrace:
-    """A torch.profiler trace of a replay."""
+def _isolated_events(
+    reader: CaptureReader, ordinals: np.ndarray | None, times: IsolatedTimes, origin_ns: int, counts: TimelineCounts
+) -> Iterator[dict[str, Any]]:
+    """Isolated calls one after the other, from `origin_ns` on."""
+    yield _named("process_name", _ISOLATED, 0, "isolated calls, one after the other: not a run")
+    ops, names = captured_ops(reader), Names()
+    if ordinals is not None:
+        ops = ops.only(ordinals)
+    lanes, without = isolated_lanes(ops, np.zeros(len(ops), np.int64), reader, names, times)
+    if without:
+        counts.left_out["ops without an isolated time"] += without
+    texts = names.all()
+    for tid, lane in enumerate(lanes, start=1):
+        yield _named("thread_name", _ISOLATED, tid, lane.label)
+        columns = (lane.start, lane.taken, lane.name, lane.ordinal)
+        for start, taken, name, ordinal in zip(*(column.tolist() for column in columns), strict=True):
+            about = {} if lane.scopes else {"ordinal": ordinal}
+            counts.isolated += not lane.scopes
+            yield _event("X", texts[name], _ISOLATED, tid, origin_ns + start) | {
+                "dur": _microseconds(taken),
+                "args": about,
+            }
 
-    def __init__(self, path: str, out: str | os.PathLike[str]) -> None:
-        self._path = path
-        if os.path.exists(path) and os.path.exists(out) and os.path.samefile(path, out):
-            raise UsageError(f"--replayed={path}: is the file to write; name another one")
-        starts = (time for event in self._read() if event.get("ph") == "X" and (time := _time(event)) is not None)
-        first = min(starts, default=None)
-        if first is None:
-            raise UsageError(
-                f"--replayed={path}: has no events with a time; expected a trace that opreplay-run or "
-                "opreplay-benchmark wrote with --device-profiling-output"
-            )
-        self._first_ns = first
 
-    def _read(self) -> Iterator[dict[str, Any]]:
-        try:
-            with JsonStream(TraceFile(self._path), exact=True) as stream:
-                for key, value in stream.entries({"traceEvents"}):
-                    if key in ("traceEvents", "") and isinstance(value, dict):
-                        yield value
-        except OSError as error:
-            raise UsageError(f"--replayed={self._path}: cannot be read: {error.strerror}") from None
+class _Replayed:
+    """The events of a replay's trace, moved to the capture's time."""
 
-    def events(self, first_pid: int, origin_ns: int, counts: TimelineCounts) -> Iterator[dict[str, Any]]:
-        """Its events, moved so that the first begins at `origin_ns`, in processes from `first_pid` on."""
-        pids: dict[str, int] = {}
-        tids: dict[tuple[str, str], int] = {}
-        for event in self._read():
-            phase, pid = event.get("ph"), str(event.get("pid"))
-            time = 0 if phase == "M" else _time(event)
-            if phase not in _PHASES or time is None or not isinstance(event.get("name"), str):
+    def __init__(self, trace: ReplayedTrace, first_pid: int, origin_ns: int) -> None:
+        """The first event begins at `origin_ns`; processes are numbered from `first_pid` on."""
+        self._trace, self._first_pid = trace, first_pid
+        self._later_ns = origin_ns - trace.first_ns
+        self._pids: dict[str, int] = {}
+        self._tids: dict[tuple[str, str], int] = {}
+
+    def events(self, counts: TimelineCounts) -> Iterator[dict[str, Any]]:
+        """Those that viewers know, and the names of their processes; the others are counted."""
+        for event in self._trace.events():
+            moved = self._moved(event)
+            if moved is None:
                 counts.left_out[_ODD] += 1
                 continue
-            if pid not in pids:
-                pids[pid] = first_pid + len(pids)
-                yield _named(
-                    "process_name", pids[pid], 0, f"replayed: process {pid}" if pid else "replayed: other events"
-                )
-            moved = {**event, "pid": pids[pid], "ts": _microseconds(time - self._first_ns + origin_ns)}
-            tid = event.get("tid")
-            if not isinstance(tid, int):
-                moved["tid"] = tids.setdefault((pid, str(tid)), _FIRST_NAMED_TID + len(tids))
-            if isinstance(event.get("id"), int):  # of flows: those of two replays are not the same
-                moved["id"] = event["id"] + (first_pid << 32)
-            if phase == "M":
-                moved.pop("ts")
-                arguments = event.get("args")
-                if event["name"] == "process_name" and isinstance(arguments, dict):
-                    moved["args"] = {"name": f"replayed: {arguments.get('name')} {pid}"}
-            elif phase == "X":
-                try:
-                    moved["dur"] = max(0.0, float(event["dur"]))
-                except (KeyError, TypeError, ValueError):
-                    counts.left_out[_ODD] += 1
-                    continue
-            if not _is_json(moved):
-                counts.left_out[_ODD] += 1
-                continue
+            pid = str(event.get("pid"))
+            if pid not in self._pids:
+                self._pids[pid] = self._first_pid + len(self._pids)
+                name = f"replayed: process {pid}" if pid else "replayed: other events"
+                yield _named("process_name", self._pids[pid], 0, name)
             counts.replayed += 1
-            yield moved
+            yield moved | {"pid": self._pids[pid]}
 
-
-def _is_json(event: dict[str, Any]) -> bool:
-    """Whether an event has no NaN or infinity in it, for which JSON has no number."""
-    try:
-        json.dumps(event, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def _time(event: dict[str, Any]) -> int | None:
-    """When an event begins, in nanoseconds; None if it does not say."""
-    value = event.get("ts")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if isinstance(value, LongFloat):
-        whole, _point, fraction = value.text.partition(".")
-        if whole.lstrip("-").isdigit() and fraction.isdigit():
-            return int(whole) * 1000 + int(f"{fraction:0<3.3}")
-    return None if value != value or abs(value) > 1e18 else round(value * 1000)
+    def _moved(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """The event without its process; None if it has no name, time or numbers that viewers know."""
+        phase, pid, tid = event.get("ph"), str(event.get("pid")), event.get("tid")
+        time = 0 if phase == "M" else time_of(event)
+        if phase not in _PHASES or time is None or not isinstance(event.get("name"), str):
+            return None
+        moved = {**event, "ts": _microseconds(time + self._later_ns)}
+        if not isinstance(tid, int):
+            moved["tid"] = self._tids.setdefault((pid, str(tid)), _FIRST_NAMED_TID + len(self._tids))
+        if isinstance(event.get("id"), int):  # of flows: those of two replays are not the same
+            moved["id"] = event["id"] + (self._first_pid << 32)
+        if phase == "M":
+            moved.pop("ts")
+            arguments = event.get("args")
+            if event["name"] == "process_name" and isinstance(arguments, dict):
+                moved["args"] = {"name": f"replayed: {arguments.get('name')} {pid}"}
+        elif phase == "X":
+            lasts = time_of(event, "dur")
+            if lasts is None:
+                return None
+            moved["dur"] = _microseconds(max(0, lasts))
+        try:
+            json.dumps(moved, allow_nan=False)
+        except ValueError:  # JSON has no number for NaN and infinity
+            return None
+        return moved
 
 
 def _during(reader: CaptureReader, series: PowerSeries) -> list[tuple[int, int]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from replayfmt.benchmark.comparison.baseline import Document, compare_with_baseline
 from replayfmt.dump.definitions import summary_facts
 from replayfmt.errors import UsageError
@@ -21,11 +19,11 @@ from .measured import read_measurements
 from .measurement_sections import baseline_section, captured_and_replayed, energy_section
 from .memory_section import memory_section
 from .ops import captured_ops
-from .pictures import CATEGORIES, MissingPicture, TimelinePicture
 from .probe_results import ProbeRun
 from .probe_section import probe_section
+from .replayed_trace import ReplayedTrace
 from .tables import LONGEST_TEXT, figure_cell, si
-from .timeline import Timeline, timeline_of
+from .timeline_section import timeline_section
 from .verification import VerificationNote, verification_notes
 
 _LONGEST_WARNING = 240
@@ -40,6 +38,7 @@ class ReportInputs:
     energy: Fields | None = None
     probes: list[ProbeRun] = field(default_factory=list)
     runs: list[Fields] = field(default_factory=list)
+    replayed: ReplayedTrace | None = None
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,6 @@ class ReportContents:
     facts: list[tuple[str, str]]
     warnings: list[str]
     sections: list[Section]
-
-    @property
-    def timeline(self) -> Timeline | None:
-        pictures = (picture for section in self.sections for picture in section.pictures)
-        return next((each.timeline for each in pictures if isinstance(each, TimelinePicture)), None)
 
 
 def make_contents(reader: CaptureReader, inputs: ReportInputs) -> ReportContents:
@@ -99,7 +93,7 @@ def make_contents(reader: CaptureReader, inputs: ReportInputs) -> ReportContents
         *([] if comparison is None else [baseline_section(comparison)]),
         roofline(figures),
         memory,
-        _timeline(figures, timeline_of(ops, site_of, reader)),
+        timeline_section(figures, ops, site_of, inputs.replayed),
         energy_section(inputs.energy, figures),
     ]
     return ReportContents(
@@ -154,27 +148,3 @@ def _warnings(reader: CaptureReader, inputs: ReportInputs) -> list[str]:
         warnings = document["context"].get("warnings")
         found += [each for each in warnings if isinstance(each, str)] if isinstance(warnings, list) else []
     return [printable(each, _LONGEST_WARNING) for each in dict.fromkeys(found)]
-
-
-def _timeline(figures: KernelFigures, timeline: Timeline | None) -> Section:
-    title = "Timeline"
-    if timeline is None:
-        return Section("timeline", title, [], [MissingPicture("timeline", title, figures.no_captured)])
-    about = [
-        "Ops as they ran during capture, with the recorder's own work between them. Drag to zoom, double-click to see "
-        "everything, click a bar for its call site. Where there is no room for each op, neighbours share a bar, which "
-        "says how many they are."
-    ]
-    notes = []
-    if figures.clock == "device":
-        notes.append(
-            "In the lanes of devices a bar begins when the host issued the op, and is as long as the device took: the "
-            "capture does not hold when the device began."
-        )
-    if timeline.dropped:
-        notes.append(f"{timeline.dropped:,} ops have no time, and are not in the picture.")
-    if timeline.lanes_left_out:
-        notes.append(f"{timeline.lanes_left_out:,} more lanes of other threads and streams are left out of the page.")
-    busy = np.bincount(timeline.bars.name, weights=timeline.bars.busy, minlength=len(timeline.names))
-    coloured = [int(name) for name in np.argsort(-busy)[: len(CATEGORIES)] if busy[name] > 0]
-    return Section("timeline", title, about, [TimelinePicture("timeline", title, timeline, coloured)], [], notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,6 +54,11 @@ class CapturedOps:
 
     def __len__(self) -> int:
         return len(self.ordinal)
+
+    def only(self, ordinals: np.ndarray) -> CapturedOps:
+        """The ops with these ordinals."""
+        kept = np.isin(self.ordinal, ordinals)
+        return replace(self, **{name: getattr(self, name)[kept] for name in _COLUMNS})
 
 
 def captured_ops(reader: CaptureReader) -> CapturedOps:

@@ -158,11 +158,12 @@
           group.x.push(Math.max(bar.end - bar.start, pixel / 2) / 1e9);
           group.base.push(bar.start / 1e9);
           group.y.push(bar.lane);
-          group.customdata.push(many || kind === "scope" ? "" : `site-${raw.site[bar.i]}`);
+          group.customdata.push(many || !raw.site[bar.i] ? "" : `site-${raw.site[bar.i]}`);
           group.hovertext.push(
             kind === "scope" ? (many ? `${bar.count} passes through scopes<br>${when}` : `${what}<br>${when}`)
             : many ? `<b>${bar.count} ops</b>, ${seconds(bar.busy)} in them, most in ${what}<br>${when}`
-            : `${what}<br>op ${raw.ordinal[bar.i]}, call site ${raw.site[bar.i]}<br>${when}`,
+            : raw.site[bar.i] ? `${what}<br>op ${raw.ordinal[bar.i]}, call site ${raw.site[bar.i]}<br>${when}`
+            : `${what}<br>${when}`, // of a replay's trace, which does not say of which record it is
           );
         }
       };

@@ -212,7 +212,10 @@ def _timeline(picture: TimelinePicture, axes: Axes, figure: Figure) -> None:
     axes.set_ylim(lanes - 0.5, -0.5)
     axes.set_xlim(0, whole / 1e9)
     devices = any(not lane.startswith("thread ") for lane in timeline.lanes)
-    more = "; on devices a bar begins when the host issued the op" if devices else ""
+    more = {
+        "timeline": "; on devices a bar begins when the host issued the op" if devices else "",
+        "timeline-isolated": " if each call followed the one before",
+    }.get(picture.name, "")
     _format(axes, "x", Axis(f"since the first op or scope{more}", "s"))
     if len(ops) < len(timeline.bars):
         axes.set_title(" (neighbours share a bar, coloured as the longest of them)", loc="left")

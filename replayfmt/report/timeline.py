@@ -1,26 +1,18 @@
-"""The ops over time: which lane each is in, and neighbours put together where a picture has no room for each of them.
-
-Ops of a thread are in a lane of their own, with the time that each took on the host. Ops whose time on a device is
-known are in a lane of that device's stream as well, from when the host issued them: a capture does not hold when a
-device began with them.
+"""Lanes of bars below each other, from their own beginning, and neighbours put together where a picture has no room for
+each of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from replayfmt.dump.values import scope_path
-from replayfmt.format.printable import printable
-from replayfmt.format.reader import CaptureReader
-
-from .ops import CapturedOps
+from .lanes import Lane, Names
 
 _MOST_BARS = 250_000  # in a page; beyond, neighbours are put together before it is written
-_NAME = 200
 _MOST_LANES = 40
-_DEEPEST = 5  # scopes further inside have no lanes
 
 
 @dataclass(frozen=True)
@@ -41,76 +33,29 @@ class Bars:
     def __len__(self) -> int:
         return len(self.lane)
 
-    def of_lanes(self, first: int) -> Bars:
-        """Those in the `first` lanes."""
-        kept = self.lane < first
-        return Bars(*(getattr(self, each.name)[kept] for each in fields(self)))
-
 
 @dataclass(frozen=True)
 class Timeline:
-    """Lanes from top to bottom: those of scopes first. Times count from the first op or scope. `bars` are ops,
-    `scopes` passes through scopes, of which `names` holds the paths. `dropped` counts ops without a time."""
+    """Lanes from top to bottom. Times count from the first op or scope. `bars` are ops, `scopes` passes through scopes;
+    `names` are shared by the timelines of a page."""
 
     lanes: list[str]
     names: list[str]
     bars: Bars
     scopes: Bars
-    dropped: int
     lanes_left_out: int
 
 
-def timeline_of(ops: CapturedOps, site_of: np.ndarray, reader: CaptureReader) -> Timeline | None:
-    """`site_of` has the number of each op's call site. None if nothing in the capture has a time."""
-    host = np.flatnonzero(ops.duration_ns >= 0)
-    device = np.flatnonzero((ops.device_ns >= 0) & (ops.device > 0))
-    if not len(host) and not len(device):
-        return None
-    names: dict[str, int] = {}
-
-    def named(text: str) -> int:
-        return names.setdefault(printable(text, _NAME), len(names))
-
-    kernel_name = np.array([0, *(named(each.qualified_name) for each in reader.kernels[1:])], np.int64)
-    lanes: dict[str, int] = {}
-    passes = [
-        (lanes.setdefault(_scope_lane(each.thread, each.depth), len(lanes)), each)
-        for each in sorted(ops.scope_passes, key=lambda each: (each.thread, each.depth))
-        if each.depth <= _DEEPEST
-    ]
-    starts = [ops.start_ns[np.concatenate([host, device])], *(np.array([each.start_ns]) for _lane, each in passes)]
-    origin = int(min(column.min() for column in starts if len(column)))
-    scopes = _bars(
-        np.array([lane for lane, _each in passes], np.int64),
-        np.array([each.start_ns - origin for _lane, each in passes], np.int64),
-        np.array([each.end_ns - each.start_ns for _lane, each in passes], np.int64),
-        np.array([named(scope_path(reader, each.scope)) for _lane, each in passes], np.int64),
-        np.zeros(len(passes), np.int64),
-        np.zeros(len(passes), np.int64),
+def timeline_of(lanes: Sequence[Lane], names: Names) -> Timeline:
+    """Of one lane at least."""
+    origin = min(int(lane.start.min()) for lane in lanes)
+    shown = list(enumerate(lanes[:_MOST_LANES]))
+    ops, scopes = (
+        merged(_bars([(place, lane) for place, lane in shown if lane.scopes is wanted], origin), _MOST_BARS)
+        for wanted in (False, True)
     )
-    threads = _numbered(lanes, ops.thread[host], lambda thread: f"thread {thread}, host")
-    streams = len(ops.streams)
-    on_stream = _numbered(
-        lanes,
-        ops.device[device] * streams + ops.stream[device],
-        lambda key: f"{reader.devices[key // streams]}, {_stream(ops.streams[key % streams])}",
-    )
-    both = np.concatenate([host, device])
-    bars = _bars(
-        np.concatenate([threads, on_stream]),
-        ops.start_ns[both] - origin,
-        np.concatenate([ops.duration_ns[host], ops.device_ns[device]]),
-        kernel_name[ops.kernel[both]],
-        site_of[both],
-        ops.ordinal[both],
-    )
-    timed = np.union1d(host, device)
-    shown = (bars.of_lanes(_MOST_LANES), scopes.of_lanes(_MOST_LANES))
-    dropped = len(ops) - len(timed)
-    left_out = max(0, len(lanes) - _MOST_LANES)
-    names_of_lanes = list(lanes)[:_MOST_LANES]
-    ops_shown, scopes_shown = (merged(each, _MOST_BARS) for each in shown)
-    return Timeline(names_of_lanes, list(names), ops_shown, scopes_shown, dropped, left_out)
+    labels = [lane.label for _place, lane in shown]
+    return Timeline(labels, names.all(), ops, scopes, len(lanes) - len(shown))
 
 
 def merged(bars: Bars, most: int) -> Bars:
@@ -136,25 +81,19 @@ def merged(bars: Bars, most: int) -> Bars:
     )
 
 
-def _bars(lane: np.ndarray, start: np.ndarray, taken: np.ndarray, *others: np.ndarray) -> Bars:
+def _bars(lanes: list[tuple[int, Lane]], origin: int) -> Bars:
+    """The bars of lanes, each with its place; times count from `origin`."""
+
+    def joined(columns: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int64), *columns])
+
+    lane = joined([np.full(len(each.start), place) for place, each in lanes])
+    start = joined([each.start - origin for _place, each in lanes])
     order = np.lexsort((start, lane))
-    lane, start, taken = lane[order], start[order], np.maximum(taken[order], 0)
-    one_each = np.ones(len(order), np.int64)
-    return Bars(lane, start, start + taken, taken, one_each, *(column[order] for column in others))
+    lane, start = lane[order], start[order]
+    taken = np.maximum(joined([each.taken for _place, each in lanes])[order], 0)
+    others = (joined([getattr(each, name) for _place, each in lanes])[order] for name in _OF_EACH)
+    return Bars(lane, start, start + taken, taken, np.ones(len(order), np.int64), *others)
 
 
-def _numbered(lanes: dict[str, int], keys: np.ndarray, label: object) -> np.ndarray:
-    """The lane of each key, new lanes in the order of keys."""
-    assert callable(label)
-    distinct, place = np.unique(keys, return_inverse=True)
-    numbers = [lanes.setdefault(printable(label(key), _NAME), len(lanes)) for key in distinct.tolist()]
-    return np.array(numbers, np.int64)[place.reshape(-1)]
-
-
-def _scope_lane(thread: int, depth: int) -> str:
-    inside = "scopes" if not depth else f"scopes inside, {depth}"
-    return f"thread {thread}, {inside}"
-
-
-def _stream(number: str) -> str:
-    return f"stream {number}" if number else "default stream"
+_OF_EACH = ("name", "site", "ordinal")

@@ -119,6 +119,36 @@ def test_a_replay_begins_with_the_captures_first_op_in_processes_of_its_own(path
         assert {"outer", "outer/inner"} <= {event["name"] for event in replayed}
 
 
+def test_isolated_calls_follow_each_other_in_a_process_that_says_so(path: Path, tools: Tools) -> None:
+    results = path.with_name("per_op.json")
+    done = tools("benchmark", "--per-op", "--benchmark-min-time=6x", f"--benchmark-out={results}", path)
+    assert done.code == 0, done.err
+    events = exported(tools, path, f"--benchmark={results}")
+    (process,) = (event["pid"] for event in of(events, "M") if "not a run" in event["args"]["name"])
+    slices = [event for event in of(events, "X") if event["pid"] == process]
+    calls = [event for event in slices if "ordinal" in event["args"]]
+    captured = [event for event in of(events, "X") if event["pid"] == 1 and "ordinal" in event["args"]]
+    assert [(each["name"], each["args"]["ordinal"]) for each in calls] == [
+        (each["name"], each["args"]["ordinal"]) for each in captured
+    ]
+    assert calls[0]["ts"] == captured[0]["ts"]
+    for before, after in zip(calls, calls[1:], strict=False):
+        assert after["ts"] == pytest.approx(before["ts"] + before["dur"], abs=1e-3)
+    measured = sum(row["estimated_us"] for row in json.loads(results.read_text())["benchmarks"])
+    assert sum(each["dur"] for each in calls) == pytest.approx(measured, abs=1e-2)
+    assert [each["name"] for each in slices if each not in calls] == ["outer", "outer/inner", "outer/inner"]
+    some = of(exported(tools, path, f"--benchmark={results}", "--kernel=aten::mm"), "X")
+    chosen = [event for event in some if event["pid"] == process and "ordinal" in event["args"]]
+    assert [event["name"] for event in chosen] == ["aten::mm.default"] * 2
+
+
+def test_a_trace_that_names_no_capture_is_shown_and_that_is_said(path: Path, tools: Tools) -> None:
+    trace = path.with_name("trace.json")
+    trace.write_text(json.dumps({"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 5, "dur": 1}]}))
+    done = tools("export", "--format=perfetto", f"--replayed={trace}", path, path.with_name("out"))
+    assert done.code == 0 and "does not say of which capture it is" in done.out
+
+
 def test_what_a_replays_trace_says_wrongly_is_left_out_and_counted(path: Path, tools: Tools) -> None:
     trace = path.with_name("odd.json")
     good = {"ph": "X", "name": "good", "pid": "a", "tid": "b", "ts": 5, "dur": 1}
@@ -151,12 +181,18 @@ def test_power_is_shown_where_it_was_sampled_during_the_capture_and_refused_else
 
 def test_wrong_requests_are_one_line_and_write_nothing(path: Path, tools: Tools) -> None:
     (empty := path.with_name("empty.json")).write_text('{"traceEvents":[]}')
+    other = path.with_name("other.json")
+    other.write_text('{"opreplay_capture_session":"x","traceEvents":[{"ph":"X","name":"a","ts":1,"dur":1}]}')
     before = sorted(path.parent.iterdir())
     for flags, said in (
         (["--format=csv", "--replayed=x"], "--replayed is for --format=perfetto"),
         (["--format=perfetto", "--table=ops"], "--table is for --format=csv and parquet"),
         (["--format=perfetto", f"--replayed={empty}"], "has no events with a time"),
         (["--format=perfetto", "--replayed=no/such.json"], "no/such.json"),
+        (["--format=perfetto", f"--replayed={other}"], "another capture"),
+        (["--format=perfetto", "--benchmark=no/such.json"], "no/such.json"),
+        (["--format=perfetto", f"--benchmark={empty}"], "has no context"),
+        (["--format=csv", "--benchmark=x"], "--benchmark is for --format=perfetto"),
         (["--format=perfetto", "--zone=UTC"], "--zone is for --power-log"),
         (["--format=perfetto", "--power-log=no/such.csv"], "no/such.csv"),
     ):

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim, probing}
-# ← report ← api, tools; dump and probes stand on format alone.
+# ← report ← export ← api, tools; dump and probes stand on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "format": {"errors"},
@@ -28,8 +28,19 @@ ALLOWED: dict[str, set[str]] = {
     "probing": {"errors", "format", "probes", "pytorch", "replay"},
     "benchmark": {"errors", "format", "pytorch", "recording", "importers", "initializers", "replay"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
-    "export": {"errors", "format", "pytorch", "importers", "initializers", "replay", "dump", "trim"},
-    "report": {"errors", "format", "dump", "benchmark", "probes"},
+    "export": {
+        "errors",
+        "format",
+        "pytorch",
+        "importers",
+        "initializers",
+        "replay",
+        "dump",
+        "trim",
+        "benchmark",
+        "report",
+    },
+    "report": {"errors", "format", "importers", "dump", "benchmark", "probes"},
     "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump", "export"},
 }
 WITHOUT_TORCH = (

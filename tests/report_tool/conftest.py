@@ -21,13 +21,14 @@ HOSTILE = "</script><img src=x onerror=window.harmed=1>"
 
 @dataclass(frozen=True)
 class Measured:
-    """Files of one capture: whole replays, single ops, the ops an hour earlier, energy."""
+    """Files of one capture: whole replays, single ops, the ops an hour earlier, energy, a replay's trace."""
 
     capture: Path
     whole: Path
     per_op: Path
     earlier: Path
     energy: Path
+    trace: Path
 
 
 def tool(name: str, *arguments: object) -> int:
@@ -45,7 +46,7 @@ def tool(name: str, *arguments: object) -> int:
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     folder = tmp_path_factory.mktemp("measured")
-    names = ("step.opreplay", "whole.json", "per_op.json", "earlier.json", "energy.json")
+    names = ("step.opreplay", "whole.json", "per_op.json", "earlier.json", "energy.json", "trace.json.gz")
     made = Measured(*(folder / name for name in names))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -63,6 +64,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     roof = ("--per-op", "--roofline", "--peak-flops=1T", "--peak-bandwidth=100G")
     assert tool("benchmark", f"--benchmark-out={made.whole}", *shared) == 0
     assert tool("benchmark", f"--benchmark-out={made.per_op}", *roof, *shared) == 0
+    traced = ("--device-profiling-mode=host-ops", f"--device-profiling-output={made.trace}")
+    assert tool("run", *traced, made.capture) == 0
     earlier = json.loads(made.per_op.read_text())
     for row in earlier["benchmarks"]:  # the same work, in a tenth of the time
         for name in ("median_real_time", "median_real_time_low", "median_real_time_high", "estimated_us"):

@@ -22,6 +22,7 @@ from replayfmt.report.documents import read_benchmark, read_energy
 from replayfmt.report.kernel_sections import Section
 from replayfmt.report.ops import captured_ops
 from replayfmt.report.pictures import BarPicture, MissingPicture, ScatterPicture, StepPicture, TimelinePicture
+from replayfmt.report.replayed_trace import ReplayedTrace
 from replayfmt.report.tables import ReportTable, TableRow
 from replayfmt.report.timeline import Bars, merged
 
@@ -30,7 +31,9 @@ from .conftest import Measured, energy_of, tool
 ROOT = Path(__file__).parents[2]
 
 
-def contents_of(measured: Measured, *benchmarks: Path, energy: bool = False, baseline: bool = False) -> ReportContents:
+def contents_of(
+    measured: Measured, *benchmarks: Path, energy: bool = False, baseline: bool = False, trace: Path | None = None
+) -> ReportContents:
     with open_capture(measured.capture) as reader:
         return make_contents(
             reader,
@@ -38,6 +41,7 @@ def contents_of(measured: Measured, *benchmarks: Path, energy: bool = False, bas
                 [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],
                 (str(measured.earlier), read_baseline(measured.earlier)) if baseline else None,
                 read_energy("--energy", measured.energy, reader) if energy else None,
+                replayed=None if trace is None else ReplayedTrace(str(trace), reader),
             ),
         )
 
@@ -59,7 +63,7 @@ def column(shown: ReportTable, title: str, of: str | None = None) -> list[object
 
 @pytest.fixture(scope="module")
 def everything(measured: Measured) -> ReportContents:
-    return contents_of(measured, measured.whole, measured.per_op, energy=True, baseline=True)
+    return contents_of(measured, measured.whole, measured.per_op, energy=True, baseline=True, trace=measured.trace)
 
 
 def test_calls_and_times_add_up_to_those_of_the_records(measured: Measured) -> None:
@@ -164,7 +168,10 @@ def test_what_nobody_measured_is_not_measured_and_says_what_measures_it(measured
     reasons = {
         each.name: each.reason for one in bare.sections for each in one.pictures if isinstance(each, MissingPicture)
     }
-    assert set(reasons) == {"top-replayed", "top-bytes", "top-energy", "replay", "roofline", "energy"}
+    assert set(reasons) == {"top-replayed", "top-bytes", "top-energy", "replay", "roofline", "energy"} | {
+        "timeline-replayed",
+        "timeline-isolated",
+    }
     assert all("opreplay-" in reason for reason in reasons.values())
     (note,) = bare.verification
     assert not note.verified and note.command.startswith("opreplay-run ")

@@ -62,6 +62,7 @@ def asked_for(browser: Any) -> list[str]:
 def page(measured: Measured, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("page") / "report.html"
     flags = [f"--benchmark={measured.whole}", f"--benchmark={measured.per_op}", f"--energy={measured.energy}"]
+    flags.append(f"--replayed={measured.trace}")
     assert tool("report", *flags, f"--baseline={measured.earlier}", "-o", out, measured.capture) == 0
     return out
 
@@ -70,7 +71,7 @@ def test_every_picture_is_drawn_and_nothing_is_said_or_asked_for(browser: Any, p
     opened(browser, page)
     pictures = browser.execute_script("return document.querySelectorAll('.picture').length")
     drawn = browser.execute_script("return document.querySelectorAll('.picture .main-svg:first-child').length")
-    assert pictures == drawn == 11
+    assert pictures == drawn == 13
     assert browser.execute_script("return document.querySelectorAll('.picture .bars path').length") > 50
     assert browser.get_log("browser") == [] and asked_for(browser) == []
 
@@ -143,6 +144,17 @@ def test_zooming_into_the_timeline_tells_apart_what_shared_a_bar(browser: Any, p
     assert 0 < len(apart) < 10 and not any(" ops</b>" in text for text in apart) and "a bar for each" in told.text
     browser.execute_script("document.getElementById('picture-timeline').emit('plotly_doubleclick')")
     assert bars_of_ops(browser) == before
+
+
+def test_a_bar_of_a_replay_leads_nowhere_and_one_of_a_call_to_its_row(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    clicked = """
+        const data = document.getElementById(arguments[0]).data.filter(each => each.name !== 'scopes');
+        return data.flatMap(each => each.hovertext.map((text, i) => [text, each.customdata[i]]))"""
+    for name, leads in (("timeline-replayed", False), ("timeline-isolated", True), ("timeline", True)):
+        bars = browser.execute_script(clicked, f"picture-{name}")
+        single = [(text, site) for text, site in bars if " ops</b>" not in text]
+        assert single and all(bool(site) is leads and ("call site" in text) is leads for text, site in single)
 
 
 def test_what_a_capture_is_named_does_not_run(browser: Any, hostile: Path, tmp_path: Path) -> None:

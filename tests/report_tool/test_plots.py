@@ -16,12 +16,13 @@ from replayfmt.report.contents import ReportInputs, make_contents
 from replayfmt.report.documents import read_benchmark, read_energy
 from replayfmt.report.pictures import Axis, BarPicture, BarSeries, Line, Points, ScatterPicture, StepPicture
 from replayfmt.report.plots import Plot, _draw, _drawing, plots_of
+from replayfmt.report.replayed_trace import ReplayedTrace
 
 from .conftest import Measured, tool
 
 PICTURES = {
     "top-captured", "top-replayed", "top-calls", "top-bytes", "top-energy", "replay", "roofline", "memory", "timeline",
-    "energy",
+    "timeline-replayed", "timeline-isolated", "energy",
 }  # fmt: skip
 
 
@@ -43,7 +44,15 @@ def plots(measured: Measured) -> dict[str, Plot]:
             (str(path), read_benchmark("--benchmark", path, reader)) for path in (measured.whole, measured.per_op)
         ]
         found, missing = plots_of(
-            make_contents(reader, ReportInputs(benchmarks, None, read_energy("--energy", measured.energy, reader)))
+            make_contents(
+                reader,
+                ReportInputs(
+                    benchmarks,
+                    None,
+                    read_energy("--energy", measured.energy, reader),
+                    replayed=ReplayedTrace(str(measured.trace), reader),
+                ),
+            )
         )
     assert not missing
     return {each.picture.name: each for each in found}
@@ -113,6 +122,8 @@ def test_figures_say_what_the_page_says(plots: dict[str, Plot]) -> None:
     assert {"captured", "replayed, median", "isolated calls, summed"} <= set(texts_of(plots["replay"]))
     assert {"aten::mm.default", "roof: 1 TFLOP/s, 100 GB/s"} <= set(texts_of(plots["roofline"]))
     assert {"step", "thread 0, host", "aten::mm.default"} <= set(texts_of(plots["timeline"]))
+    for name in ("timeline-replayed", "timeline-isolated"):
+        assert {"step", "thread 0, scopes", "thread 0, host", "aten::mm.default"} <= set(texts_of(plots[name]))
     assert "100 J" in texts_of(plots["energy"])
     memory = texts_of(plots["memory"])
     assert memory.count("step") == 3 and "cpu" in memory

@@ -21,6 +21,7 @@ from replayfmt.pytorch.accelerators import is_accelerator, synchronize
 from replayfmt.replay.plan import Plan
 
 from ..output import output_file
+from ..same_capture import TRACE_SESSION
 
 MODE_FLAG = "--device-profiling-mode"
 OUTPUT_FLAG = "--device-profiling-output"
@@ -81,7 +82,7 @@ def profile_replay(plan: Plan, families: Sequence[str], output: str | PathLike[s
     """
     check_families(families, plan.devices)
     with output_file(OUTPUT_FLAG, output, force) as file:
-        session = _Session(families, plan.devices)
+        session = _Session(families, plan.devices, plan.reader.session.session_id)
         annotations = _Annotations()
         try:
             plan.execute(verify="none", on_scope=annotations, timer=session)
@@ -124,8 +125,9 @@ def _opened(path: str, mode: str) -> Any:
 class _Session:
     """A replay's `timer` that runs the profiler. Content imported during the replay is in the trace."""
 
-    def __init__(self, families: Sequence[str], devices: Sequence[torch.device]) -> None:
+    def __init__(self, families: Sequence[str], devices: Sequence[torch.device], capture_session: str) -> None:
         self._families = frozenset(families)
+        self._capture_session = capture_session
         self._devices = device_activities(devices) if "device-kernels" in self._families else set()
         self.profiler: profile | None = None
         self._running = False
@@ -138,6 +140,7 @@ class _Session:
             with_stack="stacks" in self._families,
         )
         self.profiler.start()
+        self.profiler.add_metadata(TRACE_SESSION, self._capture_session)
         self._running = True
 
     def pause(self) -> None:

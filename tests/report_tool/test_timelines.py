@@ -1,0 +1,151 @@
+"""The timelines: a replay as its trace has it, and isolated calls in capture order, beside the capture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dump.captures import SESSION, STRIDED, Builder
+from in_process import Tools
+
+from replayfmt.errors import UsageError
+from replayfmt.format.codes import DType, OpStatus, RecordKind, ValueKind
+from replayfmt.format.model import Device, Kernel, Node, Signature, TensorMeta
+from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.report.isolated import IsolatedTimes, read_isolated
+from replayfmt.report.lanes import Lane, Names, captured_lanes, isolated_lanes, replayed_lanes
+from replayfmt.report.measured import MeasuredCalls, Measurements
+from replayfmt.report.ops import captured_ops
+from replayfmt.report.replayed_trace import ReplayedTrace
+
+from .conftest import Measured, tool
+
+Event = dict[str, Any]
+
+
+def op(name: str, start: float, duration: float, tid: object = 7, kind: str = "cpu_op", **args: object) -> Event:
+    return {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": tid, "ts": start, "dur": duration, "args": args}
+
+
+def traced(reader: CaptureReader, path: Path, *events: Event) -> tuple[list[Lane], list[str]]:
+    path.write_text(json.dumps({"traceEvents": events}))
+    names = Names()
+    return replayed_lanes(ReplayedTrace(str(path), reader), reader, names), names.all()
+
+
+def bars(lane: Lane, names: list[str]) -> list[tuple[str, int, int]]:
+    return [
+        (names[name], start, taken)
+        for name, start, taken in zip(lane.name.tolist(), lane.start.tolist(), lane.taken.tolist(), strict=True)
+    ]
+
+
+def test_a_replays_timeline_has_its_scopes_and_each_op_once_however_many_operators_it_calls(measured: Measured) -> None:
+    with open_capture(measured.capture) as reader:
+        names = Names()
+        lanes = {each.label: each for each in replayed_lanes(ReplayedTrace(str(measured.trace), reader), reader, names)}
+        ops = captured_ops(reader)
+        captured = [reader.kernels[kernel].qualified_name for kernel in ops.kernel.tolist()]
+    assert list(lanes) == ["thread 0, scopes", "thread 0, scopes inside, 1", "thread 0, host"]
+    assert [name for name, _start, _taken in bars(lanes["thread 0, scopes"], names.all())] == ["step"] * 3
+    host = sorted(bars(lanes["thread 0, host"], names.all()), key=lambda each: each[1])
+    assert [name for name, _start, _taken in host] == captured
+    begin = lanes["thread 0, scopes"].start
+    ends = begin + lanes["thread 0, scopes"].taken
+    for _name, start, taken in host:
+        assert any(first <= start and start + taken <= last for first, last in zip(begin, ends, strict=True))
+
+
+def test_threads_streams_and_what_is_inside_what_are_told_apart_in_a_trace(measured: Measured, tmp_path: Path) -> None:
+    with open_capture(measured.capture) as reader:
+        lanes, names = traced(
+            reader,
+            tmp_path / "trace.json",
+            op("aten::mm", 10, 5),
+            op("aten::empty", 11, 1),  # called by the product
+            op("aten::add", 20, 2, tid=9),
+            op("step", 9, 30, kind="user_annotation"),
+            op("step/forward", 9, 7, kind="user_annotation"),
+            op("gemm", 40, 8, tid=20, kind="kernel", device=0, stream=20),
+            op("Memcpy HtoD", 41, 3, tid=21, kind="gpu_memcpy", device=0, stream=21),
+            op("cudaLaunchKernel", 12, 1, kind="cuda_runtime"),
+            {"ph": "X", "cat": "cpu_op", "name": "without a time", "ts": "x", "dur": 1},
+        )
+    assert {lane.label: bars(lane, names) for lane in lanes} == {
+        "thread 0, scopes": [("step", 9000, 30000)],
+        "thread 0, scopes inside, 1": [("step/forward", 9000, 7000)],
+        "thread 0, host": [("aten::mm.default", 10000, 5000)],
+        "thread 1, host": [("aten::add.Tensor", 20000, 2000)],
+        "device 0, stream 20": [("gemm", 40000, 8000)],
+        "device 0, stream 21": [("Memcpy HtoD", 41000, 3000)],
+    }
+    assert all(not lane.site.any() and (lane.ordinal == -1).all() for lane in lanes), "the trace names no records"
+
+
+def test_isolated_calls_follow_each_other_and_take_what_the_benchmark_says(measured: Measured) -> None:
+    document = json.loads(measured.per_op.read_text())
+    with open_capture(measured.capture) as reader:
+        ops, names = captured_ops(reader), Names()
+        times = read_isolated("x", document)
+        lanes, without = isolated_lanes(ops, np.arange(len(ops)), reader, names, times)
+    assert not without and [each.label for each in lanes] == [
+        "thread 0, scopes", "thread 0, scopes inside, 1", "thread 0, host",
+    ]  # fmt: skip
+    outer, _inner, host = lanes
+    assert host.ordinal.tolist() == ops.ordinal.tolist() and host.start[0] == 0
+    assert (host.start[1:] == (host.start + host.taken)[:-1]).all()
+    total = sum(row["estimated_us"] for row in document["benchmarks"]) * 1e3
+    assert (host.start + host.taken)[-1] == pytest.approx(total, abs=1)
+    assert outer.taken.sum() == (host.start + host.taken)[-1], "all ops are in scopes, and scopes hold nothing else"
+
+
+def test_an_op_that_nobody_measured_takes_no_room_among_isolated_calls_and_is_counted(measured: Measured) -> None:
+    with open_capture(measured.capture) as reader:
+        ops, names = captured_ops(reader), Names()
+        known = Measurements(by_kernel={"aten::mm.default": MeasuredCalls(calls=3, total_ns=3000.0)})
+        lanes, without = isolated_lanes(ops, np.zeros(len(ops), np.int64), reader, names, IsolatedTimes(known))
+    assert bars(lanes[-1], names.all()) == [("aten::mm.default", 1000 * place, 1000) for place in range(3)]
+    assert without == len(ops) - 3
+
+
+def test_isolated_calls_are_in_the_lanes_of_their_devices_and_stand_for_all_calls_of_a_record(tmp_path: Path) -> None:
+    b = Builder(tmp_path / "a.opreplay", SESSION)
+    devices = [b.writer.device(Device("cpu")), b.writer.device(Device("cuda", 0))]
+    metas = [b.writer.meta(TensorMeta(DType.float32, STRIDED, each, (4,), (1,))) for each in devices]
+    kernel = b.writer.kernel(Kernel("a::b", "default", "a::b() -> Tensor"))
+    call = Signature(RecordKind.op, (), (Node(ValueKind.tensor, "out"),), kernel, OpStatus.ok)
+    for device, meta in zip(devices, metas, strict=True):
+        b.record(call, [b.tensor(b.storage(16, device), meta)])
+    b.frame()
+    path = b.close()
+    known = Measurements(by_kernel={"a::b.default": MeasuredCalls(calls=1, total_ns=70.0)})
+    with open_capture(path) as reader:
+        ops, names = captured_ops(reader), Names()
+        ops.calls[1] = 5
+        host, device = isolated_lanes(ops, np.zeros(2, np.int64), reader, names, IsolatedTimes(known))[0]
+        assert all("cuda" not in each.label for each in captured_lanes(ops, np.zeros(2, np.int64), reader, names))
+    assert (host.label, bars(host, names.all())) == ("thread 0, host", [("a::b.default", 0, 70)])
+    assert (device.label, bars(device, names.all())) == ("cuda:0, default stream", [("a::b.default", 70, 350)])
+
+
+def test_a_trace_without_work_and_that_of_another_capture_are_refused_in_one_line(
+    measured: Measured, tmp_path: Path, tools: Tools
+) -> None:
+    (nothing := tmp_path / "nothing.json").write_text(json.dumps({"traceEvents": [op("x", 1, 1, kind="Trace")]}))
+    (other := tmp_path / "other.json").write_text(
+        json.dumps({"opreplay_capture_session": "other", "traceEvents": [op("x", 1, 1)]})
+    )
+    (broken := tmp_path / "broken.json").write_text("no JSON")
+    with open_capture(measured.capture) as reader, pytest.raises(UsageError, match="no operators, scopes or kernels"):
+        traced(reader, nothing, op("x", 1, 1, kind="Trace"))
+    for path, said in (
+        (nothing, "no operators, scopes or kernels"), (other, "another capture"), (broken, "not JSON"),
+        (tmp_path / "none.json", "none.json"),
+    ):  # fmt: skip
+        done = tools("report", f"--replayed={path}", "-o", tmp_path / "r.html", measured.capture)
+        assert done.code in (2, 3) and said in done.err and done.err.count("\n") == 1, done.err
+    assert not (tmp_path / "r.html").exists()
+    assert tool("report", f"--replayed={measured.trace}", "-o", tmp_path / "r.html", measured.capture) == 0
