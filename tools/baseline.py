@@ -30,7 +30,7 @@ def baseline_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "--fail-above",
             metavar="PERCENT",
             help="With --baseline: exit with 1 if a row is slower than there by more than that, or cannot be judged, "
-            "and name these rows.",
+            "and name these rows. If there are any, everything is measured once more, and they have to fail again.",
         ),
         click.option(
             "--baseline",
@@ -64,31 +64,51 @@ class BaselineFlags:
         return BaselineFlags(baseline, None if baseline is None else read_baseline(baseline), above, noise_floor)
 
     def apply(self, measure: Callable[[], Report]) -> tuple[Report, list[str], bool]:
-        """Measure, once or twice, and compare. Returns the report, the lines to print below it, and whether it passes.
+        """Measure, once or twice, and compare; a row has to fail both times. Returns the report, the lines to print
+        below it, and whether it passes.
 
         Raises UsageError if the baseline has no row of this measurement.
         """
-        from replayfmt.benchmark.comparison.baseline import compare_with_baseline, noise_floor
+        from replayfmt.benchmark.comparison.baseline import compare_with_baseline, confirmed
 
         report = measure()
-        lines: list[str] = []
-        if self.noise_floor:
-            found = noise_floor(report.document(), measure().document())
-            shares = found.shares()
-            for row in report.rows:
-                if row["name"] in shares:
-                    row["noise_floor"] = shares[row["name"]]
-            report.sections["noise_floor"] = found.comparison.as_json()
-            lines += found.lines()
+        again = measure() if self.noise_floor else None
         if self.path is None or self.document is None:
-            return report, lines, True
+            return report, [] if again is None else self._floor(report, again), True
         comparison = compare_with_baseline(self.path, self.document, report.document())
-        report.sections["baseline"] = comparison.as_json()
-        failures = [] if self.fail_above is None else comparison.failures(self.fail_above)
-        if self.fail_above is not None:
-            report.sections["baseline"] |= {"fail_above": self.fail_above, "failures": failures}
+        above = self.fail_above
+        failures = [] if above is None else comparison.failures(above)
+        lines: list[str] = []
+        if failures and again is None:
+            again = measure()
+        if again is not None:
+            floor = self._floor(report, again)
+            lines += floor if self.noise_floor else []
+            comparison = compare_with_baseline(self.path, self.document, report.document())
         lines += comparison.lines()
+        passed: list[str] = []
+        if failures and above is not None and again is not None:
+            found = confirmed(comparison, compare_with_baseline(self.path, self.document, again.document()), above)
+            failures, passed = found.failures, found.passed
+            lines.append(f"measured again, since a row failed: {len(failures)} failed both times")
+        report.sections["baseline"] = comparison.as_json()
+        if above is not None:
+            report.sections["baseline"] |= {"fail_above": above, "failures": failures, "passed_again": passed}
+        lines += [f"passed the second time: {each}" for each in passed]
         return report, [*lines, *(f"FAILED: {failure}" for failure in failures)], not failures
+
+    @staticmethod
+    def _floor(report: Report, again: Report) -> list[str]:
+        """Give the rows of a report their noise floors, from a second measurement; returns the lines that say so."""
+        from replayfmt.benchmark.comparison.baseline import noise_floor
+
+        found = noise_floor(report.document(), again.document())
+        shares = found.shares()
+        for row in report.rows:
+            if row["name"] in shares:
+                row["noise_floor"] = shares[row["name"]]
+        report.sections["noise_floor"] = found.comparison.as_json()
+        return list(found.lines())
 
 
 def show_below(lines: list[str], form: str) -> None:

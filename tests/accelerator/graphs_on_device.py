@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -165,6 +166,20 @@ def test_the_flag_of_the_tools_chooses_and_a_wrong_value_is_refused(tmp_path: Pa
         path,
     )
     assert done.code == 0 and "graph::captured_1" in done.out, done.err
+
+
+def test_a_graph_is_reconciled_as_one_call_of_the_device(tmp_path: Path, tools: Tools) -> None:  # noqa: F811
+    path, out = tmp_path / "a.opreplay", tmp_path / "a.json"
+    with replayfmt.capture(path), replayfmt.scope("execute"):
+        decode(*decoding())
+    done = tools("benchmark", "--reconcile", "--benchmark-min-time=6x", f"--benchmark-out={out}", path)
+    assert done.code == 0 and "reconciliation of BM_replay" in done.out, done.err
+    found = json.loads(out.read_text())["reconciliation"]
+    with open_capture(path) as reader:
+        ops = reader.summary.records[RecordKind.op]
+    for inputs in ("isolated_hot", "isolated_cold"):
+        assert found[inputs]["total_ns"] > 0 and found[inputs]["calls"] + found[inputs]["left_out"] == ops
+    assert found["whole_replay_ns"] > 0 and found["whole_replay_host_ns"] > 0
 
 
 def training_step() -> tuple[Any, list[torch.Tensor]]:

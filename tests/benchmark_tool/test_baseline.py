@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from opreplay_tools.baseline import BaselineFlags
 
 from replayfmt.benchmark.comparison.baseline import compare_with_baseline, noise_floor, read_baseline
+from replayfmt.benchmark.reports.rows import Report
 from replayfmt.errors import UsageError
 
 CONTEXT = {"json_schema_version": 1, "capture_session": "1234", "host_name": "here", "torch_version": "2.13.0"}
@@ -193,6 +195,65 @@ def test_the_gate_of_the_tool_fails_with_exit_code_1_and_names_the_rows(tools, c
     section = json.loads(ran.out)["baseline"]
     assert section["rows"][0]["verdict"] == "slower" and section["failures"] and section["fail_above"] == 4.0
     assert json.loads(out.read_text())["baseline"] == section
+
+
+class Measured:
+    """Made-up measurements, one after the other, as `BaselineFlags.apply` takes them."""
+
+    def __init__(self, *measurements):
+        self.left = list(measurements)
+
+    def __call__(self):
+        return Report(CONTEXT, [row(name, times) for name, times in self.left.pop(0).items()])
+
+
+def judged(before, *measurements):
+    """What --fail-above=5% makes of them: whether it passes, the lines, and how many measurements it took."""
+    flags = BaselineFlags("old.json", document([row(name, times) for name, times in before.items()]), 0.05, False)
+    measured = Measured(*measurements)
+    _report, lines, passes = flags.apply(measured)
+    return passes, lines, len(measurements) - len(measured.left)
+
+
+def test_a_row_that_fails_has_to_fail_again():
+    steady, slowed = around(1000.0), around(1300.0)  # as if another program had run for as long as that op was measured
+    assert judged({"a": steady}, {"a": steady})[::2] == (True, 1)
+    passes, lines, taken = judged({"a": steady, "b": steady}, {"a": slowed, "b": steady}, {"a": steady, "b": slowed})
+    assert passes and taken == 2 and not any("FAILED" in line for line in lines)
+    assert "measured again, since a row failed: 0 failed both times" in lines
+    passes, lines, taken = judged({"a": steady, "b": steady}, {"a": slowed, "b": slowed}, {"a": slowed, "b": steady})
+    assert not passes and taken == 2
+    assert [line for line in lines if "FAILED" in line] == ["FAILED: a: 1.300 x the baseline's time, more than 1.05 x"]
+    assert judged({"a": steady}, {"a": [1.0]}, {"a": [1.0]})[0] is False, "what cannot be judged does not pass"
+    assert judged({"a": steady}, {"a": [1.0]}, {"a": steady})[0] is True
+
+
+def busy(random, scale):
+    """Times on a machine that others use: bursts that last, of half as much again, in a tenth of the times."""
+    waits = np.repeat(random.random(40) < 0.1, 10)
+    return (scale * random.lognormal(0, 0.02, 400) * (1 + 0.5 * waits * random.random(400))).tolist()
+
+
+def test_the_same_work_on_a_busy_machine_passes_and_a_kernel_a_tenth_slower_does_not():
+    random = np.random.default_rng(4)
+    for _ in range(100):
+        passes, lines, _taken = judged(*({"a": busy(random, 1000.0)} for _ in range(3)))
+        assert passes, lines
+        passes, lines, taken = judged({"a": busy(random, 1000.0)}, *({"a": busy(random, 1100.0)} for _ in range(2)))
+        assert not passes and taken == 2, lines
+
+
+def test_the_same_work_whose_times_depend_on_each_other_passes():
+    random = np.random.default_rng(6)
+    for _ in range(100):
+        runs = []
+        for _ in range(3):
+            steps = random.normal(size=400) * 0.02
+            for place in range(1, 400):
+                steps[place] += 0.95 * steps[place - 1]
+            runs.append({"a": (1000 * np.exp(steps)).tolist()})
+        passes, lines, _taken = judged(*runs)
+        assert passes, lines
 
 
 def test_ops_are_compared_with_their_baseline_too(tools, captured, tmp_path):

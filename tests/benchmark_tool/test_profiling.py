@@ -13,12 +13,15 @@ from opreplay_tools.profiling_flags import profiling_request
 from replayfmt.benchmark.meters.profiling import check_families, parse_families, profile_replay
 from replayfmt.errors import OpReplayError, OutputExists, ReplayFailed, UsageError
 
+from .fakes import FakeReader
+
 
 class SmallPlan:
     """Replays two scopes of real operators; `fail` makes it raise inside the inner one."""
 
     def __init__(self, fail=False):
         self.devices, self.fail, self.calls = [torch.device("cpu")], fail, []
+        self.reader = FakeReader([])
 
     def execute(self, *, verify="none", on_scope=None, timer=None):
         self.calls.append(verify)

@@ -182,7 +182,7 @@ def test_the_spread_and_the_outliers_are_in_the_row_and_on_the_console_and_none_
 
 
 def test_a_precision_that_was_not_reached_is_a_warning():
-    wide = Measurement(WHOLE, [sample(*range(1000, 1200, 10))])
+    wide = Measurement(WHOLE, [sample(*np.random.default_rng(1).permutation(range(1000, 1200, 10)))])
     assert not [text for text in report(wide).rows[0]["warnings"] if "asked for" in text]
     made = report(wide, options=Options(precision=Precision(0.02, 5.0)))
     assert "the median is known to +-0.041 of itself, not to the 0.02 asked for, after 5 s" in shown(made)

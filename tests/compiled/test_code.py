@@ -17,7 +17,7 @@ from in_process import tools as tools
 import replayfmt
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.attachments import contents_of
-from replayfmt.format.codes import KernelKind
+from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
 from replayfmt.pytorch.inductor import code_machine
@@ -85,6 +85,19 @@ def test_the_stored_library_runs_where_it_fits(path: Path) -> None:
         result = plan.execute(verify="bitwise")
     assert result.outcome == "ok"
     assert any("1 inductor_cpp kernel is run from the stored library" in note for note in result.notes)
+
+
+def test_a_region_is_reconciled_with_its_isolated_kernels(path: Path, tools: Tools) -> None:
+    out = path.with_suffix(".json")
+    flags = ("--reconcile", "--allow-code", "--benchmark-min-time=6x", "--force", f"--benchmark-out={out}")
+    done = tools("benchmark", *flags, path)
+    assert done.code == 0 and "reconciliation of BM_replay" in done.out, done.err
+    found = json.loads(out.read_text())["reconciliation"]
+    with open_capture(path) as reader:
+        calls = reader.summary.records[RecordKind.op]
+    for inputs in ("isolated_hot", "isolated_cold"):
+        assert found[inputs]["total_ns"] > 0 and found[inputs]["calls"] == calls and not found[inputs]["left_out"]
+    assert found["whole_replay_ns"] > 0 and found["captured_ns"] > 0
 
 
 def test_elsewhere_the_source_is_compiled_once(

@@ -103,6 +103,17 @@ def test_with_leave_it_is_run(touching: tuple[Path, Path]) -> None:
     assert made.exists()
 
 
+def test_a_launch_is_reconciled_with_isolated_launches(tmp_path: Path) -> None:
+    capture, out = craft(tmp_path / "a.opreplay"), tmp_path / "a.json"
+    flags = ("--reconcile", "--allow-code", "--benchmark-min-time=6x", f"--benchmark-out={out}")
+    done = run_python("-m", "opreplay_tools.benchmark", *flags, str(capture))
+    assert done.returncode == 0 and "reconciliation of BM_replay" in done.stdout, done.stdout + done.stderr
+    found = json.loads(out.read_text())["reconciliation"]
+    for inputs in ("isolated_hot", "isolated_cold"):
+        assert found[inputs]["total_ns"] > 0 and not found[inputs]["left_out"]
+    assert found["whole_replay_ns"] > 0
+
+
 def test_no_source_is_run_where_anything_else_speaks_against_the_replay(tmp_path: Path) -> None:
     capture, made = touch(tmp_path / "refused.opreplay", then="aten::nothing")
     done = run_python("-m", "tests.triton_kernels.replays", str(capture))

@@ -132,6 +132,32 @@ _DECIDED: tuple[BaselineVerdict, ...] = ("slower", "faster")
 _VERDICTS: tuple[BaselineVerdict, ...] = (*_DECIDED, "no measurable difference", "too noisy to tell", "not known")
 
 
+@dataclass(frozen=True)
+class Confirmed:
+    """What became of the rows that failed a gate when they were measured again: those that `failures` names failed both
+    times, those in `passed` did not."""
+
+    failures: list[str]
+    passed: list[str]
+
+
+def confirmed(first: BaselineComparison, again: BaselineComparison, above: float) -> Confirmed:
+    """A row fails if it fails in two measurements: the speed of a machine that others use changes for seconds, in which
+    the times of an op are steady and too long."""
+    second = {row.name: row for row in again.rows}
+    found = Confirmed([], [])
+    for row in first.rows:
+        why = row.fails(above)
+        if not why:
+            continue
+        then = second.get(row.name)
+        if then is not None and then.ratio is not None and not then.fails(above):
+            found.passed.append(f"{row.name}: {why}; then {then.ratio:.3f} x")
+        else:
+            found.failures.append(f"{row.name}: {why}")
+    return found
+
+
 def read_baseline(path: str | PathLike[str], flag: str = FLAG) -> Document:
     """A document that --benchmark-out wrote; `flag` named it. Raises UsageError for anything else."""
     wanted = "expected a file that opreplay-benchmark --benchmark-out wrote"

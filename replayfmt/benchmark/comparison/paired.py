@@ -71,5 +71,5 @@ def compare(original: Sequence[float] | np.ndarray, substituted: Sequence[float]
             f"{mine.size} rounds cannot enclose the ratio with {CONFIDENCE:.0%} confidence; "
             f"{SMALLEST_FOR_INTERVAL} are needed",
         )
-    interval = Interval(float(np.exp(found.low)), float(np.exp(found.high)), found.confidence)
+    interval = Interval(float(np.exp(found.low)), float(np.exp(found.high)), found.confidence, found.independent)
     return Comparison(mine, theirs, ratio, interval)

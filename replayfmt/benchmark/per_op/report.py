@@ -98,6 +98,11 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
     few = [op for op in run.ops if op.times is not None and op.times.interval is None]
     short = [op for op in run.ops if op.times is not None and op.times.median < 5 * run.overhead_ns]
     large = [row for row in shown if (row.estimated_ns or 0.0) >= _SMALL * total_ns]
+    dependent = [
+        op
+        for op in run.ops
+        if op.times is not None and op.times.interval and op.times.interval.independent < op.times.count
+    ]
     wide = [row for row in large if row.width is not None and row.width > WIDE]
     unranked = [row for row in large if row.ranks is not None and row.ranks[0] != row.ranks[1]]
     warnings = []
@@ -126,6 +131,11 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
         )
     if few:
         warnings.append(f"{len(few)} ops have too few samples for a confidence interval: raise --benchmark-min-time")
+    if dependent:
+        warnings.append(
+            f"the times of {len(dependent)} ops depend on those before them (heat, other programs, modes that last): "
+            "their intervals are wider for it, and another run may still differ by more"
+        )
     if wide:
         warnings.append(
             f"the time of {_count(wide)} is not known to {WIDE:.0%} (interval): raise "

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
@@ -77,6 +76,9 @@ class _NotKnown(Exception):
 
 def _formula(name: str) -> Callable[..., Any] | None:
     """flop_counter's formula of an operator (`aten::mm`)."""
+    # Not before a plan is made: it imports Triton, whose kernels can then not be interpreted any more.
+    from torch.utils.flop_counter import flop_registry
+
     namespace, _, base = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), base, None)
     formulas: Mapping[Any, Callable[..., Any]] = flop_registry

@@ -38,6 +38,14 @@ def measurement_caveats(measurement: Measurement, precision: Precision | None = 
             f"the median is known to +-{half_width:.2g} of itself, not to the {precision.share:.2g} asked for, after "
             f"{precision.cap_s:g} s: raise --benchmark-max-time, or stop other programs"
         )
+    for index, sample in enumerate(measurement.reported):
+        interval = sample.statistics().interval
+        if interval is not None and interval.independent < len(sample.real):
+            found.append(
+                f"repetition {index + 1}: times depend on those before them (heat, other programs, modes that last): "
+                f"{len(sample.real):,} of them tell as much as {interval.independent:.0f} independent ones would; the "
+                "interval allows for it"
+            )
     iterations = len(measurement.reported[0].real)
     if iterations < SMALLEST_FOR_INTERVAL:
         found.append(

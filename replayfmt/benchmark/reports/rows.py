@@ -189,6 +189,7 @@ def statistics_fields(statistics: TimeStatistics) -> dict[str, Any]:
         "median_real_time_high": None if interval is None else interval.high,
         "median_confidence": None if interval is None else interval.confidence,
         "median_half_width": statistics.half_width,
+        "independent_samples": None if interval is None else interval.independent,
         "stddev_real_time": statistics.standard_deviation,
         "first_quartile_real_time": None if quartiles is None else quartiles[0],
         "third_quartile_real_time": None if quartiles is None else quartiles[1],
