@@ -108,7 +108,7 @@ def _records(dialect: Dialect, number: int, frame: RecordFrame, chosen: Filter, 
     records = zip(
         dialect.ordinals(ordinals),
         frame.thread[which].tolist(),
-        dialect.integers(frame.start_ns[which]),
+        dialect.integers(frame.start_ns[which]) if dialect.reader.session.has_times else repeat("null"),
         repeat("null") if frame.duration_ns is None else _durations(frame.duration_ns[which]),
         repeat("") if device_duration is None else dialect.device_durations(device_duration[which]),
         frame.tensor_first[:-1][which].tolist(),

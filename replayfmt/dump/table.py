@@ -32,18 +32,19 @@ COLUMNS = (
     "device_duration_ns",
 )
 DURATIONS = ("duration_ns", "device_duration_ns")
+NULLABLE_TIMES = ("start_ns", *DURATIONS)
 
 
 def op_columns(reader: CaptureReader) -> dict[str, Any]:
-    """The columns by name, in the order of COLUMNS: int64 arrays, object arrays of text, and for durations a pair of an
-    int64 array and a mask that is True if nothing was measured."""
+    """The columns by name, in the order of COLUMNS: int64 arrays, object arrays of text, and for times a pair of an
+    int64 array and a mask that is True where the time is not known."""
     parts: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for columns in op_column_frames(reader):
         for name, column in columns.items():
             parts[name].append(column)
     joined: dict[str, Any] = {}
     for name, pieces in parts.items():
-        if name in DURATIONS:
+        if name in NULLABLE_TIMES:
             values, missing = ([each[place] for each in pieces] for place in (0, 1))
             joined[name] = (_joined(values).astype(np.int64), _joined(missing).astype(bool))
         else:
@@ -74,7 +75,7 @@ def op_column_frames(reader: CaptureReader, ordinals: np.ndarray | None = None) 
             "device": shared.devices(frame, rows),
             "status": shared.status[signatures],
             "calls": _calls(reader, frame, rows),
-            "start_ns": frame.start_ns[rows].astype(np.int64),
+            "start_ns": (frame.start_ns[rows].astype(np.int64), np.full(len(rows), not reader.session.has_times)),
             **{name: _durations(getattr(frame, name), rows) for name in DURATIONS},
         }
 

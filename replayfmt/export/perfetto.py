@@ -147,11 +147,15 @@ class _CaptureTimeline:
     def first_ns(self) -> int:
         """When the first op began."""
         first = next(op_column_frames(self._reader, self._ordinals), None)
-        return 0 if first is None else int(first["start_ns"][0])
+        return 0 if first is None else int(first["start_ns"][0][0])
 
     def events(self) -> Iterator[dict[str, Any]]:
         """All of them, frame by frame."""
         reader = self._reader
+        if not reader.session.has_times:
+            ops = sum(len(columns["ordinal"]) for columns in op_column_frames(reader, self._ordinals))
+            self.counts.left_out["ops: the trace that was imported does not say when they began"] += ops
+            return
         last_ns = 0
         ops = op_column_frames(reader, self._ordinals)
         waiting = next(ops, None)
@@ -179,11 +183,12 @@ class _CaptureTimeline:
     def _ops(self, frame: RecordFrame, columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
         rows = columns["ordinal"] - frame.first_ordinal
         notes = [0] * len(rows) if frame.annotation is None else frame.annotation[rows].tolist()
+        starts, _unknown = columns["start_ns"]
         durations, untimed = columns["duration_ns"]
         on_device, not_on_device = columns["device_duration_ns"]
         for place, note in enumerate(notes):
             name = f"{columns['op'][place]}.{columns['overload'][place]}"
-            start = int(columns["start_ns"][place])
+            start = int(starts[place])
             about: dict[str, Any] = {
                 "ordinal": int(columns["ordinal"][place]),
                 "signature": columns["signature"][place],

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from replayfmt.dump.table import COLUMNS, DURATIONS, op_column_frames
+from replayfmt.dump.table import COLUMNS, DURATIONS, NULLABLE_TIMES, op_column_frames
 from replayfmt.errors import InvalidCapture, OpReplayError, UsageError
 from replayfmt.format.container.output import Output, same_file
 from replayfmt.format.reader import CaptureReader
@@ -34,7 +34,7 @@ TABLE_COLUMNS: dict[TableName, tuple[str, ...]] = {
     "signatures": ("signature", "kernel", "op", "overload", "calls", "first_ordinal", *_TIMES),
     "kernels": ("kernel", "op", "overload", "kernel_kind", "schema", "calls", "signatures", "first_ordinal", *_TIMES),
 }
-NULLABLE = frozenset({*DURATIONS, "device", "total_duration_ns", "total_device_duration_ns"})
+NULLABLE = frozenset({*NULLABLE_TIMES, "device", "total_duration_ns", "total_device_duration_ns"})
 _MOST = np.iinfo(np.int64).max
 
 Rows = dict[str, list[Any]]  # columns by name, of one length; None is null

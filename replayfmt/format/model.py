@@ -39,6 +39,12 @@ class Session:
     settings: dict[str, Any] = field(default_factory=dict)
     policies: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_times(self) -> bool:
+        """Whether the records say when they began. Imports of execution traces and of TraceLens IR do not: their traces
+        hold no times, and each record has 0."""
+        return self.policies.get("import") not in ("execution-trace", "tracelens")
+
 
 @dataclass(frozen=True)
 class Device:

@@ -56,7 +56,7 @@ def test_columns_say_what_records_say(small: Path, tmp_path: Path) -> None:
                     op.kernel.name,
                     op.kernel.overload,
                 )
-                assert (columns["scope"][place], columns["thread"][place], columns["start_ns"][place]) == (
+                assert (columns["scope"][place], columns["thread"][place], columns["start_ns"][0][place]) == (
                     op.scope,
                     record.thread,
                     record.start_ns,

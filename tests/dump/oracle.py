@@ -136,7 +136,7 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
             "device": str(reader.devices[tensors[0].meta.device]) if tensors else None,
             "thread": record.thread,
             "status": signature.status.name,
-            "start_ns": record.start_ns,
+            "start_ns": record.start_ns if reader.session.has_times else None,
             "duration_ns": record.duration_ns,
             **measured,
             "args": [
@@ -173,7 +173,7 @@ def row(reader: CaptureReader, record: Record) -> dict[str, Any]:
         | {
             "scope": scope,
             "thread": record.thread,
-            "start_ns": record.start_ns,
+            "start_ns": record.start_ns if reader.session.has_times else None,
             **said,
             "frame_offset": record.frame_offset,
         }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,23 @@ def test_names_that_a_spreadsheet_takes_for_formulas_are_what_the_capture_says(t
     with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
         (row,) = csv.DictReader(file)
     assert row["scope"] == name and row["op"] == "aten::ones"
+
+
+@pytest.mark.parametrize("kind", ["execution-trace", "tracelens"])
+def test_when_an_op_began_is_null_where_the_imported_trace_does_not_say(
+    kind: str, tmp_path: Path, tools: Tools
+) -> None:
+    b = captures.Builder(tmp_path / "a.opreplay", replace(captures.SESSION, policies={"import": kind}))
+    kernel = b.writer.kernel(captures.Kernel("a::b", "default", "a::b() -> ()"))
+    b.record(captures.Signature(captures.RecordKind.op, (), (), kernel, captures.OpStatus.ok))
+    b.starts[-1] = 0
+    b.frame()
+    path = b.close()
+    assert [row["start_ns"] for row in rows(path, "ops")] == [None]
+    done = tools("dump", "--format=jsonl", path)
+    (dumped,) = (row for row in map(json.loads, done.out.splitlines()) if row["kind"] == "op")
+    assert dumped["start_ns"] is None
+    done = tools("export", "--format=perfetto", path, tmp_path / "timeline.json")
+    assert "left out  1 ops: the trace that was imported does not say when they began" in done.out
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M"}, "nothing is put at the beginning"
