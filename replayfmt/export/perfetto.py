@@ -153,8 +153,8 @@ class _CaptureTimeline:
         """All of them, frame by frame."""
         reader = self._reader
         if not reader.session.has_times:
-            ops = sum(len(columns["ordinal"]) for columns in op_column_frames(reader, self._ordinals))
-            self.counts.left_out["ops: the trace that was imported does not say when they began"] += ops
+            untold = sum(len(columns["ordinal"]) for columns in op_column_frames(reader, self._ordinals))
+            self.counts.left_out["ops: the trace that was imported does not say when they began"] += untold
             return
         last_ns = 0
         ops = op_column_frames(reader, self._ordinals)

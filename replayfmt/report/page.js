@@ -128,7 +128,8 @@
 
   const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-  const shortened = (text) => (text.length > 90 ? `${text.slice(0, 60)}…${text.slice(-28)}` : text);
+  const shortened = (text, most = 90) =>
+    text.length > most ? `${text.slice(0, Math.floor((most * 2) / 3))}…${text.slice(1 - Math.floor(most / 3))}` : text;
 
   const drawTimeline = (element, timeline) => {
     const ops = readBars(timeline.bars);
@@ -174,7 +175,7 @@
           ? `${shown.toLocaleString("en")} ops in ${bars.toLocaleString("en")} bars: a bar stands for up to ${mostOps.toLocaleString("en")} ops. Zoom in to see each.`
           : `${shown.toLocaleString("en")} ops, a bar for each.`;
       return [...groups].map(([name, { colour, ...columns }]) => ({
-        type: "bar", orientation: "h", name: escaped(shortened(name)), ...columns,
+        type: "bar", orientation: "h", name: escaped(shortened(name, 36)), ...columns,
         hovertemplate: "%{hovertext}<extra></extra>", marker: { color: colour, line: { width: 0 } }, width: 0.8,
       }));
     };
