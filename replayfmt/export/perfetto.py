@@ -36,6 +36,7 @@ from .tables import refuse_capture, result_file
 _HOST, _COUNTERS, _ISOLATED, _FIRST_DEVICE, _FIRST_REPLAYED = 1, 2, 3, 10, 1000
 _MARKS = (RecordKind.scope_begin, RecordKind.scope_end, RecordKind.unsupported)
 _PHASES = frozenset("XBEbeniIsftCM")  # those of torch.profiler's traces, which the viewers know
+_WITH_ID = frozenset("bensft")  # flows and work that begins in one place and ends in another
 _FIRST_NAMED_TID = 1 << 30  # for threads of a replay's trace that have a name in place of a number
 _ODD = "events of a replay without a name, a time or numbers that viewers know"
 _AT_ONCE = 1024  # events that are written together
@@ -322,7 +323,11 @@ class _Replayed:
         """The event without its process; None if it has no name, time or numbers that viewers know."""
         phase, pid, tid = event.get("ph"), str(event.get("pid")), event.get("tid")
         time = 0 if phase == "M" else time_of(event)
-        if phase not in _PHASES or time is None or not isinstance(event.get("name"), str):
+        if phase not in _PHASES or time is None or not (phase == "E" or isinstance(event.get("name"), str)):
+            return None
+        if phase in _WITH_ID and not (isinstance(event.get("id"), int | str) and isinstance(event.get("cat"), str)):
+            return None
+        if phase == "C" and not _numbers(event.get("args")):
             return None
         moved = {**event, "ts": _microseconds(time + self._later_ns)}
         if not isinstance(tid, int):
@@ -361,6 +366,13 @@ def _during(reader: CaptureReader, series: PowerSeries) -> list[tuple[int, int]]
             f"the capture lasted from {began / 1e9:.3f} to {(began + ended) / 1e9:.3f} s since 1970 (UTC)"
         )
     return [(place, int(times[place])) for place in places]
+
+
+def _numbers(arguments: Any) -> bool:
+    """Whether these are the values of a counter."""
+    return isinstance(arguments, dict) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in arguments.values()
+    )
 
 
 def _event(phase: str, name: str, pid: int, tid: int, time_ns: int) -> dict[str, Any]:

@@ -54,4 +54,6 @@ def test_the_example_measures_a_gpu(tmp_path):
     command = [sys.executable, str(script), str(tmp_path), "--small", "--tokens=2", "--", "--op-filter=aten::addmm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "gpu_energy_report.json").read_text())["whole_model"]["mean_watts"] > 10
+    report = json.loads((tmp_path / "gpu_energy_report.json").read_text())
+    assert report["whole_model"]["mean_watts"] > 10
+    assert report["isolated_kernels"]["measured"] > 0 and 0 < report["comparison"]["ratio"] < 10

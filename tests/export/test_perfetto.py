@@ -28,13 +28,20 @@ def exported(tools: Tools, path: Path, *flags: object) -> list[Event]:
 
 
 def checked(document: dict[str, Any]) -> list[Event]:
-    """The events, if the document is as the format's description wants it."""
+    """The events, if the document is as the format's description wants it ("Trace Event Format", Google): each phase
+    with the fields that it needs."""
     assert document["displayTimeUnit"] == "ns"
     ends: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     named = set()
+    assert isinstance(document["traceEvents"], list) and isinstance(document["otherData"], dict)
     for event in document["traceEvents"]:
-        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        assert event["ph"] == "M" or isinstance(event["ts"], int | float)
+        assert event["ph"] in set("XBEbenisftCM") and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert 0 <= event["pid"] < 1 << 31 and 0 <= event["tid"] < 1 << 31, "viewers keep 32 bits"
+        assert event["ph"] == "E" or isinstance(event["name"], str)
+        assert event["ph"] == "M" or (isinstance(event["ts"], int | float) and abs(event["ts"]) < 1 << 53)
+        assert isinstance(event.get("args", {}), dict)
+        if event["ph"] in "bensft":
+            assert isinstance(event["id"], int | str) and isinstance(event["cat"], str)
         if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
             assert isinstance(event["args"]["name"], str)
             named.add((event["name"], event["pid"], event["tid"]))
@@ -154,11 +161,18 @@ def test_what_a_replays_trace_says_wrongly_is_left_out_and_counted(path: Path, t
     good = {"ph": "X", "name": "good", "pid": "a", "tid": "b", "ts": 5, "dur": 1}
     odd = [good | change for change in ({"ts": "x"}, {"ts": True}, {"name": 3}, {"ph": "?"}, {"dur": []})]
     odd.append({name: value for name, value in good.items() if name != "dur"})  # it would be shown as taking no time
-    trace.write_text(json.dumps({"traceEvents": [*odd, good | {"args": {"x": float("nan")}}, good]}))
+    flow = good | {"ph": "s", "id": 7, "cat": "ac2g", "name": "flow"}
+    odd += [{name: value for name, value in flow.items() if name != missing} for missing in ("id", "cat")]
+    odd.append(good | {"ph": "C", "args": {"bytes": "many"}})
+    fine = [good, flow, flow | {"ph": "f", "bp": "e"}, good | {"ph": "C", "name": "bytes", "args": {"bytes": 3}}]
+    fine += [good | {"ph": "B", "name": "begun"}, {"ph": "E", "pid": "a", "tid": "b", "ts": 9}]
+    trace.write_text(json.dumps({"traceEvents": [*odd, good | {"args": {"x": float("nan")}}, *fine]}))
     done = tools("export", "--format=perfetto", f"--replayed={trace}", path, path.with_name("out"))
-    assert done.code == 0 and "left out  7 events of a replay" in done.out, done.out + done.err
+    assert done.code == 0 and "left out  10 events of a replay" in done.out, done.out + done.err
     events = checked(json.loads(path.with_name("out").read_text(), parse_constant=pytest.fail))
-    assert [event["name"] for event in events if event["pid"] >= 1000 and event["ph"] == "X"] == ["good"]
+    shown = [event for event in events if event["pid"] >= 1000 and event["ph"] != "M"]
+    assert [event.get("name") for event in shown] == ["good", "flow", "flow", "bytes", "begun", None]
+    assert shown[1]["id"] == shown[2]["id"]
 
 
 def test_power_is_shown_where_it_was_sampled_during_the_capture_and_refused_elsewhere(path: Path, tools: Tools) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from dump.captures import SESSION, STRIDED, Builder
 from in_process import Tools
 
+import replayfmt
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import DType, OpStatus, RecordKind, ValueKind
 from replayfmt.format.model import Device, Kernel, Node, Signature, TensorMeta
@@ -149,3 +151,25 @@ def test_a_trace_without_work_and_that_of_another_capture_are_refused_in_one_lin
         assert done.code in (2, 3) and said in done.err and done.err.count("\n") == 1, done.err
     assert not (tmp_path / "r.html").exists()
     assert tool("report", f"--replayed={measured.trace}", "-o", tmp_path / "r.html", measured.capture) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_of_a_gpu_are_in_the_lanes_of_their_streams(tmp_path: Path, tools: Tools) -> None:
+    path, trace, results = tmp_path / "a.opreplay", tmp_path / "trace.json", tmp_path / "per_op.json"
+    weight = torch.ones(512, 512, device="cuda")
+    with replayfmt.capture(path), replayfmt.scope("step"):
+        _kept = (weight @ weight).relu()
+    traced_with = ("--device-profiling-mode=host-ops,device-kernels", f"--device-profiling-output={trace}")
+    assert tools("run", *traced_with, path).code == 0
+    assert tools("benchmark", "--per-op", f"--benchmark-out={results}", path).code == 0
+    with open_capture(path) as reader:
+        ops, names = captured_ops(reader), Names()
+        replayed = replayed_lanes(ReplayedTrace(str(trace), reader), reader, names)
+        times = read_isolated("x", json.loads(results.read_text()))
+        isolated, without = isolated_lanes(ops, np.zeros(len(ops), np.int64), reader, names, times)
+    (stream,) = (lane for lane in replayed if lane.label.startswith("device 0, stream "))
+    assert len(stream.start) >= 2 and (stream.taken > 0).all()
+    assert not without and [lane.label for lane in isolated] == ["thread 0, scopes", "cuda:0, default stream"]
+    page = ("report", f"--replayed={trace}", f"--benchmark={results}", "-o", tmp_path / "report.html", path)
+    assert tools(*page).code == 0

@@ -70,3 +70,15 @@ def test_a_kernel_that_takes_a_tenth_longer_is_found(tmp_path: Path, tools: Tool
     assert ran.code == 0, ran.err
     compared = [each for each in json.loads(ran.out)["comparisons"] if each["calls"]]
     assert [each["verdict"] for each in compared] == ["slower"]
+
+
+def test_launches_are_reconciled_with_the_whole_replay(tmp_path: Path, tools: Tools) -> None:
+    programs = importlib.import_module("tests.triton_kernels.programs")
+    path, out = tmp_path / "gpu.opreplay", tmp_path / "a.json"
+    with torch.device("cuda"), replayfmt.capture(path):
+        programs.PROGRAMS[HERE[0]]()
+    ran = tools("benchmark", "--reconcile", "--allow-code", f"--benchmark-out={out}", path)
+    assert ran.code == 0 and "reconciliation of BM_replay" in ran.out, ran.err
+    found = json.loads(out.read_text())["reconciliation"]
+    assert found["isolated_hot"]["total_ns"] > 0 and found["isolated_cold"]["total_ns"] > 0
+    assert found["whole_replay_ns"] > 0 and found["whole_replay_host_ns"] > 0
