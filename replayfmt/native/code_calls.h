@@ -382,7 +382,7 @@ inline py::object allocator(std::shared_ptr<Session> session, py::object kernel,
     return py::none();
   }
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::empty_strided", "");
-  auto of = std::make_shared<GeneratedKernel>(GeneratedKernel{session, op.schema(), described(op, *capture)});
+  auto of = std::make_shared<GeneratedKernel>(GeneratedKernel{session, op.schema(), described(op, op.schema(), *capture)});
   of->known.generated = true;
   auto made = std::make_unique<GeneratedCall>(GeneratedCall{std::move(of), std::move(kernel), std::move(original),
                                                             std::move(complete), at::Device(device).type(), pinned});

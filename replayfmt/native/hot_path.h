@@ -30,7 +30,7 @@ enum class Reads : uint8_t { no, yes };
 struct Operator {
   bool plain = false;  // Python says that its calls may be recorded here
   std::vector<Token> integers;  // what an integer on a stack is, of each argument
-  std::vector<std::optional<Encoded>> defaults;  // of arguments, where they have one that can be told here
+  std::vector<std::shared_ptr<const Encoded>> defaults;  // of arguments, where they have one that can be told here
   size_t keywords = 0;               // index of the first keyword-only argument
   std::vector<size_t> writes;        // indices of the arguments that it writes
   std::vector<size_t> watches;       // the settings that it depends on, by number
@@ -61,10 +61,9 @@ inline Token integer_of(const c10::TypePtr& type) {
 }
 
 inline bool is_plain(const at::Tensor& tensor) {
-  const auto keys = tensor.key_set();
-  return !keys.has(c10::DispatchKey::Python) && !keys.has(c10::DispatchKey::ZeroTensor) &&
-         !keys.has(c10::DispatchKey::Conjugate) && !keys.has(c10::DispatchKey::Negative) &&
-         tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() && tensor.has_storage() &&
+  using enum c10::DispatchKey;
+  constexpr c10::DispatchKeySet others({Python, ZeroTensor, Conjugate, Negative, NestedTensor, Quantized});
+  return !tensor.key_set().has_any(others) && tensor.layout() == at::kStrided && tensor.has_storage() &&
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
@@ -196,9 +195,9 @@ class HotCall {
     return Words(said_.key.begin(), said_.key.end());
   }
   // What a value says that stands alone, as an argument; nothing where it cannot be told here.
-  std::optional<Encoded> encoded(size_t index, const c10::IValue& value) {
+  std::shared_ptr<const Encoded> encoded(size_t index, const c10::IValue& value) {
     go_back({0, 0, 0});
-    return take_value(index, value) ? std::optional(said_) : std::nullopt;
+    return take_value(index, value) ? std::make_shared<const Encoded>(said_) : nullptr;
   }
 
  private:
@@ -248,7 +247,10 @@ class HotCall {
     if (made.seen) {
       return made.seen;
     }
-    Storage* storage = made.storage ? made.storage : session_.storage_of(made.impl);  // another result may have made it
+    Storage* storage = made.storage;
+    if (!storage && made_.size() > 1) {
+      storage = session_.storage_of(made.impl);  // another result may have made it
+    }
     if (!storage) {
       const auto bytes = static_cast<int64_t>(made.impl->nbytes());
       const int64_t id = session_.next_storage.next();
@@ -477,7 +479,7 @@ inline void read_schema(Operator& op, Session& session, const c10::FunctionSchem
   }
   for (size_t index = 0; index < arguments.size(); index++) {
     const auto& value = arguments[index].default_value();
-    op.defaults.push_back(value ? HotCall(session, op).encoded(index, *value) : std::nullopt);
+    op.defaults.push_back(value ? HotCall(session, op).encoded(index, *value) : nullptr);
   }
 }
 

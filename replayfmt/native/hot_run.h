@@ -28,6 +28,7 @@ namespace opreplay {
 struct Capture {
   Functions functions;  // read and written with the interpreter's lock; none once the capture has ended
   std::shared_ptr<Session> session;
+  uint64_t number = 0;  // no other capture of this process has it
 };
 inline std::shared_ptr<Capture> current;        // read and written with the interpreter's lock
 inline std::atomic<uint64_t> current_number{0};  // of the capture in progress; 0: there is none
@@ -73,10 +74,9 @@ py::object around(const Capture& of, PyObject* function, py::handle begun, const
   }
 }
 
-// The operator, described by Python at its first call.
-inline const Operator& described(const OperatorHandle& op, const Capture& capture) {
+// An operator, as Python describes it.
+inline const Operator& describe(const OperatorHandle& op, const FunctionSchema& schema, const Capture& capture) {
   Session& of = *capture.session;
-  const FunctionSchema& schema = op.schema();
   {
     std::lock_guard<std::mutex> lock(of.mutex);
     if (const auto found = of.operators.find(&schema); found != of.operators.end()) {
@@ -99,6 +99,21 @@ inline const Operator& described(const OperatorHandle& op, const Capture& captur
   made->number = static_cast<int64_t>(of.operators.size());
   read_schema(*made, of, schema);
   return *of.operators.emplace(&schema, std::move(made)).first->second;
+}
+
+// An operator, described by Python at its first call. `schema`: the operator's.
+inline const Operator& described(const OperatorHandle& op, const FunctionSchema& schema, const Capture& capture) {
+  struct Known {
+    const FunctionSchema* schema;
+    uint64_t capture;
+    const Operator* found;  // by schema and capture, which keeps it
+  };
+  thread_local std::array<Known, 128> recent{};
+  Known& known = recent[(reinterpret_cast<uintptr_t>(&schema) * 0x9e3779b97f4a7c15ull) >> 57];
+  if (known.schema != &schema || known.capture != capture.number) {
+    known = {&schema, capture.number, &describe(op, schema, capture)};
+  }
+  return *known.found;
 }
 
 // The calling thread and the scope that it is in, as Python numbers them. Whether calls may still be recorded here.
@@ -141,7 +156,7 @@ using Saved = c10::SmallVector<c10::IValue, 12>;
 class HotRun {
  public:
   HotRun(const Capture& capture, const OperatorHandle& op)
-      : HotRun(capture, described(op, capture), op.schema(), &op, py::handle()) {}
+      : HotRun(capture, op, op.schema()) {}
   // Of a kernel that no dispatcher calls. `kernel`: as Python knows it.
   HotRun(const Capture& capture, const Operator& known, const FunctionSchema& schema, py::handle kernel)
       : HotRun(capture, known, schema, nullptr, kernel) {}
@@ -223,6 +238,8 @@ class HotRun {
   }
 
  private:
+  HotRun(const Capture& capture, const OperatorHandle& op, const FunctionSchema& schema)
+      : HotRun(capture, described(op, schema, capture), schema, &op, py::handle()) {}
   HotRun(const Capture& capture, const Operator& known, const FunctionSchema& schema, const OperatorHandle* op,
          py::handle kernel)
       : capture_(capture), of_(*capture.session), known_(known), schema_(schema), op_(op), kernel_(kernel),

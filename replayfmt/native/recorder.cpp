@@ -124,7 +124,7 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   if (capture.session->hot.load(std::memory_order_relaxed) && record_hot(capture, op, below, stack, first)) {
     return;
   }
-  const Operator& known = described(op, capture);
+  const Operator& known = described(op, schema, capture);
   Held made;
   {
     py::gil_scoped_acquire lock;
@@ -309,8 +309,9 @@ EXPORTED void opreplay_recorder_begin(PyObject* given) {
     *place = py::object(items[index++]).release().ptr();
   }
   made->session = py::cast<std::shared_ptr<Session>>(items[index]);
+  made->number = ++captures;
   current = std::move(made);
-  current_number.store(++captures, std::memory_order_release);
+  current_number.store(captures, std::memory_order_release);
 }
 
 // What thread_watch.cpp shares. Before the first capture.

@@ -19,12 +19,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
-#include <numeric>
 #include <optional>
-#include <span>
 #include <unordered_map>
 #include <vector>
 
+#include "looks.h"
+#include "pointer_map.h"
 #include "program_state.h"
 #include "rows.h"
 
@@ -35,58 +35,6 @@ namespace py = pybind11;
 struct Operator;
 
 using Key = c10::SmallVector<int64_t, 64>;  // long enough for nearly all, without memory of its own
-
-// What a tensor looks like, apart from where in its storage it lies. As words: kind, sizes, strides.
-struct Looks {
-  explicit Looks(const at::Tensor& tensor) : sizes(tensor.sizes()), strides(tensor.strides()) {
-    const auto device = tensor.device();
-    kind = (static_cast<int64_t>(tensor.scalar_type()) << 32) | (static_cast<int64_t>(device.type()) << 16) |
-           static_cast<uint8_t>(device.index());
-  }
-  bool operator==(const Words& words) const {
-    const size_t dims = sizes.size();
-    bool same = words.size() == 1 + 2 * dims && words[0] == kind;
-    for (size_t dim = 0; same && dim < dims; dim++) {
-      same = words[1 + dim] == sizes[dim] && words[1 + dims + dim] == strides[dim];
-    }
-    return same;
-  }
-
-  int64_t kind;  // dtype and device
-  at::IntArrayRef sizes, strides;
-};
-
-// Values by runs of words. What is looked up need not own its words.
-struct WordsHash {
-  using is_transparent = void;
-  static uint64_t mixed(uint64_t hash, int64_t word) {
-    hash = (hash ^ static_cast<uint64_t>(word)) * 0xff51afd7ed558ccdull;
-    return hash ^ hash >> 32;
-  }
-  size_t operator()(std::span<const int64_t> words) const {
-    return std::accumulate(words.begin(), words.end(), uint64_t{0}, mixed);
-  }
-  size_t operator()(const Looks& looks) const {
-    const uint64_t hash = std::accumulate(looks.sizes.begin(), looks.sizes.end(), mixed(0, looks.kind), mixed);
-    return std::accumulate(looks.strides.begin(), looks.strides.end(), hash, mixed);
-  }
-};
-struct WordsEqual {
-  using is_transparent = void;
-  bool operator()(std::span<const int64_t> one, std::span<const int64_t> other) const {
-    return std::equal(one.begin(), one.end(), other.begin(), other.end());
-  }
-  bool operator()(const Looks& looks, const Words& words) const { return looks == words; }
-};
-template <typename Value>
-using ByWords = std::unordered_map<Words, Value, WordsHash, WordsEqual>;
-using Signatures = ByWords<int64_t>;
-
-struct Meta {
-  int64_t id;
-  int64_t device;
-};
-using Metas = ByWords<Meta>;
 
 struct View {
   bool is(const Metas::value_type* other) const { return meta == other; }
@@ -137,7 +85,7 @@ class Session {
   std::mutex mutex;
   Rows rows{mutex}, births{mutex}, definitions{mutex};
   Counter next_storage, next_tensor;
-  std::unordered_map<const c10::StorageImpl*, Storage> storages;
+  PointerMap<Storage> storages;          // by the address of their StorageImpl, which a weak reference keeps
   Metas metas;
   std::vector<const Metas::value_type*> metas_by_id;
   Signatures signatures;                 // operators refer to them: none is removed
@@ -177,17 +125,18 @@ class Session {
   }
 
   // With the mutex held.
-  const Metas::value_type* meta_of(const Looks& looks) const {
+  const Metas::value_type* meta_of(const Looks& looks) {
+    const Metas::value_type*& recent = recent_metas_[looks.glance() % recent_metas_.size()];
+    if (recent && looks == recent->first) {
+      return recent;
+    }
     const auto found = metas.find(looks);
-    return found == metas.end() ? nullptr : &*found;
+    return found == metas.end() ? nullptr : recent = &*found;
   }
-  Storage* storage_of(const c10::StorageImpl* impl) {
-    const auto found = storages.find(impl);
-    return found == storages.end() ? nullptr : &found->second;
-  }
+  Storage* storage_of(const c10::StorageImpl* impl) const { return storages.find(impl); }
   Storage& add(c10::StorageImpl* impl, int64_t id, int64_t bytes, bool adopted, bool new_views) {
     born++;
-    return storages.try_emplace(impl, weak(impl), id, bytes, adopted, new_views).first->second;
+    return storages.add(impl, weak(impl), id, bytes, adopted, new_views);
   }
 
   // Append a row that tells the death of the storages that were born here, if any died. With the mutex held.
@@ -258,8 +207,8 @@ class Session {
 
   int64_t view(uintptr_t address, int64_t id, int64_t meta, int64_t offset) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = find(address, id);
-    return found == storages.end() ? 0 : found->second.find(meta_numbered(meta), offset);
+    const Storage* found = find(address, id);
+    return found ? found->find(meta_numbered(meta), offset) : 0;
   }
 
   // Id, bytes, views and written tensors of a storage, whether nothing was written to it, and whether generated code
@@ -269,15 +218,15 @@ class Session {
     std::optional<Storage> taken;  // a copy: making objects of Python may run anything
     {
       std::lock_guard<std::mutex> lock(mutex);
-      const auto found = find(address, id);
-      if (found == storages.end()) {
+      Storage* found = find(address, id);
+      if (!found) {
         return py::none();
       }
-      found->second.adopted = true;
-      taken = found->second;
-      found->second.written.clear();
+      found->adopted = true;
+      taken = *found;
+      found->written.clear();
       if (forget) {
-        storages.erase(found);
+        storages.erase(reinterpret_cast<const void*>(address));
       }
     }
     py::list views;
@@ -292,13 +241,13 @@ class Session {
     std::vector<c10::intrusive_ptr<c10::StorageImpl>> alive;
     {
       std::lock_guard<std::mutex> lock(mutex);
-      for (auto& [impl, storage] : storages) {
+      storages.each([&](const void*, const Storage& storage) {
         if (!storage.adopted) {
           if (auto strong = storage.impl.lock()) {
             alive.push_back(std::move(strong));
           }
         }
-      }
+      });
     }
     py::list made;
     for (auto& impl : alive) {
@@ -317,15 +266,17 @@ class Session {
     std::vector<int64_t> ids;
     born = 0;
     std::erase_if(marked_, [](const auto& each) { return each.second.expired(); });
-    for (auto place = storages.begin(); place != storages.end();) {
-      if (place->second.impl.expired()) {
-        if (!place->second.adopted) {
-          ids.push_back(place->second.id);
+    std::vector<const void*> gone;
+    storages.each([&](const void* address, const Storage& storage) {
+      if (storage.impl.expired()) {
+        gone.push_back(address);
+        if (!storage.adopted) {
+          ids.push_back(storage.id);
         }
-        place = storages.erase(place);
-      } else {
-        ++place;
       }
+    });
+    for (const void* address : gone) {
+      storages.erase(address);
     }
     std::sort(ids.begin(), ids.end());
     return ids;
@@ -367,6 +318,7 @@ class Session {
     hot.store(false);
     drawn.reset();
     storages.clear();
+    recent_metas_ = {};
     metas.clear();
     metas_by_id.clear();
     marked_.clear();
@@ -375,18 +327,20 @@ class Session {
  private:
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_;
+  std::array<const Metas::value_type*, 64> recent_metas_{};  // found last, by what is seen of them at a glance
 
   static WeakStorage weak(c10::StorageImpl* impl) {
-    return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(impl));
+    c10::raw::weak_intrusive_ptr::incref(impl);
+    return WeakStorage::reclaim(impl);
   }
   // None where metadata with this id is not known here.
   const Metas::value_type* meta_numbered(int64_t id) const {
     return static_cast<size_t>(id) < metas_by_id.size() ? metas_by_id[id] : nullptr;
   }
   // The storage that a tracker of Python's is of. Its memory may be another storage's by now: ids tell them apart.
-  decltype(storages)::iterator find(uintptr_t address, int64_t id) {
-    const auto found = storages.find(reinterpret_cast<c10::StorageImpl*>(address));
-    return found == storages.end() || id == 0 || found->second.id == id ? found : storages.end();
+  Storage* find(uintptr_t address, int64_t id) const {
+    Storage* found = storages.find(reinterpret_cast<const void*>(address));
+    return found && (id == 0 || found->id == id) ? found : nullptr;
   }
 };
 
