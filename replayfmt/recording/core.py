@@ -337,7 +337,7 @@ class Core:
             try:
                 return self.calls.before(kernel, args, kwargs, drawn, autocast)
             except Unrepresentable as problem:
-                return problem
+                return None if _asserts_of_symbols(kernel, args, kwargs, problem) else problem
 
     @_attempted
     def met(self, tensors: list[torch.Tensor]) -> None:
@@ -511,3 +511,10 @@ class Core:
         if any(self.progress.is_stop(scope.name, scope.number) for scope in left):
             self.stop_scope_left = True
             self.stop()
+
+
+def _asserts_of_symbols(
+    kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
+) -> bool:
+    """Whether a tracer only notes what holds of its symbols: no tensor goes in or comes out."""
+    return problem.reason == "symbolic_argument" and kernel.results == 0 and not tensors_in((*args, *kwargs.values()))

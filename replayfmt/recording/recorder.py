@@ -477,7 +477,11 @@ def capture(path: str | os.PathLike[str], **options: Any) -> Iterator[Recorder]:
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Name a region. Does nothing if nothing is being recorded."""
+    """Name a region. Does nothing if nothing is being recorded, nor in code that is compiled: around a call of that it
+    does."""
+    if torch.compiler.is_compiling():  # or the code would be another under a capture
+        yield
+        return
     text_of("scope", name)
     recorder = _active
     core = None if recorder is None else recorder._running()

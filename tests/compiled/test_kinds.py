@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import replayfmt
 
 from .conftest import Capture
 
@@ -226,9 +229,18 @@ def optimizer_for_each() -> Program:
     return step
 
 
-@refused("isnan().any, which is not known")
+@recorded
 def asserts_on_values() -> Program:
     return on_small(Small(), options={"nan_asserts": True})
+
+
+@recorded
+def sizes_read_from_tensors() -> Program:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        compiled = torch.compile(lambda x, n: (x.nonzero().sin(), *torch.split(x.cos(), n.tolist())), fullgraph=True)
+        x, sizes = torch.randn(8).relu(), torch.tensor([3, 5])
+        compiled(x, sizes)
+    return lambda: compiled(x, sizes)
 
 
 @refused("beneath Python")
@@ -265,6 +277,32 @@ def test_it_is_one_record_that_says_why(name: str, capture: Capture) -> None:
     (record,) = captured.unsupported()
     assert record["reason"] == "compiled_region" and reason in str(record["detail"])
     assert captured.kernels() == ["add", "mul"], "nothing of it is recorded in part"
+
+
+def symbols(x: Tensor) -> Tensor:
+    return x.nonzero().sin()  # the compiler asserts of its length that it is none that it knows
+
+
+def numpy(x: Tensor) -> Any:
+    return np.cos(x.sin().numpy()) * 2  # made into an array by a function of PyTorch's that Dynamo looks into
+
+
+def scope(x: Tensor) -> Tensor:
+    with replayfmt.scope("inside"):
+        return x.cos() * 2
+
+
+@pytest.mark.parametrize(("function", "regions"), [(symbols, 1), (numpy, 1), (scope, 1)])
+def test_what_is_compiled_within_a_capture_is_what_would_be_without(
+    function: Callable[[Tensor], Tensor], regions: int, capture: Capture
+) -> None:
+    x = torch.eye(4)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, fullgraph=function is scope)
+        captured = capture(lambda: compiled(x))
+    assert captured.unsupported() == []
+    assert len(captured.regions) == regions
+    captured.replays()
 
 
 PACKAGE = """

@@ -9,14 +9,17 @@ capture ends. A region of which anything is not known is left as it is, and reco
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import weakref
-from types import FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
 
 from ..dispatch.kernels import CapturedKernel
 from ..frames import leave_no_frames
+from ..interrupts import is_interrupt
 from .cudagraph_trees import GraphsSwitchedOff, without_graph
 from .inductor_kernels import Allocation, Function, InductorCode, find_kernel
 from .inductor_text import Unknown, read_module
@@ -67,13 +70,20 @@ class Regions:
         namespace = function.__globals__
         known = self._modules.get(id(namespace))
         if known is None:
-            unknown = ""
+            unknown, replaced = "", len(self._replaced)
             try:
                 self._replace(region, namespace, function)
-            except Unknown as error:
-                unknown = str(error)
-            except Exception as error:  # of another PyTorch, say: then it is recorded as if nothing were known of it
-                unknown = f"its text could not be read: {type(error).__name__}: {error}"
+            except BaseException as error:
+                interrupt = next((each for each in (error, error.__cause__) if is_interrupt(each)), None)
+                if interrupt is not None:
+                    self._put_back(replaced)  # the next call finds the module as this one did
+                    raise interrupt  # noqa: B904 - it is the program's
+                # Of another PyTorch, say: then it is recorded as if nothing were known of it.
+                unknown = (
+                    str(error)
+                    if isinstance(error, Unknown)
+                    else f"its text could not be read: {type(error).__name__}: {error}"
+                )
             known = self._modules[id(namespace)] = namespace, unknown
         if not known[1]:
             self._graphs.switch_off(region)
@@ -85,12 +95,16 @@ class Regions:
     def close(self) -> None:
         """Put everything back. What others have replaced since then is left alone."""
         self._graphs.put_back()
-        while self._replaced:
+        self._put_back(0)
+        self._modules.clear()
+        self._opened.clear()
+
+    def _put_back(self, kept: int) -> None:
+        """What was replaced after the first `kept` replacements."""
+        while len(self._replaced) > kept:
             namespace, name, original, replacement = self._replaced.pop()
             if namespace.get(name) is replacement:
                 namespace[name] = original
-        self._modules.clear()
-        self._opened.clear()
 
     def _replace(self, region: Any, namespace: dict[str, Any], function: FunctionType) -> None:
         text = read_module(region.source_code, namespace, function.__code__)
@@ -144,6 +158,20 @@ class Regions:
 
 
 _DEVICES = {"_empty_strided_cuda": "cuda", "_empty_strided_xpu": "xpu"}
+
+
+def running_regions() -> list[Any]:
+    """The regions that some thread is in the middle of."""
+    graph = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
+    code = None if graph is None else inspect.unwrap(graph.__call__).__code__
+    found = []
+    for innermost in sys._current_frames().values() if code is not None else ():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is code:
+                found.append(frame.f_locals["self"])
+            frame = frame.f_back
+    return found
 
 
 def _function(region: Any) -> FunctionType:

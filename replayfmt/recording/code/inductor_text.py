@@ -28,6 +28,7 @@ _OTHERS = frozenset({"async_compile.triton"})
 # Methods of tensors that are operators, or look at metadata, those of lists, and those of events.
 _METHODS = frozenset(
     {"clone", "contiguous", "copy_", "fill_", "item", "numel", "size", "storage_offset", "stride", "unsqueeze", "zero_"}
+    | {"any", "isinf", "isnan"}
     | {"append", "clear", "extend"}
     | {"record", "synchronize"}
 )
@@ -166,7 +167,7 @@ class _Reader:
                 raise Unknown(f"line {node.lineno} of its text calls {ast.unparse(node.func)[:80]}, which is not known")
 
     def _is_known(self, callee: ast.expr, own: set[str]) -> bool:
-        if isinstance(callee, ast.Attribute) and _local(callee.value) in own:
+        if isinstance(callee, ast.Attribute) and _local(self._viewed(callee.value)) in own:
             return callee.attr in _METHODS
         path = _path(callee)
         if not path:
@@ -183,6 +184,14 @@ class _Reader:
             self.allocators.add(".".join(path))
             return len(path) == 1
         return self._is_known_value(value, holder, path)
+
+    def _viewed(self, value: ast.expr) -> ast.expr:
+        """What a view is of: `buf1` for `reinterpret_tensor(buf1, …)`; anything else itself."""
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.args:
+            called = self._namespace.get(value.func.id)
+            if called is getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None) is not None:
+                return value.args[0]
+        return value
 
     def _is_known_value(self, value: Any, holder: Any, path: list[str]) -> bool:
         if value is None:

@@ -26,7 +26,7 @@ import torch
 
 from replayfmt.pytorch.tensors.looks import layout_of, storage_of
 
-from ..code.inductor_regions import Regions
+from ..code.inductor_regions import Regions, running_regions
 from ..dispatch.kernels import CapturedKernel
 from ..frames import leave_no_frames
 from .import_watch import Watch
@@ -137,6 +137,17 @@ class Hooks:
             self._dynamo = Watch("torch._dynamo", self._force_eager)
         self._report_kept_methods()
         self._patches.install()
+        self._join_running_regions()
+
+    def _join_running_regions(self) -> None:
+        """Regions that a thread is in the middle of now: the rest of what they call is recorded, too, or this is
+        reported."""
+        for region in running_regions():
+            unknown = None if self._regions is None else self._recorder.attempt(self._regions.open, region)
+            if unknown != "":
+                name, detail = _graph_name(region, ())
+                first = f"{_RUNS_ALREADY}; {unknown}" if unknown else _RUNS_ALREADY
+                self._recorder.unsupported_throughout("compiled_region", name, f"{first}; {detail}")
 
     def _report_kept_methods(self) -> None:
         """Report methods of packages that the program has taken from them before: a call of such a method reaches the
@@ -335,6 +346,10 @@ _KERNELS = "--compiled=kernels, the default, records what its code calls"
 _KEPT = (
     "the program holds a method of this package that it took before the capture began, so calls of it cannot be seen: "
     "call the package itself"
+)
+_RUNS_ALREADY = (
+    "a thread is in the middle of it as the capture begins, so only a part of what it does from then on is seen: begin "
+    "the capture where no thread runs compiled code"
 )
 _RUNNING = ("run", "boxed_run")  # methods of packages that run them
 # How to capture the operators of a region. When a backward pass runs, it is unknown what called its forward.
