@@ -66,11 +66,19 @@ def device_kernels(reader: CaptureReader) -> tuple[list[dict[str, Any]], list[di
     rows = [
         {"kind": "device_kernel"}
         | {name: communicates[row["device"], row["stream"]] if name not in row else row[name] for name in _COLUMNS}
+        | {"occupancy_percent": _occupancy(row)}
         | {"collective": None if row["collective"] is None else {n: row["collective"].get(n) for n in _COLLECTIVE}}
         for row in found
     ]
     rows.sort(key=lambda row: (-(row["total_ns"] or 0), -row["count"], row["name"]))
     return streams, rows
+
+
+def _occupancy(row: dict[str, Any]) -> Any:
+    """The profiler's estimate, None where it failed: it says 0 then. No processor holds more than 64 warps, so that one
+    of them is more than a percent."""
+    failed = row["occupancy_percent"] == 0 and (row["warps_per_sm"] or 0) >= 1
+    return None if failed else row["occupancy_percent"]
 
 
 def _streams(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -57,6 +57,12 @@ def test_repetitions_that_differ_are_reported():
     ]
 
 
+def test_a_busy_machine_is_said_of_single_ops_too(tools, captured, monkeypatch):
+    monkeypatch.setattr(caveats.os, "getloadavg", lambda: (99.5, 0.1, 0.1))
+    ran = tools("benchmark", "--per-op", "--op-limit=1", "--benchmark-min-time=6x", captured)
+    assert "WARNING: the machine was busy: load average 99.5" in ran.out
+
+
 def test_a_run_where_the_capture_was_made_leaves_nothing_to_say(tmp_path):
     assert run_caveats(run(), here(), [CPU], tmp_path) == []
 

@@ -102,6 +102,23 @@ def test_each_distinct_kernel_has_a_row_with_what_the_trace_says_of_it(imported:
     assert (untimed["untimed"], untimed["total_ns"], untimed["min_ns"]) == (1, None, None)
 
 
+def test_an_occupancy_that_the_profiler_failed_to_estimate_is_null_and_a_small_one_is_not(
+    imported: Import, tools: Tools
+) -> None:
+    said = {"wide": (0, 14.5), "narrow": (0, 0.06), "not counted": (0, None)}
+    events = [
+        kernel(
+            number, 100 + 10 * number, 5, name, **{**ABOUT, "est. achieved occupancy %": share, "warps per SM": warps}
+        )
+        for number, (name, (share, warps)) in enumerate(said.items(), start=1)
+    ]
+    launches = [launch(number, 10 + number) for number in range(1, 4)]
+    path = imported([op("aten::mm", 10, 10, MM), *launches, *events]).reader.path
+    done = tools("dump", "--device-kernels", "--format=jsonl", path)
+    rows = {row["name"]: row["occupancy_percent"] for row in map(json.loads, done.out.splitlines()) if "name" in row}
+    assert rows == {"wide": None, "narrow": 0, "not counted": 0}
+
+
 def test_streams_that_communicate_are_told_apart(imported: Import, tools: Tools) -> None:
     streams = [row for row in table(imported, tools) if row["kind"] == "device_stream"]
     assert [(row["stream"], row["count"], row["total_ns"], row["communication"]) for row in streams] == [

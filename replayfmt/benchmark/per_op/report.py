@@ -15,6 +15,7 @@ from replayfmt.replay.plan import Plan
 
 from ..gpu_state import gpu_caveats
 from ..meters.meter import NotMeasured, Quantity
+from ..reports.caveats import busy_machine
 from ..reports.rows import Report, further_fields, plan_context, statistics_fields, unmeasurable_fields
 from ..reports.units import call_count, duration
 from .results import MeasuredOp, PerOpRun
@@ -70,7 +71,7 @@ def make_op_report(
         "rows_not_shown": len(measured) - len(shown),
         "estimated_us_not_shown": sum(row.estimated_ns or 0.0 for row in measured[len(shown) :]) / 1e3,
         "complete": run.complete,
-        "warnings": [*_warnings(run, shown, total or 0.0), *gpu_caveats(run.gpus)],
+        "warnings": [*_warnings(run, shown, total or 0.0), *busy_machine(), *gpu_caveats(run.gpus)],
     }
     reported = [
         _row(row, index, total or 0.0, group_by) | row_work(row, group_by is None, peaks, context["torch_num_threads"])

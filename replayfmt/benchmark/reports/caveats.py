@@ -86,15 +86,22 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
         found.append("CPU frequency scaling is on, which makes real times noisy: set the performance governor")
     if torch.version.debug:
         found.append("this torch is a debug build: its times mean little")
-    load, processors = os.getloadavg()[0], os.cpu_count()
-    if processors and load > processors:
-        found.append(f"the machine was busy: load average {load:.1f} with {processors} processors")
+    found += busy_machine()
+    processors = os.cpu_count()
     threads = reader.session.settings.get("num_threads")
     if processors and isinstance(threads, int) and threads > processors:
         found.append(f"the capture's {threads} threads share {processors} processors here")
     if not reader.complete:
         found.append(f"the capture is incomplete: {reader.incomplete_reason}")
     return [*found, *gpu_caveats(run.gpus), *_differences(reader, devices)]
+
+
+def busy_machine() -> list[str]:
+    """That more wanted to run here than there are processors, in the last minute."""
+    load, processors = os.getloadavg()[0], os.cpu_count()
+    if not processors or load <= processors:
+        return []
+    return [f"the machine was busy: load average {load:.1f} with {processors} processors"]
 
 
 def _differences(reader: CaptureReader, devices: list[torch.device]) -> list[str]:
