@@ -30,7 +30,7 @@ import torch
 _COMPILERS = ("c++", "g++", "clang++")
 # Without contraction, a product is rounded before it is added, as in NumPy. PyTorch's headers check themselves unless
 # NDEBUG is defined, as it is in PyTorch itself.
-_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-plt", "-DNDEBUG")
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-plt", "-DNDEBUG")
 _WITH_PYTHON = ("recorder.cpp",)  # sources that need the interpreter's headers, and all headers beside this module
 _PATIENCE_S = 600
 _TORCH = Path(torch.__file__).parent

@@ -136,6 +136,9 @@ class Session {
   Storage* storage_of(const c10::StorageImpl* impl) const { return storages.find(impl); }
   Storage& add(c10::StorageImpl* impl, int64_t id, int64_t bytes, bool adopted, bool new_views) {
     born++;
+    if (!adopted) {
+      young_.push_back(impl);
+    }
     return storages.add(impl, weak(impl), id, bytes, adopted, new_views);
   }
 
@@ -266,17 +269,23 @@ class Session {
     std::vector<int64_t> ids;
     born = 0;
     std::erase_if(marked_, [](const auto& each) { return each.second.expired(); });
-    std::vector<const void*> gone;
-    storages.each([&](const void* address, const Storage& storage) {
-      if (storage.impl.expired()) {
-        gone.push_back(address);
-        if (!storage.adopted) {
-          ids.push_back(storage.id);
-        }
+    const auto forget_dead = [&](const void* address) {
+      const Storage* storage = storages.find(address);
+      if (storage && !storage->impl.expired()) {
+        return false;
       }
-    });
-    for (const void* address : gone) {
+      if (storage && !storage->adopted) {
+        ids.push_back(storage->id);
+      }
       storages.erase(address);
+      return true;
+    };
+    std::erase_if(young_, forget_dead);
+    if (storages.size() >= enough_) {  // Python tells of the others: they are only in the way
+      std::vector<const void*> all;
+      storages.each([&all](const void* address, const Storage&) { all.push_back(address); });
+      std::for_each(all.begin(), all.end(), forget_dead);
+      enough_ = std::max<size_t>(256, 2 * storages.size());
     }
     std::sort(ids.begin(), ids.end());
     return ids;
@@ -318,6 +327,7 @@ class Session {
     hot.store(false);
     drawn.reset();
     storages.clear();
+    young_.clear();
     recent_metas_ = {};
     metas.clear();
     metas_by_id.clear();
@@ -327,6 +337,8 @@ class Session {
  private:
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_;
+  std::vector<const void*> young_;  // addresses of the storages that were born here, and of some that are gone
+  size_t enough_ = 256;             // with so many storages, all are looked at
   std::array<const Metas::value_type*, 64> recent_metas_{};  // found last, by what is seen of them at a glance
 
   static WeakStorage weak(c10::StorageImpl* impl) {
