@@ -73,11 +73,16 @@ class PairedRow:
     reason: str = ""
 
     def fails(self, above: float) -> str:
-        """Why the row fails a gate that allows it to be slower by the share `above`; empty if it passes. What cannot be
-        judged fails: a gate that sees nothing must not be open."""
-        if self.verdict in ("too noisy to tell", "not known"):
+        """Why the row fails a gate that allows it to be slower by the share `above`; empty if it passes. What is not
+        known fails, and so does what is too noisy to tell where it looks slower by more: a gate that sees nothing must
+        not be open."""
+        if self.ratio is None:
             return f"cannot be judged: {self.reason}"
-        if self.verdict == "slower" and self.ratio is not None and self.ratio > 1 + above:
+        if self.ratio <= 1 + above:
+            return ""
+        if self.verdict == "too noisy to tell":
+            return f"cannot be judged, and looks slower ({self.ratio:.3f} x): {self.reason}"
+        if self.verdict == "slower":
             return f"{self.ratio:.3f} x the baseline's time, more than {1 + above:.4g} x"
         return ""
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from replayfmt.format.printable import printable
 from replayfmt.replay.plan import Plan
 
 from ..gpu_state import gpu_caveats
@@ -26,6 +27,8 @@ from .rows import WIDE, GroupBy, OpRow, make_rows
 _MUCH_SLOWER = 5
 # Rows below this share of the total are not worth a warning.
 _SMALL = 0.01
+# A signature may be longer than a sentence; the rows have all of it.
+_LONGEST_LABEL = 100
 # Reasons in a warning; the rows have all of them.
 _REASONS = 3
 
@@ -168,7 +171,7 @@ def _times_slower(run: PerOpRun) -> float | None:
 
 
 def _count(rows: list[OpRow]) -> str:
-    return f"{rows[0].label}" + (f" and {len(rows) - 1} more rows" if len(rows) > 1 else "")
+    return printable(rows[0].label, _LONGEST_LABEL) + (f" and {len(rows) - 1} more rows" if len(rows) > 1 else "")
 
 
 def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> dict[str, Any]:
