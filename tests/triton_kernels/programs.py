@@ -419,9 +419,17 @@ def names_that_launches_have():
     return x
 
 
-@triton.jit
-def named_kernel(x, *, value, BLOCK: tl.constexpr = 4):
-    tl.store(x + tl.arange(0, BLOCK), value)
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+
+    @triton.jit
+    def named_kernel(x, *, value, BLOCK: tl.constexpr = 4):
+        tl.store(x + tl.arange(0, BLOCK), value)
+
+else:  # which have no parameters that are given by name alone
+
+    @triton.jit
+    def named_kernel(x, value, BLOCK: tl.constexpr = 4):
+        tl.store(x + tl.arange(0, BLOCK), value)
 
 
 @program

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from triton.backends.nvidia.driver import CudaLauncher
 
 from tests.triton_kernels.programs import applied_kernel, double_kernel
 
@@ -65,4 +66,15 @@ hooked_kernel.add_pre_run_hook(lambda x, *args, **kwargs: x.add_(1))
 def hooks():
     x = torch.ones(4)
     hooked_kernel[(1,)](x, 4, BLOCK=4)
+    return x
+
+
+CudaLauncher.__call__ = lambda _launcher, *launch: launch[9].mul_(2)  # the real one asks for a device
+
+
+@refused
+def the_launcher_of_a_compiled_kernel():
+    x = torch.ones(4)
+    launcher = CudaLauncher.__new__(CudaLauncher)  # as `compiled.run` gives one
+    launcher(1, 1, 1, 0, object(), (), None, None, None, x, 4)
     return x

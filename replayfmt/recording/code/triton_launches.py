@@ -13,28 +13,25 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from replayfmt.format.codes import KernelKind
 from replayfmt.pytorch.inductor.triton_tuners import NotTold, TunedLaunch, choose, launch_of
-from replayfmt.pytorch.tensors.looks import storage_of
 from replayfmt.pytorch.triton.accesses import accesses_of
 from replayfmt.pytorch.triton.forms import LaunchForm, NotRepresentable
 from replayfmt.pytorch.triton.functions import NotStandalone, is_callable_of_triton, kernel_name
 from replayfmt.pytorch.triton.kernels import INDUCTOR, INTERPRETER, KernelCode
-from replayfmt.pytorch.triton.sources import StandaloneSource
 
 from ..dispatch.handles import is_address
 from ..dispatch.mode import RecordingMode
 from ..frames import leave_no_frames
 from ..hooks.patches import Patch, Patched, PatchSet
-from ..storages.trackers import GENERATED
 from ..stream.records import Unrepresentable
-from .kernels import Attached, CodeKernel
+from .kernels import CodeKernel
+from .triton_code import TritonCode
 from .triton_known import KnownKernel, KnownKernels
 
 _T = TypeVar("_T")
@@ -64,53 +61,6 @@ class _Described(NamedTuple):
     known: KnownKernel
     bound: Mapping[str, Any]
     options: Mapping[str, Any]
-
-
-class TritonCode(CodeKernel):
-    """A Triton kernel. Of a tensor that a launch does not read, such as a stand-in for one that it does without, no
-    content is needed. The values of its constexprs decide what a launch reads. `generated`: Inductor wrote it, which
-    has all of what it allocates written before it is read."""
-
-    __slots__ = ("_code", "_constexprs", "_found", "_generated", "_reads_with", "_source", "assumed")
-
-    def __init__(
-        self, code: KernelCode, call: Callable[..., Any], source: StandaloneSource, *, generated: bool = False
-    ) -> None:
-        super().__init__(KernelKind.triton, code.schema, call, [Attached(*each) for each in code.attached])
-        self._code, self._source, self._generated, form = code, source, generated, code.form
-        self.assumed = tuple(sorted(self.indices[name] for name in code.assumed))
-        forms = [(name, form.parameters[name]) for name in form.constexprs]
-        self._constexprs = [(name, argument) for name, argument in forms if isinstance(argument, str)]
-        self._reads_with: dict[str, frozenset[str] | None] = {}  # by the values of its constexprs
-        self._found: dict[frozenset[str], TritonCode] = {}  # by what a launch changed
-
-    def found_to_change(self, changed: Iterable[int]) -> TritonCode:
-        names = frozenset(self.arguments[index].name for index in changed)
-        if names not in self._found:
-            code = self._code.found_to_change(names)
-            self._found[names] = TritonCode(code, self.call, self._source, generated=self._generated)
-        return self._found[names]
-
-    def reads(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        argument = self.arguments[index]
-        if self._generated:
-            given: dict[str, Any] = kwargs
-            storage = storage_of(given[argument.name])
-            written = [storage_of(given[self.arguments[each].name])._cdata for each in self.writes]
-            if hasattr(storage, GENERATED) and storage._cdata in written:
-                return False
-        # What it does not write of a tensor has to be what it was.
-        if argument.written:
-            return True
-        read = self._code.read if self._code.read is not None else self._read_with(kwargs)
-        return read is None or self._code.form.owner[argument.name] in read
-
-    def _read_with(self, kwargs: dict[str, object]) -> frozenset[str] | None:
-        constants = {name: kwargs[argument] for name, argument in self._constexprs}
-        key = repr(constants)
-        if key not in self._reads_with:
-            self._reads_with[key] = accesses_of(self._source, constants).read
-        return self._reads_with[key]
 
 
 class RecorderForLaunches(Protocol):
@@ -196,6 +146,22 @@ class TritonLaunches(Patched):
             return run
 
         return bound
+
+    def call_launcher(self, original: _Function) -> _Function:
+        """Of Triton's launcher of a compiled kernel. A program that calls it passes all of the above by."""
+
+        @functools.wraps(original)
+        def call(launcher: Any, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                if self._recorder.attempt(self._recorder.mode_here) is None:
+                    return original(launcher, *args, **kwargs)
+                run = functools.partial(original, launcher, *args, **kwargs)
+                return self._unrecorded(launcher, "its launcher was called, which knows no source", run, (args, kwargs))
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+
+        return call
 
     def tune(self, original: _Function) -> _Function:
         """Of an autotuner: the configuration that it chose is that of the launch inside."""
@@ -422,6 +388,8 @@ def table(launches: TritonLaunches) -> list[Patch]:
         Patch("triton.runtime.jit", "JITFunction.run", launches.launch, REASON, vital=True),
         Patch("triton.runtime.interpreter", "InterpretedFunction.run", launches.launch, REASON, vital=True),
         Patch("triton.compiler.compiler", "CompiledKernel.__getitem__", launches.bind, REASON),
+        Patch("triton.backends.nvidia.driver", "CudaLauncher.__call__", launches.call_launcher, REASON),
+        Patch("triton.backends.amd.driver", "HIPLauncher.__call__", launches.call_launcher, REASON),
         Patch("triton.runtime.autotuner", "Autotuner.run", launches.tune, REASON, vital=True),
         Patch("triton.runtime.autotuner", "Autotuner._bench", launches.trial, REASON, vital=True),
         Patch(_HEURISTICS, "CachingAutotuner.run", launches.launch_of_inductor, REASON, vital=True),
