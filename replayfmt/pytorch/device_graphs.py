@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .accelerators import default_generator, is_accelerator
+from .accelerators import default_generator, device_module, is_accelerator
 
 
 class NoGraphs(Exception):
@@ -27,6 +27,16 @@ def new_graph(device: torch.device) -> Any:
     except (AttributeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise NoGraphs(f"{device.type} has no graphs ({reason})") from None
+
+
+def is_being_captured(kind: str) -> bool:
+    """Whether the current stream of accelerators of a kind is being captured into a graph, as far as PyTorch's module
+    for them tells."""
+    stream = torch._C._accelerator_getStream(torch._C._accelerator_getDeviceIndex())
+    if not stream.stream_id:  # no default stream can be
+        return False
+    tells = getattr(device_module(kind), "is_current_stream_capturing", None)
+    return tells is not None and bool(tells())
 
 
 def captured(device: torch.device, issue: Callable[[], None]) -> Any:

@@ -42,7 +42,7 @@ from .custom_operators.insides import Insides
 from .dispatch.call import OpCall
 from .dispatch.calls import CallRecorder, PassedThrough
 from .dispatch.handles import Handles
-from .dispatch.kernels import CapturedKernel, tensors_in
+from .dispatch.kernels import CapturedKernel, devices_of, tensors_in
 from .dispatch.wrappers import plain_parts
 from .hooks.undispatched import hook_policies
 from .interrupts import is_interrupt
@@ -66,6 +66,10 @@ from .stream.tensor_metas import TensorMetas
 _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 _BEHIND = 4  # frames' worth of records that may wait for the flusher
+_IN_UNSEEN_CAPTURE = (
+    "it was issued while its device captured a graph, and the recorder did not see that begin: C++ code or another "
+    "library began it"
+)
 _INEXACT = (
     "a dispatch mode recorded: casts under CPU autocast, composites in inference mode and a few gradients (prod, "
     "cumprod, min, max, median) may differ from those of a run without a capture, see docs/exactness.md"
@@ -245,13 +249,16 @@ class Core:
         self.storages.adopt_all()
         for unseen in self.thread_watch.collect():
             self.records.unsupported("unseen_thread", unseen.first, unseen.sentence())
-        if self.options.digests == "live" and not self.graph_captures:
+        if self.options.digests == "live" and not self.graph_captures and not self._in_unseen_capture():
             self.digests.sweep()
 
     def wait_for_devices(self) -> None:
         """What the recorder is about to read may be written by any stream. This wait is its own: it has no record."""
-        if not self.graph_captures:
+        if not self.graph_captures and not self._in_unseen_capture():
             synchronize()
+
+    def _in_unseen_capture(self) -> bool:
+        return self.streams is not None and self.streams.in_unseen_capture()
 
     def finish(self) -> None:
         """Write the remaining records and complete the file. Raises CaptureFailed."""
@@ -334,6 +341,8 @@ class Core:
         with self.lock:
             if not self.on:  # another thread may have ended the capture since this call began
                 return None
+            if self._in_unseen_capture() and devices_of(followed_kind(), args, kwargs):
+                return Unrepresentable("cuda_graph", _IN_UNSEEN_CAPTURE)
             try:
                 return self.calls.before(kernel, args, kwargs, drawn, autocast)
             except Unrepresentable as problem:
@@ -343,7 +352,7 @@ class Core:
     def met(self, tensors: list[torch.Tensor]) -> None:
         """An op is about to use these tensors: the storages among theirs that the capture does not know enter it."""
         with self.lock:
-            if self.on:
+            if self.on and not self._in_unseen_capture():
                 with suppress(Unrepresentable):  # the complete path tells it, if the op takes it
                     for tensor in tensors:
                         self.calls.introduce(tensor)

@@ -185,6 +185,50 @@ def test_a_scope_may_end_while_a_graph_is_captured_and_its_digests_come_later(tm
     assert "2 digests" in replays_bitwise(path)[1]
 
 
+base = torch._C._acceleratorGraph  # type: ignore[attr-defined]
+begin_in_cpp = base.capture_begin  # which no recorder has seen
+
+
+def test_a_graph_of_the_base_class_is_one_as_any(tmp_path: Path) -> None:
+    path, x = tmp_path / "a.opreplay", torch.arange(4.0).to(DEVICE)
+    with replayfmt.capture(path):
+        graph = base(False)
+        torch.accelerator.synchronize()
+        with torch.Stream(DEVICE):
+            graph.capture_begin(None)
+            y = x * 2
+            graph.capture_end()
+        graph.replay()
+        assert y.tolist() == [0, 2, 4, 6]
+    assert len(graphs_in(path)) == 1 and not open_capture(path).summary.unsupported
+    assert body_of(path) == ["aten::mul.Tensor"]
+    replays_bitwise(path)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_issued_to_a_graph_whose_beginning_was_not_seen_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """The program does as ever: nothing waits for the device or reads its memory meanwhile."""
+    monkeypatch.setattr(streams, "tells_of_memory", lambda _kind: late)
+    path, x = tmp_path / "a.opreplay", torch.arange(4.0).to(DEVICE)
+    with replayfmt.capture(path):
+        graph = base(False)
+        torch.accelerator.synchronize()
+        with torch.Stream(DEVICE):
+            begin_in_cpp(graph, None, "default")
+            with replayfmt.scope("inside"):
+                y = x * 2 + torch.ones(2).sum()
+                z = torch.zeros(4, device=DEVICE)
+            graph.capture_end()
+        graph.replay()
+        assert y.tolist() == [2, 4, 6, 8] and not z.any()
+    with open_capture(path) as reader:
+        assert reader.complete and reader.summary.unsupported["cuda_graph"] == 4  # the replay, too
+        assert "aten::ones" in calls(path)
+    assert "the recorder did not see that begin" in refused_because(path)
+
+
 class _WithBranches(torch.accelerator.Graph):
     """What `torch.cuda.CUDAGraph` has for conditional nodes: a part is captured on a stream of its own."""
 

@@ -1255,6 +1255,7 @@ PYBIND11_MODULE(simulated_accelerator, module) {
     }
   });
   module.def("is_capturing", [] { return capturing != nullptr; });
+  module.def("is_current_stream_capturing", [] { return captures_here(current_device); });
   // Work of a kernel that is written in Python, into the graph that is being captured: `run` is called at each replay, and
   // `used` are the tensors that it works on (with `same_address`, so that the graph keeps none of their memory).
   module.def("add_work", [](const py::function& run, const std::vector<at::Tensor>& used) {

@@ -275,3 +275,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []
+
+
+def devices_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
+    """The accelerators of a kind that an op works on."""
+    found = {tensor.device for tensor in tensors_in((*args, *kwargs.values())) if tensor.device.type == kind}
+    given = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+    if given is not None and given.type == kind:
+        here = torch.accelerator.current_device_index() if given.index is None else given.index
+        found.add(torch.device(given.type, here))
+    return found

@@ -97,7 +97,7 @@ class Graphs(Patched):
         self._known: weakref.WeakKeyDictionary[Any, _KnownGraph] = weakref.WeakKeyDictionary()
         self._begun: dict[int, _GraphBegun] = {}  # by the identity of the graph
         self._numbers = iter(range(1, 1 << 62))
-        self._now = threading.local()  # `replay`: what the kernel's call does
+        self._now = threading.local()  # `replay`: what the kernel's call does; `begins`: whether a capture begins
         self._patches = PatchSet(table(self), self._report_missing)
 
     def remove(self) -> None:
@@ -121,10 +121,16 @@ class Graphs(Patched):
 
         @functools.wraps(original)
         def capture_begin(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._now, "begins", False):  # a class calls that of its base
+                return original(graph, *args, **kwargs)
             mode = self._recorder.attempt(self._recorder.mode_here)
             if mode is not None:
                 self._recorder.attempt(self._follow_streams, mode)
-            result = original(graph, *args, **kwargs)
+            self._now.begins = True
+            try:
+                result = original(graph, *args, **kwargs)
+            finally:
+                self._now.begins = False
             if mode is not None:
                 self._recorder.attempt(self._begin, graph, mode)
             return result
@@ -363,11 +369,14 @@ def _lying_in(ranges: list[tuple[int, int]], memory: list[UsedMemory]) -> list[U
 
 def table(graphs: Graphs) -> list[Patch]:
     """Every hook, for one capture."""
-    classes = (
+    classes = [
         ("torch.cuda.graphs", "CUDAGraph"),
         ("torch.xpu.graphs", "XPUGraph"),
         ("torch.accelerator.graphs", "Graph"),
-    )
+    ]
+    # Their bases, which a program may use without them, where this build has more than a name of them.
+    bases = ("_CUDAGraph", "_XPUGraph", "_acceleratorGraph")
+    classes += [("torch._C", name) for name in bases if hasattr(getattr(torch._C, name, None), "capture_begin")]
     found = [
         Patch(module, f"{name}.{method}", make, REASON, vital=method == "replay")
         for module, name in classes

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import Core
 from ..dispatch.call import OpCall
-from ..dispatch.kernels import CapturedKernel, tensors_in
+from ..dispatch.kernels import CapturedKernel, devices_of
 from ..dispatch.mode import RecordingMode
 from ..stream.records import Unrepresentable
 from .body import GraphBody
@@ -38,7 +38,7 @@ class GraphMode(RecordingMode):
         self.unrecorded = UnrecordedWork(device.type)
 
     def record(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        devices = self._devices(args, kwargs)
+        devices = devices_of(self._kind, args, kwargs)
         if not devices:
             return super().record(kernel, args, kwargs) if self.core.on else kernel.call(*args, **kwargs)
         if self.core.attempt(self.streams.takes, devices) is False:
@@ -57,15 +57,6 @@ class GraphMode(RecordingMode):
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.record(kernel, args, kwargs)
-
-    def _devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
-        """The accelerators that an op works on; none for an op of the host."""
-        found = {tensor.device for tensor in tensors_in((*args, *kwargs.values())) if tensor.device.type == self._kind}
-        given = None if kwargs.get("device") is None else torch.device(kwargs["device"])
-        if given is not None and given.type == self._kind:
-            here = torch.accelerator.current_device_index() if given.index is None else given.index
-            found.add(torch.device(given.type, here))
-        return found
 
     def look(self) -> None:
         """Whether anything else than ops was issued to the graph. To be called while it is captured."""
@@ -90,7 +81,7 @@ class GraphMode(RecordingMode):
     def _run_unsupported(
         self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Unrepresentable
     ) -> Any:
-        if self._devices(args, kwargs):
+        if devices_of(self._kind, args, kwargs):
             self.body.unkept(f"{kernel.name}: {problem.detail}")
             return kernel.call(*args, **kwargs)
         return super()._run_unsupported(kernel, args, kwargs, problem)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from replayfmt.format.model import StreamPlacement
+from replayfmt.pytorch.device_graphs import is_being_captured
 from replayfmt.pytorch.streams import Callbacks, GpuTrace, current_streams, followed_kind, handle_of, tells_of_memory
 
 from ..hooks.stream_queries import StreamQueries, builtin_types_are_seen
@@ -93,7 +94,7 @@ class Streams:
         if not self._indices:
             return 0
         streams = current_streams(self._indices)
-        if not streams:
+        if not streams or self.in_unseen_capture():
             return 0
         self.follow()
         key = tuple(
@@ -106,6 +107,11 @@ class Streams:
             with self._buffer.lock:
                 known = self._placements[key] = self._buffer.writer.placement(StreamPlacement(key))
         return known
+
+    def in_unseen_capture(self) -> bool:
+        """Whether the calling thread's current stream is being captured into a graph whose beginning was not seen: by
+        C++ code, or with the driver's own calls."""
+        return not self.graphs and is_being_captured(self.kind)
 
     def follow(self) -> None:
         """Work on other streams than the default ones follows. The host may wait for devices here."""
