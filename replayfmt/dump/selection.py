@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 
 from replayfmt.errors import UsageError
+from replayfmt.format.graphs import only_inside
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
 from .values import Made
@@ -131,12 +133,15 @@ def selected_kernels(reader: CaptureReader, selection: Selection) -> set[int] | 
             number for number, kernel in enumerate(reader.kernels) if kernel is not None and kernel.fits(pattern)
         }
         if not fitting:
-            raise UsageError(
-                f"--kernel={pattern}: {reader.path} has no op of that name; opreplay-dump --signatures "
-                "lists what it has"
-            )
+            raise _matches_nothing(reader, pattern)
         found |= fitting
     return found
+
+
+def _matches_nothing(reader: CaptureReader, pattern: str) -> UsageError:
+    inside = only_inside(reader, lambda name: fnmatchcase(name, pattern))
+    hint = inside or "opreplay-dump --signatures lists what it has"
+    return UsageError(f"--kernel={pattern}: {reader.path} has no op of that name; {hint}")
 
 
 def selects_nothing(reader: CaptureReader, selection: Selection) -> UsageError:

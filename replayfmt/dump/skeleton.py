@@ -18,6 +18,7 @@ from os.path import basename
 
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import KernelKind
+from replayfmt.format.graphs import only_inside
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_names import name_problem
 from replayfmt.format.operator_schema import OperatorSchema, SchemaArgument, SchemaType, parse_operator_schema
@@ -103,10 +104,9 @@ def _kernel_id(reader: CaptureReader, which: int | str, flag: str) -> int:
             ),
             3,
         )
-        raise UsageError(
-            f"{flag}: {reader.path} calls no operator of that name; "
-            + (f"did you mean {' or '.join(close)}?" if close else "opreplay-dump --signatures lists what it calls")
-        )
+        hint = f"did you mean {' or '.join(close)}?" if close else "opreplay-dump --signatures lists what it calls"
+        inside = only_inside(reader, lambda name: name == which)
+        raise UsageError(f"{flag}: {reader.path} calls no operator of that name; {inside or hint}")
     if len(found) > 1:
         raise UsageError(
             f"{flag}: {reader.path} calls {len(found)} overloads of it; name one of {', '.join(sorted(found))}"

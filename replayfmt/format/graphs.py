@@ -12,18 +12,19 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from replayfmt.errors import InvalidCapture, OpReplayError
 
-from .attachments import BODY, METADATA
+from .attachments import BODY, METADATA, contents_of
 from .codes import KernelKind, RecordKind
 from .reader import CaptureReader, open_capture
 
 BODY_SESSION = "00000000-0000-0000-0000-000000000000"  # a body has no session of its own, and the same ops one form
 VERSION = 1
+_SHOWN = 4
 _IN_BODIES = (RecordKind.op, RecordKind.event_record, RecordKind.event_wait)
 _ARGUMENT = re.compile(r"s([1-9][0-9]{0,17})(?:_[0-9]{1,9})?")
 
@@ -91,6 +92,34 @@ def body_metadata(reader: CaptureReader, device: str, streams: int, draws: bool,
         "ops": sum(calls.values()),
         "kernels": dict(sorted(calls.items())),
     }
+
+
+def only_inside(reader: CaptureReader, fits: Callable[[str], bool]) -> str:
+    """A hint at the bodies whose kernels a selection means, for one that matches nothing else: "" if it means none.
+    `fits` judges names, without and with overload."""
+    found: dict[str, list[str]] = {}
+    for kernel in reader.kernels:
+        if kernel is None or kernel.kind is not KernelKind.graph:
+            continue
+        try:
+            inside = parse_body_metadata(contents_of(reader, kernel)).get("kernels")
+        except (InvalidCapture, ValueError):
+            continue
+        for name in inside if isinstance(inside, dict) else ():
+            if fits(name.rpartition(".")[0]) or fits(name):
+                bodies = (str(number) for number in kernel.attachments if reader.attachments[number].role == BODY)
+                found.setdefault(
+                    f"{kernel.name} (its body: opreplay-dump --attachment={', '.join(bodies)})", []
+                ).append(name)
+    if not found:
+        return ""
+    names = sorted({name for inside in found.values() for name in inside})
+    return f"{_some(names)} {'is' if len(names) == 1 else 'are'} called only inside of {_some(list(found))}"
+
+
+def _some(items: list[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more
 
 
 def parse_body_metadata(contents: Mapping[str, bytes]) -> dict[str, Any]:

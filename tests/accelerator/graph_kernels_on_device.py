@@ -156,6 +156,25 @@ def test_the_body_is_a_capture_that_the_tools_open(tmp_path: Path, tools: Tools)
     assert done.code == 0 and "triton::scale_kernel" in done.out, done.err
 
 
+def test_selections_of_what_graphs_alone_call_say_where_it_is(tmp_path: Path, tools: Tools) -> None:  # noqa: F811
+    path, given = captured(tmp_path / "a.opreplay"), tmp_path / "given.py"
+    given.write_text("def scale_kernel(): pass\n")
+    reader = open_capture(path)
+    (kernel,) = graphs_in(path)
+    number = next(n for n in kernel.attachments if reader.attachments[n].role == BODY)  # type: ignore[union-attr]
+    where = f" called only inside of graph::captured_1 (its body: opreplay-dump --attachment={number})"
+    for arguments in (
+        ("dump", "--kernel=triton::scale*"),
+        ("dump", "--kernel-skeleton=triton::scale_kernel"),
+        ("trim", "--kernel=triton::scale_kernel", f"--script={tmp_path / 'script.py'}"),
+        ("run", f"--replay-kernel-substitution=all={given}", "--device=cpu", "--allow-code"),
+        ("benchmark", "--per-op", "--op-filter=triton::scale_kernel", "--device=cpu", "--allow-code"),
+    ):
+        done = tools(*arguments, path)
+        assert done.code == 2 and where in done.err, (arguments, done.err)
+    assert where not in tools("dump", "--kernel=triton::another", path).err
+
+
 def test_without_sources_a_body_with_one_is_left_out_and_a_replay_says_so(tmp_path: Path) -> None:
     path = captured(tmp_path / "a.opreplay", sources=False)
     with pytest.raises(ReplayRefused) as refused, Plan(path, ["cpu"], allow_code=True):

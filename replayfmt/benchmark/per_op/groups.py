@@ -13,6 +13,7 @@ from typing import Literal
 
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.graphs import only_inside
 from replayfmt.format.model import Kernel, Record
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.text import signature_of
@@ -151,6 +152,10 @@ def choose(
     if not groups:
         raise UsageError(f"there is no op {within}")
     if not matched:
-        raise UsageError(f"--op-filter={pattern}: no op {within if scopes else f'of {within}'} has such a name")
+        in_bodies = only_inside(reader, lambda name: fnmatchcase(name, str(pattern)))
+        raise UsageError(
+            f"--op-filter={pattern}: no op {within if scopes else f'of {within}'} has such a name"
+            + (f"; {in_bodies}" if in_bodies else "")
+        )
     device_ns = unsupported_device_ns + sum(group.device_ns for group in groups.values())
     return Chosen(list(taken.values()), by_ordinal, len(seen), matched, len(by_ordinal) == ops, unsupported, device_ns)

@@ -17,6 +17,7 @@ import torch
 from replayfmt.errors import UsageError
 from replayfmt.format.arguments import items_of
 from replayfmt.format.codes import OpStatus, RecordKind
+from replayfmt.format.graphs import only_inside
 from replayfmt.format.model import Kernel, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signatures.groups import Key, KeyedOps, SignatureIndex
@@ -260,9 +261,12 @@ class Substitutions:
         found = [(number, library.offer(self._kernel(number))) for number in sorted(self._called)]
         chosen = [(number, replacement) for number, replacement in found if replacement is not None]
         if not chosen:
+            exported = library.exported()
+            inside = only_inside(self._reader, lambda name: name.rpartition("::")[2] in exported)
             raise UsageError(
                 f"{request.told}: {request.path} has no function with the name of an operator that "
-                f"{self._reader.path} calls; it has {', '.join(library.exported()) or 'no functions'}"
+                f"{self._reader.path} calls; it has {', '.join(exported) or 'no functions'}"
+                + (f"; {inside}" if inside else "")
             )
         return chosen
 
