@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,22 @@ def written_inputs() -> Program:
 
     f, x, total = torch.compile(work), torch.randn(8, 16), torch.ones(8, 16)
     return lambda: (out := torch.empty(8, 16), f(x, total, out))
+
+
+@program
+def written_through_an_array_between() -> Program:
+    f = torch.compile(lambda x: x.sin() + 1)
+    array = np.ones((8, 16), np.float32)
+
+    def program() -> list[Tensor]:
+        x = torch.from_numpy(array)
+        first = f(x)
+        array[0] = 5
+        second = f(x)
+        second.numpy()[1] = 7
+        return [first, second, f(second)]
+
+    return program
 
 
 @program

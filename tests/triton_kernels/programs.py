@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +18,8 @@ from tests.triton_kernels.helpers import scaled
 PROGRAMS: dict[str, Callable[[], object]] = {}
 SCALE = tl.constexpr(5)  # another one than the helpers'
 ENDING = 2.5
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+YES, NO = (True, False) if VERSION >= (3, 8) else (1, 0)  # the interpreter before takes no bool
 
 
 def program(function: Callable[[], object]) -> Callable[[], object]:
@@ -388,8 +391,8 @@ def tuples_kernel(sources, outs, bias, flag, n, BLOCK: tl.constexpr, SHIFTS: tl.
 def tuples_and_none():
     a, b, bias = torch.randn(7), torch.randn(7), torch.randn(7)
     outs = torch.zeros(7), torch.zeros(7)
-    tuples_kernel[(1,)](Pair(a, b), outs, None, True, 7, BLOCK=8, SHIFTS=(1, 2))
-    tuples_kernel[(1,)](Pair(a, b), outs, bias, False, 7, BLOCK=8, SHIFTS=(1, 2))
+    tuples_kernel[(1,)](Pair(a, b), outs, None, YES, 7, BLOCK=8, SHIFTS=(1, 2))
+    tuples_kernel[(1,)](Pair(a, b), outs, bias, NO, 7, BLOCK=8, SHIFTS=(1, 2))
     return outs
 
 
@@ -419,7 +422,7 @@ def names_that_launches_have():
     return x
 
 
-if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+if VERSION >= (3, 9):
 
     @triton.jit
     def named_kernel(x, *, value, BLOCK: tl.constexpr = 4):
@@ -438,6 +441,18 @@ def given_by_name_alone():
     named_kernel[(1,)](x=x, value=2.0)
     named_kernel[(1,)](x[4:], value=3.0)
     return x
+
+
+@program
+def written_through_an_array_between():
+    array = np.ones(6, np.float32)
+    x, out = torch.from_numpy(array), torch.empty(8)
+    double_kernel[(2,)](x, 6, BLOCK=4)
+    array[0] = 5
+    softmax_kernel[(1,)](out, x, 0, 0, 6, BLOCK=8, num_warps=4)
+    out.numpy()[6:] = 7  # what the launch left as nobody wrote it
+    double_kernel[(2,)](out, 8, BLOCK=4)
+    return out.clone()
 
 
 @triton.jit

@@ -16,6 +16,11 @@ STAGES = {"source", "metadata", "ttir", "ttgir", "llir", "ptx", "cubin"}
 DOUBLED, AS_IT_WAS = [2.0] * 8, [1.0] * 8
 
 
+def skip_where_no_launch_is_shortened() -> None:
+    if not pytest.importorskip("triton").__version__.startswith("3.9."):
+        pytest.skip("launches like earlier ones are shortened for Triton 3.9 alone")
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     skip_unless_triton_compiles()
@@ -109,6 +114,7 @@ def test_what_a_binary_is_not_for_is_refused_before_the_launch(found: dict[str, 
 
 
 def test_what_was_launched_before_is_launched_without_looking_for_it(found: dict[str, Any]) -> None:
+    skip_where_no_launch_is_shortened()
     launches = found["often"]["launches"]
     assert {name: each["looked"] for name, each in launches.items() if not each["failed"]} == {
         "first": 1,
@@ -149,6 +155,7 @@ def test_what_differs_from_what_was_launched_before_is_checked(found: dict[str, 
 
 
 def test_hooks_see_launches_of_what_was_launched_before(found: dict[str, Any]) -> None:
+    skip_where_no_launch_is_shortened()
     notes = found["often"]["notes"]
     assert notes == [
         ["enter", "double_kernel"],

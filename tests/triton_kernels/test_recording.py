@@ -33,6 +33,7 @@ WRITTEN = {
     "descriptors": {"described_kernel": {"out"}},
     "names_that_launches_have": {"launch_grid_kernel": {"x"}},
     "given_by_name_alone": {"named_kernel": {"x"}},
+    "written_through_an_array_between": {"double_kernel": {"x"}, "softmax_kernel": {"out"}},
     "random_numbers": {"random_kernel": {"out"}},
     "inside_an_operator": {},
     "inside_an_operator_with_state": {"fill_kernel": {"out"}},
