@@ -114,6 +114,19 @@ def test_a_launch_is_reconciled_with_isolated_launches(tmp_path: Path) -> None:
     assert found["whole_replay_ns"] > 0
 
 
+@pytest.mark.parametrize(
+    "tool",
+    [("run", "--verify=bitwise"), ("benchmark", "--benchmark-min-time=1x"), ("benchmark", "--per-op", "--roofline")],
+    ids=["run", "whole", "per_op"],
+)
+def test_each_tool_has_triton_interpret_before_anything_else_imports_it(
+    captures: tuple[Path, dict[str, Any]], tool: tuple[str, ...]
+) -> None:
+    peaks = ("--peak-flops=1T", "--peak-bandwidth=100G", "--benchmark-min-time=1x") if "--roofline" in tool else ()
+    done = run_python("-m", "replayfmt", *tool, *peaks, "--allow-code", str(captures[0] / "softmax.opreplay"))
+    assert done.returncode == 0 and "refused 1" not in done.stdout, done.stdout + done.stderr
+
+
 def test_no_source_is_run_where_anything_else_speaks_against_the_replay(tmp_path: Path) -> None:
     capture, made = touch(tmp_path / "refused.opreplay", then="aten::nothing")
     done = run_python("-m", "tests.triton_kernels.replays", str(capture))
