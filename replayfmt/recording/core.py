@@ -50,7 +50,7 @@ from .options import CaptureOptions
 from .state.autocast import autocast_below_mode
 from .state.numeric_state import NumericState
 from .state.randomness import Generators
-from .state.streams import Streams, stream_policies
+from .state.streams import IN_UNSEEN_CAPTURE, Streams, stream_policies
 from .storages.content import FirstContents
 from .storages.external_files import FileBackedStorages
 from .storages.identity import RELEASE_BATCH, Storages
@@ -66,10 +66,6 @@ from .stream.tensor_metas import TensorMetas
 _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 _BEHIND = 4  # frames' worth of records that may wait for the flusher
-_IN_UNSEEN_CAPTURE = (
-    "it was issued while its device captured a graph, and the recorder did not see that begin: C++ code or another "
-    "library began it"
-)
 _INEXACT = (
     "a dispatch mode recorded: casts under CPU autocast, composites in inference mode and a few gradients (prod, "
     "cumprod, min, max, median) may differ from those of a run without a capture, see docs/exactness.md"
@@ -342,7 +338,7 @@ class Core:
             if not self.on:  # another thread may have ended the capture since this call began
                 return None
             if self._in_unseen_capture() and devices_of(followed_kind(), args, kwargs):
-                return Unrepresentable("cuda_graph", _IN_UNSEEN_CAPTURE)
+                return Unrepresentable("cuda_graph", IN_UNSEEN_CAPTURE)
             try:
                 return self.calls.before(kernel, args, kwargs, drawn, autocast)
             except Unrepresentable as problem:

@@ -22,6 +22,11 @@ from ..hooks.stream_queries import StreamQueries, builtin_types_are_seen
 from ..stream.buffer import RecordBuffer
 from ..stream.records import Records
 
+IN_UNSEEN_CAPTURE = (
+    "it was issued while its device captured a graph, and the recorder did not see that begin: C++ code or another "
+    "library began it"
+)
+
 
 class GraphBeingCaptured(Protocol):
     """What streams are given while a graph is captured can be part of the graph, and then it is no record here."""
