@@ -47,7 +47,7 @@ from .dispatch.wrappers import plain_parts
 from .hooks.undispatched import hook_policies
 from .interrupts import is_interrupt
 from .options import CaptureOptions
-from .state.autocast import autocast_below_mode
+from .state.autocast import INEXACT, autocast_below_mode
 from .state.numeric_state import NumericState
 from .state.randomness import Generators
 from .state.streams import IN_UNSEEN_CAPTURE, Streams, stream_policies
@@ -66,10 +66,6 @@ from .stream.tensor_metas import TensorMetas
 _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 _BEHIND = 4  # frames' worth of records that may wait for the flusher
-_INEXACT = (
-    "a dispatch mode recorded: casts under CPU autocast, composites in inference mode and a few gradients (prod, "
-    "cumprod, min, max, median) may differ from those of a run without a capture, see docs/exactness.md"
-)
 
 
 def _attempted(step: _Step) -> _Step:
@@ -116,7 +112,7 @@ class Core:
             "recorder": recorder,
         }
         if self.hook is None:
-            policies["exactness"] = _INEXACT
+            policies["exactness"] = INEXACT
         session = Session(**session_fields(), settings=read_settings(), policies=policies)
         redaction = Redaction(session, user_names()) if options.redact else None
         self.options = options
@@ -139,6 +135,7 @@ class Core:
         self.scopes.records = self.records
         followed = followed_kind()
         self.streams = Streams(self.buffer, self.records, followed, native) if followed else None
+        self._in_unseen_capture: Callable[[], bool] = self.streams.in_unseen_capture if self.streams else bool
         if self.streams is not None:
             self.scopes.placement = self.streams.placement
         self.metas = TensorMetas(self.buffer, self.records, native)
@@ -252,9 +249,6 @@ class Core:
         """What the recorder is about to read may be written by any stream. This wait is its own: it has no record."""
         if not self.graph_captures and not self._in_unseen_capture():
             synchronize()
-
-    def _in_unseen_capture(self) -> bool:
-        return self.streams is not None and self.streams.in_unseen_capture()
 
     def finish(self) -> None:
         """Write the remaining records and complete the file. Raises CaptureFailed."""

@@ -34,6 +34,11 @@ BACKENDS = ("CPU", "CUDA", "XPU", "MPS", "HPU", "Meta", "PrivateUse1")
 AUTOGRAD_KEYS = tuple(f"Autograd{backend}" for backend in (*BACKENDS, "Other"))
 handed_on: set[str] = set()  # operators whose kernels for these keys are the recorder's own (whole_composites.py)
 
+INEXACT = (
+    "a dispatch mode recorded: casts under CPU autocast, composites in inference mode and a few gradients (prod, "
+    "cumprod, min, max, median) may differ from those of a run without a capture, see docs/exactness.md"
+)
+
 
 def autocast_of_program() -> dict[str, str]:
     """The autocast settings that the current op was called with, by setting name: a dtype's name, or "" for off. Call
