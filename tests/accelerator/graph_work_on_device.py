@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import replayfmt
 from replayfmt import Plan
-from replayfmt.errors import ReplayRefused
+from replayfmt.errors import ReplayMismatch, ReplayRefused
 from replayfmt.format.reader import open_capture
 from replayfmt.recording.state import streams
 
@@ -66,6 +66,29 @@ def test_work_that_another_library_puts_into_a_graph_is_said(
         assert program() == expected
     assert open_capture(path).summary.unsupported == {"cuda_graph": 1}
     assert "work that no operator issued (nodes of the kind kernel)" in refused_because(path)
+
+
+def test_what_another_library_launches_between_ops_is_never_a_replay_that_is_ok(tmp_path: Path) -> None:
+    """Launched here is what no hook sees. An audit finds it in memory whose content is known."""
+
+    def known() -> list[float]:
+        x = torch.ones(4).to(DEVICE)
+        sim.launch_beside(x)
+        return (x + 1).tolist()
+
+    def unwritten() -> list[float]:
+        x = torch.empty(4, device=DEVICE)
+        sim.launch_beside(x)
+        return (x + 1).tolist()
+
+    plain, audited, empty = (tmp_path / f"{name}.opreplay" for name in ("plain", "audited", "empty"))
+    for path, program, audit in ((plain, known, False), (audited, known, True), (empty, unwritten, False)):
+        with replayfmt.capture(path, audit=audit):
+            program()
+    with pytest.raises(ReplayMismatch):
+        replayfmt.run(plain, verify="bitwise")
+    assert replayfmt.run(audited, verify="bitwise").outcome == "ok"
+    assert "unseen_write" in refused_because(empty)
 
 
 def test_an_operator_that_fails_half_way_leaves_work_that_no_op_stands_for(tmp_path: Path) -> None:
