@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -119,6 +120,39 @@ def measure_compiled(calls: int, rounds: int, directory: Path, backend: str) -> 
     )
 
 
+def measure_threads(adds: int, rounds: int, directory: Path) -> None:
+    """The same chain of small operators in one thread, and in two that take turns (as a forward and a backward pass
+    do), with the metadata of each recorded."""
+    x = torch.ones(4)
+
+    def chain() -> None:
+        y = x
+        for _ in range(adds):
+            y = y + 1
+
+    def recorded(threads: int) -> float:
+        options = {"payload": "none", "force": True, "recorder": "native"}
+        with ThreadPoolExecutor(1) as pool, replayfmt.capture(directory / "cost.opreplay", **options):
+            chains = [chain, lambda: pool.submit(chain).result()][:threads]
+
+            def turns() -> None:
+                for each in chains:
+                    each()
+
+            turns()  # what is new
+            return seconds(turns) / threads
+
+    taken = in_turns({"alone": lambda: seconds(chain), "one": lambda: recorded(1), "two": lambda: recorded(2)}, rounds)
+    row(
+        "capture, metadata only, an operator with two recording threads: time / with one",
+        median_of(lambda alone, one, two: two / one, *taken.values()),
+        at_most=1.5,
+        eager_us_an_op=median(taken["alone"]) / adds * 1e6,
+        one_us_an_op=median(taken["one"]) / adds * 1e6,
+        two_us_an_op=median(taken["two"]) / adds * 1e6,
+    )
+
+
 def main() -> None:
     quick = arguments(__doc__).quick
     torch.set_num_threads(1)
@@ -127,6 +161,7 @@ def main() -> None:
         measure("training step", "training_step", 1 if quick else 60, (1, 1) if quick else (3, 3), 0.5)
         if not quick:  # a compilation, which would be all of it
             measure_redispatch(400, (3, 3), directory)
+        measure_threads(50 if quick else 20_000, 1 if quick else 7, directory)
         measure_compiled(3 if quick else 3000, 1 if quick else 7, directory, "eager" if quick else "inductor")
 
 

@@ -142,8 +142,8 @@ class Covered {
 inline PyObject* call_noted(NotedRegion& region, PyObject* const* given, Py_ssize_t) {
   Session& session = *region.session;
   const std::shared_ptr<Capture> capture = capture_seeing(session);
-  int64_t context = 0;
-  if (!capture || !find_context(*capture, &context)) {
+  const std::atomic<int64_t>* const context = capture ? find_context(*capture) : nullptr;
+  if (!context) {
     return Py_NewRef(Py_NotImplemented);
   }
   PyObject* const arguments = given[2];
@@ -162,7 +162,7 @@ inline PyObject* call_noted(NotedRegion& region, PyObject* const* given, Py_ssiz
     if (!session.hot.load(std::memory_order_relaxed)) {
       return Py_NewRef(Py_NotImplemented);
     }
-    const int64_t row[] = {region.signature, context, now_ns() - session.began_ns, 0};
+    const int64_t row[] = {region.signature, context->load(), now_ns() - session.began_ns, 0};
     session.rows.add(row);
     waits = session.waits();
   }

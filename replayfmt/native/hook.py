@@ -49,10 +49,11 @@ class Functions(NamedTuple):
     interrupted: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
     run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
     describe: Callable[[Any], OperatorForHook | None]
-    context: Callable[[], int]
+    meet_thread: Callable[[], None]
     late: Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int, int], int | None]
     late_raised: Callable[[Any, tuple[Any, ...], dict[str, Any], BaseException | None, int, int], None]
     pump: Callable[[], None]
+    wrote: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
     meet: Callable[[list[torch.Tensor]], None]
     unknown: Callable[[str], Any] = UnknownValue
 

@@ -116,24 +116,16 @@ inline const Operator& described(const OperatorHandle& op, const FunctionSchema&
   return *known.found;
 }
 
-// The calling thread and the scope that it is in, as Python numbers them. Whether calls may still be recorded here.
-inline bool find_context(const Capture& capture, int64_t* context) {
+// Where the number of the calling thread and the scope that it is in stands; none where calls may not be recorded here any
+// more. Python numbers a thread at its first call.
+inline const std::atomic<int64_t>* find_context(const Capture& capture) {
   Session& of = *capture.session;
-  thread_local struct {
-    uint64_t moved = 0;
-    int64_t context = 0;
-  } known;
-  const uint64_t moved = of.scopes_moved.load();
-  if (known.moved != moved) {
+  const std::atomic<int64_t>& context = of.contexts.of_this_thread(of.mutex);
+  if (context.load() == Contexts::kNone) {
     py::gil_scoped_acquire lock;
-    const py::object found = call(capture.functions.context);
-    if (found.is_none()) {
-      return false;
-    }
-    known = {moved, py::cast<int64_t>(found)};
+    call(capture.functions.meet_thread);
   }
-  *context = known.context;
-  return of.hot.load(std::memory_order_relaxed);
+  return context.load() != Contexts::kNone && of.hot.load(std::memory_order_relaxed) ? &context : nullptr;
 }
 
 // Remember which signature Python gave a call, where calls like it can be recorded here.
@@ -167,8 +159,9 @@ class HotRun {
 
   // Whether it may begin.
   bool begins(Take take) {
-    if (!known_.plain || !of_.streams.are_default() || !of_.is_settled(known_.watches) ||
-        !find_context(capture_, &context_)) {
+    statement_ = of_.stated.number();
+    if (!known_.plain || !of_.streams.are_default() || statement_ == 0 || !of_.stated.hold(known_.watches) ||
+        !(context_ = find_context(capture_))) {
       return false;
     }
     std::unique_lock<std::mutex> lock(of_.mutex);
@@ -185,15 +178,27 @@ class HotRun {
         return false;
       }
     }
-    if (known_.draws) {  // in the order of records: others wait for it before they draw
-      drawing_ = of_.hot.load(std::memory_order_relaxed) && made_.draws_as_told();
-      of_.drawing += drawing_;
-      return drawing_;
+    if (!is_as_begun() || (known_.draws && !(of_.turns.is_free() && made_.draws_as_told()))) {
+      return false;
+    }
+    if (known_.draws) {
+      of_.turns.begin();
+      drawing_ = true;
+    }
+    if (made_.writes()) {
+      made_.begin_writes();
+      writing_ = true;
     }
     return true;
   }
 
-  ~HotRun() { stop_drawing(); }
+  ~HotRun() {
+    if (writing_) {
+      std::lock_guard<std::mutex> lock(of_.mutex);
+      made_.end_writes();
+    }
+    stop_drawing();
+  }
 
   // Runs the operator.
   template <typename Run>
@@ -212,11 +217,15 @@ class HotRun {
     bool recorded = false, waits = false;
     {
       std::lock_guard<std::mutex> lock(of_.mutex);
-      if ((drawing_ || of_.hot.load(std::memory_order_relaxed)) && take(made_)) {
+      if ((drawing_ || is_as_begun()) && take(made_)) {
         if (const int64_t signature = made_.signature()) {
-          made_.record(signature, context_, started_, ended);
+          const int64_t context = context_->load(std::memory_order_relaxed);  // as others' scopes may be another by now
+          made_.record(signature, context, started_, ended);
           if (of_.drains() && of_.release_head) {
-            of_.release_dead(context_, ended);
+            of_.release_dead(context, ended);
+          }
+          if (std::exchange(writing_, false)) {
+            made_.end_writes();
           }
           recorded = true;
           waits = of_.waits();
@@ -224,11 +233,14 @@ class HotRun {
       }
     }
     stop_drawing();
-    if (recorded && !waits) {
+    if (recorded && !waits && !made_.writes_for_python()) {
       return;
     }
     py::gil_scoped_acquire lock;
     if (recorded) {
+      if (made_.writes_for_python()) {
+        tell_writes(arguments());
+      }
       call(capture_.functions.pump);
       return;
     }
@@ -255,22 +267,36 @@ class HotRun {
     call(capture_.functions.meet, tensors);
   }
 
+  // Nothing that its record relies on has changed. With the mutex held.
+  bool is_as_begun() const {
+    return of_.hot.load(std::memory_order_relaxed) && of_.stated.number() == statement_;
+  }
+
   // What Python says to a call that it hears of afterwards. `outcome`: the result, or an exception.
   py::object tell(PyObject* function, const Stack& values, py::handle outcome, py::handle result, int64_t ended) const {
     const auto arguments = [&] {
       return python_arguments(schema_, values.data(), &capture_.functions, known_.takes_numbers);
     };
     const PythonArguments given = arguments();
-    const py::object callee = op_ ? function_of(*op_) : py::reinterpret_borrow<py::object>(kernel_);
-    return around(capture_, function, py::none(), arguments, result, callee, given.args, given.kwargs, outcome,
+    return around(capture_, function, py::none(), arguments, result, callee(), given.args, given.kwargs, outcome,
                   py::int_(started_), py::int_(ended));
   }
+
+  // It wrote to storages that Python has looked after since it began.
+  void tell_writes(const Stack& values) const {
+    const auto arguments = [&] {
+      return python_arguments(schema_, values.data(), &capture_.functions, known_.takes_numbers);
+    };
+    const PythonArguments given = arguments();
+    around(capture_, capture_.functions.wrote, py::none(), arguments, py::none(), callee(), given.args, given.kwargs);
+  }
+
+  py::object callee() const { return op_ ? function_of(*op_) : py::reinterpret_borrow<py::object>(kernel_); }
 
   void stop_drawing() {
     if (std::exchange(drawing_, false)) {
       std::lock_guard<std::mutex> lock(of_.mutex);
-      of_.drawing--;
-      of_.drew.notify_all();
+      of_.turns.end();
     }
   }
 
@@ -281,8 +307,10 @@ class HotRun {
   const OperatorHandle* op_;  // none: `kernel_` is called
   py::handle kernel_;
   HotCall made_;
-  int64_t context_ = 0, started_ = 0;
-  bool drawing_ = false;
+  const std::atomic<int64_t>* context_ = nullptr;  // changes with the scopes of its thread's
+  uint64_t statement_ = 0;                         // of settings that it began under
+  int64_t started_ = 0;
+  bool drawing_ = false, writing_ = false;
 };
 
 }  // namespace opreplay

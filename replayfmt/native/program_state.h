@@ -10,11 +10,14 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <vector>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -117,6 +120,34 @@ inline uint8_t watched_setting(size_t index) {
     default: return context.deterministicCuDNN();
   }
 }
+
+// The settings that the stream states. Python changes them; ops read them in any thread.
+class StatedSettings {
+ public:
+  // Which statement is in force; 0 while another one is being made.
+  uint64_t number() const { return number_.load(); }
+  void withdraw() { number_ = 0; }
+  // They are as they are now.
+  void settle() {
+    general_ = general_settings();
+    for (size_t index = 0; index < kWatched; index++) {
+      watched_[index] = watched_setting(index);
+    }
+    number_ = ++statements_;
+  }
+  // Whether an op of the calling thread runs under them. `watches`: those that it depends on.
+  bool hold(const std::vector<size_t>& watches) const {
+    return general_ == general_settings() && std::all_of(watches.begin(), watches.end(), [this](size_t index) {
+             return watched_[index] == watched_setting(index);
+           });
+  }
+
+ private:
+  std::atomic<uint64_t> number_{0};
+  std::atomic<uint64_t> statements_{0};
+  std::atomic<uint64_t> general_{0};
+  std::array<std::atomic<uint8_t>, kWatched> watched_{};
+};
 
 // Devices whose work Python sees on a stream of its own choice: calls on other streams than the default one are recorded
 // there.

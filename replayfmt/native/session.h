@@ -16,7 +16,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -27,14 +26,13 @@
 #include "pointer_map.h"
 #include "program_state.h"
 #include "rows.h"
+#include "sections.h"
 
 namespace opreplay {
 
 namespace py = pybind11;
 
 struct Operator;
-
-using Key = c10::SmallVector<int64_t, 64>;  // long enough for nearly all, without memory of its own
 
 struct View {
   bool is(const Metas::value_type* other) const { return meta == other; }
@@ -91,9 +89,8 @@ class Session {
   Signatures signatures;                 // operators refer to them: none is removed
   std::unordered_map<const c10::FunctionSchema*, std::shared_ptr<Operator>> operators;
   std::atomic<bool> hot{false};          // calls may be recorded here; written with the mutex held
-  std::atomic<uint64_t> general{0};      // the settings that the stream states
-  std::array<std::atomic<uint8_t>, kWatched> watched{};
-  std::atomic<uint64_t> scopes_moved{next_move()};  // another number after each change, in no other session
+  StatedSettings stated;                 // withdrawn with the mutex held
+  Contexts contexts;
   WatchedStreams streams;
   const int64_t began_ns;
   const size_t chunk_records;
@@ -101,11 +98,11 @@ class Session {
   std::atomic<int64_t> release_head{0};  // begins rows that tell the death of storages; 0: Python tells it
   size_t born = 0;                       // storages since the last look for dead ones
   std::optional<Draws> drawn;            // where a replay's generator is; none where Python has not said it
-  size_t drawing = 0;                    // calls that draw here
+  DrawTurns turns;                       // of calls that draw
+  WritesInProgress writes;
   int64_t last_generated = 0;            // number of the newest kernel of generated code, counted down
   void (*enter)() = nullptr;             // around work that is recorded as a whole, where threads are watched
   void (*leave)() = nullptr;
-  std::condition_variable drew;          // one of them has returned
 
   // Whether it is time to look for dead storages. With the mutex held.
   bool drains() const { return born >= std::max<size_t>(64, storages.size() / 4); }
@@ -117,11 +114,6 @@ class Session {
   // Whether there is something for Python to do after a record. With the mutex held.
   bool waits() const {
     return (drains() && !release_head) || (rows.size() >= chunk_records && rows.size() % 1024 == 0);
-  }
-
-  static uint64_t next_move() {
-    static std::atomic<uint64_t> moves{0};
-    return ++moves;
   }
 
   // With the mutex held.
@@ -168,7 +160,33 @@ class Session {
     py::gil_scoped_release unlocked;
     std::unique_lock<std::mutex> lock(mutex);
     hot.store(is_hot);
-    drew.wait(lock, [&] { return is_hot || drawing == 0; });
+    if (!is_hot) {
+      turns.wait(lock);
+    }
+  }
+
+  // No call appends a row without Python until the stream states the settings as they are then (`settle`).
+  void unsettle() {
+    py::gil_scoped_release unlocked;
+    std::unique_lock<std::mutex> lock(mutex);
+    stated.withdraw();
+    turns.wait(lock);
+  }
+
+  // No call draws random numbers without Python until as many have been released.
+  void reserve_draws() {
+    py::gil_scoped_release unlocked;
+    std::unique_lock<std::mutex> lock(mutex);
+    turns.reserve(lock);
+  }
+  void release_draws() {
+    std::lock_guard<std::mutex> lock(mutex);
+    turns.release();
+  }
+
+  void set_context(unsigned long ident, int64_t context) {
+    std::lock_guard<std::mutex> lock(mutex);
+    contexts.set(ident, context);
   }
 
   // The default generator of the CPU is where a replay's will be (or not: then Python looks before the next draw).
@@ -185,9 +203,15 @@ class Session {
   // In a forked child: a thread that is not there may have held the mutex.
   void forked() {
     std::construct_at(&mutex);
-    std::construct_at(&drew);
-    drawing = 0;
+    std::construct_at(&turns);
+    std::construct_at(&writes);
     hot.store(false);
+  }
+
+  // The addresses of the storages that calls here are writing now.
+  std::vector<uintptr_t> being_written() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return writes.addresses();
   }
 
   // Python used a view of a storage. Whether the storage was not known here: then Python tells its other views as well.
@@ -216,7 +240,7 @@ class Session {
 
   // Id, bytes, views and written tensors of a storage, whether nothing was written to it, and whether generated code
   // allocated it; Python has a tracker of it from now on. None where it is not known. `id`: 0 where Python does not know
-  // it. `forget`: it is not known here any more.
+  // it. `forget`: it is not known here any more, as where nothing was written to it, because Python looks after it then.
   py::object take(uintptr_t address, int64_t id, bool forget) {
     std::optional<Storage> taken;  // a copy: making objects of Python may run anything
     {
@@ -228,7 +252,7 @@ class Session {
       found->adopted = true;
       taken = *found;
       found->written.clear();
-      if (forget) {
+      if (forget || taken->unwritten) {
         storages.erase(reinterpret_cast<const void*>(address));
       }
     }
@@ -291,21 +315,6 @@ class Session {
     return ids;
   }
 
-  // The stream states the settings as they are now.
-  void settle() {
-    general = general_settings();
-    for (size_t index = 0; index < kWatched; index++) {
-      watched[index] = watched_setting(index);
-    }
-  }
-
-  // Whether an op runs under the settings that the stream states. `watches`: those that it depends on.
-  bool is_settled(const std::vector<size_t>& watches) const {
-    return general == general_settings() && std::all_of(watches.begin(), watches.end(), [this](size_t index) {
-             return watched[index] == watched_setting(index);
-           });
-  }
-
   // Python knows that a storage may have been written unseen, until it says otherwise.
   void note_marked(c10::StorageImpl* impl) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -319,8 +328,6 @@ class Session {
     std::lock_guard<std::mutex> lock(mutex);
     marked_.erase(reinterpret_cast<c10::StorageImpl*>(address));
   }
-
-  void move_scopes() { scopes_moved.store(next_move()); }
 
   void clear() {
     std::lock_guard<std::mutex> lock(mutex);

@@ -45,6 +45,7 @@ from .dispatch.handles import Handles
 from .dispatch.kernels import CapturedKernel, devices_of, tensors_in
 from .dispatch.wrappers import plain_parts
 from .hooks.undispatched import hook_policies
+from .hot_path import allowed, still, tell_what_changes
 from .interrupts import is_interrupt
 from .options import CaptureOptions
 from .state.autocast import INEXACT, autocast_below_mode
@@ -150,11 +151,7 @@ class Core:
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
         self.numeric = NumericState(self.records)
         if native is not None:
-            self.thread_watch.tell_how_to_cover(native)
-            native.settle()
-            self.numeric.restated = native.settle
-            self.scopes.contexts.moved = native.move_scopes
-            self.scopes.not_alone = self.cool_down
+            tell_what_changes(native, self.numeric, self.scopes, self.thread_watch)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
         digests = self.digests if options.digests != "none" else None
         self.outside = Outside(self.records, self.metas, self.storages, digests)
@@ -204,7 +201,7 @@ class Core:
                 self.on = True
                 self.records.begin()
                 if self.native is not None:
-                    self.native.hot = self._allows_hot_path()
+                    self.native.hot = allowed(self.options)
 
     @_attempted
     def begins(self) -> bool:
@@ -243,7 +240,7 @@ class Core:
         for unseen in self.thread_watch.collect():
             self.records.unsupported("unseen_thread", unseen.first, unseen.sentence())
         if self.options.digests == "live" and not self.graph_captures and not self._in_unseen_capture():
-            self.digests.sweep()
+            self.digests.sweep(self.calls.being_written().union(self.native.being_written() if self.native else ()))
 
     def wait_for_devices(self) -> None:
         """What the recorder is about to read may be written by any stream. This wait is its own: it has no record."""
@@ -436,10 +433,6 @@ class Core:
 
     # ------------------------------------------------------------------------------------------------------- buffering
 
-    def _allows_hot_path(self) -> bool:
-        options = self.options
-        return not (options.audit or options.digests == "ops" or options.stop_op is not None or self.threads)
-
     def cool_down(self) -> None:
         """Every call takes the complete path from here on."""
         if self.native is not None:
@@ -506,7 +499,8 @@ class Core:
         if not self.on:
             return
         if any(scope.user for scope in left):
-            self.settle()
+            with still(self.native if self.threads else None, lambda: self.on):
+                self.settle()
         if any(self.progress.is_stop(scope.name, scope.number) for scope in left):
             self.stop_scope_left = True
             self.stop()

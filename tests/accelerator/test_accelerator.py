@@ -16,6 +16,7 @@ from replayfmt.native.hook import dispatch_hook
 _HERE = Path(__file__).parent
 _FILES = (
     "on_device.py",
+    "threads_on_device.py",
     "memory_on_device.py",
     "kinds_on_device.py",
     "host_copies_on_device.py",

@@ -111,7 +111,8 @@ def test_an_op_that_returns_after_the_close_is_not_recorded(
 
     thread = in_thread(work)
     assert held.entered.wait(600)
-    assert complete.count(held.name) == calls_before + 1  # the calls of a second thread take the complete path
+    native = capturing.options.recorder != "python"  # whose complete path hears of the first call when it has returned
+    assert complete.count(held.name) == (min(calls_before, 1) if native else calls_before + 1)
     capturing.close()
     held.released.set()
     thread.join()

@@ -49,10 +49,14 @@ class CallValues:
 class OpCall:
     """A call that is being recorded."""
 
-    __slots__ = ("args", "contents", "generators", "kernel", "kwargs", "values")
+    __slots__ = ("__weakref__", "args", "contents", "generators", "kernel", "kwargs", "ran", "values")
 
-    def __init__(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], *, ran: bool = False
+    ) -> None:
+        """`ran`: it has run before anything of it was looked at."""
         self.kernel = kernel
+        self.ran = ran
         self.args = args
         self.kwargs = kwargs
         self.values = CallValues()

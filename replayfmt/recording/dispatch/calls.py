@@ -7,6 +7,7 @@ while the operator runs.
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..stream.tensor_metas import TensorMetas
 from .arguments import Encoder, StructureEncoder, build_nodes
 from .call import CallValues, OpCall, TensorUse
 from .handles import Handles
-from .kernels import CapturedKernel
+from .kernels import CapturedKernel, tensors_in
 from .unpacked import Unpacked
 from .wrappers import is_wrapper
 
@@ -76,6 +77,7 @@ class CallRecorder:
         self._opaque = opaque
         self._threads = threads
         self._kernels: dict[int, CapturedKernel] = {}
+        self._writing: weakref.WeakSet[OpCall] = weakref.WeakSet()  # calls in progress that write
         self._listed: list[int] = []  # the list that a composite is turning into a tensor
         unpacked = Unpacked()
         self._arguments = Encoder(
@@ -113,7 +115,7 @@ class CallRecorder:
         and after. Raises Unrepresentable."""
         if kernel.unnameable:
             raise Unrepresentable("opaque_argument", kernel.unnameable)
-        call = OpCall(kernel, args, kwargs)
+        call = OpCall(kernel, args, kwargs, ran=drawn is not None)
         if drawn is None:
             self._numeric.check(kernel.name)
             if kernel.operator.casts_inside:
@@ -122,11 +124,22 @@ class CallRecorder:
         if kernel.assumed and self._storages.compares and drawn is None:
             uses = [use for use in call.values.uses if use.argument in kernel.assumed]
             call.contents = [(use, content_of(use.storage)) for use in uses]
+        if kernel.writes:
+            self._writing.add(call)
         for generator, before, after in drawn or ():
             self._generators.drew(generator, before, after)
         if kernel.random and kernel.draws(args, kwargs):
             self._note_draws(call, drawn is None)
         return call
+
+    def being_written(self) -> set[int]:
+        """The addresses of storages that calls in progress on the complete path write: a replay does not have what they
+        hold now."""
+        uses = [use for call in self._writing for use in call.values.uses if use.argument in call.kernel.writes]
+        trackers = [use.tracker for use in uses]
+        bases = [tracker.state.alias_of for tracker in trackers if tracker.state is not None]
+        storages = [tracker() for tracker in (*trackers, *bases) if tracker is not None]
+        return {storage._cdata for storage in storages if storage is not None}
 
     def _note_draws(self, call: OpCall, is_about_to_run: bool) -> None:
         devices = self._devices(call)
@@ -180,7 +193,9 @@ class CallRecorder:
         tracker = entered_before = storages.tracker_of(storage)
         if tracker is None:
             tracker = storages.enter(storage, dtype_of(tensor))
-        if tracker.size != storage.nbytes() and (entered_before is not None or tracker.alias):
+        # What began to need care while the op ran needed none when it began, and may hold what the op wrote by now.
+        careful = tracker.size != storage.nbytes() and not (call.ran and tracker.size < 0)
+        if careful and (entered_before is not None or tracker.alias):
             kernel = call.kernel
             reads = shape_of(tensor).numel() != 0 and kernel.reads(index, call.args, call.kwargs)
             as_is = kernel.operator.packs or (kernel.arguments[index].written and not kernel.own)
@@ -354,6 +369,12 @@ class CallRecorder:
             [(use.argument, use.tracker) for use in call.values.uses],
             [(use.argument, use.tracker) for use in values.uses],
         )
+
+    def wrote(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A recorded op wrote its arguments, which is not noted yet."""
+        for index in kernel.writes_in(args, kwargs):
+            for tensor in tensors_in(kernel.argument(index, args, kwargs)):
+                self._wrote(tensor, kernel.writes_all(index))
 
     def _unknown_in(self, call: OpCall) -> list[bool]:
         """For each storage with unwritten bytes that a call copies: whether any of its bytes were written."""

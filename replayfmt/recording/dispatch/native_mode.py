@@ -61,6 +61,7 @@ class NativeMode(ObservingMode):
         TorchDispatchMode.__init__(self)
         self.core = core
         self._hook = hook
+        self._hot_path: Any = core.native
 
     # ----------------------------------------------------------------------------------------------- called by the hook
 
@@ -122,6 +123,7 @@ class NativeMode(ObservingMode):
         """Let other threads draw random numbers again."""
         if begun.drawing:
             begun.drawing = False
+            self._hot_path.release_draws()
             self.core.lock.release()
 
     def _after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
@@ -154,10 +156,11 @@ class NativeMode(ObservingMode):
             self.interrupted,
             self.run,
             self.describe,
-            self.context,
+            self.meet_thread,
             self.late,
             self.late_raised,
             self.core.pump,
+            self.wrote,
             self.meet,
         )
 
@@ -201,13 +204,12 @@ class NativeMode(ObservingMode):
             draws,
         )
 
-    def context(self) -> int:
-        """The calling thread's context id; calls on other streams than the default ones take the complete path."""
+    def meet_thread(self) -> None:
+        """The calling thread is about to record for the first time: it gets a context, which the hot path is told."""
         try:
-            return self.core.attempt(self.core.scopes.on_default_streams) or 0
+            self.core.attempt(self.core.scopes.on_default_streams)
         except BaseException as error:
             self._end_or_pass(error)
-            return 0
 
     def meet(self, tensors: list[torch.Tensor]) -> None:
         """An operator is about to use storages that the hot path does not know. Those that need no care take it from
@@ -238,6 +240,19 @@ class NativeMode(ObservingMode):
         except BaseException as error:
             self._end_or_pass(error)
             return None
+
+    def wrote(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator on the hot path wrote to storages that other threads have had the complete path look after since
+        it began."""
+        try:
+            self.core.attempt(self._wrote, self._kernel_of(func), args, kwargs)
+        except BaseException as error:
+            self._end_or_pass(error)
+
+    def _wrote(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self.core.lock:
+            if self.core.on:
+                self.core.calls.wrote(kernel, args, kwargs)
 
     def late_raised(
         self,
@@ -306,9 +321,12 @@ class NativeMode(ObservingMode):
             if draws:  # the order of draws is the order of records
                 core.lock.acquire()
                 begun.drawing = True
+                self._hot_path.reserve_draws()
             return self._begin(kernel, begun)
         except BaseException:
-            if draws and core.lock._is_owned():  # type: ignore[attr-defined]
+            if begun.drawing:
+                self._release(begun)
+            elif draws and core.lock._is_owned():  # type: ignore[attr-defined]
                 core.lock.release()
             core.interrupted(args, kwargs, None)
             raise

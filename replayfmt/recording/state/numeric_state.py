@@ -94,7 +94,9 @@ class NumericState:
         self._records = records
         self.stated: dict[str, Any] = read_settings()
         self._watches: dict[str, tuple[int, ...]] = {}  # watched_indices of the kernels seen
-        self.restated: Callable[[], None] = lambda: None  # called when the stream matches all current settings
+        # Called before the stream states other settings, and when it matches all current ones.
+        self.restating: Callable[[], None] = lambda: None
+        self.restated: Callable[[], None] = lambda: None
         self._look()
 
     def _look(self) -> None:
@@ -128,6 +130,7 @@ class NumericState:
         """Before an op: record what changed since the last one."""
         if not self.differs(kernel):
             return
+        self.restating()
         self._state(read_settings())
         self._look()
         self.restated()

@@ -447,10 +447,7 @@ class Storages:
         length = storage.nbytes()
         if length != state.length:
             self.resized(tracker, length)  # the op itself resized it, as it will on replay
-        if tracker.written is None:
-            tracker.written = {tensor}
-        else:
-            tracker.written.add(tensor)
+        tracker.note_written(tensor)
         if state.coverage is not None:
             if everything:
                 params = self._metas.params[meta]

@@ -47,6 +47,10 @@ class NativeTracker(Tracker):
         self.session.take(self.address, self.id, False)  # those before do not matter any more
         _written.__set__(self, written)
 
+    def note_written(self, tensor: int) -> None:
+        written = self.written  # not those that the hot path notes from now on: they are asked for later
+        _written.__set__(self, {tensor, *(written or ())})
+
     def take_back(self) -> None:
         """Make the hot path forget it until it is published again."""
         found = self.session.take(self.address, self.id, True)

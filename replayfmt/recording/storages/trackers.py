@@ -75,6 +75,10 @@ class Tracker(weakref.ref):
     imports: int  # how often its content was imported
     written: set[int] | None  # tensors written in place since the last digest
 
+    def note_written(self, tensor: int) -> None:
+        """A captured op wrote to a tensor."""
+        self.written = {tensor, *(self.written or ())}
+
     def publish(self, meta: int, offset: int, tensor: int) -> None:
         """A view of it was used. (For NativeTracker.)"""
 

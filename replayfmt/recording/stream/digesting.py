@@ -5,6 +5,7 @@ Only what captured ops wrote is digested: bytes that were never written differ b
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import islice
 
 import torch
@@ -34,15 +35,18 @@ class Digests:
         self._storages = storages
         self._fresh_from = 1  # storages with ids from here on were allocated after the last sweep
 
-    def sweep(self) -> None:
-        """Digest every live storage that captured ops wrote since the last sweep, on whichever stream."""
+    def sweep(self, being_written: Collection[int] = ()) -> None:
+        """Digest every live storage that captured ops wrote since the last sweep, on whichever stream; but not those at
+        these addresses, which ops of other threads are writing: they are digested in the next one."""
         self._storages.settle()
         newest = self._fresh_from
         for number, tracker in list(self._storages.live.items()):
             newest = max(newest, number + 1)
-            views = self._written_views(number, tracker)
             storage = tracker()
-            if views and storage is not None:
+            if storage is None or storage._cdata in being_written:
+                continue
+            views = self._written_views(number, tracker)
+            if views:
                 for meta, offset in views.values():
                     self.record(tracker, storage, meta, offset, -1, -1)
         self._fresh_from = newest

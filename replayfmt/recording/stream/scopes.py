@@ -31,10 +31,10 @@ class OpenScope:
 
 
 class Contexts(dict[int, int]):
-    """Context id of each thread, by its ident: one lookup on the hot path; a new thread is registered on the way.
-    `moved` is called after each change."""
+    """Context id of each thread, by its ident: a new thread is registered at its first lookup. `moved` is called after
+    each change, with an ident and its context, or -1."""
 
-    moved: Callable[[], None] | None = None
+    moved: Callable[[int, int], None] | None = None
 
     def __init__(self, register: Callable[[int], int]) -> None:
         super().__init__()
@@ -46,13 +46,19 @@ class Contexts(dict[int, int]):
     def __setitem__(self, ident: int, context: int) -> None:
         super().__setitem__(ident, context)
         if self.moved is not None:
-            self.moved()
+            self.moved(ident, context)
 
     def pop(self, ident: int, *default: Any) -> Any:
         popped = super().pop(ident, *default)
         if self.moved is not None:
-            self.moved()
+            self.moved(ident, -1)
         return popped
+
+    def follow(self, moved: Callable[[int, int], None]) -> None:
+        """Have `moved` called from now on, and for what there is."""
+        self.moved = moved
+        for ident, context in self.items():
+            moved(ident, context)
 
 
 class Scopes:
@@ -63,7 +69,6 @@ class Scopes:
         self._buffer = buffer
         self._others = threads
         self.records: Records | None = None
-        self.not_alone: Callable[[], None] | None = None  # called when a second thread records
         self.first_record: Callable[[int], None] | None = None  # called with a thread's ident before its first record
         self.placement: Callable[[], int] | None = None  # the calling thread's current streams
         self._placed_ids: dict[tuple[int, int], int] = {}
@@ -104,8 +109,6 @@ class Scopes:
             context = self._refresh(ident)
             if ident != self._main and not self._others:
                 self._others.append(ident)
-                if self.not_alone is not None:
-                    self.not_alone()
         if self.first_record is not None:
             self.first_record(ident)
         return context
@@ -119,19 +122,16 @@ class Scopes:
         return self._scope_of(self._main)
 
     def _refresh(self, ident: int) -> int:
-        key = (self._threads[ident], self._scope_of(ident))
-        context = self._context_ids.get(key)
-        if context is None:
-            context = self._context_ids[key] = self._buffer.context(*key)
-        self.contexts[ident] = context
+        context = self.contexts[ident] = self._context_for(self._threads[ident], self._scope_of(ident))
         return context
 
-    def _moved(self, ident: int) -> None:
-        self._refresh(ident)
+    def _lead(self, ident: int, scope: int) -> None:
+        """If this is the main thread, those without scopes of their own are in `scope` from now on. Their records lie
+        between its begin and its end: they go in after the one, and out before the other."""
         if ident == self._main:
             for other in list(self.contexts):
                 if other != ident and not self._stacks.get(other):
-                    self._refresh(other)
+                    self.contexts[other] = self._context_for(self._threads[other], scope)
 
     def begin(self, name: str, user: bool, token: Any = None, thread: int | None = None) -> OpenScope:
         """Enter a scope of the calling thread, or of `thread`."""
@@ -140,9 +140,10 @@ class Scopes:
             self._register(ident)
         scope = OpenScope(name, self._buffer.writer.scope(self._scope_of(ident), name), user, token)
         self._stacks.setdefault(ident, []).append(scope)
-        self._moved(ident)
+        self._refresh(ident)
         if self.recorded and self.records is not None:
             self.records.scope_begin(name)
+        self._lead(ident, scope.id)
         return scope
 
     def find(self, match: Callable[[OpenScope], bool]) -> OpenScope | None:
@@ -163,10 +164,11 @@ class Scopes:
         left = []
         while True:
             innermost = stack[-1]
+            self._lead(ident, stack[-2].id if len(stack) > 1 else 0)
             if self.recorded and self.records is not None:
                 self.records.scope_end(innermost.name)
             stack.pop()
-            self._moved(ident)
+            self._refresh(ident)
             left.append(innermost)
             if innermost is scope:
                 return left

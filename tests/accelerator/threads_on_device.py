@@ -1,0 +1,53 @@
+"""What the threads of backward passes record on an accelerator. Run by test_accelerator.py in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device import devices_as_they_were, recorder, register  # noqa: F401 - fixtures of every test
+
+import replayfmt
+from replayfmt import Plan
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import open_capture
+from replayfmt.recording.dispatch.native_mode import NativeMode
+
+sim = register()
+
+
+def test_a_training_step_that_holds_nothing_new_takes_no_python_in_either_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first op under another grad mode, which is a setting that the stream states."""
+    if os.environ["OPREPLAY_RECORDER"] != "native":
+        pytest.skip("is about the recorder native")
+    cold: list[str] = []
+    for name in ("before", "late"):
+        original = getattr(NativeMode, name)
+
+        def counted(self: NativeMode, func: Any, *arguments: Any, original: Any = original) -> Any:
+            cold.append(str(func))
+            return original(self, func, *arguments)
+
+        monkeypatch.setattr(NativeMode, name, counted)
+    x = torch.ones(5, 4, device="sim:0")
+    weights = [torch.ones(4, 4, device="sim:0", requires_grad=True) for _ in range(3)]
+    path = tmp_path / "a.opreplay"
+    steps = []
+    with replayfmt.capture(path):
+        for _ in range(4):
+            cold.clear()
+            y = x
+            for weight in weights:
+                y = (y @ weight).tanh()
+            y.sum().backward()
+            steps.append(list(cold))
+    assert steps[2] == steps[3] == ["aten.mm.default", "aten.expand.default"]
+    reader = open_capture(path)
+    assert len({record.thread for record in reader.records() if record.kind is RecordKind.op}) == 2
+    with Plan(path) as plan:
+        assert plan.execute(verify="bitwise").outcome == "ok"
