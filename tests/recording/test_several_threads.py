@@ -179,7 +179,9 @@ def test_programs_of_several_threads_are_recorded_as_each_thread_runs_them(
     captured.replays()
     if recorder == "native":
         monkeypatch.setenv("OPREPLAY_RECORDER", "python")
-        assert by_thread(captured) == by_thread(capture(program))
+        in_python = capture(program)
+        assert in_python.unsupported() == {}
+        assert by_thread(captured) == by_thread(in_python)
 
 
 # --------------------------------------------------------------------------------------------------------- the hot path
