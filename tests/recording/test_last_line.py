@@ -91,7 +91,8 @@ _STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "Re
               "Recorder.attempt", "Recorder._running", "Core.scope_begin",
               "NativeMode.before", "NativeMode.meet", "NativeMode.after", "NativeMode.raised",
               "NativeMode.interrupted", "NativeMode.run",
-              "NativeMode.describe", "NativeMode.context", "NativeMode.late", "NativeMode.late_raised",
+              "NativeMode.describe", "NativeMode.meet_thread", "NativeMode.wrote", "NativeMode.late",
+              "NativeMode.late_raised",
               "NativeMode._end_or_pass", "NativeMode.run_inside",
               "ModePresence.mode_now", "ModePresence.sees_first", "ModePresence.paused", "HookPresence.mode_now",
               "HookPresence.sees_first", "HookPresence.paused", "HookPresence._without_key", "_told",
@@ -154,7 +155,7 @@ class Sabotage:
             return original(*args, **kwargs)
 
         if getattr(raw, "__wrapped__", None) is not None and holder is core.Core:
-            original = raw.__wrapped__  # an attempt: the step is what it attempts
+            original = stand_in.__wrapped__ = raw.__wrapped__  # an attempt: the step is what it attempts
             monkeypatch.setattr(raw, "__wrapped__", stand_in)
             return
         monkeypatch.setattr(holder, name, staticmethod(stand_in) if isinstance(raw, staticmethod) else stand_in)
