@@ -1,7 +1,8 @@
 """One process of capture_cost.py: prints, as JSON, what each way of watching a program adds to it.
 
-`capture_turns.py PROGRAM TIMES ROUNDS [LIBRARY]`: PROGRAM is `forward` or `training_step`, run TIMES times a turn. With
-LIBRARY (redispatch.cpp, compiled), a hook that only redispatches takes the recorder's place: it has its dispatch key.
+`capture_turns.py PROGRAM TIMES ROUNDS WAY...`: PROGRAM is `forward` or `training_step`, run TIMES times a turn. WAY is
+`native` or `python` (captures with that recorder), `peer`, or a library (redispatch.cpp, compiled): a hook that only
+redispatches. The library has the dispatch key of the native recorder and takes its place.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def watched(repeated: Callable[[], None], directory: Path) -> dict[str, Callable[[], None]]:
-    """The program under captures, from start to close, and under PyTorch's observer."""
+def way(name: str, repeated: Callable[[], None], directory: Path) -> Callable[[], None]:
+    """The program watched in that way, from start to close."""
 
-    def capture(recorder: str) -> None:
-        with replayfmt.capture(directory / "cost.opreplay", payload="none", force=True, recorder=recorder):
+    def capture() -> None:
+        with replayfmt.capture(directory / "cost.opreplay", payload="none", force=True, recorder=name):
             repeated()
 
     def peer() -> None:
@@ -42,22 +43,17 @@ def watched(repeated: Callable[[], None], directory: Path) -> dict[str, Callable
         observer.stop()
         observer.unregister_callback()
 
-    return {"native": lambda: capture("native"), "python": lambda: capture("python"), "peer": peer}
-
-
-def redispatched(repeated: Callable[[], None], library: str) -> dict[str, Callable[[], None]]:
-    loaded = ctypes.CDLL(library)
-
-    def run() -> None:
-        loaded.redispatch_include(1)
+    def redispatched() -> None:
+        library = ctypes.CDLL(name)
+        library.redispatch_include(1)
         repeated()
-        loaded.redispatch_include(0)
+        library.redispatch_include(0)
 
-    return {"redispatch": run}
+    return {"native": capture, "python": capture, "peer": peer}.get(name, redispatched)
 
 
 def main() -> None:
-    program, times, rounds, *library = sys.argv[1:]
+    program, times, rounds, *ways = sys.argv[1:]
     torch.set_num_threads(1)
     run = getattr(tiny_gpt2, program)()
     run()
@@ -72,23 +68,24 @@ def main() -> None:
             repeated()
 
     with scratch() as directory:
-        ways = redispatched(repeated, *library) if library else watched(repeated, directory)
-        work = {"eager": repeated, "floor": floor, **ways}
+        work = {"eager": repeated, "floor": floor, **{Path(name).stem: way(name, repeated, directory) for name in ways}}
         taken = in_turns({name: lambda f=function: seconds(f) for name, function in work.items()}, int(rounds))
     eager = taken.pop("eager")
     per_op_us = 1e6 / (int(times) * operators)
 
-    def added(way: str, base: str) -> float:
-        return median_of(lambda e, w, b: (w - e) / (b - e), eager, taken[way], taken[base])
+    def added(name: str, base: str) -> float:
+        return median_of(lambda e, w, b: (w - e) / (b - e), eager, taken[name], taken[base])
 
     print(
         json.dumps(
             {
                 "operators": operators,
                 "eager_us_an_op": median(eager) * per_op_us,
-                "adds_us_an_op": {way: median_of(lambda e, w: w - e, eager, taken[way]) * per_op_us for way in taken},
+                "adds_us_an_op": {
+                    name: median_of(lambda e, w: w - e, eager, taken[name]) * per_op_us for name in taken
+                },
                 "ratios": {
-                    f"{way}/{base}": added(way, base) for base in ("floor", "peer") if base in taken for way in taken
+                    f"{name}/{base}": added(name, base) for base in ("floor", "peer") if base in taken for name in taken
                 },
             }
         )

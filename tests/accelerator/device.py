@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +80,8 @@ def register() -> Any:
     module.memory_allocated = lambda device: simulated.memory_allocated(torch.device(device).index)
     module.max_memory_allocated = lambda device: simulated.max_memory_allocated(torch.device(device).index)
     module.reset_peak_memory_stats = lambda device: simulated.reset_peak_memory_stats(torch.device(device).index)
+    # A flush of the caches that are not known rewrites 256 MiB, by a fallback to the CPU.
+    module.get_device_properties = lambda device: SimpleNamespace(L2_cache_size=1 << 20)
     module.is_available = lambda: True
     module.is_initialized = lambda: True
     module.init = lambda: None

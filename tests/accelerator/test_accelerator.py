@@ -1,4 +1,4 @@
-"""Capture and replay on an accelerator that is not CUDA: a simulated one, in a process of its own."""
+"""Capture and replay on an accelerator that is not CUDA: a simulated one, in processes of its own."""
 
 from __future__ import annotations
 
@@ -14,23 +14,11 @@ from replayfmt.native.building import NotAvailable
 from replayfmt.native.hook import dispatch_hook
 
 _HERE = Path(__file__).parent
-_FILES = (
-    "on_device.py",
-    "threads_on_device.py",
-    "memory_on_device.py",
-    "kinds_on_device.py",
-    "host_copies_on_device.py",
-    "programs_on_device.py",
-    "graphs_on_device.py",
-    "graph_streams_on_device.py",
-    "graph_kernels_on_device.py",
-    "graph_pools_on_device.py",
-    "graph_work_on_device.py",
-    "measured_graphs_on_device.py",
-)
+_FILES = sorted(_HERE.glob("*on_device.py"))
 
 
-def test_what_holds_on_an_accelerator() -> None:
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
+def test_what_holds_on_an_accelerator(path: Path) -> None:
     if isinstance(found := dispatch_hook(), NotAvailable):
         pytest.skip(f"the accelerator cannot be built here ({found})")
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +33,7 @@ def test_what_holds_on_an_accelerator() -> None:
                 "no:cacheprovider",
                 "-p",
                 "no:xdist",
-                *(str(_HERE / name) for name in _FILES),
+                str(path),
             ],
             capture_output=True,
             text=True,

@@ -34,6 +34,13 @@ def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
     assert not wrong
 
 
+def test_only_golden_captures_are_not_text() -> None:
+    golden = ROOT / "tests/golden"
+    assert [
+        str(path.relative_to(ROOT)) for path in tracked() if b"\0" in path.read_bytes() and path.parent != golden
+    ] == []
+
+
 def test_modules_stay_short_enough_to_read_at_once() -> None:
     long = {
         str(path.relative_to(ROOT)): lines
