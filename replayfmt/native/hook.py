@@ -137,13 +137,13 @@ class DispatchHook:
     ) -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
         """Sets that are to become the calling thread's: the recorder's key is in each as it is in the thread's now."""
         state = self._library.opreplay_recorder_state()
-        return (
-            self.without_key(included) | self._own_key(state & _TAKES_PART),
-            self.without_key(excluded) | self._own_key(state & _HIDDEN),
-        )
+        return self._with_own_key(included, state & _TAKES_PART), self._with_own_key(excluded, state & _HIDDEN)
 
-    def _own_key(self, there: int) -> torch._C.DispatchKeySet:
-        return torch._C.DispatchKeySet.from_raw_repr(self._key if there else 0)
+    def _with_own_key(self, keys: torch._C.DispatchKeySet, there: int) -> torch._C.DispatchKeySet:
+        raw = keys.raw_repr()
+        if bool(raw & self._key) == bool(there):  # as around every call of compiled code
+            return keys
+        return torch._C.DispatchKeySet.from_raw_repr(raw ^ self._key)
 
 
 _loaded: DispatchHook | None = None
