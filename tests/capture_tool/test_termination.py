@@ -16,15 +16,19 @@ import os, signal, sys, threading, time
 import torch
 torch.set_num_threads(1)
 x = torch.rand(600, 600)
+
+def ready():  # not by print: a signal that comes then would find stdout in use
+    os.write(1, b"ready\\n")
+
 """
 
 PROGRAMS = {
     # Nearly all time is spent in operators, so nearly every signal comes while one is being recorded.
-    "in operators": "x @ x\nprint('ready', flush=True)\nwhile True:\n    x = x @ x / 1000\n",
+    "in operators": "x @ x\nready()\nwhile True:\n    x = x @ x / 1000\n",
     "in a backward pass": """
 w = torch.rand(300, 300, requires_grad=True)
 w @ w
-print('ready', flush=True)
+ready()
 while True:
     y = w
     for _ in range(20):
@@ -32,12 +36,12 @@ while True:
     y.sum().backward()
     w.grad = None
 """,
-    "in short operators": "y = torch.ones(2)\nprint('ready', flush=True)\nwhile True:\n    y = y + 1\n",
+    "in short operators": "y = torch.ones(2)\nready()\nwhile True:\n    y = y + 1\n",
     "waiting for a thread": """
 def work():
     global x
     x = x @ x / 1000
-    print('ready', flush=True)
+    ready()
     while True:
         x = x @ x / 1000
 thread = threading.Thread(target=work, daemon=False)
@@ -48,7 +52,7 @@ thread.join()
 x @ x
 def last():
     threading.main_thread().join()
-    print('ready', flush=True)
+    ready()
     time.sleep(600)
 threading.Thread(target=last).start()
 """,
@@ -100,7 +104,7 @@ with replayfmt.capture("second.opreplay"):
         time.sleep(600)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     x @ x
-    print("ready", flush=True)
+    ready()
     while True:
         x = x @ x / 1000
 """
@@ -130,7 +134,7 @@ def handler(number, frame):
     print("mine", number, callable(previous), flush=True)
     sys.exit(5)
 previous = signal.signal(signal.SIGTERM, handler)
-print('ready', flush=True)
+ready()
 time.sleep(600)
 """
     )
@@ -163,7 +167,7 @@ def test_an_interrupt_is_a_keyboard_interrupt_and_130(tmp_path):
         + """
 try:
     x @ x
-    print('ready', flush=True)
+    ready()
     while True:
         x = x @ x / 1000
 finally:
@@ -190,7 +194,7 @@ def written():
     return sum(record.kind.name == "op" for record in open_capture("k.opreplay.partial").records())
 while written() < 101:  # what is buffered gets into the file by itself
     time.sleep(0.05)
-print('ready', flush=True)
+ready()
 time.sleep(600)
 """
     )

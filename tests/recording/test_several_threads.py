@@ -262,12 +262,21 @@ def test_draws_of_several_threads_are_repeated(capture: Capture) -> None:
 
 def test_ops_of_other_threads_lie_between_begin_and_end_of_the_scope_that_they_are_in(capture: Capture) -> None:
     x = torch.ones(3)
+    turned = threading.Event()
+
+    def work() -> None:
+        for _ in range(20):
+            x + 1
+        turned.set()
 
     def program() -> None:
-        with beside(lambda: [x + 1 for _ in range(20)]):
+        with beside(work):
             for number in range(60):
                 with replayfmt.scope(f"{number}"):
                     x + 2
+                    for _ in range(2 if number % 10 == 0 else 0):  # what is left of a turn, and a whole one
+                        turned.clear()
+                        assert turned.wait(_WAIT_S)
 
     captured = capture(program)
     reader = captured.reader
