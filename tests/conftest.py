@@ -47,6 +47,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return workers.workers()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Documents and benchmarks, which take minutes, begin first: no worker is left with them at the end."""
+    items.sort(key=lambda item: "project" not in item.path.parts)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The recorder's libraries are built before the first test, so that no test waits for it or sees that said; of
     several workers one builds them. Where they cannot be built, tests that need them are skipped, and no other one says
