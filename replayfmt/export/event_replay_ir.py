@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from replayfmt.format.codes import DType, Layout, MemoryFormat, OpStatus, TensorFlag
+from replayfmt.format.codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, TensorFlag
 from replayfmt.format.model import DeviceValue, GeneratorValue, Record, StorageValue, TensorValue
 from replayfmt.format.operator_schema import OperatorSchema, parse_operator_schema
 from replayfmt.format.reader import CaptureReader
@@ -76,6 +76,10 @@ class EntryMaker:
         """The entry of an op. Raises Inexpressible."""
         kernel = self._reader.kernels[record.signature.kernel]
         assert kernel is not None
+        if kernel.kind is not KernelKind.operator:
+            raise Inexpressible(
+                f"it is no operator but a kernel of the kind {kernel.kind.name}, which the IR has no form for"
+            )
         if record.signature.status is OpStatus.raised:
             raise Inexpressible("it raised an exception when it was captured, which the IR has no form for")
         try:

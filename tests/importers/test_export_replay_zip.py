@@ -292,6 +292,17 @@ def test_what_the_ir_cannot_say_is_refused_with_all_of_it_listed(tmp_path: Path)
     assert "Left out" in readme and "generator of its own" in readme
 
 
+def test_kernels_that_are_no_operators_are_not_in_an_archive_that_could_not_run_them(tmp_path: Path) -> None:
+    captured = Path(__file__).parents[1] / "golden" / "everything-1.3.opreplay"
+    out = tmp_path / "x.zip"
+    with pytest.raises(ReplayRefused) as caught:
+        export(captured, out)
+    assert [finding for finding in caught.value.findings if "a kernel of the kind triton" in finding]
+    assert not out.exists()
+    assert export(captured, out, partial=True).entries == 1
+    assert "triton" not in zipfile.ZipFile(out).read("event_replay_ir.json").decode()
+
+
 def test_a_call_that_raised_is_no_call_to_repeat(tmp_path: Path) -> None:
     with replayfmt.capture(tmp_path / "c.opreplay"):
         torch.zeros(3)
