@@ -61,13 +61,20 @@ py::object call(PyObject* function, const Values&... values) {
   return py::reinterpret_steal<py::object>(result);
 }
 
+// The layouts whose tensors warn when one is made: the program has been warned of its own.
+class NoWarnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+};
+
 // The recorder's own tensor on the same memory, so that a tensor of the program's which has no Python object does not get
 // one: a subclass that is made of it later could not be.
 inline at::Tensor own_view(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() ||
-      tensor.layout() != at::kStrided || tensor.is_nested()) {
-    return tensor;  // others warn once when they are made, and that is the program's
+  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj()) {
+    return tensor;
   }
+  NoWarnings none;
+  const c10::WarningUtils::WarningHandlerGuard guard(&none);
   auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }

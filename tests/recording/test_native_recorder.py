@@ -100,6 +100,28 @@ def test_results_get_no_python_object_of_the_recorders(capture: Capture) -> None
     captured.replays()
 
 
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "sparse_bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_parameter_can_be_made_of_any_layout(capture: Capture, layout: str) -> None:
+    """PyTorch refuses it for a tensor that has a Python object."""
+
+    def program() -> torch.Tensor:
+        return torch.nn.Parameter(LAYOUTS[layout](), requires_grad=False)
+
+    captured = capture(program)
+    assert type(captured.returned) is torch.nn.Parameter
+    captured.replays()
+
+
 def test_a_warning_that_comes_once_is_not_used_up() -> None:
     """Tensors in CSR layout warn when the first of a process is made."""
     program = (
