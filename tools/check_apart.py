@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 
 from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused
 from replayfmt.replay.results import Verification
 from replayfmt.trim.trimming import Checked
 
+from .isolate import worker_command
 from .replay_flags import ReplayFlags
-
-# The child finds the same modules as this process: --allow-import names them.
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from opreplay_tools.run import main; main()"
 
 
 def check_apart(path: str, flags: ReplayFlags) -> Checked:
     """The outcome of a capture's replay. Raises ReplayMismatch if the process did not survive it, ReplayRefused and
     ReplayFailed if it was refused or failed."""
-    command = [sys.executable, "-c", _PROGRAM.format(path=sys.path), "--format=jsonl", *flags.arguments(), "--", path]
+    command = worker_command("opreplay_tools.run", "--format=jsonl", *flags.arguments(), "--", path)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="backslashreplace")
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name

@@ -4,6 +4,7 @@ fault handler writes the line it was at."""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -12,6 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +29,26 @@ if TYPE_CHECKING:
     from replayfmt.replay.codegen.windows import Window
 
 _NOTES = "OPREPLAY_ISOLATED"  # in the environment of the worker process: the folder of its notes
-# The worker finds the same modules as this process: --allow-import names them.
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+
+
+def worker_command(module: str, *arguments: str) -> list[str]:
+    """The command line of a child process that runs a tool. It finds the same modules as this process, because
+    --allow-import names them, and does not outlive it."""
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import end_with; end_with({os.getpid()}); "
+        f"from {module} import main; main()"
+    )
+    return [sys.executable, "-c", program, *arguments]
+
+
+def end_with(parent: int) -> None:
+    """Have this process killed when its parent ends, however that happens: the kernels of a capture may keep it busy
+    forever, and nobody else knows of it. Only Linux can do so."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before that
+            os._exit(1)
 
 
 def isolate_option(function: Any) -> Any:
@@ -50,13 +71,28 @@ def _isolate(context: click.Context, _parameter: click.Parameter, wanted: bool) 
         _take_notes(Path(folder))
         return
     assert context.command.callback is not None
-    program = _PROGRAM.format(path=sys.path, module=context.command.callback.__module__)
-    with tempfile.TemporaryDirectory(prefix="opreplay-") as notes:
-        code = subprocess.call([sys.executable, "-c", program, *sys.argv[1:]], env={**os.environ, _NOTES: notes})
+    command = worker_command(context.command.callback.__module__, *sys.argv[1:])
+    with _ended_in_order(), tempfile.TemporaryDirectory(prefix="opreplay-") as notes:
+        code = subprocess.call(command, env={**os.environ, _NOTES: notes})  # kills it if an exception ends the wait
         if code < 0:
             report(ReplayFailed(_obituary(-code, Path(notes))))
             code = 1
     context.exit(code)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Inside, a signal that would end this process at once is an exception, so that it leaves nothing behind."""
+
+    def leave(number: int, _frame: Any) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ----------------------------------------------------------------------------------------- in the process that works

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +89,32 @@ def test_a_replay_that_lives_prints_and_exits_as_without(folder: Path) -> None:
     for arguments, code in ((("nowhere.opreplay",), 3), (("--verify=what", "11.opreplay"), 2)):
         done = _run(folder, "run", "--isolate", *arguments, deadly=False)
         assert done.returncode == code and done.stderr == _run(folder, "run", *arguments, deadly=False).stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_process_that_works_does_not_outlive_the_one_that_waits(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import time\ndef main():\n    print('works', flush=True)\n    time.sleep(90)\n"
+    )
+    (tmp_path / "waiting.py").write_text(
+        "import click, endless\n"
+        "from opreplay_tools.isolate import isolate_option\n"
+        "def main(): pass\n"
+        "main.__module__ = 'endless'\n"
+        "isolate_option(click.command()(main)).main()\n"
+    )
+    waiting = subprocess.Popen(
+        [sys.executable, "waiting.py", "--isolate"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with waiting:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "works\n"
+        waiting.send_signal(number)
+        waiting.communicate(timeout=60)  # returns when nobody holds the pipe: the worker has ended, too
+    if number == signal.SIGTERM:
+        assert waiting.returncode == 128 + number and not list(tmp_path.glob("opreplay-*"))
