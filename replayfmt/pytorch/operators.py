@@ -66,8 +66,9 @@ _ACTING = {
 }
 # Operators that map a file into memory.
 _MAPS_FILES = frozenset({"aten::from_file"})
-# Operators that make a view without comparing it with its memory.
-_UNCHECKED_VIEWS = frozenset({"aten::_reshape_alias", "aten::_reshape_alias_copy"})
+# Operators that make a view without comparing it with its memory; a replay compares them.
+_UNCHECKED_NESTED = frozenset({"aten::_nested_view_from_buffer", "aten::_nested_view_from_buffer_copy"})
+_UNCHECKED_VIEWS = frozenset({"aten::_reshape_alias", "aten::_reshape_alias_copy"}) | _UNCHECKED_NESTED
 # Composites that do work of their own, through addresses, which is seen in none of their parts.
 _DO_WORK_THEMSELVES = frozenset(
     f"aten::_sobol_engine_{what}" for what in ("draw", "ff_", "scramble_", "initialize_state_")
@@ -355,6 +356,7 @@ class Operator:
     collective: bool
     maps_files: bool
     unchecked_view: bool
+    unchecked_nested: bool
     casts_inside: bool
     makes_tensor_of: str
     for_gradients: int
@@ -394,6 +396,7 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         collective=namespace in COLLECTIVES,
         maps_files=name in _MAPS_FILES,
         unchecked_view=name in _UNCHECKED_VIEWS,
+        unchecked_nested=name in _UNCHECKED_NESTED,
         casts_inside=namespace not in OWN or named in _CASTS_INSIDE,
         makes_tensor_of=_MADE_TENSORS_OF.get(name, ""),
         for_gradients=_FOR_GRADIENTS.get(name, -1),
@@ -428,8 +431,9 @@ def opaque_results(name: str) -> dict[int, str]:
 
 def acts_outside(name: str) -> str | None:
     """What an operator of PyTorch's (`aten::from_file`) does besides computing: a verb with its object, None if it
-    only computes. No program needs such an operator replayed: nothing runs it unless the user allows it by name. Of
-    other libraries' operators nothing is known: the user imported them."""
+    only computes. Nothing runs such an operator unless the user allows it by name, except that a replay makes unchecked
+    views (`unchecked_view`), and checks them. Of other libraries' operators nothing is known: the user imported
+    them."""
     return _ACTING.get(name) or _ACTING_NAMESPACES.get(name.partition("::")[0])
 
 

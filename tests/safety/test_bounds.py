@@ -115,6 +115,28 @@ def test_a_view_made_without_a_check_is_checked(tmp_path: Path) -> None:
         assert plan.execute(keep_going=True).totals()["failed"] == 1
 
 
+def test_a_nested_tensor_made_without_a_check_is_checked(tmp_path: Path) -> None:
+    """Gradients of programs on nested tensors come from such an operator."""
+    nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+
+    def program() -> Any:
+        buffer, sizes, strides = nested.values(), nested._nested_tensor_size(), nested._nested_tensor_strides()
+        view = torch.ops.aten._nested_view_from_buffer.default
+        return view(buffer, sizes, strides, torch.arange(0, 12, 6)).unbind()
+
+    source = recorded(tmp_path, program)
+    with Plan(source) as plan:
+        assert plan.execute(verify="bitwise").outcome == "ok"
+
+    def change(record: Record, ints: list[int], _floats: list[float]) -> None:
+        if record.kind is RecordKind.op and ints[:3] == [0, 12, 6]:
+            ints[:3] = [0, 2**41, 2**40]
+
+    path = rewrite(source, tmp_path / "hostile.opreplay", change=change)
+    with Plan(path) as plan, pytest.raises(ReplayFailed, match="lies outside of its buffer"):
+        plan.execute()
+
+
 def test_an_op_that_raised_leaves_no_tensor_that_is_longer_than_its_memory(tmp_path: Path) -> None:
     """An out= argument gets its new sizes first, and then the memory is not there."""
     out, big = torch.empty(0), torch.empty(1).expand(2**44)
@@ -173,6 +195,8 @@ BROKEN: list[tuple[str, int, Callable[[Any], Any]]] = [
     ("nested", 2, lambda strides: strides * 2**62),
     ("nested", 1, lambda sizes: -sizes),
     ("nested", 3, lambda offsets: offsets[:1]),
+    ("nested", 1, lambda sizes: sizes[:1].expand(2, 1)),
+    ("nested", 0, lambda buffer: buffer[:1].expand(6)),
 ]
 
 

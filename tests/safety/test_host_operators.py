@@ -42,7 +42,6 @@ HOST_CALLS = [
     "inductor::resize_storage_bytes_",
     "aten::get_gradients",
     "aten::_cufft_set_plan_cache_max_size",
-    "aten::_nested_view_from_buffer",
 ]
 # What a walk over the registry finds of operators that return no tensor and write none: each of them only looks at its
 # arguments, or makes packed weights. A new one has somebody look at it.

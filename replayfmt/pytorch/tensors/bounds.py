@@ -89,6 +89,7 @@ def check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tenso
     parts = (sizes, strides, offsets)
     if (
         buffer.dim() != 1
+        or not all(each.is_contiguous() for each in (buffer, *parts))  # kernels read them through addresses
         or any(each.device.type != "cpu" or each.dtype != torch.int64 for each in parts)
         or (
             sizes.shape != strides.shape

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from replayfmt.errors import ReplayRefused
+from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.bounds import require_inside
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
@@ -21,6 +22,7 @@ from ..verify.structure import Expected, ExpectResults
 from .call_templates import Leaf, Operand, Result, Template
 from .lowering import Lowering
 from .operations import (
+    CheckedNested,
     CheckedView,
     CustomOperator,
     DrawOnHost,
@@ -169,7 +171,7 @@ class OpLine:
         if kernel.draws and lowering.context.draws_on is not None:
             call = DrawOnHost(call, kernel.schema, lowering.context.draws_on)
         if kernel.makes_unchecked_views:
-            call = CheckedView(call)
+            call = CheckedNested(call) if operator_named(kernel.schema.name).unchecked_nested else CheckedView(call)
         if kernel.casts_inside:
             autocast = self._autocast()
             call = self._custom(call, autocast)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from replayfmt.format.codes import TensorFlag
 from replayfmt.pytorch.settings import apply_settings, autocast_as_captured
-from replayfmt.pytorch.tensors.bounds import require_inside
+from replayfmt.pytorch.tensors.bounds import check_nested, require_inside
 from replayfmt.pytorch.tensors.composites import put_together, take_apart
 from replayfmt.pytorch.tensors.memory import fill_storage, fix_length, host_view, make_view
 
@@ -121,6 +121,18 @@ class CheckedView:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return require_inside(self._call(*args, **kwargs))
+
+
+class CheckedNested:
+    """Wraps an operator that makes a nested tensor of a buffer, sizes, strides and offsets without checking that its
+    parts lie inside the buffer; checks it before the call, which reads the sizes already."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check_nested(*args)
+        return self._call(*args, **kwargs)
 
 
 class ForGradients:

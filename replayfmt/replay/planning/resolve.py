@@ -41,8 +41,9 @@ def resolve(
     namespace = kernel.name.partition("::")[0]
     imports = imports or AllowedImports()
     does = acts_outside(kernel.name)
-    if does is not None and not imports.allows_operator(kernel.name):
-        if operator_named(kernel.name).collective:
+    known = operator_named(kernel.name)
+    if does is not None and not known.unchecked_view and not imports.allows_operator(kernel.name):
+        if known.collective:
             return f"{named} is a collective; they are not replayed yet"
         return f"{named} {does}; such host calls are not replayed unless {OPERATOR_FLAG}={kernel.name} allows it"
     overload = find_overload(kernel.name, kernel.overload)
@@ -59,7 +60,7 @@ def resolve(
     if difference:
         return difference
     draws = torch.Tag.nondeterministic_seeded in overload.tags
-    return OperatorKernel(overload, operator_named(kernel.name).own, draws)
+    return OperatorKernel(overload, known.own, draws)
 
 
 def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
