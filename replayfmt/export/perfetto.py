@@ -323,7 +323,8 @@ class _Replayed:
         """The event without its process; None if it has no name, time or numbers that viewers know."""
         phase, pid, tid = event.get("ph"), str(event.get("pid")), event.get("tid")
         time = 0 if phase == "M" else time_of(event)
-        if phase not in _PHASES or time is None or not (phase == "E" or isinstance(event.get("name"), str)):
+        known = isinstance(phase, str) and phase in _PHASES
+        if not known or time is None or not (phase == "E" or isinstance(event.get("name"), str)):
             return None
         if phase in _WITH_ID and not (isinstance(event.get("id"), int | str) and isinstance(event.get("cat"), str)):
             return None

@@ -4,7 +4,7 @@ another schema, or of another capture."""
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -45,7 +45,7 @@ class Fields:
         value = self.content.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise self._wrong(name, "a finite number or null")
         return float(value)
 

@@ -15,6 +15,7 @@ from replayfmt.importers.common.trace_files import TraceFile
 
 FLAG = "--replayed"
 _WANTED = "expected a trace that opreplay-run or opreplay-benchmark wrote with --device-profiling-output"
+_LATEST = 4e15  # microseconds since 1970, of the year 2096: in nanoseconds, 64 bits hold a sum of two of them
 
 
 class ReplayedTrace:
@@ -60,10 +61,10 @@ class ReplayedTrace:
 def time_of(event: dict[str, Any], name: str = "ts") -> int | None:
     """When an event begins (or with `dur`, how long it lasts), in nanoseconds; None if it does not say."""
     value = event.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LATEST:  # nor NaN
         return None
     if isinstance(value, LongFloat):
         whole, _point, fraction = value.text.partition(".")
         if whole.lstrip("-").isdigit() and fraction.isdigit():
             return int(whole) * 1000 + int(f"{fraction:0<3.3}")
-    return None if value != value or abs(value) > 1e18 else round(value * 1000)
+    return round(value * 1000)

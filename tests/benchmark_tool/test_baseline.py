@@ -104,7 +104,19 @@ def test_rows_that_could_not_be_measured_are_not_known_with_their_reason():
 
 
 @pytest.mark.parametrize(
-    "times", [[1, 0, 1, 1, 1, 1], [1, -1, 1], ["1"] * 6, [True] * 6, [None] * 6, [], "123456", None]
+    "times",
+    [
+        [1, 0, 1, 1, 1, 1],
+        [1, -1, 1],
+        [10**400] * 6,
+        [float("nan")] * 6,
+        ["1"] * 6,
+        [True] * 6,
+        [None] * 6,
+        [],
+        "123456",
+        None,
+    ],
 )
 def test_times_that_are_no_positive_numbers_are_not_known(times):
     (found,) = compare_with_baseline("o", document([row("a", times)]), document([row("a", around(1.0))])).rows

@@ -160,15 +160,17 @@ def test_what_a_replays_trace_says_wrongly_is_left_out_and_counted(path: Path, t
     trace = path.with_name("odd.json")
     good = {"ph": "X", "name": "good", "pid": "a", "tid": "b", "ts": 5, "dur": 1}
     odd = [good | change for change in ({"ts": "x"}, {"ts": True}, {"name": 3}, {"ph": "?"}, {"dur": []})]
+    odd += [good | {"ph": ["X"]}, good | {"ts": 10**400}, good | {"ts": 1e300}]
     odd.append({name: value for name, value in good.items() if name != "dur"})  # it would be shown as taking no time
     flow = good | {"ph": "s", "id": 7, "cat": "ac2g", "name": "flow"}
     odd += [{name: value for name, value in flow.items() if name != missing} for missing in ("id", "cat")]
     odd.append(good | {"ph": "C", "args": {"bytes": "many"}})
     fine = [good, flow, flow | {"ph": "f", "bp": "e"}, good | {"ph": "C", "name": "bytes", "args": {"bytes": 3}}]
     fine += [good | {"ph": "B", "name": "begun"}, {"ph": "E", "pid": "a", "tid": "b", "ts": 9}]
-    trace.write_text(json.dumps({"traceEvents": [*odd, good | {"args": {"x": float("nan")}}, *fine]}))
+    text = json.dumps({"traceEvents": [*odd, good | {"ts": "@"}, good | {"args": {"x": float("nan")}}, *fine]})
+    trace.write_text(text.replace('"@"', "9" * 400 + ".123456"))  # more digits than a double holds
     done = tools("export", "--format=perfetto", f"--replayed={trace}", path, path.with_name("out"))
-    assert done.code == 0 and "left out  10 events of a replay" in done.out, done.out + done.err
+    assert done.code == 0 and "left out  14 events of a replay" in done.out, done.out + done.err
     events = checked(json.loads(path.with_name("out").read_text(), parse_constant=pytest.fail))
     shown = [event for event in events if event["pid"] >= 1000 and event["ph"] != "M"]
     assert [event.get("name") for event in shown] == ["good", "flow", "flow", "bytes", "begun", None]

@@ -229,6 +229,7 @@ def edited(path: Path, to: Path, change: object) -> Path:
         (lambda d: d["benchmarks"][0].update(count="three"), r"benchmarks\[0\]: count: expected a whole number"),
         (lambda d: d["benchmarks"][0].update(count=-1), r"count: expected a whole number from 0, got -1"),
         (lambda d: d["benchmarks"][0].update(flops="many"), "flops: expected a finite number or null"),
+        (lambda d: d["benchmarks"][0].update(flops=10**400), "flops: expected a finite number or null"),
         (lambda d: d["benchmarks"][0].update(name="BM_op/((("), "its name is no signature"),
         (lambda d: d.clear(), "has no context"),
     ],

@@ -75,6 +75,8 @@ def test_threads_streams_and_what_is_inside_what_are_told_apart_in_a_trace(measu
             op("Memcpy HtoD", 41, 3, tid=21, kind="gpu_memcpy", device=0, stream=21),
             op("cudaLaunchKernel", 12, 1, kind="cuda_runtime"),
             {"ph": "X", "cat": "cpu_op", "name": "without a time", "ts": "x", "dur": 1},
+            op("too late for 64 bits", 5e17, 1),
+            op("lasts too long for them", 12, 10**400),
         )
     assert {lane.label: bars(lane, names) for lane in lanes} == {
         "thread 0, scopes": [("step", 9000, 30000)],

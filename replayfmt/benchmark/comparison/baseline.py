@@ -8,7 +8,7 @@ that they differ in fewer than one of ten cases, in practice far fewer: both int
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -277,7 +277,7 @@ def _number(value: Any) -> float | None:
     """A positive finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) and value > 0 else None
+    return float(value) if 0 < value <= sys.float_info.max else None
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
