@@ -39,10 +39,21 @@ def cli(folder: Path | None, force: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for program in programs:
-            (folder / program.name).write_bytes(program.read_bytes())
+            _write(folder / program.name, program.read_bytes())
     except OSError as error:
         raise CaptureFailed(f"{folder}: {error.strerror}") from error
     say(f"{folder}: {len(programs)} programs")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """The whole of a file, or what was there before."""
+    partial = Path(f"{path}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _first_line(program: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
@@ -46,3 +47,15 @@ def test_a_folder_that_cannot_be_made_is_one_error(monkeypatch, capfd, tmp_path)
     (tmp_path / "file").write_text("")
     assert ran(monkeypatch, str(tmp_path / "file" / "folder")) == 1
     assert capfd.readouterr().err.startswith(f"FAILED_PRECONDITION: {tmp_path}/file/folder: ")
+
+
+def test_a_full_disk_leaves_no_half_of_a_program(monkeypatch, capfd, tmp_path):
+    def write(path, content):
+        with path.open("wb") as file:
+            file.write(content[:7])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    assert ran(monkeypatch, str(tmp_path)) == 1
+    assert capfd.readouterr().err == f"FAILED_PRECONDITION: {tmp_path}: No space left on device\n"
+    assert not list(tmp_path.iterdir())
