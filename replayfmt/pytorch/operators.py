@@ -107,6 +107,8 @@ _TELLS_ALLOCATOR = frozenset({"record_stream"})
 _RESIZES = frozenset({"resize_", "resize_as_", "_resize_output_"})
 # Change what memory a tensor stands for, or how much.
 _MOVES_MEMORY = _RESIZES | {"set_", "resize_storage_bytes_"}
+# Make arguments that they write longer, at their first call: what they were given is gone afterwards.
+_GROWS_ARGUMENTS = frozenset({"_fused_moving_avg_obs_fq_helper"})
 # In place, and still no more than another view on the same memory.
 _VIEWS_IN_PLACE = frozenset(
     {"as_strided_", "detach_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
@@ -339,6 +341,7 @@ class Operator:
     reads_nothing: bool
     moves_memory: bool
     resizes: bool
+    grows_arguments: bool
     changes_view: bool
     lifts: bool
     overwrites_self: bool
@@ -379,6 +382,7 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         reads_nothing=named in _READS_NOTHING,
         moves_memory=named in _MOVES_MEMORY,
         resizes=named in _RESIZES,
+        grows_arguments=named in _GROWS_ARGUMENTS,
         changes_view=named in _VIEWS_IN_PLACE,
         lifts=named in _LIFTS,
         overwrites_self=named in _OVERWRITES_SELF,

@@ -341,3 +341,23 @@ def test_a_scope_without_such_a_read_is_reported(tmp_path: Any) -> None:
     assert recorder.unmatched() == [
         "--reads-unwritten=warm-up: no memory that nothing wrote was read in a scope of that name"
     ]
+
+
+def test_arguments_that_a_kernel_makes_longer_are_recorded_as_they_were_given(capture: Capture) -> None:
+    """The first call of an observer for quantization-aware training finds no range and no scales."""
+    on = torch.ones(1, dtype=torch.int64)
+
+    def program() -> list[torch.Tensor]:
+        lowest, highest = torch.tensor([]), torch.tensor([])
+        scales, zero_points = torch.empty(0), torch.empty(0, dtype=torch.int32)
+        results = [
+            torch.fused_moving_avg_obs_fake_quant(
+                torch.randn(8, 3), on, on, lowest, highest, scales, zero_points, 0.01, -128, 127, 0, True, True
+            )
+            for _ in range(3)
+        ]
+        return [*results, lowest, highest, scales, zero_points]
+
+    captured = capture(program)
+    assert not captured.unsupported()
+    captured.replays()
