@@ -5,14 +5,13 @@ The captured source is below it as a comment, because it is code of the capture.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from keyword import iskeyword
 from os.path import basename
 from typing import Any
 
-from replayfmt.format.attachments import METADATA, SOURCE, contents_of
+from replayfmt.format.attachments import METADATA, SOURCE, contents_of, parse_metadata
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_schema import OperatorSchema
 from replayfmt.format.reader import CaptureReader
@@ -24,6 +23,11 @@ from .skeleton_text import docstring_text, how_often, identifier_like, printable
 _BINDINGS = "// Python bindings to call kernel():"
 
 
+def _texts(value: Any) -> list[str]:
+    """The items of a list, or the keys of an object; none of anything else that a file may hold."""
+    return list(map(str, value)) if isinstance(value, list | dict) else []
+
+
 class _CodeSkeleton(ABC):
     """One file. Subclasses say what differs between languages."""
 
@@ -33,8 +37,7 @@ class _CodeSkeleton(ABC):
         """Raises ValueError for a kernel that names no parameters."""
         self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
         contents = contents_of(reader, kernel)
-        metadata = json.loads(contents.get(METADATA, b"{}"))
-        self._names = self.named(metadata if isinstance(metadata, dict) else {})
+        self._names = self.named(parse_metadata(contents.get(METADATA, b"{}"), kernel.qualified_name))
         if not self._names or not all(each.isidentifier() and not iskeyword(each) for each in self._names):
             raise ValueError("its parameters have no names that a function can have")
         self._function = identifier_like(schema.base_name, {*self._names, "triton", "tl"})
@@ -101,8 +104,8 @@ class TritonSkeleton(_CodeSkeleton):
     variant = "@triton"
 
     def named(self, metadata: dict[str, Any]) -> list[str]:
-        self._constexprs = frozenset(map(str, metadata.get("constexprs") or ()))
-        return list(map(str, metadata.get("parameters") or ()))
+        self._constexprs = frozenset(_texts(metadata.get("constexprs")))
+        return _texts(metadata.get("parameters"))
 
     def head(self) -> list[str]:
         parameters = [f"{each}: tl.constexpr" if each in self._constexprs else each for each in self._names]

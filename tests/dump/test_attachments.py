@@ -11,9 +11,11 @@ import pytest
 from format.samples import write_everything
 from in_process import Tool
 from opreplay_tools import dump
+from safety.code_captures import write as write_code
 from xxhash import xxh3_128_hexdigest
 
 from replayfmt.errors import UsageError
+from replayfmt.format.codes import KernelKind
 
 from .test_rows import of_kind, schema_of
 
@@ -138,6 +140,21 @@ def test_a_file_is_replaced_with_force_alone_and_never_by_its_own_attachment(
 def test_what_makes_no_sense_is_wrong_usage(coded: Path, given: list[str], said: str, run: Tool) -> None:
     ran = run(*given, coded)
     assert ran.code == 2 and said in ran.err and ran.out == ""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "code", "said"),
+    [
+        (b'{"parameters": 3}', 2, "have no names"),
+        (b'{"parameters": ["x"], "constexprs": true}', 0, ""),
+        (b"[" * 100_000, 3, "is not JSON"),
+        (b"[]", 3, "is not a JSON object"),
+    ],
+)
+def test_a_skeleton_believes_no_metadata(tmp_path: Path, metadata: bytes, code: int, said: str, run: Tool) -> None:
+    path = write_code(tmp_path / "c.opreplay", [("metadata", metadata)], kind=KernelKind.triton, called=False)
+    ran = run("--kernel-skeleton=1", path)
+    assert ran.code == code and said in ran.err and len(ran.err.splitlines()) == bool(code)
 
 
 def test_a_capture_without_attachments_says_so(plain: Path, run: Tool) -> None:
