@@ -68,10 +68,10 @@ def check_reconcile(context: click.Context, scopes: tuple[str, ...]) -> None:
         return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
     if not context.params["reconcile"]:
-        for name in ("program", "program_runs"):
-            measures_energy = context.params["energy"] or context.params["energy_windows"] is not None
-            if given(name) and not (name == "program" and measures_energy):
-                raise UsageError(f"--{name.replace('_', '-')} needs --reconcile")
+        if given("program_runs"):
+            raise UsageError("--program-runs needs --reconcile")
+        if given("program") and not context.params["energy"] and context.params["energy_windows"] is None:
+            raise UsageError("--program needs --reconcile, --energy or --energy-windows")
         return
     if given("program_runs") and not given("program"):
         raise UsageError("--program-runs needs --program")

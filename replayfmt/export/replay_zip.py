@@ -21,7 +21,7 @@ from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.container.output import check_place, remove_unfinished, same_file
 from replayfmt.format.model import Record
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.operators import refused_names
 from replayfmt.trim.selection import Wanted, resolve
@@ -74,10 +74,10 @@ def export_replay_zip(
         entries, content = _entries(reader, wanted, unique, exported, on_record, integers)
         exported.without_integers, exported.no_integers = integers.missing, integers.problem
     if exported.left_out and not partial:
-        reasons = tuple(f"{reason}: {count} calls" for reason, count in exported.left_out.most_common())
+        reasons = tuple(f"{reason}: {counted(count, 'call')}" for reason, count in exported.left_out.most_common())
         raise ReplayRefused(
-            f"{reader.path}: {sum(exported.left_out.values())} of {exported.calls} calls cannot be expressed in "
-            f"EventReplay IR; nothing was written; --partial leaves them out",
+            f"{reader.path}: {sum(exported.left_out.values()):,} of {counted(exported.calls, 'call')} cannot be "
+            f"expressed in EventReplay IR; nothing was written; --partial leaves them out",
             reasons,
         )
     texts = {
@@ -219,7 +219,7 @@ def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]]
             "",
             "Left out, because the IR cannot express it:",
             "",
-            *(f"- {escaped(reason)}: {count} calls" for reason, count in exported.left_out.most_common()),
+            *(f"- {escaped(reason)}: {counted(count, 'call')}" for reason, count in exported.left_out.most_common()),
         ]
     return "\n".join(lines) + "\n"
 

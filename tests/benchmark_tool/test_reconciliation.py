@@ -156,7 +156,8 @@ def test_a_program_that_fails_or_has_no_such_scope_is_one_line(tools, program):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--program=x.py"], "--program needs --reconcile"),
+        (["--program=x.py"], "--program needs --reconcile, --energy or --energy-windows"),
+        (["--program-runs=2"], "--program-runs needs --reconcile"),
         (["--reconcile", "--program-runs=2"], "--program-runs needs --program"),
         (["--reconcile", "--per-op"], "--per-op does not go with --reconcile"),
         (["--reconcile", "--replay-scope=step", "--replay-scope=forward"], "takes one --replay-scope"),

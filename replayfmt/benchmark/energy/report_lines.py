@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 
 from ..gpu_state import gpu_lines
 from ..reports.units import duration
@@ -62,7 +62,9 @@ def report_lines(content: dict[str, Any], top: int) -> Iterator[str]:
             f"{comparison['ratio']:.3f}"
         )
     for name, part in content["by_class"].items():
-        yield printable(f"class       {name}: {joules_text(part['joules_per_run'])} a run, {part['calls']} calls")
+        yield printable(
+            f"class       {name}: {joules_text(part['joules_per_run'])} a run, {counted(part['calls'], 'call')}"
+        )
     measured = [each for each in content["kernels"] if each["joules_per_call"] is not None]
     for each in sorted(measured, key=lambda kernel: -kernel["joules_per_run"])[:top]:
         yield printable(
