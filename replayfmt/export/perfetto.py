@@ -275,10 +275,9 @@ def _isolated_events(
 ) -> Iterator[dict[str, Any]]:
     """Isolated calls one after the other, from `origin_ns` on."""
     yield _named("process_name", _ISOLATED, 0, "isolated calls, one after the other: not a run")
-    ops, names = captured_ops(reader), Names()
-    if ordinals is not None:
-        ops = ops.only(ordinals)
-    lanes, without = isolated_lanes(ops, np.zeros(len(ops), np.int64), reader, names, times)
+    every, names = captured_ops(reader), Names()
+    ops = every if ordinals is None else every.only(ordinals)
+    lanes, without = isolated_lanes(ops, np.zeros(len(ops), np.int64), reader, names, times, every)
     if without:
         counts.left_out["ops without an isolated time"] += without
     texts = names.all()

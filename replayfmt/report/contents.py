@@ -147,4 +147,8 @@ def _warnings(reader: CaptureReader, inputs: ReportInputs) -> list[str]:
     for _where, document in inputs.benchmarks:
         warnings = document["context"].get("warnings")
         found += [each for each in warnings if isinstance(each, str)] if isinstance(warnings, list) else []
+        for row in document["benchmarks"]:
+            warnings = row.get("warnings") if row.get("repetition_index") == 0 else None
+            said = [each for each in warnings if isinstance(each, str)] if isinstance(warnings, list) else []
+            found += [f"{row['name']}: {each}" for each in said]
     return [printable(each, _LONGEST_WARNING) for each in dict.fromkeys(found)]

@@ -13,22 +13,26 @@ from .measured import Measurements, read_measurements
 
 
 class IsolatedTimes:
-    """Nanoseconds of a call, by its signature (without numbers), else by its kernel, whose calls then all have their
-    mean."""
+    """Nanoseconds of a call, by its signature (without numbers); from a benchmark that was summed by kernel, the mean
+    of all of the kernel's calls."""
 
     def __init__(self, measured: Measurements) -> None:
         self._by_signature = {name: each.call_ns for name, each in measured.by_signature.items()}
-        self._by_kernel = {name: each.call_ns for name, each in measured.by_kernel.items()}
+        self._by_kernel = {name: (each.call_ns, each.calls) for name, each in measured.by_kernel.items()}
 
     def __bool__(self) -> bool:
         """Whether the time of any call is known."""
-        return any(each is not None for each in (*self._by_signature.values(), *self._by_kernel.values()))
+        return any(each is not None for each in self._by_signature.values()) or any(
+            each is not None for each, _calls in self._by_kernel.values()
+        )
 
-    def call_ns(self, signature: str, kernel: str) -> float | None:
-        """None if no such call was measured."""
+    def call_ns(self, signature: str, kernel: str, calls: int) -> float | None:
+        """None if no such call was measured. `calls`: how many of the kernel the capture has. A mean of some of them is
+        not the time of the others."""
         if signature in self._by_signature:
             return self._by_signature[signature]
-        return self._by_kernel.get(kernel)
+        mean, measured = self._by_kernel.get(kernel, (None, 0))
+        return mean if measured == calls else None
 
 
 def read_isolated(where: str, document: Document) -> IsolatedTimes:

@@ -6,13 +6,15 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import log10
 
 from replayfmt.dump.values import scope_path
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 from replayfmt.format.reader import CaptureReader
 
 from .call_sites import CapturedCallSite, CapturedTime, Clock, KernelTotals
+from .kernel_measurements import calls_of_kernels, energy_of_kernels
 from .measured import MeasuredCalls, MeasuredEnergy, Measurements
 from .pictures import Axis, BarPicture, BarSeries, Line, MissingPicture, Picture, Points, ScatterPicture
 from .tables import ReportTable, TableCell, TableColumn, TableRow, count_cell, figure_cell, text_cell
@@ -53,6 +55,14 @@ class KernelFigures:
     def captured(self, each: CapturedCallSite | KernelTotals) -> CapturedTime:
         return each.device if self.clock == "device" else each.host
 
+    @cached_property
+    def calls_by_kernel(self) -> dict[int, MeasuredCalls]:
+        return calls_of_kernels(self.sites, self.kernels, self.kernel_name, self.measured)
+
+    @cached_property
+    def energy_by_kernel(self) -> dict[int, MeasuredEnergy]:
+        return energy_of_kernels(self.sites, self.kernels, self.measured)
+
     def command(self, tool_and_flags: str) -> str:
         """A command line for this capture."""
         return f"opreplay-{tool_and_flags} {shlex.quote(printable(self.reader.path))}"
@@ -82,31 +92,33 @@ def top_kernels(figures: KernelFigures) -> Section:
 
     def of_calls(name: str, scale: float = 1.0) -> Callable[[KernelTotals], float | None]:
         def value(each: KernelTotals) -> float | None:
-            found = measured.by_kernel.get(figures.kernel_name(each.kernel))
+            found = figures.calls_by_kernel.get(each.kernel)
             sum_of_calls = None if found is None or not found.calls else getattr(found, name)
             return None if sum_of_calls is None else sum_of_calls * scale
 
         return value
 
     def joules(each: KernelTotals) -> float | None:
-        found = measured.energy_by_kernel.get(figures.kernel_name(each.kernel))
+        found = figures.energy_by_kernel.get(each.kernel)
         return None if found is None else found.joules
 
     replayed = of_calls("total_ns", 1e-9)
-    no_calls = "" if measured.by_kernel else figures.no_calls
-    no_energy = "" if measured.energy_by_kernel else figures.no_energy
-    pictures: list[Picture] = [
+    no_calls = "" if measured.any_calls else figures.no_calls
+    no_energy = "" if measured.energy_by_signature else figures.no_energy
+    notes: list[str] = []
+    pictures = [
         _top("top-captured", f"Time during capture ({clock})", Axis("all calls", "s"), figures, seconds,
-             "" if figures.clock else figures.no_captured),
-        _top("top-replayed", "Time of isolated calls", Axis("all calls", "s"), figures, replayed, no_calls),
-        _top("top-calls", "Calls", Axis("calls"), figures, lambda each: float(each.calls), ""),
-        _top("top-bytes", "Bytes moved", Axis("all calls, at least", "B"), figures, of_calls("bytes_moved"), no_calls),
-        _top("top-energy", "Energy", Axis("all calls", "J"), figures, joules, no_energy),
+             "" if figures.clock else figures.no_captured, notes),
+        _top("top-replayed", "Time of isolated calls", Axis("all calls", "s"), figures, replayed, no_calls, notes),
+        _top("top-calls", "Calls", Axis("calls"), figures, lambda each: float(each.calls), "", notes),
+        _top("top-bytes", "Bytes moved", Axis("all calls, at least", "B"), figures, of_calls("bytes_moved"), no_calls,
+             notes),
+        _top("top-energy", "Energy", Axis("all calls", "J"), figures, joules, no_energy, notes),
     ]  # fmt: skip
     return Section(
         "top", "Most expensive kernels",
         [f"The {min(_TOP, len(kernels))} largest of {len(kernels):,} kernels by each figure, summed over their calls."],
-        pictures,
+        pictures, [], notes,
     )  # fmt: skip
 
 
@@ -117,12 +129,19 @@ def _top(
     figures: KernelFigures,
     value: Callable[[KernelTotals], float | None],
     missing: str,
+    notes: list[str],
 ) -> Picture:
+    """The largest; what is left out because it is not known is added to `notes`."""
     if missing:
         return MissingPicture(name, title, missing)
     known = [(found, each) for each in figures.kernels if (found := value(each)) is not None]
     if not known:
         return MissingPicture(name, title, "it is not known of any kernel; the table of kernels says why")
+    if unknown := len(figures.kernels) - len(known):
+        notes.append(
+            f"{title}: not known of all calls of {counted(unknown, 'kernel')}, which {'is' if unknown == 1 else 'are'} "
+            "not in the picture; the table of kernels says why."
+        )
     largest = sorted(known, key=lambda pair: -pair[0])[:_TOP]
     return BarPicture(
         name,
@@ -145,7 +164,7 @@ def kernel_table(figures: KernelFigures) -> ReportTable:
 
     def row(each: KernelTotals) -> TableRow:
         name = figures.kernel_name(each.kernel)
-        calls, energy = figures.measured.by_kernel.get(name), figures.measured.energy_by_kernel.get(name)
+        calls, energy = figures.calls_by_kernel.get(each.kernel), figures.energy_by_kernel.get(each.kernel)
         share = figures.captured(each).total_ns
         link = f"site-{dearest[each.kernel].number}"
         cells = (
@@ -238,7 +257,7 @@ def _captured_cells(figures: KernelFigures, each: CapturedCallSite | KernelTotal
 def _measured_cells(
     figures: KernelFigures, calls: MeasuredCalls | None, energy: MeasuredEnergy | None, of_site: int
 ) -> list[TableCell]:
-    none = figures.no_calls if not figures.measured.by_kernel else "the benchmark has no row of these calls"
+    none = "the benchmark has no row of these calls" if figures.measured.any_calls else figures.no_calls
     found = calls or MeasuredCalls(0, None, None, None, None, None)
     reasons = {**{name: none for name in ("total_ns", "bytes_moved", "flops")}, **found.reasons}
     call_ns = found.call_ns
@@ -255,7 +274,7 @@ def _measured_cells(
         figure_cell(end / found.calls / 1e9, "s", "").text for end in ends
     )  # fmt: skip
     no_roof = "the benchmark was made without --roofline, or too little is known of the op" if calls else none
-    no_joules = figures.no_energy if not figures.measured.energy_by_kernel else "the report has no row of these calls"
+    no_joules = "the report has no row of these calls" if figures.measured.energy_by_signature else figures.no_energy
     joules = None if energy is None else energy.joules_per_call
     why = energy.reason if energy is not None else no_joules
     unknown_rate = reasons.get("flops", reasons.get("total_ns", ""))

@@ -81,13 +81,21 @@ def captured_lanes(ops: CapturedOps, site_of: np.ndarray, reader: CaptureReader,
 
 
 def isolated_lanes(
-    ops: CapturedOps, site_of: np.ndarray, reader: CaptureReader, names: Names, times: IsolatedTimes
+    ops: CapturedOps,
+    site_of: np.ndarray,
+    reader: CaptureReader,
+    names: Names,
+    times: IsolatedTimes,
+    every: CapturedOps | None = None,
 ) -> tuple[list[Lane], int]:
     """Isolated calls one after the other, each in the lane of its device's stream, or of its thread on the host; and
-    how many ops have no isolated time. An op that stands for several calls takes as long as all of them."""
+    how many ops have no isolated time. An op that stands for several calls takes as long as all of them. `every`: all
+    ops of the capture, if `ops` are a part of them."""
+    of_all = ops if every is None else every
+    calls = np.bincount(of_all.kernel, of_all.calls, len(reader.kernels))
     pairs, place = np.unique(np.stack([ops.signature, ops.kernel]), axis=1, return_inverse=True)
     known = [
-        times.call_ns(ops.signatures[signature], reader.kernels[kernel].qualified_name)
+        times.call_ns(ops.signatures[signature], reader.kernels[kernel].qualified_name, int(calls[kernel]))
         for signature, kernel in pairs.T.tolist()
     ]
     of_call = np.array([np.nan if each is None else each for each in known], np.float64)

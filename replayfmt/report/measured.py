@@ -1,15 +1,17 @@
-"""What files of measurements say of each signature and of each kernel, with numbers in calls taken for their types.
+"""What files of measurements say of each signature, with numbers in calls taken for their types, and of each kernel.
 
 A benchmark's rows and an energy report name an op by its signature with the numbers it was called with, call sites do
-without; so several rows may be of one call site, and are added up.
+without; so several rows may be of one call site, and are added up. Rows of kernels are only those of a benchmark that
+was summed by kernel: what single signatures say of a kernel depends on how often the capture calls each of them
+(`kernel_sections`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from replayfmt.benchmark.comparison.baseline import Document
+from replayfmt.benchmark.comparison.baseline import Document, figure_of
 from replayfmt.errors import UsageError
 from replayfmt.format.signatures.text import parse_signature, without_values
 
@@ -91,13 +93,19 @@ class WholeTime:
 
 @dataclass
 class Measurements:
-    """Everything that was measured, by signature (without numbers) and by kernel (qualified name)."""
+    """Everything that was measured, by signature (without numbers) or by kernel (qualified name). `kernels`: those of
+    which a call was measured."""
 
     by_signature: dict[str, MeasuredCalls] = field(default_factory=dict)
     by_kernel: dict[str, MeasuredCalls] = field(default_factory=dict)
+    kernels: set[str] = field(default_factory=set)
     wholes: list[WholeTime] = field(default_factory=list)
     energy_by_signature: dict[str, MeasuredEnergy] = field(default_factory=dict)
-    energy_by_kernel: dict[str, MeasuredEnergy] = field(default_factory=dict)
+
+    @property
+    def any_calls(self) -> bool:
+        """Whether single ops were measured."""
+        return bool(self.by_signature or self.by_kernel)
 
 
 def read_measurements(benchmarks: Iterable[tuple[str, Document]], energy: Fields | None) -> Measurements:
@@ -110,41 +118,43 @@ def read_measurements(benchmarks: Iterable[tuple[str, Document]], energy: Fields
         for row in energy.rows("kernels"):
             count, reason = row.count("count"), row.text("reason") if row.has("reason") else "no reason is given"
             figures = row.number("joules_per_call"), row.number("error_joules_per_call")
-            for by, key in (
-                (found.energy_by_signature, _without_values(row, row.text("name"))),
-                (found.energy_by_kernel, row.text("kernel")),
-            ):
-                by.setdefault(key, MeasuredEnergy()).add(count, *figures, reason)
+            # Unsupported work has a row without a kernel, and no signature.
+            name = _without_values(row, row.text("name")) if row.text("kernel") else row.text("name")
+            found.energy_by_signature.setdefault(name, MeasuredEnergy()).add(count, *figures, reason)
     return found
 
 
 def _add_benchmark(found: Measurements, where: str, document: Document) -> None:
     by_signature: dict[str, MeasuredCalls] = {}
     by_kernel: dict[str, MeasuredCalls] = {}
-    seen = {whole.name for whole in found.wholes}
+    called: set[str] = set()
+    wholes: dict[str, list[Fields]] = {}
     for row in Fields(document, where).rows("benchmarks"):
         name = row.text("name")
-        if row.content.get("run_type") == "aggregate" or row.content.get("repetition_index"):
+        if row.content.get("run_type") == "aggregate":
             continue
         if name == _WHOLE or name.startswith(f"{_WHOLE}/"):
-            whole = _whole(row, name)
-            if whole.name in seen:
-                raise UsageError(f"{row.where}: {name} is in several of the files; name one that has it")
-            found.wholes.append(whole)
+            wholes.setdefault(name, []).append(row)
         elif name.startswith(f"{_OP}scope:"):
             continue  # the same ops once more, by scope
         elif name.startswith(f"{_OP}kernel:"):
-            _add_calls(by_kernel, name.removeprefix(f"{_OP}kernel:"), row)
+            _add_calls(by_kernel, kernel := name.removeprefix(f"{_OP}kernel:"), row)
+            called.add(kernel)
         elif name.startswith(_OP):
             signature = name.removeprefix(_OP).removeprefix("signature:")
             _add_calls(by_signature, _without_values(row, signature), row)
-            # Its rows are those of single signatures: the kernel is what the signature begins with.
-            _add_calls(by_kernel, _kernel(row, signature), row)
-    for known, new in ((found.by_signature, by_signature), (found.by_kernel, by_kernel)):
-        twice = next(iter(known.keys() & new.keys()), None)
-        if twice is not None:
-            raise UsageError(f"{where}: {twice:.200} is in several of the files; name one that has it")
-        known.update(new)
+            called.add(_kernel(row, signature))  # what the signature begins with
+    for name, rows in wholes.items():
+        whole = _whole(rows, name)
+        if any(whole.name == each.name for each in found.wholes):
+            raise UsageError(f"{where}: {name} is in several of the files; name one that has it")
+        found.wholes.append(whole)
+    twice = next(iter((found.by_signature.keys() & by_signature.keys()) or (found.kernels & called)), None)
+    if twice is not None:
+        raise UsageError(f"{where}: {twice:.200} is in several of the files; name one that has it")
+    found.by_signature.update(by_signature)
+    found.by_kernel.update(by_kernel)
+    found.kernels |= called
 
 
 def _add_calls(by: dict[str, MeasuredCalls], key: str, row: Fields) -> None:
@@ -187,17 +197,22 @@ def _add_calls(by: dict[str, MeasuredCalls], key: str, row: Fields) -> None:
         sums.kernel_class = row.text("kernel_class") if row.has("kernel_class") else ""
 
 
-def _whole(row: Fields, name: str) -> WholeTime:
+def _whole(rows: Sequence[Fields], name: str) -> WholeTime:
+    """`rows` are the repetitions: their times are taken together."""
     reasons = {}
-    median = row.number("median_real_time")
+    row = rows[0]
+    median, low, high = (row.number(f"median_real_time{end}") for end in ("", "_low", "_high"))
     if median is None:
         reasons["median"] = row.text("unmeasurable") if row.has("unmeasurable") else "the benchmark does not say"
+    if len(rows) > 1:
+        all_times = figure_of([each.content for each in rows])
+        median, low, high = all_times.value, all_times.low, all_times.high
+        reasons = {"median": all_times.reason} if median is None else {}
     captured = row.number("captured_time")
     if captured is None:
         has = row.has("captured_time_reason")
         reasons["captured"] = row.text("captured_time_reason") if has else "the benchmark does not say"
     scope = name.removeprefix(_WHOLE).removeprefix("/scope:")
-    low, high = row.number("median_real_time_low"), row.number("median_real_time_high")
     return WholeTime(scope, median, low, high, captured, reasons)
 
 

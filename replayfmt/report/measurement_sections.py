@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replayfmt.benchmark.comparison.baseline import BaselineComparison
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 
 from .documents import Fields
 from .kernel_sections import MOST_ROWS, KernelFigures, Section
@@ -62,20 +62,26 @@ def captured_and_replayed(figures: KernelFigures) -> Section:
     ]
     columns = ("region", "captured", "replayed, median", "at least", "at most", "replayed / captured")
     table = ReportTable("regions", "Regions", _columns(columns), rows, None)
-    notes = [] if isolated is not None else ["Sum of isolated calls: not measured: " + figures.no_calls + "."]
+    notes = [] if isolated is not None else [f"Sum of isolated calls: not measured: {_no_sum(figures)}."]
     picture = BarPicture("replay", "Times", Axis("", "s"), names, series)
     return Section("replay", "Captured and replayed", about, [picture], [table], notes)
 
 
 def _isolated_seconds(figures: KernelFigures) -> float | None:
     """The sum over all calls of the capture; None if one of them was not measured."""
-    total = 0.0
-    for site in figures.sites:
-        calls = figures.measured.by_signature.get(site.signature)
-        if calls is None or calls.call_ns is None:
-            return None
-        total += calls.call_ns * site.calls
-    return total / 1e9 if figures.sites else None
+    found = [figures.calls_by_kernel.get(each.kernel) for each in figures.kernels]
+    totals = [None if each is None else each.total_ns for each in found]
+    known = [total for total in totals if total is not None]
+    return sum(known) / 1e9 if known and len(known) == len(totals) else None
+
+
+def _no_sum(figures: KernelFigures) -> str:
+    """Why the sum of isolated calls is not known."""
+    if not figures.measured.any_calls:
+        return figures.no_calls
+    found = [figures.calls_by_kernel.get(each.kernel) for each in figures.kernels]
+    without = sum(each is None or each.total_ns is None for each in found)
+    return f"not all calls of {counted(without, 'kernel')} have an isolated time"
 
 
 def baseline_section(comparison: BaselineComparison) -> Section:

@@ -88,10 +88,10 @@ def _row(each: ProbedKernel, figures: KernelFigures) -> TableRow:
         why_captured = why_isolated = "the run does not tell which variant it is of"
     elif (totals := calls.get(each.kernels[0])) is not None:
         captured, why_captured = figures.captured(totals).mean_ns, "the capture has no time of these calls"
-        measured = figures.measured.by_kernel.get(figures.kernel_name(totals.kernel))
+        measured = figures.calls_by_kernel.get(totals.kernel)
         if measured is not None:
             isolated, why_isolated = measured.call_ns, measured.reasons.get("total_ns", "")
-        elif figures.measured.by_kernel:
+        elif figures.measured.any_calls:
             why_isolated = "the benchmark has no row of these calls"
     between = f"between {min(slowdowns):.3f} × and {max(slowdowns):.3f} ×" if slowdowns else ""
     return TableRow(

@@ -125,6 +125,50 @@ def test_the_joules_of_these_tests_are_a_report_as_the_schema_has_it(measured: M
     jsonschema.validate(energy_of(json.loads(measured.per_op.read_text())), schema)
 
 
+def test_a_kernel_of_which_not_all_calls_were_measured_has_no_sum_anywhere(measured: Measured, tmp_path: Path) -> None:
+    def leave_out(document: dict[str, object], name: str, rows: str) -> None:
+        listed = document[rows]
+        assert isinstance(listed, list)
+        document[rows] = [row for row in listed if not row[name].removeprefix("BM_op/").startswith(_ONE_OF_ADD)]
+
+    partly = edited(measured.per_op, tmp_path / "partly.json", lambda each: leave_out(each, "name", "benchmarks"))
+    energy = edited(measured.energy, tmp_path / "energy.json", lambda each: leave_out(each, "name", "kernels"))
+    with open_capture(measured.capture) as reader:
+        inputs = ReportInputs([("x", read_benchmark("x", partly, reader))], energy=read_energy("x", energy, reader))
+        shown = make_contents(reader, inputs)
+    kernels = table(shown, "kernels")
+    (row,) = (each for each in kernels.rows if each.cells[0].text.startswith("aten::add.Tensor"))
+    titles = [each.title for each in kernels.columns]
+    for title in ("isolated, all calls", "isolated, a call", "bytes, a call", "energy, all calls", "energy, a call"):
+        cell = row.cells[titles.index(title)]
+        assert (cell.text, cell.about) == ("not measured", "only 42 of its 45 calls were measured"), title
+    top = section(shown, "top")
+    for picture in top.pictures:
+        if picture.name in ("top-replayed", "top-energy"):
+            assert isinstance(picture, BarPicture) and "aten::add.Tensor" not in picture.labels
+            assert any(each.startswith(f"{picture.title}: ") and "not in the picture" in each for each in top.notes)
+    assert any("3 ops have no isolated time" in each for each in section(shown, "timeline").notes)
+    whole = contents_of(measured, measured.whole, partly)
+    (said,) = section(whole, "replay").notes
+    assert said == "Sum of isolated calls: not measured: not all calls of 1 kernel have an isolated time."
+
+
+_ONE_OF_ADD = "aten::add.Tensor(float32[7], "
+
+
+def test_repetitions_of_a_replay_are_one_sample_in_the_page(measured: Measured, tmp_path: Path) -> None:
+    def repeat(document: dict[str, list[dict[str, object]]]) -> None:
+        (row,) = document["benchmarks"]
+        document["benchmarks"] = [
+            row | {"repetition_index": place, "samples": {"real_time": [time] * 6}, "median_real_time": time}
+            for place, time in enumerate((100.0, 300.0, 300.0))
+        ]
+
+    shown = contents_of(measured, edited(measured.whole, tmp_path / "repeated.json", repeat))
+    assert column(table(shown, "regions"), "replayed, median") == [pytest.approx(300e-9)]
+    assert column(table(shown, "regions"), "at least") == [pytest.approx(100e-9)]
+
+
 def test_with_everything_given_every_picture_is_drawn(everything: ReportContents) -> None:
     pictures = {each.name: each for one in everything.sections for each in one.pictures}
     assert not [each for each in pictures.values() if isinstance(each, MissingPicture)]

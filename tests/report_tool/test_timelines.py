@@ -125,7 +125,7 @@ def test_isolated_calls_are_in_the_lanes_of_their_devices_and_stand_for_all_call
         b.record(call, [b.tensor(b.storage(16, device), meta)])
     b.frame()
     path = b.close()
-    known = Measurements(by_kernel={"a::b.default": MeasuredCalls(calls=1, total_ns=70.0)})
+    known = Measurements(by_kernel={"a::b.default": MeasuredCalls(calls=6, total_ns=420.0)})
     with open_capture(path) as reader:
         ops, names = captured_ops(reader), Names()
         ops.calls[1] = 5

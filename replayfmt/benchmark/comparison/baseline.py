@@ -221,7 +221,7 @@ def _by_name(document: Document) -> dict[str, list[dict[str, Any]]]:
 def _pair(
     name: str, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], named: tuple[str, str]
 ) -> PairedRow:
-    old, new = _figure(before), _figure(after)
+    old, new = figure_of(before), figure_of(after)
     floor = max((_number(row.get("noise_floor")) or 0.0 for row in (*before, *after)), default=0.0)
     if _in_graphs(before) != _in_graphs(after):
         reason = "one of the two was launched in a graph, and the other was not"
@@ -247,7 +247,7 @@ def _in_graphs(rows: Sequence[dict[str, Any]]) -> set[str]:
     return {str(row.get("graphs") or int(row.get("graph") is True)) for row in rows}
 
 
-def _figure(rows: Sequence[dict[str, Any]]) -> Figure:
+def figure_of(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The median of all times of a name; for a sum over ops, the sum."""
     for row in rows:
         if row.get("error_occurred"):
