@@ -22,6 +22,8 @@ from replayfmt.format.printable import printable
 from . import playbook
 from .option_groups import groups
 
+_LONGEST_DIAGNOSTIC = 4000  # characters
+
 
 def agents_md_option(tool: str) -> Callable[[Any], Any]:
     """`--agents-md`: print the tool's part of the playbook and exit."""
@@ -114,7 +116,10 @@ def report(error: OpReplayError) -> None:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a line for people, escaped, because messages quote text from captures, traces and paths."""
+    """Print a line for people, escaped, because messages quote text from captures, traces and paths. A diagnostic that
+    quotes very long text is cut in its middle: its end says what to do."""
+    if err and len(text) > _LONGEST_DIAGNOSTIC:
+        text = f"{text[: _LONGEST_DIAGNOSTIC // 2]} … {text[-_LONGEST_DIAGNOSTIC // 2 :]}"
     click.echo(printable(text), err=err)
 
 

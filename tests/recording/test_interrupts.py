@@ -6,10 +6,12 @@ handler would raise: at one such place after the other, in place of signals that
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import functools
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -47,11 +49,13 @@ def _after_calls(code: CodeType) -> frozenset[int]:
 
 
 class Striking:
-    """A tracer that raises at a place, counted from 1, or at the first one after it where handlers are not put off."""
+    """A tracer that raises at a place, counted from 1, or at the first one after it where handlers are not put off.
+    `from_outside`: as one thread raises in another."""
 
-    def __init__(self, place: int, error: type[BaseException]) -> None:
+    def __init__(self, place: int, error: type[BaseException], from_outside: bool = False) -> None:
         self.left = place
         self.error = error
+        self.from_outside = from_outside
         self.struck = False
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> Any:
@@ -63,7 +67,10 @@ class Striking:
             if self.left <= 0 and signal.getsignal(signal.SIGALRM) is _handler:
                 self.struck = True
                 sys.settrace(None)
-                raise self.error
+                if not self.from_outside:
+                    raise self.error
+                thread = ctypes.c_ulong(threading.get_ident())
+                assert ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(self.error)) == 1
         return self
 
 
@@ -112,12 +119,17 @@ def scopes(x: torch.Tensor, y: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("handled")
-@pytest.mark.parametrize("error", [Struck, TimedOut], ids=lambda error: error.__name__)
+@pytest.mark.parametrize(
+    ("error", "from_outside"),
+    [(Struck, False), (TimedOut, False), (TimedOut, True)],
+    ids=["Struck", "TimedOut", "from another thread"],
+)
 @pytest.mark.parametrize("work", [writing, drawing_and_reading, scopes], ids=lambda work: work.__name__)
 def test_an_interrupt_at_any_place_reaches_the_program_and_leaves_a_capture_that_replays(
     capture: Capture,
     work: Callable[[torch.Tensor, torch.Tensor], None],
     error: type[BaseException],
+    from_outside: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     strikes = 0
@@ -129,7 +141,7 @@ def test_an_interrupt_at_any_place_reaches_the_program_and_leaves_a_capture_that
         x, place, expected = torch.zeros(3), 1, dispatch_state()
         while True:
             y = torch.ones(4 + strikes)  # what no op has seen takes the way of a first call
-            striking, caught = Striking(place, error), False
+            striking, caught = Striking(place, error, from_outside), False
             kept.clear()
             try:
                 sys.settrace(striking)

@@ -315,6 +315,18 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
             assert not [line for line in text.split("\n") if not line.isprintable()], (command, text)
 
 
+def test_a_very_long_name_does_not_flood_the_terminal(tmp_path: Path, tools: Tools) -> None:
+    def change(signature: Signature) -> Signature:
+        if signature.kind is not RecordKind.op:
+            return signature
+        return replace(signature, args=tuple(replace(node, name="x" * 100_000) for node in signature.args))
+
+    path = rewrite(recorded(tmp_path, lambda: torch.arange(3.0).exp()), tmp_path / "long.opreplay", signature=change)
+    refused = tools("run", path)
+    assert refused.code == 1 and refused.findings
+    assert all(len(line) < 5_000 for line in refused.err.splitlines())
+
+
 def test_leave_to_import_a_library_is_no_leave_to_call_its_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
