@@ -201,7 +201,7 @@ class Core:
                 self.on = True
                 self.records.begin()
                 if self.native is not None:
-                    self.native.hot = allowed(self.options)
+                    self.native.hot = allowed(self.options) and not self.calls.some_replaced
 
     @_attempted
     def begins(self) -> bool:
@@ -432,6 +432,13 @@ class Core:
         return bool(found)
 
     # ------------------------------------------------------------------------------------------------------- buffering
+
+    @_attempted
+    def look_again(self) -> None:
+        """The program registered kernels of operators, or took some back."""
+        with self.lock:
+            if self.calls.look_again():
+                self.cool_down()
 
     def cool_down(self) -> None:
         """Every call takes the complete path from here on."""

@@ -138,7 +138,7 @@ class Recorder:
             HostReads(self),
             DirectWrites(self),
             *([Construction(self)] if hook is None else []),
-            WholeComposites(self),
+            WholeComposites(self, core.look_again),
             DeclaredWork(self, self._core),
             ProgramReplacement(self._on_replacement),
             *([] if core.streams is None else [StreamTrace(self, core.streams, core.lock)]),

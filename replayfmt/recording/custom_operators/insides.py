@@ -26,8 +26,11 @@ class Insides:
         self._unmatched = dict(asked)
         self._decided: dict[str, Manner] = {}
 
-    def manner(self, name: str, python: bool) -> Manner:
-        """How a call of an operator is recorded. `python`: its kernel is a Python function."""
+    def manner(self, name: str, python: bool, own: bool) -> Manner:
+        """How a call of an operator is recorded. `python`: its kernel is a Python function of the program's. `own`: the
+        operator is PyTorch's, which would run its own kernel in a replay."""
+        if own:
+            return Manner.inside if python else Manner.whole
         decided = self._decided.get(name)
         if decided is None:
             default = Manner.observed if python else Manner.whole

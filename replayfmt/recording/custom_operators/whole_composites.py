@@ -49,8 +49,10 @@ class RecorderForComposites(Protocol):
 class WholeComposites:
     """The kernels of one capture."""
 
-    def __init__(self, recorder: RecorderForComposites) -> None:
+    def __init__(self, recorder: RecorderForComposites, look_again: Callable[[], Any]) -> None:
+        """`look_again` is called after the program registered kernels, or took some back."""
         self._recorder = recorder
+        self._look_again = look_again
         self._libraries: dict[str, Any] = {}  # by namespace; their registrations end with them
         self._seen: set[str] = set()
         self._active = False
@@ -58,7 +60,8 @@ class WholeComposites:
             [
                 Patch("importlib.machinery", "ExtensionFileLoader.create_module", self._after),
                 Patch("torch._ops", "_Ops.load_library", self._after),
-                Patch("torch.library", "Library.impl", self._after),
+                Patch("torch.library", "Library.impl", self._after_registering),
+                Patch("torch.library", "Library._destroy", self._after_registering),
                 Patch("torch._ops", "_OpNamespace.__getattr__", self._after_lookup),
             ]
         )
@@ -152,6 +155,19 @@ class WholeComposites:
                 raise
             self.look()
             return result
+
+        return call
+
+    def _after_registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        register = self._after(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return register(*args, **kwargs)
+            finally:
+                if self._active:
+                    self._look_again()
 
         return call
 

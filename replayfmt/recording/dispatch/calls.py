@@ -77,6 +77,7 @@ class CallRecorder:
         self._opaque = opaque
         self._threads = threads
         self._kernels: dict[int, CapturedKernel] = {}
+        self.some_replaced = False
         self._writing: weakref.WeakSet[OpCall] = weakref.WeakSet()  # calls in progress that write
         self._listed: list[int] = []  # the list that a composite is turning into a tensor
         unpacked = Unpacked()
@@ -94,6 +95,13 @@ class CallRecorder:
         if kernel is None:
             kernel = self._kernels[id(func)] = CapturedKernel(func, self._opaque)
         return kernel
+
+    def look_again(self) -> bool:
+        """Kernels were registered, or are gone. Returns whether calls of known operators have to be recorded in another
+        way: `some_replaced` from then on."""
+        changed = any([kernel.find_kernels() for kernel in self._kernels.values()])
+        self.some_replaced |= changed
+        return changed
 
     @property
     def operators(self) -> list[tuple[str, str, int]]:

@@ -22,6 +22,7 @@ from replayfmt.pytorch.operators import ACCUMULATES, is_pytorchs
 from replayfmt.pytorch.schemas import printed_schema
 
 from ..custom_operators.composite_operators import is_composite_operator, own_backends
+from ..custom_operators.replaced_operators import is_replaced, kernel_is_programs, kernel_is_python
 from ..state.autocast import AsInProgram, Body, InParts
 
 
@@ -129,12 +130,21 @@ class CapturedKernel:
         self.dropout = self.indices.get("dropout_p", -1) if self.namespace == "aten" else -1
         self.opaque_results = tuple(opaque.of(schema.name, self.overload, self.results))
         self.action = self._choose_action(base)
-        foreign = self.action is Action.record and not is_pytorchs(self.namespace) and not self.unnameable
-        self.body = Body(func) if foreign else None
-        composite = self.action is Action.decompose
-        self.parts = InParts(func) if composite else None
-        own = own_backends(func.name()) if composite else ()
+        self.parts = InParts(func) if self.action is Action.decompose else None
+        self.body: Body | None = None
+        self.find_kernels()
+
+    def find_kernels(self) -> bool:
+        """Find out what is registered for it now. Returns whether calls may have to be recorded in another way since
+        the last time."""
+        name, had = self.func.name(), self.body is not None
+        if self.own:
+            self.body = Body(self.func, kernel_is_programs) if is_replaced(name) else None
+        elif not had and self.action is Action.record and not is_pytorchs(self.namespace) and not self.unnameable:
+            self.body = Body(self.func, kernel_is_python)
+        own = own_backends(name) if self.parts is not None else ()
         self.own_kernels = tuple(getattr(torch._C.DispatchKey, backend) for backend in own)
+        return self.body is not None and not had
 
     def _choose_action(self, base: str) -> Action:
         if self.unnameable:

@@ -89,7 +89,7 @@ class RecordingMode(TorchDispatchMode):
             return kernel.call(*args, **kwargs)
         key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
         if kernel.body is not None and key is not None:
-            manner = core.insides.manner(kernel.name, kernel.body.is_python(key))
+            manner = core.insides.manner(kernel.name, kernel.body.is_python(key), kernel.own)
             if manner is Manner.inside:
                 return self.run_inside(kernel.body, args, kwargs)
             if manner is Manner.observed:

@@ -313,7 +313,7 @@ class NativeMode(ObservingMode):
             return _ALONE
         key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
         if kernel.body is not None and key is not None:
-            manner = core.insides.manner(kernel.name, kernel.body.is_python(key))
+            manner = core.insides.manner(kernel.name, kernel.body.is_python(key), kernel.own)
             if manner is not Manner.whole:
                 return _IN_PARTS if manner is Manner.inside else _IN_PYTHON
         draws = kernel.random and kernel.namespace == "aten" and core.attempt(kernel.draws, args, kwargs)

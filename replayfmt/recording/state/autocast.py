@@ -100,10 +100,12 @@ class Body(_BelowOwnKernels):
     """Runs the kernel of a custom operator from inside a dispatch mode's handler as its program would have run it, with
     a mode on the stack that sees the operators that it calls."""
 
-    def __init__(self, func: torch._ops.OpOverload) -> None:
+    def __init__(self, func: torch._ops.OpOverload, is_python: Callable[[str, str], bool]) -> None:
+        """`is_python(operator, key)`: whether the kernel for a dispatch key is a Python function of the program's."""
         super().__init__(func)
         self._func = func
         self._keys: dict[str, DispatchKey | None] = {}
+        self._is_python = is_python
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DispatchKey | None:
         """The dispatch key of the operator's kernel for some arguments; None if it has no kernel of its own for
@@ -116,10 +118,8 @@ class Body(_BelowOwnKernels):
         return self._keys[device]
 
     def is_python(self, key: DispatchKey) -> bool:
-        """Whether the kernel for a key is a Python function."""
-        operator = self._func.name().replace("::", "/")
-        names = (key.name, "") if key is DispatchKey.CompositeImplicitAutograd else (key.name,)
-        return any(f"{operator}/{name}" in torch.library._impls for name in names)
+        """Whether the kernel for a key is a Python function now: the program may take back what it registered."""
+        return self._is_python(self._func.name(), key.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _below_another_handler():

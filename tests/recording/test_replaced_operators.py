@@ -1,0 +1,105 @@
+"""Kernels that a program registers in the place of PyTorch's own: what they call is recorded, not the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import replayfmt
+from replayfmt.format.codes import RecordKind
+
+from .conftest import Capture, Captured
+
+pytestmark = pytest.mark.filterwarnings("ignore:Warning only once")
+
+
+def difference(left: Tensor, right: Tensor) -> Tensor:
+    return left - right
+
+
+def _names(captured: Captured) -> list[str]:
+    return [name.partition(".")[0] for name in captured.ops()]
+
+
+@contextmanager
+def replaced(name: str, kernel: Callable[..., Tensor]) -> Iterator[None]:
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(name, kernel, "CPU", allow_override=True)
+        yield
+
+
+def test_what_such_a_kernel_calls_is_recorded(capture: Capture) -> None:
+    x, y = torch.randn(4), torch.randn(4)
+    with replaced("mul.Tensor", difference):
+        captured = capture(lambda: x * y)
+    assert _names(captured) == ["aten::sub"]
+    captured.replays()
+
+
+def test_it_is_so_with_one_that_gives_the_same_result(capture: Capture) -> None:
+    """Verification would not tell."""
+    x = torch.randn(4)
+    with replaced("neg", lambda x: x * -1.0):
+        captured = capture(lambda: -x)
+    assert _names(captured) == ["aten::mul"]
+    captured.replays()
+
+
+def test_it_is_so_from_the_moment_at_which_it_is_registered_until_it_is_taken_back(capture: Capture) -> None:
+    x, y = torch.randn(4), torch.randn(4)
+
+    def program() -> Any:
+        results = [x * y for _ in range(3)]
+        with replaced("mul.Tensor", difference):
+            results += [x * y for _ in range(3)]
+        return results + [x * y for _ in range(3)]
+
+    captured = capture(program)
+    assert _names(captured) == ["aten::mul"] * 3 + ["aten::sub"] * 3 + ["aten::mul"] * 3
+    captured.replays()
+
+
+def test_it_is_so_where_recording_begins_later(capture: Capture) -> None:
+    x, y = torch.randn(4), torch.randn(4)
+
+    def program() -> Any:
+        results = [x * y for _ in range(3)]
+        with replaced("mul.Tensor", difference), replayfmt.scope("recorded"):
+            return results + [x * y for _ in range(3)]
+
+    captured = capture(program, start_scope="recorded")
+    assert _names(captured) == ["aten::sub"] * 3
+    captured.replays()
+
+
+def test_a_composite_that_has_a_kernel_in_the_place_of_its_parts_is_recorded_as_what_that_calls(
+    capture: Capture,
+) -> None:
+    x, weight = torch.randn(2, 4), torch.randn(4, 4)
+
+    def program() -> Any:
+        with torch.inference_mode(), replaced("linear", lambda x, weight, bias=None: x.mm(weight)):
+            return torch.nn.functional.linear(x, weight)
+
+    captured = capture(program)
+    assert _names(captured) == ["aten::mm"]
+    captured.replays()
+
+
+def test_gradients_are_those_of_the_operator(capture: Capture) -> None:
+    x = torch.randn(4, requires_grad=True)
+
+    def program() -> Any:
+        with replaced("sin", lambda x: x.cos()):
+            x.sin().sum().backward()
+        return x.grad
+
+    captured = capture(program)
+    assert _names(captured).count("aten::sin") == 0
+    assert not captured.records(RecordKind.unsupported)
+    captured.replays()
