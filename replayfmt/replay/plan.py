@@ -33,6 +33,7 @@ from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResu
 from .run.content import Content
 from .run.execute import Machine, OnScope, RunClock, Timer, surroundings
 from .run.isolated import IsolatedOp
+from .run.restoring import Restoring
 from .run.scope_times import ScopeTimes
 from .run.steps import ONE_RECORD, Steps
 from .run.verdicts import KeepGoing
@@ -281,8 +282,12 @@ class Plan(Preparation):
         if self.learn(twice):
             # What differs may be what cannot be compared: once more, without it.
             return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times)
-        result.nondeterministic = self._unsteady(twice) if kept_going is None else ()
+        result.nondeterministic = twice.named(self.describe) if kept_going is None else ()
         return result
+
+    def restoring(self) -> Restoring:
+        """What executions do to put content in place, to do it alone."""
+        return Restoring(self._content, self.windows(checks=False)[0], self._surroundings)
 
     def find_opaque(self, stop: int) -> bool:
         """Whether running the ops before an ordinal twice shows results that hold bytes no replay reproduces, and that
@@ -310,11 +315,6 @@ class Plan(Preparation):
             return False
         self._kept.clear()
         return True
-
-    def _unsteady(self, twice: RunTwice) -> tuple[str, ...]:
-        """Sentences that name ops whose results differ from run to run."""
-        found = (f"ordinal {ordinal} ({self.describe(ordinal)[0]}): {how}" for ordinal, how in twice.unsteady.items())
-        return (*found, *([twice.given_up] if twice.given_up else []))
 
     def examine(self, on_op: Callable[[IsolatedOp], None], only: Slice | None = None) -> tuple[OpVerdict, ...]:
         """Run the ops one by one, unverified; before each that can be run, `on_op` is given it with its inputs. With

@@ -3,6 +3,7 @@
 import json
 import re
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import jsonschema
@@ -185,7 +186,7 @@ def test_a_source_that_averages_longer_than_windows_and_gaps_are_warnings():
     kept = (times < 33) | (times > 34)
     report = make_energy_report(a_file(), log_of((times[kept], watts[kept])), offset_s=0.0, averaging_s=1.0)
     assert report.content["warnings"] == [
-        "1 windows have gaps in the power log, of more than three intervals",
+        "1 window has gaps in the power log, of more than three intervals",
         "the source averages power over 1 s, more than the shortest window, 0.5 s: use longer windows",
     ]
 
@@ -367,10 +368,14 @@ def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
     (op,) = (each for each in measured.windows if each.role == "op")
     parts = {each["name"]: each for each in content["scopes"]}
     assert list(parts) == ["init", "execute", "execute/step", "execute/step/forward"]
-    for each in measured.windows:
-        if each.role == "scope":
-            assert parts[each.name]["joules_per_run"] == pytest.approx(30 * each.seconds / each.runs, rel=1e-4)
+    for each, after in pairwise(measured.windows):
+        if each.role in ("scope", "whole"):
+            part = parts[each.name] if each.role == "scope" else content["whole_model"]
+            back = after.seconds / after.runs if after.role == "restore" else 0.0
+            assert part["joules_per_run"] == pytest.approx(30 * (each.seconds / each.runs - back), rel=1e-4)
+            assert part["restoring_joules_per_run"] == (pytest.approx(30 * back, rel=1e-4) if back else None)
             assert each.count == (3 if "step" in each.name else 1)
+    assert "execute/step" in {each.name for each in measured.windows if each.role == "restore"}
     assert kernel["joules_per_call"] == pytest.approx(30 * op.seconds / op.runs, rel=1e-4) and kernel["count"] == 3
     assert tools("energy", windows, power, "-o", out).code == 1  # it exists
     assert tools("energy", windows, power, "-o", out, "--force", "--gpu=0", "--clock-offset=0.25").code == 0

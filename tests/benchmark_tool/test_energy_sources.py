@@ -1,6 +1,8 @@
 """Where energy comes from: NVML and RAPL behind zeus, the process that samples them, and what happens when they go."""
 
 import json
+import subprocess
+import sys
 from datetime import UTC
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from replayfmt.benchmark.energy.integration import integrate
 from replayfmt.benchmark.energy.power_log_file import read_power_log
 from replayfmt.benchmark.energy.report import make_energy_report
 from replayfmt.benchmark.energy.running import Moments, WindowOptions, WindowRunner
-from replayfmt.benchmark.energy.sampler import PowerSourceLost, _update_period, sampling
+from replayfmt.benchmark.energy.sampler import PowerSourceLost, Sampler, _update_period, sampling
 from replayfmt.benchmark.energy.sources import (
     EnergySource,
     NoSource,
@@ -393,6 +395,18 @@ def test_a_source_that_disappears_ends_the_measurement_with_its_reason(tmp_path,
         sampler._process.wait(60)
         sampler.require_running()
     assert log.read_text().count("\n") >= 2
+
+
+def test_the_reason_of_a_sampler_that_ends_as_soon_as_it_is_ready_is_told():
+    said = 'ready: {"source": "a board", "counter_period_s": null}\nGPU is lost'
+    command = [sys.executable, "-c", f"import sys; sys.stderr.write({said!r}); sys.exit(1)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.wait(60)
+        sampler = Sampler(process)
+        sampler.await_ready()
+        with pytest.raises(PowerSourceLost, match=r"the power sampler ended \(GPU is lost\)"):
+            sampler.require_running()
+    assert sampler.source == "a board"
 
 
 def test_what_libraries_say_before_the_sampler_is_ready_is_passed_over(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 Where a log has energy counters, joules are theirs, and what the trapezoid rule makes of the sampled power stands beside
 them (`joules_from_power`).
 
-A kernel's joules a call are those of its window by its runs; of an op that writes its inputs, less those of putting
+Joules a call, or a run, are those of a window by its runs; where the work overwrites its inputs, less those of putting
 them back, which a window of its own measured, with both errors added. The prediction of the whole sums, over measured
 kernels, calls times joules a call; what was not measured is estimated from its time, and kept apart.
 """
@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from replayfmt.errors import UsageError
+from replayfmt.format.printable import counted
 
 from ..gpu_state import gpu_caveats
 from .integration import Energy, find_clock_offset, integrate, method_of
@@ -28,6 +30,7 @@ from .windows import EnergyWindow, Role, WindowsFile
 SCHEMA_VERSION = 2
 # Between a counter and the integral of sampled power, beyond what their errors explain.
 _DIFFERS = 0.05
+_LESS = "; less putting back what it writes, measured apart"
 
 
 @dataclass(frozen=True)
@@ -77,22 +80,23 @@ def make_energy_report(
     method = method_of(log)
     gpus = windows.context.get("gpus", [])  # files of earlier versions say nothing of them
 
-    def energy(window: EnergyWindow | None) -> Energy | None:
-        return None if window is None else found[id(window)]
-
     by_role: dict[str, list[EnergyWindow]] = {}
     for window in windows.windows:
         by_role.setdefault(window.role, []).append(window)
     whole_window = next(iter(by_role.get("whole", ())), None)
-    restores = {window.name: window for window in by_role.get("restore", ())}
-    kernels = [
-        _kernel(window, found[id(window)], restores.get(window.name), energy(restores.get(window.name)), method)
-        for window in by_role.get("op", ())
-    ]
+    # Putting back is measured right after the work that needs it.
+    restores = {
+        id(before): _Restoring(after, found[id(after)])
+        for before, after in pairwise(windows.windows)
+        if after.role == "restore" and after.name == before.name
+    }
+    kernels = [_kernel(window, found[id(window)], restores.get(id(window)), method) for window in by_role.get("op", ())]
     kernels += [_not_run(each) for each in windows.not_run if each.get("role") != "scope"]
 
     def part(window: EnergyWindow | None) -> dict[str, Any] | None:
-        return None if window is None else _part(window, found[id(window)], powers[id(window)], method)
+        if window is None:
+            return None
+        return _part(window, found[id(window)], powers[id(window)], method, restores.get(id(window)))
 
     def first(role: Role) -> dict[str, Any] | None:
         return part(next(iter(by_role.get(role, ())), None))
@@ -102,7 +106,8 @@ def make_energy_report(
     gaps = sum(each.gaps > 0 for each in found.values())
     warnings = [*warnings]
     if gaps:
-        warnings.append(f"{gaps} windows have gaps in the power log, of more than three intervals")
+        verb = "has" if gaps == 1 else "have"
+        warnings.append(f"{counted(gaps, 'window')} {verb} gaps in the power log, of more than three intervals")
     warnings += [*_disagreement(whole), *gpu_caveats(gpus)]
     distinct, selected = windows.context.get("distinct_ops"), windows.context.get("selected_ops")
     if isinstance(distinct, int) and isinstance(selected, int) and selected < distinct:
@@ -182,22 +187,70 @@ def _disagreement(whole: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _part(window: EnergyWindow, energy: Energy, power: Energy | None, method: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Restoring:
+    """The window of putting back what the work of another window writes."""
+
+    window: EnergyWindow
+    energy: Energy
+
+
+@dataclass(frozen=True)
+class _PerRun:
+    """What one run, or call, takes; None, with the reason, if that is not known. `restoring` joules of putting back
+    were subtracted."""
+
+    joules: float | None
+    error: float | None
+    seconds: float | None
+    restoring: float | None = None
+    reason: str = ""
+
+
+def _per_run(window: EnergyWindow, energy: Energy, restoring: _Restoring | None) -> _PerRun:
+    """A run's part of a window, less putting back."""
+    if not window.runs:
+        return _PerRun(None, None, None, reason=energy.reason)
+    seconds = energy.seconds / window.runs
+    if energy.joules is None or energy.error is None:
+        return _PerRun(None, None, seconds, reason=energy.reason)
+    joules, error = energy.joules / window.runs, energy.error / window.runs
+    if restoring is None:
+        return _PerRun(joules, error, seconds)
+    back, runs = restoring.energy, restoring.window.runs
+    if back.joules is None or back.error is None or not runs:
+        why = f"putting back what it writes could not be measured: {back.reason}"
+        return _PerRun(None, None, seconds, reason=why)
+    joules, error, seconds = joules - back.joules / runs, error + back.error / runs, seconds - back.seconds / runs
+    if joules <= error or seconds <= 0:
+        why = (
+            f"putting back what it writes takes as much: {joules:.3g} J and {seconds:.3g} s a run remain, "
+            f"+-{error:.3g} J"
+        )
+        return _PerRun(None, None, seconds if seconds > 0 else None, back.joules / runs, why)
+    return _PerRun(joules, error, seconds, back.joules / runs)
+
+
+def _part(
+    window: EnergyWindow, energy: Energy, power: Energy | None, method: str, restoring: _Restoring | None = None
+) -> dict[str, Any]:
     """Idle, the whole model, a scope or the program."""
-    per_run = None if energy.joules is None or not window.runs else energy.joules / window.runs
+    a_run = _per_run(window, energy, restoring)
     return {
         "name": window.name,
         "runs": window.runs,
         "joules": energy.joules,
         "error_joules": energy.error,
         "joules_from_power": None if power is None else power.joules,
-        "joules_per_run": per_run,
-        "method": method,
+        "joules_per_run": a_run.joules,
+        "error_joules_per_run": a_run.error,
+        "restoring_joules_per_run": a_run.restoring,
+        "method": method if restoring is None else f"{method}{_LESS}",
         "seconds": energy.seconds,
         "samples": energy.samples,
         "gaps": energy.gaps,
         "mean_watts": energy.watts,
-        "reason": energy.reason or None,
+        "reason": a_run.reason or None,
     }
 
 
@@ -213,47 +266,23 @@ def _scopes_not_run(windows: WindowsFile, method: str) -> list[dict[str, Any]]:
     ]
 
 
-def _kernel(
-    window: EnergyWindow, energy: Energy, restore: EnergyWindow | None, restoring: Energy | None, method: str
-) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _kernel(window: EnergyWindow, energy: Energy, restoring: _Restoring | None, method: str) -> dict[str, Any]:
+    a_call = _per_run(window, energy, restoring)
+    return {
         "name": window.name,
         "kernel": window.kernel,
         "class": window.kernel_class,
         "count": window.count,
         "runs": window.runs,
-        "seconds_per_call": energy.seconds / window.runs if window.runs else None,
+        "seconds_per_call": a_call.seconds,
         "samples": energy.samples,
         "gaps": energy.gaps,
         "mean_watts": energy.watts,
-        "method": method,
-        "joules_per_call": None,
-        "error_joules_per_call": None,
-        "joules_per_run": None,
-        "reason": energy.reason or None,
-    }
-    if energy.joules is None or energy.error is None or not window.runs:
-        return found
-    joules, error = energy.joules / window.runs, energy.error / window.runs
-    seconds = energy.seconds / window.runs
-    if restore is not None and restoring is not None:
-        if restoring.joules is None or restoring.error is None or not restore.runs:
-            return found | {"reason": f"putting back what it writes could not be measured: {restoring.reason}"}
-        joules -= restoring.joules / restore.runs
-        error += restoring.error / restore.runs
-        seconds -= restoring.seconds / restore.runs
-        found["method"] = f"{method}; less putting back what it writes, measured apart"
-        if joules <= error or seconds <= 0:
-            return found | {
-                "seconds_per_call": seconds if seconds > 0 else None,
-                "reason": f"putting back what it writes takes as much: {joules:.3g} J and {seconds:.3g} s a call "
-                f"remain, +-{error:.3g} J",
-            }
-    return found | {
-        "joules_per_call": joules,
-        "error_joules_per_call": error,
-        "joules_per_run": joules * window.count,
-        "seconds_per_call": seconds,
+        "method": method if restoring is None else f"{method}{_LESS}",
+        "joules_per_call": a_call.joules,
+        "error_joules_per_call": a_call.error,
+        "joules_per_run": None if a_call.joules is None else a_call.joules * window.count,
+        "reason": a_call.reason or None,
     }
 
 

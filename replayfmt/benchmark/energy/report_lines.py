@@ -89,8 +89,13 @@ def joules_text(value: float) -> str:
 def _figure(title: str, part: dict[str, Any], name: str = "") -> str:
     if part["joules"] is None:
         return printable(f"{title:<12}not measured: {part['reason']}{name}")
-    each = part["joules_per_run"]
-    per_run = "" if each is None else f"{joules_text(each)} a run, {part['runs']} runs, "
+    each, back = part["joules_per_run"], part.get("restoring_joules_per_run")
+    per_run = ""
+    if each is not None:
+        less = "" if back is None else f" (and {joules_text(back)} of putting back what it writes)"
+        per_run = f"{joules_text(each)} a run{less}, {counted(part['runs'], 'run')}, "
+    elif part["runs"]:
+        per_run = printable(f"a run not measured: {part['reason']}; {counted(part['runs'], 'run')}, ")
     return (
         f"{title:<12}{per_run}{joules_text(part['joules'])} (+-{joules_text(part['error_joules'])}) in "
         f"{duration(part['seconds'] * 1e9)}, {part['mean_watts']:.4g} W, {part['samples']} samples"

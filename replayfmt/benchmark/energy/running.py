@@ -1,9 +1,8 @@
 """Runs the windows: idle, the whole replay, each scope, and each distinct op, all again and again.
 
 Each window begins after the same work has already run for as long as the source of power averages over, so that what it
-says in the window is of this work alone. A replay restores the state that it writes before each run, inside its window:
-the name of that window says so. Where an op writes its inputs they are put back before each call, and a window of
-putting back alone follows. A scope is a replay of its own, of a capture that was cut to it.
+says in the window is of this work alone. What a replay or an op writes is put back before each run, inside its window,
+and a window of putting back alone follows. A scope is a replay of its own, of a capture that was cut to it.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class WindowRunner:
         self._moments.sleep(self._options.averaging_s + self._options.window_s)
         self._add("idle", "idle", 0, begun)
         self._progress("whole replay", 0, None)
-        self._replay("whole", "whole replay, with restoring what it writes", plan)
+        self._replay("whole", "whole replay", plan)
 
     def scope(self, plan: Plan, name: str, passes: int) -> None:
         """A replay of what one scope holds, in all its passes: `plan` is that of a capture of it alone."""
@@ -109,6 +108,15 @@ class WindowRunner:
             plan.execute(verify="none")
 
         self._repeat(role, name, run, plan.devices, batch=1, **told)
+        restoring = plan.restoring()
+
+        def restore(count: int) -> None:
+            for _ in range(count):
+                restoring()
+
+        if restoring:
+            self._repeat("restore", name, restore, plan.devices, **told)
+            self.require_source()
 
     def ops(self, plan: Plan) -> None:
         """Every distinct op. The plan must be made with keep_going."""

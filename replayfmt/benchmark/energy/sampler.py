@@ -50,6 +50,7 @@ class Sampler:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
+        self._unread = ""  # said behind the line that it is ready, and read with it
         self.source = ""
         self.counter_period_s: float | None = None
 
@@ -58,10 +59,12 @@ class Sampler:
         said, until = "", time.monotonic() + _READY_S
         while (left := until - time.monotonic()) > 0 and (more := self._said(left)):
             said += more
-            for line in said.splitlines():
-                if line.startswith(_READY):  # what libraries say on stderr may stand before it
+            lines = said.splitlines(keepends=True)
+            for place, line in enumerate(lines):  # what libraries say on stderr may stand before it
+                if line.startswith(_READY) and line.endswith("\n"):
                     told = json.loads(line.removeprefix(_READY))
                     self.source, self.counter_period_s = told["source"], told["counter_period_s"]
+                    self._unread = "".join(lines[place + 1 :])
                     return
         why = said.strip()[-_SHOWN:] or "the sampler of power does not answer"
         raise NoPowerSource(
@@ -73,7 +76,7 @@ class Sampler:
         """Raises PowerSourceLost if the sampler has ended: what ran since is in no log."""
         code = self._process.poll()
         if code is not None:
-            said = self._said(0.0).strip().splitlines()
+            said = (self._unread + self._said(0.0)).strip().splitlines()
             how = f"signal {-code}" if code < 0 else said[-1] if said else f"exit code {code}"
             raise PowerSourceLost(f"the power sampler ended ({how}) while energy was measured; measure again")
 

@@ -68,6 +68,11 @@ class RunTwice:
         self._patience_s = patience_s
         self._began = time.monotonic()
 
+    def named(self, describe: Callable[[int], tuple[str, str]]) -> tuple[str, ...]:
+        """Sentences that name ops whose results differ from run to run; `describe` says what an ordinal is."""
+        found = (f"ordinal {ordinal} ({describe(ordinal)[0]}): {how}" for ordinal, how in self.unsteady.items())
+        return (*found, *([self.given_up] if self.given_up else []))
+
     def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
         if not site.fills or site.once or (self._ordinals is not None and site.ordinal not in self._ordinals):
             return None
