@@ -81,7 +81,9 @@ def cli(
     own = timezone(timedelta(seconds=measured.utc_offset_s))
     text = zone or f"{own}, that of the machine that was measured"
     offset = None if clock_offset == "auto" else _seconds(clock_offset)
-    log = read_power_log(power, zone=zone_named(zone) if zone else own, gpus=gpus, zone_text=text)
+    # Local times on both sides of a change to daylight saving time need the zone's name.
+    known = None if measured.context.get("utc_offset_changed") else own
+    log = read_power_log(power, zone=zone_named(zone) if zone else known, gpus=gpus, zone_text=text)
     report = make_energy_report(measured, log, offset_s=offset, averaging_s=power_averaging)
     if out is not None:
         for given in filter(None, (windows, power, capture)):

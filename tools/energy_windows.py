@@ -212,8 +212,6 @@ def _not_of_the_work(power: PowerLog, plan: Plan) -> list[str]:
 
 def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
     """Run all windows. `plan` is that of the whole capture."""
-    from datetime import datetime
-
     from replayfmt.benchmark.energy.running import WindowOptions, WindowRunner
     from replayfmt.benchmark.energy.windows import WindowsFile
     from replayfmt.benchmark.gpu_state import GpuWatch
@@ -221,6 +219,7 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
     from replayfmt.benchmark.scopes import entered_scopes, find_regions
 
     values = work.context.params
+    began_offset_s = _utc_offset_s()
     options = WindowOptions(
         values["power_interval"],
         values["power_averaging"],
@@ -243,8 +242,7 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
     if work.program is not None:
         runner.program(work.program)
     gpus.end()
-    offset = datetime.now().astimezone().utcoffset()
-    assert offset is not None
+    offset_s = _utc_offset_s()
     settings = {
         "gpus": gpus.rows(),
         "power_interval_s": options.interval_s,
@@ -253,8 +251,18 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
         "window_s": options.window_s,
         "distinct_ops": runner.distinct_ops,
         "selected_ops": runner.selected_ops,
+        "utc_offset_changed": offset_s != began_offset_s,
     }
-    return WindowsFile(told | settings, int(offset.total_seconds()), runner.windows, runner.not_run)
+    return WindowsFile(told | settings, offset_s, runner.windows, runner.not_run)
+
+
+def _utc_offset_s() -> int:
+    """That of this machine's zone now: daylight saving time may begin or end while windows run."""
+    from datetime import datetime
+
+    offset = datetime.now().astimezone().utcoffset()
+    assert offset is not None
+    return int(offset.total_seconds())
 
 
 def _scope(work: Work, region: MeasuredRegion, runner: WindowRunner) -> None:

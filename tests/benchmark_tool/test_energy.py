@@ -393,6 +393,16 @@ def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
     assert tools("energy", windows, power, f"--capture={windows}").code == 3
 
 
+def test_windows_during_which_daylight_saving_time_began_say_so(tools, captured, tmp_path, monkeypatch):
+    offsets = iter([3600, 7200])
+    monkeypatch.setattr("opreplay_tools.energy_windows._utc_offset_s", lambda: next(offsets))
+    path = tmp_path / "windows.jsonl"
+    flags = ("--power-interval=0.001", "--power-averaging=0.01", "--op-limit=1", "--replay-scope=init")
+    assert tools("benchmark", captured, f"--energy-windows={path}", *flags).code == 0
+    found = read_windows(path)
+    assert found.context["utc_offset_changed"] and found.utc_offset_s == 7200
+
+
 def test_local_times_are_those_of_the_machine_that_was_measured_unless_a_zone_is_given(tools, tmp_path):
     windows, power = tmp_path / "windows.jsonl", tmp_path / "power.csv"
     windows.write_text(WindowsFile({}, 7200, WINDOWS[:2], []).text())
@@ -402,6 +412,10 @@ def test_local_times_are_those_of_the_machine_that_was_measured_unless_a_zone_is
     assert ran.code == 0 and "times without a zone are taken for UTC+02:00" in ran.out
     ran = tools("energy", windows, power, "--zone=UTC")
     assert ran.code == 2 and "do not overlap" in ran.err
+    windows.write_text(WindowsFile({"utc_offset_changed": True}, 7200, WINDOWS[:2], []).text())
+    ran = tools("energy", windows, power)
+    assert ran.code == 2 and "its times have no zone: give --zone=" in ran.err
+    assert tools("energy", windows, power, "--zone=+02:00").code == 0
     assert tools("energy", windows, power, "--clock-offset=soon").code == 2
     assert tools("energy", windows, tmp_path / "none.csv").code == 2
 

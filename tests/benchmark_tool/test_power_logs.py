@@ -197,3 +197,47 @@ def test_what_is_no_file_to_read_is_one_line(tools, tmp_path):
     for zone in ("+24:00", "-99:99", "+00:60"):
         with pytest.raises(UsageError, match="expected UTC"):
             zone_named(zone)
+
+
+@pytest.mark.parametrize(
+    ("header", "cells", "column", "others"),
+    [
+        ("power.draw.average [W], power.draw.instant [W], power.draw [W]", "[N/A], 45.50 W, 90 W",
+         "power.draw.instant [W]", 2),
+        ("module.power.draw [W], power.draw [W]", "400 W, 45.50 W", "power.draw [W]", 1),
+        ("power.draw.average [W], power.draw [W]", "90 W, 45.50 W", "power.draw [W]", 1),
+        ("gfx_voltage, power_gfx_voltage, power_socket_power, power_throttle_status", "1, 800, 45.5, ON",
+         "power_socket_power", 0),
+        ("power.limit [W], power.draw [W], clocks_event_reasons.hw_power_brake_slowdown", "400 W, 45.50 W, Not Active",
+         "power.draw [W]", 0),
+    ],
+)  # fmt: skip
+def test_of_several_columns_the_power_of_the_gpu_at_a_moment_is_taken_and_the_others_are_named(
+    tmp_path, header, cells, column, others
+):
+    text = f"timestamp, index, {header}\n" + "".join(f"{at(each / 10)}, 0, {cells}\n" for each in range(3))
+    log = read_power_log(written(tmp_path, text), zone=UTC)
+    assert log.column == column and len(log.others) == others
+    assert log.series["0"].watts.tolist() == [45.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("header", "first", "second"),
+    [
+        ("uuid", "GPU-1a", "GPU-2b"),
+        ("name, pci.bus_id", "Tesla, 0:04:00.0", "Tesla, 0:05:00.0"),
+        ("id, index", "7, 0", "8, 1"),
+    ],
+)  # fmt: skip
+def test_gpus_are_told_apart_by_whatever_names_them(tmp_path, header, first, second):
+    rows = "".join(f"{at(each / 10)}, {gpu}, 40 W\n" for each in range(20) for gpu in (first, second))
+    log = read_power_log(written(tmp_path, f"timestamp, {header}, power.draw [W]\n{rows}"), zone=UTC)
+    assert log.gpus == [first.rpartition(", ")[2], second.rpartition(", ")[2]]
+
+
+def test_what_is_no_log_at_all_is_refused_with_what_was_expected(tmp_path):
+    for text in ("11-14-2023 22:13:20 RAM 2440/3827MB GPU@25C\n" * 9, "# gpu pwr\n    0 40\n"):
+        with pytest.raises(
+            UsageError, match="no row of the power log can be read .*; expected timestamp,gpu,power_w or"
+        ):
+            read_power_log(written(tmp_path, text), zone=UTC)

@@ -48,7 +48,8 @@ class PowerLog:
 
     `left_out` counts the rows without a value by reason, `out_of_order` those that were before the row above them,
     `same_time` those with the time of another row of their GPU, which are one sample together: their mean. `zone` is
-    what times without one were taken for, "" if all had one.
+    what times without one were taken for, "" if all had one. `column` is the name of that with the power, `others` are
+    columns with power that are not used.
     """
 
     path: str
@@ -59,6 +60,8 @@ class PowerLog:
     zone: str
     counters: dict[str, CounterSeries] = field(default_factory=dict)
     same_time: int = 0
+    column: str = ""
+    others: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> list[str]:

@@ -29,7 +29,12 @@ from replayfmt.format.regular_files import require_regular_file
 from .power_log import CounterSeries, PowerLog, Series
 
 COUNTER = "energy_counter_j"
-_GPU_NAMES = frozenset({"gpu", "index", "gpu_index", "gpu_id", "gpu id", "device", "card", "id"})
+# What says which GPU a row is of; the first of these that there is. The last ones are of nvidia-smi's, long but right.
+_GPU_NAMES = (
+    *("gpu", "index", "gpu_index", "gpu_id", "gpu id", "device", "card", "id"),
+    *("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "serial", "gpu_serial"),
+)
+_EXPECTED = "timestamp,gpu,power_w or nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv"
 _NOT_AVAILABLE = re.compile(r"\[?(n/a|not supported|unknown error|not available|gpu requires reset)\]?", re.IGNORECASE)
 _POWER = re.compile(
     r"(?P<number>[-+]?\d{1,18}(?:\.(?P<decimals>\d{0,18}))?(?:[eE](?P<exponent>[-+]?\d{1,2}))?)\s*"
@@ -51,7 +56,9 @@ _WATTS = {
     "microwatts": 1e-6,
 }
 # What a column of power holds that is no power drawn.
-_NO_DRAW = frozenset({"limit", "cap", "max", "min", "state", "mode", "management"})
+_NO_DRAW = frozenset(
+    {"limit", "cap", "max", "min", "state", "mode", "management", "voltage", "throttle", "status", "brake", "slowdown"}
+)
 _WORD = re.compile(r"[a-z]+")
 # nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv,noheader
 _WITHOUT_HEADER = ("timestamp", "index", "power.draw [W]")
@@ -111,7 +118,7 @@ def read_power_log(
     chosen = [gpu for gpu in known if not gpus or gpu in gpus]
     if not chosen:
         told = ", ".join(f"{count} {reason}" for reason, count in rows.left_out.items()) or "no rows"
-        raise UsageError(f"{path}: no row of the power log can be read ({told}){rows.example}")
+        raise UsageError(f"{path}: no row of the power log can be read ({told}){rows.example}; expected {_EXPECTED}")
     power = {gpu: rows.power[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.power}
     counted = {gpu: rows.counted[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.counted}
     if rows.columns.gpu is None:
@@ -126,6 +133,8 @@ def read_power_log(
         zone_text if rows.without_zone else "",
         {gpu: CounterSeries(*found.last()) for gpu, found in counted.items()},
         sum(found.same_time for found in each),
+        rows.power_column,
+        rows.columns.others,
     )
 
 
@@ -221,6 +230,12 @@ class _Rows:
         self.example = ""  # the first row that was left out, for errors
         self.without_zone = False
 
+    @property
+    def power_column(self) -> str:
+        """The name of the column that power is from, "" if there is none."""
+        place = None if self.columns is None else self.columns.power
+        return "" if place is None else self._names[place]
+
     def read(self, text: Iterator[str]) -> None:
         """Read all lines. Raises UsageError for columns that are none of a power log."""
         lines = _Lines(text)
@@ -294,13 +309,15 @@ class _LeftOut(Exception):
 
 @dataclass(frozen=True)
 class _Columns:
-    """Where a row has what; `scale` makes watts of the numbers in `power` that have no unit beside them."""
+    """Where a row has what; `scale` makes watts of the numbers in `power` that have no unit beside them. `others` are
+    the columns that hold power as well."""
 
     time: int
     gpu: int | None
     power: int | None
     scale: float
     counter: int | None
+    others: tuple[str, ...] = ()
 
     @property
     def last(self) -> int:
@@ -313,15 +330,16 @@ class _Columns:
         time = next((i for i, name in enumerate(plain) if name.startswith(("timestamp", "time", "date"))), None)
         counter = next((i for i, name in enumerate(plain) if name == COUNTER), None)
         drawn = [i for i, name in enumerate(plain) if "power" in name and _NO_DRAW.isdisjoint(_WORD.findall(name))]
-        power = next((i for i in drawn if "draw" in plain[i]), drawn[0] if drawn else None)
+        power = min(drawn, key=lambda place: _preference(plain[place]), default=None)
         if time is None or (power is None and counter is None):
             missing = "time" if time is None else "power"
             raise UsageError(
                 f"{path}: no column of the power log holds a {missing} (its header: {', '.join(names)}); expected "
-                "timestamp,gpu,power_w or nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv"
+                f"{_EXPECTED}"
             )
-        gpu = next((i for i, name in enumerate(plain) if name in _GPU_NAMES), None)
-        return _Columns(time, gpu, power, 1.0 if power is None else _scale(names[power], path), counter)
+        gpu = next((plain.index(name) for name in _GPU_NAMES if name in plain), None)
+        others = tuple(names[i] for i in drawn if i != power)
+        return _Columns(time, gpu, power, 1.0 if power is None else _scale(names[power], path), counter, others)
 
     def values(self, line: Sequence[str]) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
         """The watts and the counter's joules of a row, each with the step of its last digit. Raises _LeftOut if it has
@@ -337,6 +355,12 @@ class _Columns:
         if found == [None, None]:
             raise reasons[0]
         return found[0], found[1]
+
+
+def _preference(name: str) -> tuple[bool, bool, bool, bool]:
+    """What comes first is taken for the power, of nvidia-smi's columns above all: that of the GPU and not of the module
+    with its processor (Grace), the one at a moment rather than an average."""
+    return ("draw" not in name, "module" in name, "average" in name, "instant" not in name)
 
 
 def _scale(name: str, path: str) -> float:

@@ -135,6 +135,8 @@ def make_energy_report(
                 "left_out": log.left_out,
                 "out_of_order": log.out_of_order,
                 "same_time": log.same_time,
+                "column": log.column or None,
+                "other_columns": list(log.others),
                 "interval_s": log.interval_s,
                 "resolution_w": log.resolution_w,
                 "averaging_s": averaging_s,

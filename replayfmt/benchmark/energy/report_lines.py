@@ -22,6 +22,9 @@ def report_lines(content: dict[str, Any], top: int) -> Iterator[str]:
         + ("no power" if log["resolution_w"] is None else f"steps of {log['resolution_w']:.4g} W")
         + f"; left out: {left_out}"
     )
+    if log.get("other_columns"):
+        others = ", ".join(log["other_columns"])
+        yield printable(f"            power is that of the column {log['column']}, not of {others}")
     if log["source"] is not None:
         yield printable(f"source      {log['source']}")
     yield f"method      {content['method']}"
