@@ -39,6 +39,17 @@ def test_a_matrix_product_has_the_operations_and_bytes_of_its_definition():
     assert convolved.flops == 2 * 4 * 2 * 3 * 3 * 6 * 6
 
 
+def test_what_a_call_did_before_it_raised_is_not_known(tmp_path, tools):
+    path, out = tmp_path / "raises.opreplay", tmp_path / "per_op.json"
+    with replayfmt.capture(path), pytest.raises(RuntimeError):
+        torch.mm(f32(2, 3), f32(4, 5))
+    flags = ("--per-op", "--roofline", "--peak-flops=1T", "--peak-bandwidth=1T", "--op-filter=aten::mm")
+    assert tools("benchmark", *flags, "--benchmark-min-time=2x", f"--benchmark-out={out}", path).code == 0
+    (row,) = json.loads(out.read_text())["benchmarks"]
+    assert row["flops"] is row["bytes_read"] is row["bytes_written"] is None and "bound" not in row
+    assert row["flops_reason"].startswith("it raises") and row["bytes_read_reason"].startswith("it raises")
+
+
 def test_operations_without_a_formula_are_not_known_and_not_zero():
     found = work(aten.tanh.default, f32(4))
     assert found.flops is None and found.flops_reason == "torch.utils.flop_counter has no formula of aten::tanh"

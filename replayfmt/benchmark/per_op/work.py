@@ -21,6 +21,8 @@ from replayfmt.pytorch.operators import Operator, operator_named
 from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.replay.run.isolated import IsolatedCall
 
+_RAISED = "it raises an exception, as it did under capture: how much of its work it did before is not known"
+
 KernelClass = Literal["data movement", "matrix product or convolution", "other operator"]
 
 
@@ -86,6 +88,8 @@ def _formula(name: str) -> Callable[..., Any] | None:
 
 
 def _flops(formula: Callable[..., Any] | None, kernel: Kernel, call: IsolatedCall) -> tuple[int | None, str]:
+    if call.raised:
+        return None, _RAISED
     if formula is None:
         return None, f"torch.utils.flop_counter has no formula of {kernel.name}"
     try:
@@ -111,6 +115,7 @@ class _Tensors:
 
     def __init__(self, kernel: Kernel, call: IsolatedCall) -> None:
         self._schema_error = ""
+        self._raised = call.raised
         arguments: list[Any] = []
         try:
             arguments = parse_schema(kernel.schema).arguments
@@ -134,6 +139,8 @@ class _Tensors:
     def bytes_moved(self, known: Operator) -> tuple[int, int]:
         """Bytes read and written. Raises _NotKnown for tensors whose memory is not laid out by strides, and
         for schemas of another PyTorch."""
+        if self._raised:
+            raise _NotKnown(_RAISED)
         if self._schema_error:
             raise _NotKnown(self._schema_error)
         if known.idle or self.only_views:

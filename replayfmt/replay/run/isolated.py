@@ -13,17 +13,20 @@ from typing import Any
 
 import torch
 
+from ..codegen.operations import MustRaise
 from .copies import copied, copy_bytes, moved, storages_of
 from .steps import Step, Touched
 
 
 @dataclass(frozen=True)
 class IsolatedCall:
-    """One call of a kernel: its arguments, by position and by name, and what it returned."""
+    """One call of a kernel: its arguments, by position and by name, and what it returned; `raised`: an exception, as it
+    did under capture."""
 
     arguments: tuple[Any, ...]
     named: dict[str, Any]
     result: Any
+    raised: bool = False
 
 
 class IsolatedOp:
@@ -76,7 +79,7 @@ class IsolatedOp:
         kernel = constants[place]
 
         def keep(*arguments: Any, **named: Any) -> Any:
-            kept.append(IsolatedCall(arguments, named, kernel(*arguments, **named)))
+            kept.append(IsolatedCall(arguments, named, kernel(*arguments, **named), isinstance(kernel, MustRaise)))
             return kept[-1].result
 
         constants[place] = keep
