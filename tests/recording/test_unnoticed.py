@@ -345,6 +345,13 @@ def warning_once() -> None:
         torch.set_warn_always(False)
 
 
+@pytest.fixture
+def warnings_keep_their_place(recorder: str) -> None:
+    if recorder == "python" and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+        pytest.skip("from PyTorch 2.15 on, warnings name a line of this recorder (docs/exactness.md)")
+
+
+@pytest.mark.usefixtures("warnings_keep_their_place")
 @pytest.mark.parametrize("options", [{"digests": "ops"}, {"payload": "integers"}, {"audit": True}], ids=str)
 def test_no_warning_that_comes_once_is_used_up(capture: Capture, options: dict[str, Any]) -> None:
     expected = warned(warning_once)
@@ -352,6 +359,7 @@ def test_no_warning_that_comes_once_is_used_up(capture: Capture, options: dict[s
     assert capture(lambda: warned(warning_once), **options).returned == expected
 
 
+@pytest.mark.usefixtures("warnings_keep_their_place")
 def test_a_warning_is_shown_where_it_is_without_a_capture(capture: Capture) -> None:
     expected = warned(warning)
     assert len(expected) == 3

@@ -24,9 +24,10 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.replay.code.triton_kernels import resolve_triton
 from tests.triton_kernels.fake_device import install
 
-torch.utils._triton.has_triton = lambda: True  # it asks for a device
+torch.utils._triton.has_triton = lambda **_options: True  # it asks for a device
+NAMES = ("HAS_CUDA_AND_TRITON", "HAS_GPU", "HAS_MTIA_AND_TRITON", "HAS_XPU_AND_TRITON")
 asked = ModuleType("torch.testing._internal.inductor_utils")  # and that needs more than PyTorch
-vars(asked).update(dict.fromkeys(("HAS_CUDA_AND_TRITON", "HAS_GPU", "HAS_XPU_AND_TRITON"), False))
+vars(asked).update(dict.fromkeys(NAMES, False))
 sys.modules[asked.__name__] = asked
 from torch.testing._internal import triton_utils as kernels  # noqa: E402
 
