@@ -144,12 +144,16 @@ class Work:
 
 def run_energy_windows(work: Work, write: Callable[[str], None]) -> int:
     """Run the windows, and `write` their file. Returns the exit code: 1 if requested work has no window."""
+    from replayfmt.format.printable import counted
+
     with work.flags.plan(work.capture) as plan:
         found = _windows(work, plan, None)
     write(found.text())
     path = work.context.params["energy_windows"]
     ops = sum(window.role == "op" for window in found.windows)
-    say(f"{path}: {len(found.windows)} windows, of {ops} ops, {found.context['window_s']:g} s or more each")
+    say(
+        f"{path}: {counted(len(found.windows), 'window')}, of {counted(ops, 'op')}, {found.context['window_s']:g} s or more each"
+    )
     for each in found.not_run:
         say(f"not run: {each['name']}: {each['reason']}")
     say(f"integrate a power log over them with: opreplay-energy {path} POWER.csv")

@@ -60,7 +60,10 @@ def script_words(command: str) -> list[str]:
 def _time(words: list[str], scope: str) -> float:
     nanoseconds, passes = json.loads(_run(words, scope))
     if not passes:
-        raise ReplayFailed(f"{FLAG}={shlex.join(words)}: it never entered a scope {scope!r}, so its time is not known")
+        raise ReplayFailed(
+            f"{FLAG}={shlex.join(words)}: it never entered a scope {scope!r}, so its time is not known; without "
+            "--replay-scope that of the whole script is measured"
+        )
     return float(nanoseconds)
 
 

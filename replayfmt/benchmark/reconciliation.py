@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 
 from .measure import Measurement, Run
 from .per_op.results import PerOpRun
@@ -170,7 +170,7 @@ class Reconciliation:
         if self.program is not None:
             found = self.program.statistics
             yield printable(
-                f"  program itself: {duration(found.median):>12}  median of {found.count} runs of {self.program.what}, "
+                f"  program itself: {duration(found.median):>12}  median of {counted(found.count, 'run')} of {self.program.what}, "
                 "each in a process of its own, without a recorder"
             )
         yield from (f"  {sentence}" for sentence in self.explain())

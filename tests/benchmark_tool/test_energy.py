@@ -352,7 +352,7 @@ def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
     windows, power, out = tmp_path / "windows.jsonl", tmp_path / "power.csv", tmp_path / "gpu_energy_report.json"
     flags = ["--power-interval=0.001", "--power-averaging=0.02", "--op-filter=aten::tanh"]
     ran = tools("benchmark", captured, f"--energy-windows={windows}", *flags)
-    assert ran.code == 0 and "windows, of 1 ops" in ran.out
+    assert ran.code == 0 and "windows, of 1 op," in ran.out
     measured = read_windows(windows)
     begin = measured.windows[0].start_s - 1
     count = int((measured.windows[-1].end_s + 1 - begin) / 0.001)

@@ -101,7 +101,7 @@ def test_what_cannot_be_put_into_a_graph_is_measured_call_by_call_and_says_why(p
     assert row["graphs"] == 0 and "eager_time" not in row
     assert row["no_graph"] == ["RuntimeError: operation not permitted when stream is capturing"]
     assert any(
-        warning.startswith("1 ops could not be put into a graph") and "1 x RuntimeError" in warning
+        warning.startswith("1 op could not be put into a graph") and "1 x RuntimeError" in warning
         for warning in report.context["warnings"]
     )
 

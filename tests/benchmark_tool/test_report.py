@@ -177,7 +177,7 @@ def test_the_spread_and_the_outliers_are_in_the_row_and_on_the_console_and_none_
     assert row["max_real_time"] == 5000 and row["real_time"] > 1300  # it counts
     assert row["median_half_width"] == pytest.approx((1009 - 1001) / 2 / 1005)
     text = shown(made)
-    assert "half of the iterations took 1.002 us to 1.008 us (IQR 5.000 ns); 1 outliers (0 low, 1 high)" in text
+    assert "half of the iterations took 1.002 us to 1.008 us (IQR 5.000 ns); 1 outlier (0 low, 1 high)" in text
     assert "with 95% confidence (+-0.4%)" in text
 
 

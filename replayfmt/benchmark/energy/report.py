@@ -226,7 +226,7 @@ def _per_run(window: EnergyWindow, energy: Energy, restoring: _Restoring | None)
     joules, error, seconds = joules - back.joules / runs, error + back.error / runs, seconds - back.seconds / runs
     if joules <= error or seconds <= 0:
         why = (
-            f"putting back what it writes takes as much: {joules:.3g} J and {seconds:.3g} s a run remain, "
+            f"putting back what it writes takes as much: {joules:.3g} J and {seconds:.3g} s remain for each, "
             f"+-{error:.3g} J"
         )
         return _PerRun(None, None, seconds if seconds > 0 else None, back.joules / runs, why)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 from replayfmt.replay.plan import Plan
 
 from ..gpu_state import gpu_caveats
@@ -130,20 +130,22 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
     if outside:
         reasons = Counter(op.no_graph for op in outside)
         warnings.append(
-            f"{len(outside)} ops could not be put into a graph, and were measured call by call, with the gaps between: "
-            + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(_REASONS))
+            f"{counted(len(outside), 'op')} could not be put into a graph, so measured call by call, with the gaps "
+            "between: " + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(_REASONS))
         )
     if few:
-        warnings.append(f"{len(few)} ops have too few samples for a confidence interval: raise --benchmark-min-time")
+        warnings.append(
+            f"too few samples for a confidence interval of {counted(len(few), 'op')}: raise --benchmark-min-time"
+        )
     if dependent:
         warnings.append(
-            f"the times of {len(dependent)} ops depend on those before them (heat, other programs, modes that last): "
-            "their intervals are wider for it, and another run may still differ by more"
+            "times depend on those before them (heat, other programs, modes that last) in "
+            f"{counted(len(dependent), 'op')}: intervals are wider for it, and another run may still differ by more"
         )
     if wide:
         warnings.append(
-            f"the time of {_count(wide)} is not known to {WIDE:.0%} (interval): raise "
-            "--benchmark-min-time, or stop other programs"
+            f"not known to {WIDE:.0%} (interval): the time of {_count(wide)}; raise --benchmark-min-time, or stop "
+            "other programs"
         )
     if unranked:
         warnings.append(
@@ -152,8 +154,8 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
         )
     if short:
         warnings.append(
-            f"{len(short)} ops are so short that the call around them, {duration(run.overhead_ns)}, is "
-            "more than a fifth of their time; it is not subtracted"
+            f"the call around an op, {duration(run.overhead_ns)}, is more than a fifth of the time of "
+            f"{counted(len(short), 'op')}; it is not subtracted"
         )
     return warnings
 
@@ -171,7 +173,9 @@ def _times_slower(run: PerOpRun) -> float | None:
 
 
 def _count(rows: list[OpRow]) -> str:
-    return printable(rows[0].label, _LONGEST_LABEL) + (f" and {len(rows) - 1} more rows" if len(rows) > 1 else "")
+    return printable(rows[0].label, _LONGEST_LABEL) + (
+        f" and {counted(len(rows) - 1, 'more row')}" if len(rows) > 1 else ""
+    )
 
 
 def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from replayfmt.format.printable import counted
+
 from ..peaks import Peak, Peaks
 from .rows import OpRow
 from .work import CallWork
@@ -122,7 +124,7 @@ def above_the_roof(rows: list[dict[str, Any]]) -> list[str]:
     if not above:
         return []
     return [
-        f"{len(above)} ops are faster than the peaks that they are compared with ({above[0]['name']}: "
+        f"faster than the peak that it is compared with: {counted(len(above), 'op')} ({above[0]['name']}: "
         f"{above[0]['share_of_roof']:.0%}): their data is in the caches, or the machine was busy when the peaks were "
         "measured; give --peak-flops and --peak-bandwidth"
     ]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import counted, printable
 
 from ..gpu_state import gpu_lines
 from ..meters.meter import Quantity
@@ -89,7 +89,7 @@ def _spread(row: dict[str, Any]) -> str:
     """The middle half of the iterations, and how many are far from it."""
     outliers = row["outliers_low"] + row["outliers_high"]
     told = (
-        f"{outliers} outliers ({row['outliers_low']} low, {row['outliers_high']} high), counted in every figure"
+        f"{counted(outliers, 'outlier')} ({row['outliers_low']} low, {row['outliers_high']} high), counted in every figure"
         if outliers
         else "no outliers"
     )
