@@ -243,6 +243,21 @@ def sizes_read_from_tensors() -> Program:
     return lambda: compiled(x, sizes)
 
 
+@recorded
+def named_for_the_profiler() -> Program:
+    return on_small(Small(), options={"profiler_mark_wrapper_call": True})
+
+
+@recorded
+def printing() -> Program:
+    def shown(x: Tensor) -> Tensor:
+        torch._higher_order_ops.print("{} rows", x.shape[0])
+        return x.sin() * 2
+
+    compiled, x = torch.compile(shown), torch.randn(4, 8)
+    return lambda: compiled(x)
+
+
 @refused("beneath Python")
 def cpp_wrapper() -> Program:
     return on_small(Small(), options={"cpp_wrapper": True})

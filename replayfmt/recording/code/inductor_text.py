@@ -40,7 +40,7 @@ _HARMLESS = (
     "copy_if_misaligned",
 )
 _ALLOCATING = ("_empty_strided_cpu", "_empty_strided_cpu_pinned", "_empty_strided_cuda", "_empty_strided_xpu")
-_COUNTING = (abs, bool, divmod, float, int, isinstance, len, list, max, min, pow, range, round, sum, tuple)
+_COUNTING = (abs, bool, divmod, float, int, isinstance, len, list, max, min, pow, print, range, round, sum, tuple)
 _RAISED = (AssertionError, RuntimeError)
 _MAKING = (torch.device, torch.Event)  # an event is recorded where it is used
 # Where Inductor keeps functions that call operators alone.
@@ -53,6 +53,7 @@ _PLACING = (
     ("torch.xpu", ("_DeviceGuard", "set_device", "synchronize")),
 )
 _CHECKING = ("torch._inductor.runtime.runtime_utils", ("assert_tensor_metadata",))
+_SCOPE = "from torch.profiler import record_function"  # in the text of a function
 _HOOKS = ("torch._inductor.hooks", "run_intermediate_hooks")
 
 
@@ -160,7 +161,11 @@ class _Reader:
         own |= {
             each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
         }
+        imports = [each for each in ast.walk(function) if isinstance(each, ast.ImportFrom)]
+        marks = bool(imports) and all(ast.unparse(each) == _SCOPE for each in imports) and "record_function" not in own
         for node in ast.walk(function):
+            if marks and (node in imports or (isinstance(node, ast.Call) and _path(node.func) == ["record_function"])):
+                continue
             if isinstance(node, (ast.Global, ast.Import, ast.ImportFrom, ast.ClassDef, ast.Lambda, ast.Await)):
                 raise Unknown(f"line {node.lineno} of its text is of an unknown kind ({type(node).__name__})")
             if isinstance(node, ast.Call) and not self._is_known(node.func, own):
@@ -169,6 +174,8 @@ class _Reader:
     def _is_known(self, callee: ast.expr, own: set[str]) -> bool:
         if isinstance(callee, ast.Attribute) and _local(self._viewed(callee.value)) in own:
             return callee.attr in _METHODS
+        if isinstance(callee, ast.Attribute) and isinstance(callee.value, ast.Constant):
+            return callee.attr == "format"
         path = _path(callee)
         if not path:
             return ast.unparse(callee).startswith("self.partitions[")
