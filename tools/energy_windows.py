@@ -151,9 +151,8 @@ def run_energy_windows(work: Work, write: Callable[[str], None]) -> int:
     write(found.text())
     path = work.context.params["energy_windows"]
     ops = sum(window.role == "op" for window in found.windows)
-    say(
-        f"{path}: {counted(len(found.windows), 'window')}, of {counted(ops, 'op')}, {found.context['window_s']:g} s or more each"
-    )
+    windows = counted(len(found.windows), "window")
+    say(f"{path}: {windows}, of {counted(ops, 'op')}, {found.context['window_s']:g} s or more each")
     for each in found.not_run:
         say(f"not run: {each['name']}: {each['reason']}")
     say(f"integrate a power log over them with: opreplay-energy {path} POWER.csv")

@@ -170,8 +170,8 @@ class Reconciliation:
         if self.program is not None:
             found = self.program.statistics
             yield printable(
-                f"  program itself: {duration(found.median):>12}  median of {counted(found.count, 'run')} of {self.program.what}, "
-                "each in a process of its own, without a recorder"
+                f"  program itself: {duration(found.median):>12}  median of {counted(found.count, 'run')} of "
+                f"{self.program.what}, each in a process of its own, without a recorder"
             )
         yield from (f"  {sentence}" for sentence in self.explain())
 

@@ -89,7 +89,8 @@ def _spread(row: dict[str, Any]) -> str:
     """The middle half of the iterations, and how many are far from it."""
     outliers = row["outliers_low"] + row["outliers_high"]
     told = (
-        f"{counted(outliers, 'outlier')} ({row['outliers_low']} low, {row['outliers_high']} high), counted in every figure"
+        f"{counted(outliers, 'outlier')} ({row['outliers_low']} low, {row['outliers_high']} high), counted in every "
+        "figure"
         if outliers
         else "no outliers"
     )
