@@ -111,7 +111,7 @@ def _tiles(figures: KernelFigures, inputs: ReportInputs) -> list[Tile]:
     times = [figures.captured(each).total_ns for each in figures.kernels]
     known = [time for time in times if time is not None]
     captured = figure_cell(sum(known) / 1e9 if known else None, "s", figures.no_captured)
-    whole = next((each for each in figures.measured.wholes), None)
+    whole = min(figures.measured.wholes, key=lambda each: bool(each.name), default=None)
     tiles = [
         Tile("calls", f"{calls:,}", f"of {counted(len(figures.kernels), 'kernel')}"),
         Tile("call sites", f"{len(figures.sites):,}", "signatures in scopes"),
@@ -119,7 +119,8 @@ def _tiles(figures: KernelFigures, inputs: ReportInputs) -> list[Tile]:
     ]
     if whole is not None:
         cell = figure_cell(whole.median_ns and whole.median_ns / 1e9, "s", whole.reasons.get("median", ""))
-        tiles.append(Tile("a replay", cell.text, f"median; {whole.name or 'the whole capture'}"))
+        title = "a scope, replayed" if whole.name else "a replay"
+        tiles.append(Tile(title, cell.text, f"median; {whole.name or 'the whole capture'}"))
     else:
         tiles.append(Tile("a replay", "not measured", "no --benchmark of whole replays"))
     if inputs.energy is not None:
