@@ -103,3 +103,20 @@ def test_gradients_are_those_of_the_operator(capture: Capture) -> None:
     assert _names(captured).count("aten::sin") == 0
     assert not captured.records(RecordKind.unsupported)
     captured.replays()
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_work_inside_that_no_op_does_is_named(capture: Capture, write: bool) -> None:
+    """Some kernels call PyTorch's, which they have looked up before."""
+    name = "neg.out" if write else "neg"
+    pytorchs = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def kernel(keys: torch._C.DispatchKeySet, x: Tensor, *, out: Tensor | None = None) -> Any:
+        return pytorchs.call_boxed(keys, x) if out is None else pytorchs.call_boxed(keys, x, out=out)
+
+    x, out = torch.randn(4), torch.randn(4)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+        captured = capture(lambda: torch.neg(x, out=out if write else None) * 2)
+    assert captured.unsupported() == {"unseen_work": 1}
+    assert captured.returned.equal(x * -2)

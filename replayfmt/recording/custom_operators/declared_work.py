@@ -54,58 +54,61 @@ class DeclaredWork(Patched):
                 name = self._core.attempt(_name, operator) or ""
                 if not name or is_pytorchs(name.partition("::")[0]) or not self._recorder.recording():
                     return original(operator, *args, **kwargs)
-                return self._watch(functools.partial(original, operator), operator, name, args, kwargs)
+                return watch(self._core, functools.partial(original, operator), operator, name, args, kwargs)
             except BaseException as error:
                 leave_no_own_frame(error)
                 raise
 
         return call
 
-    def _watch(
-        self, original: Callable[..., Any], operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        core = self._core
-        before = core.arrivals[name]
-        written = core.attempt(self._forget_writes, operator, args, kwargs) or []
-        unwritten: list[torch.Tensor] = []
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            unwritten += [tensor for tensor, tracker, known in written if not _remember(tracker, known)]
-        if core.arrivals[name] == before and core.on:
-            core.attempt(self._tell, name, unwritten, result)
-        return result
 
-    def _forget_writes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Written]:
-        """The tensors that a call is declared to write, with the recorded writes known so far, which are removed while
-        the operator runs."""
-        written = []
-        for tensor in _written(operator, args, kwargs):
-            tracker = self._core.storages.tracker_of(storage_of(tensor))
-            written.append((tensor, tracker, None if tracker is None else tracker.written))
-            if tracker is not None:
-                tracker.written = None
-        return written
+def watch(
+    core: Core, original: Callable[..., Any], operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a call of an operator. Unless the recorder sees it, its work must be that of recorded ops."""
+    before = core.arrivals[name]
+    written = core.attempt(_forget_writes, core, operator, args, kwargs) or []
+    unwritten: list[torch.Tensor] = []
+    try:
+        result = original(*args, **kwargs)
+    finally:
+        unwritten += [tensor for tensor, tracker, known in written if not _remember(tracker, known)]
+    if core.arrivals[name] == before and core.on:
+        core.attempt(_tell, core, name, unwritten, result)
+    return result
 
-    def _tell(self, name: str, unwritten: list[torch.Tensor], result: Any) -> None:
-        core = self._core
-        with core.lock:
-            if unwritten:
-                core.records.unsupported("unseen_work", name, f"{_UNSEEN}it declares that it writes an argument")
-                for tensor in unwritten:
-                    core.outside.written(tensor)
-            if any(self._is_no_ops_work(tensor) for tensor in _memories(tensors_in(result))):
-                core.records.unsupported("unseen_work", name, f"{_UNSEEN}it returned what no op wrote")
 
-    def _is_no_ops_work(self, tensor: torch.Tensor) -> bool:
-        if shape_of(tensor).numel() == 0:
-            return False
-        storage = storage_of(tensor)
-        tracker = self._core.storages.tracker_of(storage)
-        if tracker is None:
-            return has_bytes(storage, storage.nbytes(), storage.device)
-        state = tracker.state
-        return state is not None and state.coverage is not None and not state.coverage.touched
+def _forget_writes(core: Core, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Written]:
+    """The tensors that a call is declared to write, with the recorded writes known so far, which are removed while the
+    operator runs."""
+    written = []
+    for tensor in _written(operator, args, kwargs):
+        tracker = core.storages.tracker_of(storage_of(tensor))
+        written.append((tensor, tracker, None if tracker is None else tracker.written))
+        if tracker is not None:
+            tracker.written = None
+    return written
+
+
+def _tell(core: Core, name: str, unwritten: list[torch.Tensor], result: Any) -> None:
+    with core.lock:
+        if unwritten:
+            core.records.unsupported("unseen_work", name, f"{_UNSEEN}it declares that it writes an argument")
+            for tensor in unwritten:
+                core.outside.written(tensor)
+        elif any(_is_no_ops_work(core, tensor) for tensor in _memories(tensors_in(result))):
+            core.records.unsupported("unseen_work", name, f"{_UNSEEN}it returned what no op wrote")
+
+
+def _is_no_ops_work(core: Core, tensor: torch.Tensor) -> bool:
+    if shape_of(tensor).numel() == 0:
+        return False
+    storage = storage_of(tensor)
+    tracker = core.storages.tracker_of(storage)
+    if tracker is None:
+        return has_bytes(storage, storage.nbytes(), storage.device)
+    state = tracker.state
+    return state is not None and state.coverage is not None and not state.coverage.touched
 
 
 def _name(operator: Any) -> str:

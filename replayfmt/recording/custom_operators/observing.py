@@ -18,6 +18,7 @@ own.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import time
@@ -41,6 +42,7 @@ from ..state.autocast import autocast_of_program
 from ..state.randomness import address, drawn_from, generator_state
 from ..storages.trackers import ATTRIBUTE
 from ..stream.records import Unrepresentable
+from .declared_work import watch
 
 _clock = time.perf_counter_ns
 _LAUNCHED = "inside the operator ran a compiled region or a launch, before it was seen to hide state"
@@ -101,11 +103,24 @@ def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], 
     return result
 
 
+def _run_replaced(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a kernel of the program's for one of PyTorch's own operators, whose parts are recorded."""
+    assert kernel.body is not None
+    run = functools.partial(mode.run_inside, kernel.body if mode.masks else kernel.body.unmasked)
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        return run(args, kwargs)
+
+    if kernel.operator.empty:
+        return inside(*args, **kwargs)
+    return watch(mode.core, inside, kernel.func, kernel.name, args, kwargs)
+
+
 class ObservingMode(RecordingMode):
     """The mode of a capture that looks inside operators written in Python."""
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return observe(self, kernel, args, kwargs)
+        return (_run_replaced if kernel.own else observe)(self, kernel, args, kwargs)
 
 
 class Observer(ObservingMode):

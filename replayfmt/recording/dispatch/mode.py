@@ -90,9 +90,9 @@ class RecordingMode(TorchDispatchMode):
         key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
         if kernel.body is not None and key is not None:
             manner = core.insides.manner(kernel.name, kernel.body.is_python(key), kernel.own)
-            if manner is Manner.inside:
+            if manner is Manner.inside and not kernel.own:
                 return self.run_inside(kernel.body, args, kwargs)
-            if manner is Manner.observed:
+            if manner is not Manner.whole:
                 return self.observed(kernel, args, kwargs)
         return self.record(kernel, args, kwargs)
 
@@ -106,7 +106,7 @@ class RecordingMode(TorchDispatchMode):
         return self.record(kernel, args, kwargs)
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator written in Python, and record it according to what happens inside."""
+        """Run an operator whose kernel is written in Python, and record it according to what happens inside."""
         raise NotImplementedError("custom_operators/observing.py does")
 
     # --------------------------------------------------------------------------------------------------------- ordinary

@@ -19,7 +19,7 @@ from replayfmt.native.hook import DispatchHook, Functions, OperatorForHook
 
 from ..core import Core
 from ..custom_operators.insides import Manner
-from ..custom_operators.observing import ObservingMode, observe
+from ..custom_operators.observing import ObservingMode
 from ..frames import is_recorders, leave_no_frames
 from ..interrupts import is_interrupt
 from ..state.autocast import read_autocast
@@ -109,7 +109,7 @@ class NativeMode(ObservingMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that `before` left to Python."""
         try:
-            return observe(self, self.core.calls.kernel_of(func), args, kwargs)
+            return self.observed(self.core.calls.kernel_of(func), args, kwargs)
         except BaseException as error:
             leave_no_frames(error)
             raise
@@ -315,7 +315,7 @@ class NativeMode(ObservingMode):
         if kernel.body is not None and key is not None:
             manner = core.insides.manner(kernel.name, kernel.body.is_python(key), kernel.own)
             if manner is not Manner.whole:
-                return _IN_PARTS if manner is Manner.inside else _IN_PYTHON
+                return _IN_PARTS if manner is Manner.inside and not kernel.own else _IN_PYTHON
         draws = kernel.random and kernel.namespace == "aten" and core.attempt(kernel.draws, args, kwargs)
         try:
             if draws:  # the order of draws is the order of records
