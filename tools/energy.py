@@ -86,8 +86,9 @@ def cli(
     log = read_power_log(power, zone=zone_named(zone) if zone else known, gpus=gpus, zone_text=text)
     report = make_energy_report(measured, log, offset_s=offset, averaging_s=power_averaging)
     if out is not None:
-        for given in filter(None, (windows, power, capture)):
-            refuse_input("--output", out, given)
+        for given, what in ((windows, "the file of windows"), (power, "the power log"), (capture, "the capture")):
+            if given is not None:
+                refuse_input("--output", out, given, what)
         with output_file("--output", out, force) as file:
             file.write(report.json())
     with reader_may_leave():

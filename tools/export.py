@@ -179,7 +179,7 @@ def _timeline(
 
     for given in (benchmark, power_log):
         if given is not None:
-            refuse_input("OUT", out, given)
+            refuse_input("OUT", out, given, "a file that is to be read")
     isolated = None
     if benchmark is not None:
         flag = f"--benchmark={benchmark}"

@@ -102,7 +102,7 @@ def cli(
     logs = (os.path.join(each, "event.log") for each in probes)
     sources = [each for each in (capture, *benchmarks, *runs, replayed, energy, baseline, *logs) if each is not None]
     for given in sources:
-        refuse_input("--output", out, given)
+        refuse_input("--output", out, given, "the capture" if given == capture else "a file that is to be read")
     with open_capture(capture) as reader, output_file("--output", out, force) as file:
         inputs = ReportInputs(
             [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],

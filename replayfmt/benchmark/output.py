@@ -70,10 +70,12 @@ def output_file(flag: str, path: str | os.PathLike[str], force: bool) -> Iterato
             partial.unlink(missing_ok=True)
 
 
-def refuse_input(flag: str, path: str | os.PathLike[str], capture: str | os.PathLike[str]) -> None:
-    """Raises UsageError if a result would replace the capture that it describes."""
-    if same_file(path, capture):
-        raise UsageError(f"{flag}={os.fspath(path)}: is the capture; name another file")
+def refuse_input(
+    flag: str, path: str | os.PathLike[str], given: str | os.PathLike[str], what: str = "the capture"
+) -> None:
+    """Raises UsageError if a result would replace the capture that it describes, or another file that it is made of."""
+    if same_file(path, given):
+        raise UsageError(f"{flag}={os.fspath(path)}: is {what}; name another file")
 
 
 def refuse_existing(flag: str, path: str | os.PathLike[str], force: bool) -> None:

@@ -391,6 +391,9 @@ def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
     other = tools("energy", windows, power, f"--capture={tmp_path / 'other.opreplay'}")
     assert other.code == 2 and "was measured on another capture" in other.err and not other.out
     assert tools("energy", windows, power, f"--capture={windows}").code == 3
+    for given, what in ((windows, "the file of windows"), (power, "the power log")):
+        ran = tools("energy", windows, power, "-o", given, "--force")
+        assert ran.code == 2 and f"is {what}; name another file" in ran.err
 
 
 def test_windows_during_which_daylight_saving_time_began_say_so(tools, captured, tmp_path, monkeypatch):

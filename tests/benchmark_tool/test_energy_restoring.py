@@ -1,5 +1,7 @@
 """Putting back what a replay writes is measured apart, and no part of the replay's energy."""
 
+from dataclasses import replace
+
 import jsonschema
 import pytest
 import torch
@@ -36,6 +38,22 @@ def test_what_a_replay_takes_to_put_back_what_it_writes_is_not_in_its_energy():
     assert "putting back what it writes takes as much" in content["comparison"]["reason"]
     (said,) = (line for line in report_lines(content, 1) if line.startswith("whole model"))
     assert "a run not measured: putting back" in said
+
+
+def test_windows_in_another_order_of_lines_are_the_same_windows():
+    log = log_of(every(0.1, 100, levels))
+    found, turned = (make_energy_report(a_file(order), log, offset_s=0.0).content for order in (WINDOWS, WINDOWS[::-1]))
+    assert {each["name"]: each for each in found["kernels"]} == {each["name"]: each for each in turned["kernels"]}
+    assert found["whole_model"] == turned["whole_model"]
+
+
+def test_a_window_without_a_run_has_a_reason():
+    windows = [replace(each, runs=0) for each in WINDOWS]
+    content = make_energy_report(a_file(windows), log_of(every(0.1, 100, levels)), offset_s=0.0).content
+    for each in (content["whole_model"], *content["kernels"][:2]):
+        assert each["joules_per_run"] is None and each["reason"] == "its window holds no run of it"
+    assert content["comparison"]["reason"] == "the whole model was not measured: its window holds no run of it"
+    assert content["idle"]["reason"] is None
 
 
 def test_a_replay_has_a_window_of_putting_back_if_it_writes_what_came_from_outside(tmp_path):

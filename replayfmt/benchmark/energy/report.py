@@ -85,9 +85,10 @@ def make_energy_report(
         by_role.setdefault(window.role, []).append(window)
     whole_window = next(iter(by_role.get("whole", ())), None)
     # Putting back is measured right after the work that needs it.
+    in_order = sorted(windows.windows, key=lambda each: each.start_monotonic_ns)
     restores = {
         id(before): _Restoring(after, found[id(after)])
-        for before, after in pairwise(windows.windows)
+        for before, after in pairwise(in_order)
         if after.role == "restore" and after.name == before.name
     }
     kernels = [_kernel(window, found[id(window)], restores.get(id(window)), method) for window in by_role.get("op", ())]
@@ -212,7 +213,8 @@ class _PerRun:
 def _per_run(window: EnergyWindow, energy: Energy, restoring: _Restoring | None) -> _PerRun:
     """A run's part of a window, less putting back."""
     if not window.runs:
-        return _PerRun(None, None, None, reason=energy.reason)
+        why = energy.reason or ("" if window.role == "idle" else "its window holds no run of it")
+        return _PerRun(None, None, None, reason=why)
     seconds = energy.seconds / window.runs
     if energy.joules is None or energy.error is None:
         return _PerRun(None, None, seconds, reason=energy.reason)
