@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,6 +120,9 @@ def check_energy_windows(context: click.Context) -> None:
         return
     if energy and windows:
         raise UsageError(f"--energy samples the power itself, {_FLAG} leaves that to another program; give one of them")
+    report, log = context.params["energy_out"], context.params["power_log_out"]
+    if report is not None and log is not None and os.path.realpath(report) == os.path.realpath(log):
+        raise UsageError(f"--energy-out and --power-log-out are the same file: {report}")
     for name in _NOT_WITH_WINDOWS:
         if given(name):
             raise UsageError(f"--{name.replace('_', '-')} does not go with {'--energy' if energy else _FLAG}")

@@ -429,6 +429,10 @@ def test_local_times_are_those_of_the_machine_that_was_measured_unless_a_zone_is
         (["--power-interval=1"], "--power-interval needs --energy or --energy-windows"),
         (["--energy-out=r.json"], "--energy-out needs --energy"),
         (["--energy", "--energy-windows=w.jsonl"], "give one of them"),
+        (
+            ["--energy", "--energy-out=x", "--power-log-out=./x"],
+            "--energy-out and --power-log-out are the same file: x",
+        ),
         (["--energy", "--per-op"], "--per-op does not go with --energy"),
         (["--energy-windows=w.jsonl", "--per-op"], "--per-op does not go with --energy-windows"),
         (["--energy-windows=w.jsonl", "--replay-scope=nowhere"], "has no scope of that name or path"),
