@@ -228,6 +228,55 @@ def test_a_graph_of_the_base_class_is_one_as_any(tmp_path: Path) -> None:
     replays_bitwise(path)
 
 
+def test_what_a_class_of_graphs_does_around_its_base_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer versions run functions of the program when a capture begins and ends, and before and after each replay."""
+    original, seen = torch.accelerator.Graph, []
+    begin, replay = original.capture_begin, original.replay
+    x, static = torch.arange(4.0).to(DEVICE), torch.zeros(4, device=DEVICE)
+
+    def begun(graph: torch.accelerator.Graph) -> None:
+        begin(graph)
+        static.add_(1)
+
+    def replayed(graph: torch.accelerator.Graph) -> None:
+        static.copy_(x)
+        replay(graph)
+        seen.append((static * 3).tolist())
+
+    monkeypatch.setattr(original, "capture_begin", begun)
+    monkeypatch.setattr(original, "replay", replayed)
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        graph, _result = graph_of(lambda: static.mul_(2))
+        graph.replay()
+    assert seen == [[6.0, 12.0, 18.0, 24.0]]
+    assert not open_capture(path).summary.unsupported
+    assert body_of(path) == ["aten::add_.Tensor", "aten::mul_.Tensor"]
+    (number,) = (calls(path).index(kernel.name) for kernel in graphs_in(path))
+    assert calls(path)[number - 1] == "aten::copy_" and "aten::mul" in calls(path)[number + 1]
+    replays_bitwise(path)
+
+
+def test_a_capture_may_end_in_two_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `capture_end_pre` and `capture_end_post` of PyTorch 2.15."""
+    monkeypatch.setattr(base, "capture_end_pre", base.capture_end, raising=False)
+    path, x = tmp_path / "a.opreplay", torch.arange(4.0).to(DEVICE)
+    with replayfmt.capture(path):
+        graph = base(False)
+        torch.accelerator.synchronize()
+        with torch.Stream(DEVICE):
+            graph.capture_begin(None)
+            y = x * 2
+            graph.capture_end_pre()
+        graph.replay()
+        assert (y + 1).tolist() == [1, 3, 5, 7]
+    assert len(graphs_in(path)) == 1 and not open_capture(path).summary.unsupported
+    assert "aten::add" in calls(path)
+    replays_bitwise(path)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_what_is_issued_to_a_graph_whose_beginning_was_not_seen_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool

@@ -234,9 +234,9 @@ class _Graph(torch.accelerator.Graph):
 class _Capture:
     """`torch.cuda.graph`, on the simulated device."""
 
-    def __init__(self, graph: Any, pool: Any = None) -> None:
+    def __init__(self, graph: Any, pool: Any = None, stream: torch.Stream | None = None, **_settings: Any) -> None:
         graph.graph_pool = pool
-        self._graph, self._stream = graph, torch.Stream(DEVICE)
+        self._graph, self._stream = graph, stream or torch.Stream(DEVICE)
 
     def __enter__(self) -> None:
         self._stream.__enter__()

@@ -367,19 +367,25 @@ def _lying_in(ranges: list[tuple[int, int]], memory: list[UsedMemory]) -> list[U
     return found
 
 
+# The classes of graphs, and the base of each in C++. The base is hooked where this build has more than a name of it: a
+# program may use it alone, and its class may run functions of the program's before and after it calls the base.
+_CLASSES = (
+    ("torch.cuda.graphs", "CUDAGraph", "_CUDAGraph"),
+    ("torch.xpu.graphs", "XPUGraph", "_XPUGraph"),
+    ("torch.mtia.mtia_graph", "MTIAGraph", "_MTIAGraph"),
+    ("torch.accelerator.graphs", "Graph", "_acceleratorGraph"),
+)
+
+
+def _in_cpp(base: str, method: str) -> bool:
+    return hasattr(getattr(torch._C, base, None), method)
+
+
 def table(graphs: Graphs) -> list[Patch]:
     """Every hook, for one capture."""
-    classes = [
-        ("torch.cuda.graphs", "CUDAGraph"),
-        ("torch.xpu.graphs", "XPUGraph"),
-        ("torch.accelerator.graphs", "Graph"),
-    ]
-    # Their bases, which a program may use without them, where this build has more than a name of them.
-    bases = ("_CUDAGraph", "_XPUGraph", "_acceleratorGraph")
-    classes += [("torch._C", name) for name in bases if hasattr(getattr(torch._C, name, None), "capture_begin")]
     found = [
         Patch(module, f"{name}.{method}", make, REASON, vital=method == "replay")
-        for module, name in classes
+        for module, name in (each[:2] if not _in_cpp(each[2], "replay") else ("torch._C", each[2]) for each in _CLASSES)
         for method, make in (
             ("capture_begin", graphs.begin),
             ("capture_end", graphs.end),
@@ -387,6 +393,9 @@ def table(graphs: Graphs) -> list[Patch]:
             ("reset", graphs.reset),
         )
     ]
+    # The first half of `capture_end`, which not every version has apart.
+    halves = [base for _module, _name, base in _CLASSES if _in_cpp(base, "capture_end_pre")]
+    found += [Patch("torch._C", f"{base}.capture_end_pre", graphs.end, REASON) for base in halves]
     raw = ("raw_cuda_graph", "raw_cuda_graph_exec")
     found += [Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.raw, REASON) for method in raw]
     branches = ("begin_capture_to_if_node", "begin_capture_to_while_node")  # not every version has them
