@@ -7,8 +7,10 @@ read and written). Measured once for a device, dtype, PyTorch and number of thre
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,7 @@ def parse_rate(flag: str, text: str) -> float:
     """The number that `19.5T` or `2e12` is. Raises UsageError for anything else and for 0."""
     matched = _RATE.fullmatch(text)
     value = float(matched[1]) * 10.0 ** int(matched[2] or 0) * _SCALE[matched[3]] if matched else 0.0
-    if value <= 0:
+    if not 0 < value < math.inf:
         raise UsageError(f"{flag}={text}: expected a number a second, more than 0, for instance 19.5T or 2e12")
     return value
 
@@ -137,7 +139,12 @@ def _read(path: Path) -> dict[str, float]:
     except (OSError, ValueError):
         return {}
     items = kept.items() if isinstance(kept, Mapping) else ()
-    return {str(key): float(value) for key, value in items if isinstance(value, int | float) and value > 0}
+    return {str(key): float(value) for key, value in items if _is_rate(value)}
+
+
+def _is_rate(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= sys.float_info.max
 
 
 def _write(path: Path, kept: Mapping[str, float]) -> None:

@@ -159,7 +159,7 @@ def test_a_rate_is_a_number_with_a_scale(text, value):
     assert parse_rate("--peak-flops", text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "fast", "1TT", "1e999", "", "nan"])
+@pytest.mark.parametrize("text", ["0", "-1", "fast", "1TT", "1e999", "", "nan", "9" * 400])
 def test_what_is_no_rate_is_refused(text):
     with pytest.raises(UsageError, match="expected a number a second"):
         parse_rate("--peak-flops", text)
@@ -173,7 +173,7 @@ def product(tmp_path):
     return path
 
 
-def test_every_op_has_its_work_in_the_json_and_with_roofline_on_the_console(tools, product):
+def test_every_op_has_its_work_in_the_json_and_with_roofline_on_the_console(tools, product, tmp_path, monkeypatch):
     flags = ["--per-op", "--benchmark-min-time=3x"]
     rows = json.loads(tools("benchmark", product, *flags, "--benchmark-format=json").out)["benchmarks"]
     by_op = {row["op"]: row for row in rows}
@@ -190,9 +190,21 @@ def test_every_op_has_its_work_in_the_json_and_with_roofline_on_the_console(tool
     assert ran.code == 2 and "--peak-flops=1e-9P" in ran.err
     ran = tools("benchmark", product, *flags, "--roofline", "--peak-flops=900P", "--peak-bandwidth=900P")
     assert ran.code == 0 and "of roof" in ran.out and "matrix product or convolution" in ran.out
-    assert "faster than the peaks" not in ran.out
+    assert "faster than the peak" not in ran.out
     ran = tools("benchmark", product, *flags, "--roofline", "--peak-flops=1", "--peak-bandwidth=1")
-    assert "faster than the peak that it is compared with: " in ran.out
+    assert "faster than the peak that it is compared with: " in ran.out and "the given peaks are too low" in ran.out
+    cache = tmp_path / "opreplay" / "peaks.json"
+    cache.parent.mkdir()
+    monkeypatch.setattr(peaks_module, "_WIDTH", {False: 16})
+    monkeypatch.setattr(peaks_module, "_COPIED_BYTES", {False: 1000})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache.write_text('{"a": Infinity, "b": true, "c": 2}')
+    ran = tools("benchmark", product, *flags, "--roofline", f"--benchmark-out={tmp_path / 'roofed.json'}")
+    kept = json.loads(cache.read_text())
+    assert ran.code == 0 and "a" not in kept and "b" not in kept and len(kept) == 3
+    cache.write_text(json.dumps(dict.fromkeys(kept, 1.0)))
+    ran = tools("benchmark", product, *flags, "--roofline")
+    assert f"or remove {cache}, and they are measured again" in ran.out
     csv = tools("benchmark", product, *flags, "--benchmark-format=csv").out.splitlines()[0].split(",")
     assert csv.count("bytes_per_second") == 1 and len(csv) == len(set(csv))
 

@@ -15,7 +15,7 @@ import torch
 
 from replayfmt.format.printable import counted
 
-from ..peaks import Peak, Peaks
+from ..peaks import Peak, Peaks, cache_file
 from .rows import OpRow
 from .work import CallWork
 
@@ -123,8 +123,13 @@ def above_the_roof(rows: list[dict[str, Any]]) -> list[str]:
     above = [row for row in rows if row.get("share_of_roof", 0.0) > _ABOVE_THE_ROOF]
     if not above:
         return []
+    peaks = "the given peaks are too low"
+    if "measured" in {row.get(f"{peak}_source") for row in above for peak in ("peak_flops", "peak_bandwidth")}:
+        peaks = (
+            "the machine was busy when the peaks were measured: give --peak-flops and --peak-bandwidth, or remove "
+            f"{cache_file()}, and they are measured again"
+        )
     return [
         f"faster than the peak that it is compared with: {counted(len(above), 'op')} ({above[0]['name']}: "
-        f"{above[0]['share_of_roof']:.0%}): their data is in the caches, or the machine was busy when the peaks were "
-        "measured; give --peak-flops and --peak-bandwidth"
+        f"{above[0]['share_of_roof']:.0%}): their data is in the caches, or {peaks}"
     ]
