@@ -118,5 +118,21 @@ def test_work_inside_that_no_op_does_is_named(capture: Capture, write: bool) -> 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
         captured = capture(lambda: torch.neg(x, out=out if write else None) * 2)
-    assert captured.unsupported() == {"unseen_work": 1}
+    assert set(captured.unsupported()) == {"unseen_work"}
     assert captured.returned.equal(x * -2)
+
+
+def test_work_of_a_kernel_that_is_called_past_the_dispatcher_is_named(capture: Capture) -> None:
+    kernel = torch.library.get_kernel("aten::neg", "CPU")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    captured = capture(lambda: kernel.call_boxed(keys, torch.ones(4)) * 2)
+    assert captured.unsupported() == {"unseen_work": 1}
+    assert captured.returned.equal(torch.full([4], -2.0))
+
+
+def test_what_is_recorded_of_such_a_kernel_is_not(capture: Capture) -> None:
+    kernel = torch.library.get_kernel("aten::matmul", "CPU")
+    keys, x = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), torch.ones(4, 4)
+    captured = capture(lambda: kernel.call_boxed(keys, x, x) * 2)
+    assert "aten::mm" in _names(captured) and not captured.unsupported()
+    captured.replays()

@@ -1,4 +1,4 @@
-"""Reports operators of other packages whose work bypassed the recorder.
+"""Reports operators of other packages, and kernels called past the dispatcher, whose work bypassed the recorder.
 
 What such an operator returns, or declares that it writes, must be the work of a recorded op: the operator itself, or
 one that it calls. Otherwise (a kernel for an autograd key that does the work itself, a mode of the program around a
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from replayfmt.pytorch.operators import is_pytorchs
+from replayfmt.pytorch.registry import find_overload
 from replayfmt.pytorch.tensors.looks import shape_of, storage_of
 
 from ..core import Core
@@ -44,6 +45,8 @@ class DeclaredWork(Patched):
             [
                 Patch("torch._ops", "OpOverload.__call__", self._around),
                 Patch("torch._ops", "OpOverloadPacket.__call__", self._around),
+                # What `torch.library.get_kernel` returns.
+                Patch("torch._C", "_SafeKernelFunction.call_boxed", self._around_kernel),
             ]
         )
 
@@ -60,6 +63,26 @@ class DeclaredWork(Patched):
                 raise
 
         return call
+
+    def _around_kernel(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(kernel: Any, /, keys: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                run = functools.partial(original, kernel, keys)
+                operator = self._core.attempt(_operator_of, kernel) if self._recorder.recording() else None
+                if operator is None:
+                    return run(*args, **kwargs)
+                return watch(self._core, run, operator, operator._schema.name, args, kwargs)
+            except BaseException as error:
+                leave_no_own_frame(error)
+                raise
+
+        return call
+
+
+def _operator_of(kernel: Any) -> torch._ops.OpOverload | None:
+    schema = kernel.op_handle.schema()
+    return find_overload(schema.name, schema.overload_name or "default")
 
 
 def watch(
