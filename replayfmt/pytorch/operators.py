@@ -226,8 +226,19 @@ _MOVES_ELEMENTS = frozenset({
     "split_with_sizes_copy", "stack", "take", "tile", "tril", "tril_", "triu", "triu_", "unfold_copy", "vstack",
     "zero_", "zeros", "zeros_like",
 })  # fmt: skip
-# What reads only those elements of its first argument, or with `embedding` of its weight, that it returns.
-_CHOOSES = frozenset({"embedding", "gather", "index", "index_select", "masked_select", "take"})
+# What reads only those elements of its first argument, or with `embedding` of its weight, that it returns; a loss, as
+# their sum.
+_CHOOSES = frozenset({
+    "embedding", "gather", "index", "index_select", "masked_select", "nll_loss_forward", "nll_loss2d_forward", "take",
+})  # fmt: skip
+# What writes only as much of its first argument as this one holds; and whether it reads that before.
+_PUTS = {
+    **dict.fromkeys(("index_put_", "_index_put_impl_"), ("values", False)),
+    **dict.fromkeys(("index_copy_", "put_"), ("source", False)),
+    **dict.fromkeys(("index_add_", "index_reduce_"), ("source", True)),
+    **dict.fromkeys(("scatter_add_", "scatter_reduce_"), ("src", True)),
+    "scatter_": ("src", False),
+}
 # The argument whose bytes are copied as they are, all of them.
 _COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0, **dict.fromkeys(_WRITES_A_PART_OF_A_COPY, 0)}
 
@@ -330,7 +341,7 @@ class Operator:
     gradients, and leaves empty otherwise; -1 for none. `makes_tensor_of`: the list argument of which PyTorch's
     composite around it makes a tensor without an operator; "" for none. `moves_elements`: it moves, repeats or chooses
     elements and computes nothing with them (as does one that `copies`); `chooses`: of its first argument it reads what
-    it returns.
+    it returns; `puts`: (argument, whether it adds to what is there), of its first it writes as much as this one holds.
     """
 
     own: bool
@@ -365,6 +376,7 @@ class Operator:
     for_gradients: int
     moves_elements: bool
     chooses: bool
+    puts: tuple[str, bool] | None
 
 
 @functools.lru_cache(1 << 14)  # names may come from a file
@@ -406,6 +418,7 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         for_gradients=_FOR_GRADIENTS.get(name, -1),
         moves_elements=named in _MOVES_ELEMENTS,
         chooses=named in _CHOOSES,
+        puts=_PUTS.get(named),
     )
 
 

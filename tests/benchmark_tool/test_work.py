@@ -28,6 +28,9 @@ def f32(*sizes):
     return torch.ones(sizes)
 
 
+AT = torch.tensor([3])
+
+
 def test_a_matrix_product_has_the_operations_and_bytes_of_its_definition():
     found = work(aten.mm.default, f32(2, 3), f32(3, 5))
     assert (found.flops, found.bytes_read, found.bytes_written) == (2 * 2 * 3 * 5, 4 * (6 + 15), 4 * 10)
@@ -70,6 +73,15 @@ def test_operations_without_a_formula_are_not_known_and_not_zero():
         (aten.cat.default, ([f32(2), f32(3)],), {}, 20, 20),
         (aten.embedding.default, (f32(1000, 2), torch.tensor([1, 2, 3])), {}, 24 + 24, 24),
         (aten.index_select.default, (f32(2), 0, torch.tensor([0, 1, 0])), {}, 8 + 24, 12),
+        (aten.index_put_.default, (f32(1000, 2), [AT], f32(1, 2)), {}, 8 + 8, 8),
+        (aten.index_put_.default, (f32(1000, 2), [AT], f32(1, 2), True), {}, 8 + 8 + 8, 8),
+        (aten.index_copy_.default, (f32(1000, 2), 0, AT, f32(1, 2)), {}, 8 + 8, 8),
+        (aten.index_add_.default, (f32(1000, 2), 0, AT, f32(1, 2)), {}, 8 + 8 + 8, 8),
+        (aten.scatter_.src, (f32(1000), 0, AT, f32(1)), {}, 8 + 4, 4),
+        (aten.scatter_.reduce, (f32(1000), 0, AT, f32(1)), {"reduce": "add"}, 8 + 4 + 4, 4),
+        (aten.scatter_add_.default, (f32(1000), 0, AT, f32(1)), {}, 8 + 4 + 4, 4),
+        (aten.index_put.default, (f32(1000, 2), [AT], f32(1, 2)), {}, 8000 + 8 + 8, 8000),
+        (aten.nll_loss_forward.default, (f32(1, 1000), AT, None, 0, -100), {}, 8 + 8, 4 + 4),
         (aten.view.default, (f32(4), [2, 2]), {}, 0, 0),
         (aten.split.Tensor, (f32(4), 2), {}, 0, 0),
         (aten.empty.memory_format, ([4],), {}, 0, 0),

@@ -124,6 +124,8 @@ class _Tensors:
         by_name = {argument.name: value for argument, value in zip(arguments, call.arguments, strict=False)}
         by_name |= call.named
         quiet = operator_named(kernel.name, kernel.overload).quiet_writes
+        # Numbers, not named by every overload of what puts values somewhere.
+        self._adds = by_name.get("accumulate") is True or "reduce" in by_name
         self.by_name = {name: list(_tensors_in(value)) for name, value in by_name.items()}
         written = {
             each.name for each in arguments if each.name in quiet or (each.alias_info and each.alias_info.is_write)
@@ -151,6 +153,10 @@ class _Tensors:
             read_names = []
         elif known.overwrites_self:
             read_names = read_names[1:]
+        if known.puts is not None and self.by_name.get(known.puts[0]) and self.written:
+            put = min(_distinct_bytes(self.by_name[known.puts[0]]), _distinct_bytes(self.written))
+            rest = [tensor for name in read_names[1:] for tensor in self.by_name[name]]
+            return _distinct_bytes(rest) + (put if known.puts[1] or self._adds else 0), put
         if known.chooses and read_names:
             chosen = self.by_name[read_names[0]]
             rest = [tensor for name in read_names[1:] for tensor in self.by_name[name]]
