@@ -79,11 +79,11 @@ inline const Operator& describe(const OperatorHandle& op, const FunctionSchema& 
   Session& of = *capture.session;
   {
     std::lock_guard<std::mutex> lock(of.mutex);
-    if (const auto found = of.operators.find(&schema); found != of.operators.end()) {
-      return *found->second;
+    if (const Operator* found = of.operators.find(schema)) {
+      return *found;
     }
   }
-  auto made = std::make_shared<Operator>();
+  auto made = std::make_unique<Operator>();
   {
     py::gil_scoped_acquire lock;
     if (py::object function = function_of(op); capture.functions.describe && !py::isinstance<py::str>(function)) {
@@ -96,22 +96,26 @@ inline const Operator& describe(const OperatorHandle& op, const FunctionSchema& 
     }
   }
   std::lock_guard<std::mutex> lock(of.mutex);
+  if (const Operator* found = of.operators.find(schema)) {
+    return *found;  // another thread was faster
+  }
   made->number = static_cast<int64_t>(of.operators.size());
   read_schema(*made, of, schema);
-  return *of.operators.emplace(&schema, std::move(made)).first->second;
+  return of.operators.add(schema, std::move(made));
 }
 
 // An operator, described by Python at its first call. `schema`: the operator's.
 inline const Operator& described(const OperatorHandle& op, const FunctionSchema& schema, const Capture& capture) {
   struct Known {
     const FunctionSchema* schema;
-    uint64_t capture;
+    uint64_t capture, gone;
     const Operator* found;  // by schema and capture, which keeps it
   };
   thread_local std::array<Known, 128> recent{};
   Known& known = recent[(reinterpret_cast<uintptr_t>(&schema) * 0x9e3779b97f4a7c15ull) >> 57];
-  if (known.schema != &schema || known.capture != capture.number) {
-    known = {&schema, capture.number, &describe(op, schema, capture)};
+  const uint64_t gone = operators_gone.load(std::memory_order_relaxed);
+  if (known.schema != &schema || known.capture != capture.number || known.gone != gone) {
+    known = {&schema, capture.number, gone, &describe(op, schema, capture)};
   }
   return *known.found;
 }

@@ -5,9 +5,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/SmallVector.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "looks.h"
@@ -31,6 +34,7 @@ struct Encoded {
 enum class Reads : uint8_t { no, yes };
 
 struct Operator {
+  std::string schema;                // as text
   bool plain = false;  // Python says that its calls may be recorded here
   std::vector<Token> integers;  // what an integer on a stack is, of each argument
   std::vector<std::shared_ptr<const Encoded>> defaults;  // of arguments, where they have one that can be told here
@@ -46,6 +50,51 @@ struct Operator {
   bool generated = false;            // it allocates for generated code
   int64_t number = 0;                // tells operators apart in keys
   mutable const Signatures::value_type* newest = nullptr;  // of its signatures, the one found last
+};
+
+// How many operators were taken out of the dispatcher, as where a library is destroyed. Another one may get their memory.
+inline std::atomic<uint64_t> operators_gone{0};
+
+inline void count_operators_gone() {
+  struct Counts : c10::OpRegistrationListener {
+    void onOperatorRegistered(const c10::OperatorHandle&) override {}
+    void onOperatorDeregistered(const c10::OperatorHandle&) override { operators_gone++; }
+  };
+  static const auto counts = c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Counts>());
+}
+
+// The operators of a capture, by their schemas. None is removed: signatures and calls refer to them.
+class Operators {
+ public:
+  size_t size() const { return all_.size(); }
+
+  // None where it is not described yet.
+  const Operator* find(const c10::FunctionSchema& schema) {
+    const auto found = by_schema_.find(&schema);
+    if (found == by_schema_.end()) {
+      return nullptr;
+    }
+    if (const uint64_t gone = operators_gone.load(); found->second.gone != gone) {
+      if (found->second.op->schema != toString(schema)) {
+        return nullptr;
+      }
+      found->second.gone = gone;
+    }
+    return found->second.op;
+  }
+  const Operator& add(const c10::FunctionSchema& schema, std::unique_ptr<Operator> made) {
+    made->schema = toString(schema);
+    by_schema_[&schema] = {made.get(), operators_gone.load()};
+    return *all_.emplace_back(std::move(made));
+  }
+
+ private:
+  struct Found {
+    const Operator* op;
+    uint64_t gone;  // when it was last seen to be this one's schema
+  };
+  std::vector<std::unique_ptr<Operator>> all_;
+  std::unordered_map<const c10::FunctionSchema*, Found> by_schema_;
 };
 
 // What an integer on a stack is, where an argument has this type.

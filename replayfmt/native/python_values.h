@@ -106,13 +106,21 @@ inline c10::IValue own_views(const c10::IValue& value, bool numbers = true) {
   return value;
 }
 
-// An operator as Python names it; its name as text where Python has none for it.
+// An operator as Python names it; its name as text where Python has none for it. Python looks for the name at first: what
+// a signal handler raises meanwhile passes on.
 inline py::object function_of(const OperatorHandle& op) {
   try {
     return py::reinterpret_borrow<py::object>(torch::detail::getTorchApiFunction(op));
+  } catch (py::error_already_set& raised) {
+    if (!raised.matches(PyExc_AttributeError)) {
+      raised.restore();
+      python_error error;
+      error.persist();
+      throw error;
+    }
   } catch (const std::exception&) {
-    return py::str(toString(op.operator_name()));
   }
+  return py::str(toString(op.operator_name()));
 }
 
 // A value for the recorder, or for the program where `recorder` is null.

@@ -229,6 +229,7 @@ EXPORTED int opreplay_recorder_take_key() {
     if (c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(kKey)) {
       return false;  // a second fallback would end the process
     }
+    count_operators_gone();
     static torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
     all.fallback(torch::CppFunction::makeFromBoxedFunction<&recorded>());
     static torch::Library commonest(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);

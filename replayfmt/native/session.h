@@ -22,7 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "looks.h"
+#include "operator.h"
 #include "pointer_map.h"
 #include "program_state.h"
 #include "rows.h"
@@ -31,8 +31,6 @@
 namespace opreplay {
 
 namespace py = pybind11;
-
-struct Operator;
 
 struct View {
   bool is(const Metas::value_type* other) const { return meta == other; }
@@ -87,7 +85,7 @@ class Session {
   Metas metas;
   std::vector<const Metas::value_type*> metas_by_id;
   Signatures signatures;                 // operators refer to them: none is removed
-  std::unordered_map<const c10::FunctionSchema*, std::shared_ptr<Operator>> operators;
+  Operators operators;
   std::atomic<bool> hot{false};          // calls may be recorded here; written with the mutex held
   StatedSettings stated;                 // withdrawn with the mutex held
   Contexts contexts;

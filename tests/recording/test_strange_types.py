@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,61 @@ def test_an_operator_that_python_cannot_name_runs(capture: Capture) -> None:
     assert captured.unsupported() == {"opaque_argument": 1}
     reasons = [record.argument("reason") for record in captured.records(RecordKind.storage_import)]
     assert reasons == ["first_use", "outside_write"]
+
+
+@pytest.mark.recorder("native")
+def test_an_operator_in_the_memory_of_one_that_is_gone_is_told_from_it(capture: Capture) -> None:
+    names = ("opreplay_one", "opreplay_two") * 2
+
+    def program() -> None:
+        for name in names:
+            library = torch._C._dispatch_library("FRAGMENT", "aten", "")  # whose operators take the hot path
+            library.def_(f"{name}(Tensor x) -> Tensor")
+            library.impl_t_t(name, "CPU", "")
+            operation, _ = torch._C._jit_get_operation(f"aten::{name}")
+            for _ in range(3):
+                operation(torch.ones(4))
+            library.reset()
+
+    captured = capture(program)
+    called = [name for name in captured.ops() if "opreplay" in name]
+    assert called == [f"aten::{name}.default" for name in names for _ in range(3)]
+
+
+class Struck(Exception):
+    """What a signal handler raises."""
+
+
+def test_what_a_handler_raises_while_an_operator_is_looked_up_reaches_the_program(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch, recorder: str
+) -> None:
+    """Python looks for an operator's name at its first call."""
+    library = torch._C._dispatch_library("DEF", f"looked_up_{recorder}", "")
+    library.def_("it(Tensor x) -> Tensor")
+    library.impl_t_t("it", "CPU", "")
+    operation, _ = torch._C._jit_get_operation(f"looked_up_{recorder}::it")
+    look, x = torch._ops._OpNamespace.__getattr__, torch.ones(4)
+
+    def strike(*_: Any) -> None:
+        raise Struck
+
+    def interrupted(self: Any, name: str) -> Any:
+        if name == "it":
+            signal.raise_signal(signal.SIGUSR1)
+        return look(self, name)
+
+    def program() -> torch.Tensor:
+        with monkeypatch.context() as patched, pytest.raises(Struck):
+            patched.setattr(torch._ops._OpNamespace, "__getattr__", interrupted)
+            operation(x)
+        return x + 1
+
+    before = signal.signal(signal.SIGUSR1, strike)
+    try:
+        captured = capture(program)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    captured.replays()
 
 
 VALUES = """

@@ -126,7 +126,7 @@ class TritonKernel(StoredCodeKernel):
     def loaded(self) -> TritonKernel | str:
         try:
             module = load_source(self._stored.module, self._named)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return f"{self._named}: its source cannot be loaded: {type(error).__name__}: {error}"
         try:
             self._use_module(module)

@@ -51,6 +51,9 @@ class ReplayedGraph(StoredCodeKernel):
         self._unchecked = unchecked
         self._names = [argument.name for argument in schema.arguments]
         self._written = {argument.name for argument in schema.arguments if argument.alias_info is not None}
+        self._unsure_names = {
+            name for name in self._names if storage_of_argument(name) in unsure and name not in self._written
+        }
         self._graphs: dict[tuple[int, ...], Any] = {}
         self._kept_for_graphs: list[torch.UntypedStorage] = []  # memory of the host that they use
         self._warm = False
@@ -95,12 +98,7 @@ class ReplayedGraph(StoredCodeKernel):
 
     def effects(self, layout: SlotLayout) -> Effects:
         found = effects_of_schema(layout, self._schema, False, complete=True)
-        unsure = tuple(
-            slot
-            for each in layout.args
-            if storage_of_argument(each.node.name) in self._unsure and each.node.name not in self._written
-            for slot in each.tensors
-        )
+        unsure = tuple(slot for each in layout.args if each.node.name in self._unsure_names for slot in each.tensors)
         return Effects(found.writes, found.rebinds, found.reshapes, unsure)
 
     def runs_on(self, device_type: str) -> bool:
