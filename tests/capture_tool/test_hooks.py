@@ -201,6 +201,28 @@ def test_a_model_compiled_ahead_of_time_is_a_region(recorder):
     assert [event[0] for event in recorder.log] == ["unsupported", "mark"]
 
 
+def test_cuda_kernels_that_pytorch_launches_without_an_operator_are_unsupported(recorder, monkeypatch):
+    """Stand-ins launch; tests/recording/test_launches_gpu.py has the real ones."""
+    import torch.cuda.jiterator
+    from torch.cuda._utils import _CudaKernel
+
+    x, made = torch.ones(2), torch.ones(2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    launches = "_cuda_jiterator_compile_and_launch_kernel"
+    monkeypatch.setattr(torch._C, launches, lambda *_arguments: made.mul_(2), raising=False)
+    monkeypatch.setattr(torch.cuda._utils, "_get_gpu_runtime_library", lambda: 1 / 0, raising=False)
+    monkeypatch.setattr(torch.cuda._utils, "_get_cuda_library", lambda: 1 / 0)
+    recorder.log.clear()
+    squared = torch.cuda.jiterator._create_jit_fn("template <typename T> T squared(T x) { return x * x; }")
+    assert squared(x) is made
+    assert [event[0] for event in recorder.log] == ["unsupported", "mark", "mark"]
+    assert unsupported(recorder) == [("outside_operator", "torch.cuda.jiterator squared")]
+    recorder.log.clear()
+    with pytest.raises(ZeroDivisionError):
+        _CudaKernel(None, None)((1, 1, 1), (32, 1, 1), [x])
+    assert unsupported(recorder) == [("outside_operator", "torch.cuda kernel compiled from source")]
+
+
 def test_torchscript_is_recorded_op_by_op_and_its_fused_groups_as_unsupported(recorder):
     @torch.jit.script
     def plain(x):
@@ -224,9 +246,7 @@ def test_torchscript_is_recorded_op_by_op_and_its_fused_groups_as_unsupported(re
 # ------------------------------------------------------------------------------------------------------------- graphs
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [("torch.cuda.graphs", "CUDAGraph"), ("torch.accelerator.graphs", "Graph")]
-)
+@pytest.mark.parametrize(("module", "name"), [("torch.xpu.graphs", "XPUGraph"), ("torch._C", "_acceleratorGraph")])
 def test_a_replay_of_a_graph_that_was_captured_before_is_recorded_as_such(recorder, monkeypatch, module, name):
     class StandIn:
         def capture_begin(self): ...

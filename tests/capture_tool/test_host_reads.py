@@ -48,6 +48,25 @@ def test_each_way_out_is_one_host_read(recorder, method, read):
     assert recorder.take("host_read")[0] == ("host_read", method, values)
 
 
+def test_memory_that_a_library_with_kernels_of_its_own_takes_is_a_host_read(monkeypatch):
+    """On a GPU, by `__cuda_array_interface__`: a tensor of the host has none, so that a stand-in says where it is."""
+    monkeypatch.setattr(torch.Tensor, "__cuda_array_interface__", property(lambda t: {"data": (t.data_ptr(), False)}))
+    recorder = FakeRecorder()
+    reads = HostReads(recorder)
+    reads.install()
+    with recorder.mode:
+        x = torch.ones(2)
+        recorder.log.clear()
+        assert x.__cuda_array_interface__ == {"data": (x.data_ptr(), False)}
+    reads.remove()
+    assert [event[:2] for event in recorder.take("host_read")] == [("host_read", "__cuda_array_interface__")]
+
+
+def test_a_tensor_of_the_host_still_has_no_interface_of_cuda(recorder):
+    assert not hasattr(torch.ones(2), "__cuda_array_interface__")
+    assert recorder.take("host_read") == []
+
+
 def test_one_read_is_recorded_once_though_it_goes_through_others(recorder):
     np.asarray(torch.ones(2))
     assert [event[1] for event in recorder.take("host_read")] == ["__array__"]
@@ -141,11 +160,10 @@ def test_methods_look_like_themselves_and_memory_is_freed(recorder):
 
 
 def test_everything_is_as_it_was_afterwards():
+    names = ("tolist", "numpy", "__array__", "__cuda_array_interface__", "__dlpack__")
+
     def state():
-        return [vars(torch.Tensor).get(name) for name in ("tolist", "numpy", "__array__", "__dlpack__")] + [
-            torch.to_dlpack,
-            torch.utils.dlpack.to_dlpack,
-        ]
+        return [vars(torch.Tensor).get(name) for name in names] + [torch.to_dlpack, torch.utils.dlpack.to_dlpack]
 
     before = state()
     reads = HostReads(FakeRecorder())

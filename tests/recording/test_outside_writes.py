@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,24 @@ def test_writes_through_numpy_of_an_ops_result_are_seen(capture: Capture) -> Non
     captured.replays()
 
 
+def test_writes_through_an_interface_that_a_library_took_are_seen(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of Numba's and CuPy's kernels, with a stand-in for what only tensors on a GPU have."""
+    monkeypatch.setattr(torch.Tensor, "__cuda_array_interface__", property(lambda x: {"data": (x.data_ptr(), False)}))
+
+    def program() -> Any:
+        x = torch.ones(3)
+        first = x + 1
+        address, _read_only = x.__cuda_array_interface__["data"]
+        ctypes.memset(address, 0, 4)
+        return first, x + 1
+
+    captured = capture(program, digests="ops")
+    assert imports(captured) == [(1, "outside_write")]
+    captured.replays()
+
+
 def test_writes_to_a_buffer_under_a_tensor_are_seen(capture: Capture) -> None:
     def program() -> Any:
         memory = bytearray(16)
@@ -61,8 +80,6 @@ def test_writes_to_a_buffer_under_a_tensor_are_seen(capture: Capture) -> None:
 
 
 def test_audit_sees_every_write_from_outside(capture: Capture) -> None:
-    import ctypes
-
     def program() -> Any:
         x = torch.ones(3)
         first = x + 1

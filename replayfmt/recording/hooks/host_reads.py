@@ -1,4 +1,5 @@
-"""Records values that leave the device for the host without an operator: `tolist`, `numpy`, `__array__`, DLPack.
+"""Records values that leave the device for the host without an operator: `tolist`, `numpy`, `__array__`, DLPack,
+`__cuda_array_interface__`.
 
 `item()`, `bool()` and the like are operators and need no hook. Other reads that bypass the dispatcher are not seen:
 `repr` and printing, pickling and `torch.save`, a storage's own `tolist` and indexing, `data_ptr` and the DLPack C
@@ -23,6 +24,8 @@ from .patches import Patch, Patched, PatchSet, StandIn
 # Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
 _METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
 _FUNCTIONS = (("torch", "to_dlpack"), ("torch.utils.dlpack", "to_dlpack"))
+# A property, by which libraries with kernels of their own (Numba, CuPy) take the memory of a tensor on a GPU.
+_INTERFACE = "__cuda_array_interface__"
 # How a storage is moved to shared memory, by `share_memory_` and by multiprocessing.
 _SHARES = ("UntypedStorage._share_fd_cpu_", "UntypedStorage._share_filename_cpu_")
 
@@ -54,6 +57,7 @@ class HostReads(Patched):
             [Patch("torch", f"Tensor.{name}", functools.partial(wraps, name)) for name in _METHODS]
             + [Patch(module, name, functools.partial(wraps, name)) for module, name in _FUNCTIONS]
             + [Patch("torch.storage", name, functools.partial(_sharing, recorder)) for name in _SHARES]
+            + [Patch("torch", f"Tensor.{_INTERFACE}", lambda original: property(wraps(_INTERFACE, original.fget)))]
         )
 
 

@@ -1,10 +1,11 @@
 """Sees work that reaches devices without passing through the dispatcher, and records it as unsupported.
 
 Compiled regions (Inductor graphs, ahead-of-time compiled models, TorchScript fusion groups) run kernels that a dispatch
-mode never sees; a replay without them would be silently wrong. Each is
-replaced by a function that writes an `unsupported` record, runs the original with recording paused on this thread, and
-marks whatever the work may have written to be imported again at its next use. Inside an op (a custom operator that
-launches Triton, say) and inside another hooked region nothing is recorded: the replay calls the outer op as a whole.
+mode never sees, and so do kernels that PyTorch compiles from CUDA source and launches; a replay without them would be
+silently wrong. Each is replaced by a function that writes an `unsupported` record, runs the original with recording
+paused on this thread, and marks whatever the work may have written to be imported again at its next use. Inside an op
+(a custom operator that launches Triton, say) and inside another hooked region nothing is recorded: the replay calls the
+outer op as a whole.
 
 The table at the end is the list of what is hooked. Nothing is imported just to be hooked (see patches.py).
 """
@@ -208,9 +209,11 @@ def _region(
     original: Function,
     regions: Regions | None = None,
     hint: str = "",
+    reason: str = "compiled_region",
 ) -> Function:
-    """A compiled region: its kernels are fused or call the C library directly, so none of its work may be recorded,
-    unless `regions` knows all that it calls. Calls after the first are noted without Python where that is possible."""
+    """A compiled region, or a launch: its kernels are fused or call the C library directly, so none of its work may be
+    recorded, unless `regions` knows all that it calls. Calls after the first are noted without Python where that is
+    possible."""
     noted: dict[int, tuple[weakref.ref[Any], Function]] = {}  # by the region's identity
 
     @functools.wraps(original)
@@ -243,7 +246,7 @@ def _region(
     def enter(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str | None) -> _Given:
         name, detail = describe(region, args)
         first = unknown or hint
-        signature = recorder.unsupported("compiled_region", name, f"{first}; {detail}" if first else detail)
+        signature = recorder.unsupported(reason, name, f"{first}; {detail}" if first else detail)
         if signature is not None and regions is None:
             note(region, signature, args)
         _mark(recorder, _written_arguments(region, args, kwargs))
@@ -342,6 +345,10 @@ _PACKAGE = (
 _STATIC = (
     "the static runtime calls most kernels without the dispatcher; capture the TorchScript module it was made from"
 )
+_LAUNCH = (
+    "PyTorch launches this kernel without an operator; launch it inside of one (torch.library.custom_op), and the call "
+    "of that operator is recorded"
+)
 _KERNELS = "--compiled=kernels, the default, records what its code calls"
 _KEPT = (
     "the program holds a method of this package that it took before the capture began, so calls of it cannot be seen: "
@@ -351,6 +358,7 @@ _RUNS_ALREADY = (
     "a thread is in the middle of it as the capture begins, so only a part of what it does from then on is seen: begin "
     "the capture where no thread runs compiled code"
 )
+_OUTSIDE = "outside_operator"
 _RUNNING = ("run", "boxed_run")  # methods of packages that run them
 # How to capture the operators of a region. When a backward pass runs, it is unknown what called its forward.
 _EAGER = "capture with --compiled=eager to record its operators"
@@ -375,6 +383,14 @@ def _is_ahead_of_time() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _jiterator_name(kernel: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
+    return f"torch.cuda.jiterator {kernel.kernel_name}", _LAUNCH
+
+
+def _cuda_kernel_name(_kernel: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
+    return "torch.cuda kernel compiled from source", _LAUNCH
 
 
 def _class_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
@@ -439,6 +455,9 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
     def region(describe: Function, **more: Any) -> Callable[[Function], Function]:
         return lambda original: _region(recorder, describe, original, **more)
 
+    def launch(describe: Function) -> Callable[[Function], Function]:
+        return lambda original: _region(recorder, describe, original, reason=_OUTSIDE)
+
     inductor = "torch._inductor.output_code"
     return [
         Patch(
@@ -462,6 +481,8 @@ def table(recorder: RecorderForHooks, regions: Regions | None = None) -> list[Pa
             Patch("torch._C", f"StaticModule.{name}", region(_static_name), "compiled_region")
             for name in ("__call__", "runAsync", "benchmark", "benchmark_individual_ops")
         ),
+        Patch("torch.cuda.jiterator", "_JittedFunction.__call__", launch(_jiterator_name), _OUTSIDE),
+        Patch("torch.cuda._utils", "_CudaKernel.__call__", launch(_cuda_kernel_name), _OUTSIDE),
         Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
         Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
     ]

@@ -14,8 +14,8 @@ from ..stream.records import Records
 from ..stream.tensor_metas import TensorMetas
 from .identity import Storages
 
-# Host reads that give the host a window on the memory, through which it may write later.
-_SHARING = ("numpy", "__array__", "__array_interface__", "__dlpack__", "to_dlpack")
+# Host reads that give others a window on the memory, through which they may write later.
+_SHARING = ("numpy", "__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__", "to_dlpack")
 
 
 class Outside:
