@@ -129,14 +129,12 @@ class Replaces(TorchDispatchMode):
         return result * 2 + 1 if func is torch.ops.aten.mul.Tensor else result
 
 
-def modes_and_keys(made: list[torch.Tensor]) -> None:
+def modes_and_guards(made: list[torch.Tensor]) -> None:
     x = torch.arange(3.0)
     with Replaces():
         made.append(x * 3)
     with torch._C._AutoDispatchBelowAutograd():
         made.append(x * 4)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    made.append(torch.ops.aten.cos.default.redispatch(keys, x) + 1)
 
 
 def memory_that_changes_hands(made: list[torch.Tensor]) -> None:
@@ -158,7 +156,7 @@ PROGRAMS = (
     trace_function,
     hooks_of_backward_passes,
     threads,
-    modes_and_keys,
+    modes_and_guards,
     memory_that_changes_hands,
 )
 

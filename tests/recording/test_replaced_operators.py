@@ -122,10 +122,14 @@ def test_work_inside_that_no_op_does_is_named(capture: Capture, write: bool) -> 
     assert captured.returned.equal(x * -2)
 
 
-def test_work_of_a_kernel_that_is_called_past_the_dispatcher_is_named(capture: Capture) -> None:
-    kernel = torch.library.get_kernel("aten::neg", "CPU")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    captured = capture(lambda: kernel.call_boxed(keys, torch.ones(4)) * 2)
+@pytest.mark.parametrize("kernel", [True, False])
+def test_work_of_a_kernel_that_is_called_past_the_recorder_is_named(capture: Capture, kernel: bool) -> None:
+    keys, found = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), torch.library.get_kernel("aten::neg", "CPU")
+
+    def negative(x: Tensor) -> Any:
+        return found.call_boxed(keys, x) if kernel else torch.ops.aten.neg.default.redispatch(keys, x)
+
+    captured = capture(lambda: negative(torch.ones(4)) * 2)
     assert captured.unsupported() == {"unseen_work": 1}
     assert captured.returned.equal(torch.full([4], -2.0))
 
@@ -135,4 +139,22 @@ def test_what_is_recorded_of_such_a_kernel_is_not(capture: Capture) -> None:
     keys, x = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), torch.ones(4, 4)
     captured = capture(lambda: kernel.call_boxed(keys, x, x) * 2)
     assert "aten::mm" in _names(captured) and not captured.unsupported()
+    captured.replays()
+
+
+def test_a_kernel_that_has_nothing_to_write_is_not_named(capture: Capture) -> None:
+    x = torch.empty(0)
+    with replaced("neg.out", lambda x, *, out: out):
+        captured = capture(lambda: (torch.neg(x, out=x), torch.ones(2) * 2))
+    assert not captured.unsupported()
+
+
+def test_a_kernel_for_gradients_that_calls_the_one_beneath_is_seen(capture: Capture) -> None:
+    def doubled(keys: torch._C.DispatchKeySet, x: Tensor) -> Tensor:
+        return 2 * torch.ops.aten.neg.default.redispatch(keys & torch._C._after_autograd_keyset, x)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("neg", doubled, "AutogradCPU", with_keyset=True, allow_override=True)
+        captured = capture(lambda: torch.neg(torch.ones(4)))
+    assert _names(captured)[-2:] == ["aten::neg", "aten::mul"]
     captured.replays()

@@ -45,8 +45,10 @@ class DeclaredWork(Patched):
             [
                 Patch("torch._ops", "OpOverload.__call__", self._around),
                 Patch("torch._ops", "OpOverloadPacket.__call__", self._around),
-                # What `torch.library.get_kernel` returns.
-                Patch("torch._C", "_SafeKernelFunction.call_boxed", self._around_kernel),
+                # Both take a set of dispatch keys, in which the recorder's may be missing. The second is what
+                # `torch.library.get_kernel` returns.
+                Patch("torch._ops", "OpOverload.redispatch", self._around_keys),
+                Patch("torch._C", "_SafeKernelFunction.call_boxed", self._around_keys),
             ]
         )
 
@@ -64,12 +66,12 @@ class DeclaredWork(Patched):
 
         return call
 
-    def _around_kernel(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _around_keys(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def call(kernel: Any, /, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(called: Any, /, keys: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                run = functools.partial(original, kernel, keys)
-                operator = self._core.attempt(_operator_of, kernel) if self._recorder.recording() else None
+                run = functools.partial(original, called, keys)
+                operator = self._core.attempt(_operator_of, called) if self._recorder.recording() else None
                 if operator is None:
                     return run(*args, **kwargs)
                 return watch(self._core, run, operator, operator._schema.name, args, kwargs)
@@ -80,8 +82,11 @@ class DeclaredWork(Patched):
         return call
 
 
-def _operator_of(kernel: Any) -> torch._ops.OpOverload | None:
-    schema = kernel.op_handle.schema()
+def _operator_of(called: Any) -> torch._ops.OpOverload | None:
+    """The operator that is called: itself, or of which a kernel is."""
+    if isinstance(called, torch._ops.OpOverload):
+        return called
+    schema = called.op_handle.schema()
     return find_overload(schema.name, schema.overload_name or "default")
 
 
@@ -96,6 +101,7 @@ def watch(
         result = original(*args, **kwargs)
     finally:
         unwritten += [tensor for tensor, tracker, known in written if not _remember(tracker, known)]
+        unwritten = [tensor for tensor in unwritten if shape_of(tensor).numel()]
     if core.arrivals[name] == before and core.on:
         core.attempt(_tell, core, name, unwritten, result)
     return result
