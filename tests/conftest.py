@@ -3,6 +3,9 @@
 import fcntl
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,18 @@ settings.register_profile(
 )
 settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False, phases=list(Phase))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(autouse=True)
+def no_capture_is_left() -> Iterator[None]:
+    """A capture ends with the test that began it: one that fails in the middle of it costs no other test."""
+    yield
+    recording = sys.modules.get("replayfmt.recording.recorder")  # None: this test has no need of PyTorch
+    left = None if recording is None else recording._active
+    if left is not None:
+        with suppress(Exception):  # what the capture says of itself is not what went wrong
+            left.close()
+        pytest.fail(f"the test left a capture open: {left.path}")
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist is not everywhere that these tests run

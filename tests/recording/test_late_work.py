@@ -44,6 +44,7 @@ class Held:
 def held() -> Iterator[Held]:
     held = Held()
     yield held
+    held.released.set()  # a test that failed leaves its thread waiting
     held.close()
 
 
@@ -76,7 +77,7 @@ def started(path: Path) -> Recorder:
 
 
 def in_thread(work: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)  # nothing waits for one that a failed test left
     thread.start()
     return thread
 
