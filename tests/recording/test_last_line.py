@@ -50,6 +50,7 @@ _DEFENCE = {
     "Core.fail",
     "_attempted",
     "is_interrupt",
+    "_frames",
     "_arguments",
     "_is_frame",
     "leave_no_frames",
@@ -85,7 +86,7 @@ _STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "Re
               "AsInProgram.__call__", "InParts.__call__", "InParts._run", "Body.__call__", "_below_another_handler",
               "construct",
               "StandIn.__get__", "StandIn.__hash__", "StandIn.__eq__", "_Read.__call__", "_Write.__call__",
-              "_Carrying.__init__", "_Carrying.__call__", "_Carrying.__repr__", "_Read._read", "DeclaredWork._watch",
+              "_Carrying.__init__", "_Carrying.__call__", "_Carrying.__repr__", "_Read._read", "watch",
               "Recorder.recording", "Recorder._mode_now", "Recorder.launching", "Recorder.present",
               "Recorder.sees_first", "Recorder.paused",
               "Recorder.attempt", "Recorder._running", "Core.scope_begin",
@@ -114,17 +115,22 @@ def modules() -> Iterator[ModuleType]:
 
 def steps() -> list[tuple[Any, str]]:
     """(class or module, name) of every step."""
-    found = []
+    found, left_out = [], set()
     for module in modules():
         for name, value in vars(module).items():
             if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-                if name not in _NO_STEPS:
+                if name in _NO_STEPS:
+                    left_out.add(name)
+                else:
                     found.append((module, name))
             elif isinstance(value, type) and value.__module__ == module.__name__:
                 for method, raw in vars(value).items():
                     label = f"{name}.{method}"
-                    if isinstance(raw, (FunctionType, staticmethod)) and label not in _NO_STEPS:
+                    if label in _NO_STEPS:
+                        left_out.add(label)
+                    elif isinstance(raw, (FunctionType, staticmethod)):
                         found.append((value, method))
+    assert left_out == _NO_STEPS  # otherwise a name is of something that is no more
     return found
 
 
