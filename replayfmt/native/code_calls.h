@@ -1,5 +1,5 @@
 // Work that no dispatcher calls: compiled regions that are noted as a whole, or the kernels and allocations of their
-// generated code.
+// generated code. And the keys that a thread is given around it.
 //
 // What is new about it takes the complete path, in Python (hooks/undispatched.py, code/inductor_regions.py); calls like
 // one that took it are recorded here. All of it is called with the interpreter's lock.
@@ -162,9 +162,10 @@ inline PyObject* call_noted(NotedRegion& region, PyObject* const* given, Py_ssiz
     if (!session.hot.load(std::memory_order_relaxed)) {
       return Py_NewRef(Py_NotImplemented);
     }
-    const int64_t row[] = {region.signature, context->load(), now_ns() - session.began_ns, 0};
+    const int64_t now = now_ns();
+    const int64_t row[] = {region.signature, context->load(), now - session.began_ns, 0};
     session.rows.add(row);
-    waits = session.waits();
+    waits = session.waits(now);
   }
   const auto mark = [&](PyObject* tensor) {
     mark_written(region, tensor);
@@ -328,7 +329,37 @@ inline PyObject* call_allocator(GeneratedCall& call, PyObject* const* given, Py_
   return vectorcall(call.complete, given, count).release().ptr();
 }
 
+// ------------------------------------------------------------------------------- dispatch keys that a thread is given
+
+struct KeyGuard {
+  py::object original;  // (included, excluded): gives the calling thread these sets
+};
+
+// Gives the calling thread such sets, in each of them the recorder's key as the thread has it now. Compiled code does so
+// at each call: a function of Python here would go through Dynamo.
+inline PyObject* guard_keys(KeyGuard& guard, PyObject* const* given, Py_ssize_t count) {
+  const auto with_own = [](py::handle keys, bool there) -> py::object {
+    if (!py::isinstance<c10::DispatchKeySet>(keys)) {
+      return py::reinterpret_borrow<py::object>(keys);  // what is wrong about it is for the original to say
+    }
+    const uint64_t own = c10::DispatchKeySet(kKey).raw_repr(), raw = py::cast<c10::DispatchKeySet>(keys).raw_repr();
+    return ((raw & own) != 0) == there ? py::reinterpret_borrow<py::object>(keys)
+                                       : py::cast(c10::DispatchKeySet(c10::DispatchKeySet::RAW, raw ^ own));
+  };
+  if (count != 2) {
+    return vectorcall(guard.original, given, count).release().ptr();
+  }
+  const py::object included = with_own(given[0], c10::impl::tls_is_dispatch_key_included(kKey));
+  const py::object excluded = with_own(given[1], c10::impl::tls_is_dispatch_key_excluded(kKey));
+  PyObject* const sets[] = {included.ptr(), excluded.ptr()};
+  return vectorcall(guard.original, sets, 2).release().ptr();
+}
+
 // ------------------------------------------------------------------------------------------------------ from Python
+
+inline py::object key_guard(py::object original) {
+  return callable<KeyGuard, guard_keys>(std::make_unique<KeyGuard>(KeyGuard{std::move(original)}), "key_guard");
+}
 
 inline py::object noted_region(std::shared_ptr<Session> session, int64_t signature,
                                std::optional<std::vector<size_t>> writes, py::object mark) {

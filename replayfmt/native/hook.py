@@ -15,6 +15,7 @@ from .building import NotAvailable, library
 from .ending import at_last, prepare
 
 KNOWN_PYTORCH = ((2, 11), (2, 15))  # the first and the last release whose dispatcher the hook was made for
+_WAIT = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _TAKES_PART, _HIDDEN, _ACTIVE = 1, 2, 4  # bits of opreplay_recorder_state
 
 prepare()
@@ -132,18 +133,16 @@ class DispatchHook:
         """A set of dispatch keys without the recorder's, which the Python part of the dispatcher does not know."""
         return torch._C.DispatchKeySet.from_raw_repr(keys.raw_repr() & ~self._key)
 
-    def with_own_key_as_now(
-        self, included: torch._C.DispatchKeySet, excluded: torch._C.DispatchKeySet
-    ) -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
-        """Sets that are to become the calling thread's: the recorder's key is in each as it is in the thread's now."""
-        state = self._library.opreplay_recorder_state()
-        return self._with_own_key(included, state & _TAKES_PART), self._with_own_key(excluded, state & _HIDDEN)
+    def key_guard(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """In place of a guard that gives the calling thread two sets of keys, those that are included and those that
+        are excluded: the recorder's key is in each as it is in the thread's now."""
+        return self._types.key_guard(original)
 
-    def _with_own_key(self, keys: torch._C.DispatchKeySet, there: int) -> torch._C.DispatchKeySet:
-        raw = keys.raw_repr()
-        if bool(raw & self._key) == bool(there):  # as around every call of compiled code
-            return keys
-        return torch._C.DispatchKeySet.from_raw_repr(raw ^ self._key)
+
+def wait_to_flush(session: Any) -> None:
+    """Wait, without the GIL, until rows of a session are to be written by the calling thread: flushing.h."""
+    function, argument = session.flushing.waiting
+    _WAIT(function)(argument)
 
 
 _loaded: DispatchHook | None = None

@@ -232,7 +232,7 @@ class HotRun {
             made_.end_writes();
           }
           recorded = true;
-          waits = of_.waits();
+          waits = of_.waits(ended);
         }
       }
     }

@@ -252,25 +252,23 @@ EXPORTED int opreplay_recorder_take_key() {
 
 // A module of the types that Python needs.
 EXPORTED PyObject* opreplay_recorder_types() {
-  py::object scope = py::module_::import("types").attr("ModuleType")("opreplay_recorder");
+  py::module_ scope = py::module_::import("types").attr("ModuleType")("opreplay_recorder");
+  bind_flushing(scope);
+  scope.def("key_guard", &key_guard);
   py::class_<Rows>(scope, "Rows", py::module_local())
-      .def("append", &Rows::append)
       .def("__len__", &Rows::length)
-      .def("first", &Rows::first)
-      .def("drop", &Rows::drop);
+      .def("append", &Rows::append).def("first", &Rows::first).def("drop", &Rows::drop);
   py::class_<Counter>(scope, "Counter", py::module_local())
-      .def("__iter__", [](py::object self) { return self; })
-      .def("__next__", &Counter::next);
+      .def("__iter__", [](py::object self) { return self; }).def("__next__", &Counter::next);
   py::class_<GeneratedKernel, std::shared_ptr<GeneratedKernel>>(scope, "GeneratedKernel", py::module_local())
       .def("caller", &kernel_caller)
       .def("learn", &learn_kernel);
   py::class_<Session, std::shared_ptr<Session>>(scope, "Session", py::module_local())
       .def(py::init<int64_t, size_t, bool>())
-      .def_readonly("rows", &Session::rows)
-      .def_readonly("births", &Session::births)
+      .def_readonly("rows", &Session::rows).def_readonly("births", &Session::births)
       .def_readonly("definitions", &Session::definitions)
-      .def_readonly("next_storage", &Session::next_storage)
-      .def_readonly("next_tensor", &Session::next_tensor)
+      .def_readonly("next_storage", &Session::next_storage).def_readonly("next_tensor", &Session::next_tensor)
+      .def_readonly("flushing", &Session::flushing)
       .def_property("hot", [](Session& self) { return self.hot.load(); }, &Session::set_hot)
       .def("note_meta", &Session::note_meta)
       .def("publish", &Session::publish)

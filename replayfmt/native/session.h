@@ -22,6 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "flushing.h"
 #include "operator.h"
 #include "pointer_map.h"
 #include "program_state.h"
@@ -98,6 +99,7 @@ class Session {
   std::optional<Draws> drawn;            // where a replay's generator is; none where Python has not said it
   DrawTurns turns;                       // of calls that draw
   WritesInProgress writes;
+  Flushing flushing;
   int64_t last_generated = 0;            // number of the newest kernel of generated code, counted down
   void (*enter)() = nullptr;             // around work that is recorded as a whole, where threads are watched
   void (*leave)() = nullptr;
@@ -110,8 +112,9 @@ class Session {
   }
 
   // Whether there is something for Python to do after a record. With the mutex held.
-  bool waits() const {
-    return (drains() && !release_head) || (rows.size() >= chunk_records && rows.size() % 1024 == 0);
+  bool waits(int64_t now) const {
+    return (drains() && !release_head) || (rows.size() >= chunk_records && rows.size() % 1024 == 0) ||
+           flushing.overdue(now);
   }
 
   // With the mutex held.

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +57,7 @@ from .storages.identity import RELEASE_BATCH, Storages
 from .storages.outside import Outside
 from .stream.buffer import RecordBuffer
 from .stream.digesting import Digests
+from .stream.flushing import FlushTimes
 from .stream.implicit_scope import ImplicitScope
 from .stream.records import Records, Unrepresentable
 from .stream.redacted_writer import RedactedWriter, user_names
@@ -66,7 +66,7 @@ from .stream.tensor_metas import TensorMetas
 
 _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
-_BEHIND = 4  # frames' worth of records that may wait for the flusher
+_BEHIND = 4  # frames' worth of records that may wait for the recorder's thread
 
 
 def _attempted(step: _Step) -> _Step:
@@ -170,9 +170,8 @@ class Core:
             opaque=OpaqueResults(options.opaque_results),
             threads=self.threads,
         )
-        # Putting anything here wakes the flusher. Not an Event: a signal handler that raises inside `set`, which is
-        # Python code, leaves its lock held forever.
-        self.wake: SimpleQueue[None] = SimpleQueue()
+        self.look: Callable[[], None] = lambda: None  # finds threads that began unseen
+        self.flushing = FlushTimes(native)
         self.on = False
         self.finished = False  # recording stopped for good: closed, failed, or past its stop
         self.closed = False  # the file is no longer touched, nothing is reported
@@ -452,21 +451,22 @@ class Core:
             with self.lock:
                 self.storages.drain()
         waiting = len(self.buffer.rows)
-        if waiting >= _BEHIND * self.options.chunk_records:
-            self.flush()  # the flusher does not keep up
+        if waiting >= _BEHIND * self.options.chunk_records or self.flushing.overdue():
+            self.flush()  # the recorder's thread does not keep up, or gets no turn
         elif waiting >= self.options.chunk_records:
-            self.wake_flusher()
-
-    def wake_flusher(self) -> None:
-        if self.wake.empty():
-            self.wake.put(None)
+            self.flushing.wake()
 
     @_attempted
     def flush(self) -> None:
-        with self.lock:
-            if self.failure is None and not self.closed:
-                self.storages.drain()
-                self.buffer.flush()
+        """Look for threads that began unseen, and write what waits."""
+        self.flushing.begin()
+        if not self.finished:
+            self.look()
+        if self.buffer.rows or self.storages.dead:
+            with self.lock:
+                if self.failure is None and not self.closed:
+                    self.storages.drain()
+                    self.buffer.flush()
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 

@@ -6,13 +6,11 @@ program ends.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from queue import Empty
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +47,7 @@ from .program.replacement import ProgramReplacement
 from .program.termination import Termination
 from .program.threads import FLUSHING, Threads
 from .state.streams import StreamTrace
+from .stream.flushing import PERIOD_NS
 from .stream.implicit_scope import ImplicitScope
 from .stream.records import Unrepresentable
 
@@ -65,7 +64,6 @@ Patches = (
     | ProgramReplacement
     | StreamTrace
 )
-_FLUSH_PERIOD_S = 0.5
 _active: Recorder | None = None
 _activation = threading.Lock()
 
@@ -153,6 +151,7 @@ class Recorder:
             self._step_hook = register_optimizer_step_post_hook(self._step_ended)
         self._termination.install(only_default=True)
         self._threads.install()
+        self._core.look = self._threads.look
         self._flusher = threading.Thread(target=self._flush_loop, name=FLUSHING, daemon=True)
         self._flusher.start()
 
@@ -182,7 +181,7 @@ class Recorder:
         if problem is not None and core.failure is None:
             raise CaptureFailed(f"{self.path}: the capture could not be ended in order: {problem!r}") from problem
         if self._flusher is not None and not self._forked and self._flusher is not threading.current_thread():
-            self._flusher.join(_FLUSH_PERIOD_S)
+            self._flusher.join(PERIOD_NS / 1e9)
         if core.failure is not None:
             raise core.failure
         if not self._forked:
@@ -211,7 +210,7 @@ class Recorder:
         steps += [patches.remove for patches in self._patches]
         if self._after_fork is not None:
             steps.append(self._after_fork.stop)
-        for step in (*steps, core.wake_flusher):
+        for step in (*steps, core.flushing.wake):
             try:
                 step()
             except Exception as error:
@@ -277,16 +276,12 @@ class Recorder:
         return found
 
     def _flush_loop(self) -> None:
-        core, threads = self._core, self._threads
-        assert core is not None and threads is not None
+        core = self._core
+        assert core is not None
         core.attempt(core.scopes.stand_in)
         while not self._closed and core.failure is None:
-            with contextlib.suppress(Empty):
-                core.wake.get(timeout=_FLUSH_PERIOD_S)
-            if not core.finished:
-                core.attempt(threads.look)
-            if core.buffer.rows or core.storages.dead:
-                core.flush()
+            core.attempt(core.flushing.wait)
+            core.flush()
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 

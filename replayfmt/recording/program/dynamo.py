@@ -17,7 +17,6 @@ import torch
 
 from .. import core
 from .module_scopes import ModuleScopes
-from .presence import HookPresence
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -33,8 +32,10 @@ def keep_dynamo_out() -> None:
             for code in _codes(module):
                 dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, go_on))
     whole = (  # with what they call, which is never the program's; the second's code is that of all attempted methods
-        *(core.Core.attempt, core.Core.before, HookPresence.forced),
-        *(ModuleScopes._begin, ModuleScopes._end),
+        core.Core.attempt,
+        core.Core.before,
+        ModuleScopes._begin,
+        ModuleScopes._end,
     )
     for function in whole:
         dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))

@@ -251,11 +251,7 @@ class HookPresence:
 
     def _with_own_key(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Who gives a thread other sets of keys (those of a forward pass, for its backward) leaves the recorder in."""
-        return functools.partial(self.forced, original)
-
-    def forced(self, original: Callable[..., Any], included: Any, excluded: Any) -> Any:
-        """In place of the guard that sets them. (Dynamo, which is watching by then, leaves it alone: dynamo.py.)"""
-        return original(*self._hook.with_own_key_as_now(included, excluded))
+        return self._hook.key_guard(original)
 
     def _away(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Guards of compiled code are created and looked through without the key (by Dynamo: thread_watch.cpp)."""

@@ -47,7 +47,7 @@ class CaptureRequests:
         self._count = 0
         self._pid = os.getpid()
         self._closed = False
-        # Putting anything here wakes the thread. Not an Event: see Core.wake.
+        # Putting anything here wakes the thread. Not an Event: see FlushTimes.
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._previous: Any = None
         self._termination = Termination(self.close)

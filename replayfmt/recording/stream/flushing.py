@@ -1,0 +1,53 @@
+"""When waiting records are written: by the recorder's own thread, or by one that records, where that one gets no turn.
+
+A program may keep the recorder's thread from running: flushing.h says how.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from replayfmt.native.hook import wait_to_flush
+
+PERIOD_NS = 500_000_000  # the recorder's thread writes if nobody has for so long
+_DUE_NS = 400_000_000  # a thread that records does
+
+
+class FlushTimes:
+    """Those of one capture. `native`: its Session, or None."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        # Putting anything here wakes the flusher. Not an Event: a signal handler that raises inside `set`, which is
+        # Python code, leaves its lock held forever.
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self.begin()
+
+    def begin(self) -> None:
+        """What waits is being written; the time to the next turn begins."""
+        now = time.perf_counter_ns()
+        self._due_ns = now + _DUE_NS
+        if self._native is not None:
+            self._native.flushing.expect(self._due_ns, now + PERIOD_NS)
+
+    def overdue(self) -> bool:
+        """Whether a thread that records is to write what waits."""
+        return time.perf_counter_ns() >= self._due_ns
+
+    def wake(self) -> None:
+        """The recorder's thread is to write what waits."""
+        if self._native is not None:
+            self._native.flushing.wake()
+        elif self._wake.empty():
+            self._wake.put(None)
+
+    def wait(self) -> None:
+        """In the recorder's thread: wait until it is to write."""
+        if self._native is not None:
+            wait_to_flush(self._native)
+        else:
+            with suppress(Empty):
+                self._wake.get(timeout=PERIOD_NS / 1e9)

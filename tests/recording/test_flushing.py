@@ -1,0 +1,89 @@
+"""What waits is written while the program runs: by the recorder's own thread, or, where the program gives that thread no
+turn, by the threads that record."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import replayfmt
+from replayfmt.errors import OpReplayError
+from replayfmt.format.codes import RecordKind
+from replayfmt.format.reader import open_capture
+from replayfmt.recording.program.threads import Threads
+from replayfmt.recording.stream import flushing
+from replayfmt.recording.stream.flushing import FlushTimes
+
+_NEVER_NS = 10**15
+
+
+def written_ops(path: Path) -> int:
+    """How many ops the file would have after a crash."""
+    try:
+        with open_capture(f"{path}.partial") as reader:
+            return sum(record.kind == RecordKind.op for record in reader.records())
+    except OpReplayError:  # not even its head is there
+        return 0
+
+
+def adds(count: int) -> None:
+    x = torch.ones(3)
+    for _ in range(count):  # what is new takes the complete path, what follows the hot one
+        x = x + 1
+
+
+def awaited(path: Path, ops: int) -> bool:
+    end = time.monotonic() + 120
+    while written_ops(path) < ops and time.monotonic() < end:
+        time.sleep(0.01)
+    return written_ops(path) >= ops
+
+
+@pytest.fixture
+def _no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder's thread waits until it is woken: here, until the capture is closed."""
+    over = threading.Event()
+    monkeypatch.setattr(FlushTimes, "wait", lambda self: over.wait())
+    monkeypatch.setattr(FlushTimes, "wake", lambda self: over.set())
+
+
+@pytest.mark.usefixtures("_no_turn")
+@pytest.mark.parametrize("is_due", [True, False])
+def test_a_thread_that_records_writes_what_is_overdue(
+    is_due: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    monkeypatch.setattr(Threads, "look", lambda self: looked.append(threading.get_ident()))
+    monkeypatch.setattr(flushing, "_DUE_NS", 0 if is_due else _NEVER_NS)
+    path = tmp_path / "1.opreplay"
+    with replayfmt.capture(path):
+        for turn in range(1, 4):
+            adds(10)
+            assert written_ops(path) == (11 * turn if is_due else 0)
+        assert set(looked) == ({threading.get_ident()} if is_due else set())
+    assert open_capture(path).summary.records[RecordKind.op] == 33
+
+
+def test_the_recorders_thread_writes_where_nothing_more_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushing, "_DUE_NS", _NEVER_NS)
+    monkeypatch.setattr(flushing, "PERIOD_NS", 1_000_000)
+    path = tmp_path / "1.opreplay"
+    with replayfmt.capture(path):
+        for turn in range(1, 4):
+            adds(10)
+            assert awaited(path, 11 * turn)
+
+
+def test_the_recorders_thread_is_woken_for_a_full_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flushing, "_DUE_NS", _NEVER_NS)
+    monkeypatch.setattr(flushing, "PERIOD_NS", _NEVER_NS)
+    path = tmp_path / "1.opreplay"
+    with replayfmt.capture(path, chunk_records=1024):
+        adds(1500)
+        assert awaited(path, 1000)
