@@ -1,5 +1,5 @@
-"""What waits is written while the program runs: by the recorder's own thread, or, where the program gives that thread no
-turn, by the threads that record."""
+"""What waits is written while the program runs: by the recorder's own thread, or, where the program gives that thread
+no turn, by the threads that record."""
 
 from __future__ import annotations
 
