@@ -14,6 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from replayfmt.benchmark.reports.units import duration
+
 CONFIDENCE = 0.95
 # With fewer times, no pair of them encloses the median with 95% confidence: 1 - 2 / 2**6 is the first value above it.
 SMALLEST_FOR_INTERVAL = 6
@@ -141,8 +143,8 @@ def why_unmeasurable(times: TimeStatistics, step_ns: float | None, *, noise: boo
         )
     if noise and times.interval is not None and times.interval.high > MOST_SPAN * times.interval.low:
         return (
-            f"noise: the median is only known to lie between {times.interval.low:.4g} and "
-            f"{times.interval.high:.4g} ns; stop other programs, or measure longer"
+            f"noise: the median is only known to lie between {duration(times.interval.low)} and "
+            f"{duration(times.interval.high)}; stop other programs, or measure longer"
         )
     return ""
 

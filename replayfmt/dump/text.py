@@ -38,7 +38,7 @@ REFERENCES = {
 }
 BRACKETS = {ValueKind.list: ("[", "]"), ValueKind.tuple: ("(", ")"), ValueKind.composite: ("(", ")")}
 LEGEND = (
-    "Each record after its ordinal; [name] is one that is not an op. %7 f32[4,8]{1,4}+2 is tensor 7: float32, its\n"
+    "A record follows its ordinal; [name] is one that is not an op. %7 f32[4,8]{1,4}+2 is tensor 7: float32, its\n"
     "sizes, {strides} if it is not contiguous, +offset into its storage in elements, @device if there are several.\n\n"
 )
 SHOWN_FLAGS = (TensorFlag.conj, TensorFlag.neg, TensorFlag.zero)

@@ -207,7 +207,7 @@ def _build(source: str, path: Path) -> None:
         raise _no_cache(error) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
-            say(f"building {source}, once for PyTorch {torch.__version__}: this can take a minute")
+            say(f"building {source} for PyTorch {torch.__version__}, once: this can take a minute")
             content = _compiled(source)
             try:
                 file.write(content)

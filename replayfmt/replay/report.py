@@ -91,7 +91,7 @@ def _verification(result: ReplayResult) -> list[str]:
         lines = [f"not verified: {reason}" for reason in verification.reasons]
         compared = verification.scalars or verification.structures
         return [*lines, f"  compared: {verification.compared}"] if compared else lines
-    found = {"ok": "verified", "mismatched": "differs", "incomplete": "verified, what ran of it"}
+    found = {"ok": "verified", "mismatched": "differs", "incomplete": "verified, the part that ran"}
     return [
         f"{found[result.outcome]}: {verification.mode}",
         *(f"  why: {reason}" for reason in verification.reasons),
@@ -125,7 +125,8 @@ def _initialized(plan: Plan) -> list[str]:
     for each in filled:
         groups[each.initializer, f"{each.argument} of {each.op}" if each.op else "nothing reads it"].append(each.bytes)
     by_count = sorted(groups.items(), key=lambda item: -len(item[1]))
-    lines = [f"not captured: {len(filled)} contents, {_size(sum(each.bytes for each in filled))}, filled by"]
+    size = _size(sum(each.bytes for each in filled))
+    lines = [f"not captured: content of {counted(len(filled), 'storage')}, {size}, filled by"]
     lines += [
         f"  {name}: {len(lengths)} x {what}, {_size(sum(lengths))}"
         for (name, what), lengths in by_count[:_SHOWN_INITIALIZERS]

@@ -179,7 +179,7 @@ class ReplayResult:
         text = self.verification.text
         if self.outcome == "mismatched":
             return f"differs: {text}"
-        return text if self.outcome == "ok" or self.verification.mode == "none" else f"what ran of it: {text}"
+        return text if self.outcome == "ok" or self.verification.mode == "none" else f"the part that ran: {text}"
 
     def totals(self) -> dict[Verdict, int]:
         """How many ops got each verdict; empty without keep_going."""

@@ -74,7 +74,7 @@ class KernelFigures:
 
     @property
     def no_energy(self) -> str:
-        return "no energy report was given. opreplay-energy makes one, which --energy=FILE adds"
+        return "no energy report was given. Make one with opreplay-energy, then add --energy=FILE"
 
     @property
     def no_captured(self) -> str:

@@ -45,7 +45,7 @@ def test_few_iterations_are_named_with_the_number_that_would_do():
     assert "--benchmark-min-time=6x" in measurement_caveats(of_times([100] * 5))[0]
 
 
-@pytest.mark.parametrize("high, words", [(130, "could be other work"), (300, "significant influence from outside")])
+@pytest.mark.parametrize("high, words", [(130, "could be other work"), (300, "strong interference from other work")])
 def test_noisy_iterations_are_reported_by_how_much_they_vary(high, words):
     (warning,) = measurement_caveats(of_times([100, high] * 5))
     assert "repetition 1: iterations vary by " in warning and words in warning

@@ -205,5 +205,5 @@ def test_times_far_from_those_of_the_capture_are_a_warning(captured_ns, device, 
 
 def test_a_warning_says_what_is_wrong_however_long_the_signature_is():
     run = run_of(op("long", [800.0, 900.0, 1000.0, 1100.0, 1200.0, 1300.0], {1: 1}, sizes="float32[2,4], " * 50))
-    (wide,) = [text for text in _warnings(run, make_rows(run, None, READER), 1000.0) if "not known to" in text]
-    assert len(wide) < 240 and wide.startswith("not known to 10% (interval): ") and "…" in wide
+    (wide,) = [text for text in _warnings(run, make_rows(run, None, READER), 1000.0) if "intervals are wider" in text]
+    assert len(wide) < 240 and wide.startswith("intervals are wider than 10% for ") and "…" in wide

@@ -273,7 +273,7 @@ def test_a_slice_gives_every_op_what_it_was_captured_with(dropout):
         for ordinal in ordinals:
             result = plan.execute(verify="bitwise", keep_going=True, only=plan.slice([ordinal]))
             assert {each.verdict for each in result.verdicts} == {"ok"} and result.verdicts[-1].ordinal == ordinal
-            assert result.verified.startswith("what ran of it: bitwise") and result.verification.digests
+            assert result.verified.startswith("the part that ran: bitwise") and result.verification.digests
             sizes.append(len(result.verdicts))
     assert sizes[0] == 1 and sizes[-1] < len(ordinals), "neither what raised nor the view after it are needed"
 
@@ -309,7 +309,7 @@ def test_a_filtered_measurement_is_verified_by_the_chosen_ops_alone(tmp_path, to
     assert "not verified: the capture holds nothing to compare the chosen ops with (digests=live)" in ran.out
     ran = tools("benchmark", "--per-op", "--op-filter=aten::exp", "--benchmark-min-time=2x", path)
     assert ran.code == 0
-    assert "what ran of it: bitwise" in ran.out and "1 digest" in ran.out and kept.shape == (3,)
+    assert "the part that ran: bitwise" in ran.out and "1 digest" in ran.out and kept.shape == (3,)
 
 
 def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_path, tools):

@@ -158,7 +158,7 @@ def test_a_median_that_is_not_known_to_a_factor_of_ten_is_no_measurement_if_a_pr
     (row,) = report(noisy).rows
     assert row["median_real_time"] == 7000 and "unmeasurable" not in row
     (row,) = report(noisy, options=Options(precision=Precision(0.02, 5.0))).rows
-    assert row["unmeasurable"].startswith("noise: the median is only known to lie between 1000 and 1.3e+04 ns")
+    assert row["unmeasurable"].startswith("noise: the median is only known to lie between 1.000 us and 13.00 us")
     assert (row["median_real_time_low"], row["median_real_time_high"]) == (1000, 13000)
 
 

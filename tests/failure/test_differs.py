@@ -104,7 +104,7 @@ def test_an_op_that_fails_ends_the_run_with_its_ordinal_and_name(
     head, *verdicts = map(json.loads, kept.out.splitlines())
     assert head["verdicts"] == {"ok": 1, "refused": 0, "failed": 1, "mismatched": 0, "skipped": 1}
     said = tools("run", "--keep-going", path).out
-    assert "replayed: 1 of 3 ops" in said and "\nverified, what ran of it: bitwise" in said, said
+    assert "replayed: 1 of 3 ops" in said and "\nverified, the part that ran: bitwise" in said, said
     failed = next(each for each in verdicts if each["verdict"] == "failed")
     assert failed["reason"] == "RuntimeError: the machine it needs is gone"
 

@@ -40,9 +40,7 @@ def test_a_trace_becomes_a_capture_that_replays(tools: Tools, source: Path, tmp_
     code, printed, err = tools("import", source, "-o", out)
     assert code == 0 and err == f"{out}: 4 calls\n"
     lines = printed.splitlines()
-    assert lines[0] == "source        step.json (kineto)" and lines[1].startswith(
-        "exact         3 calls, 2 different: "
-    )
+    assert lines[0] == "source        step.json (kineto)" and lines[1].startswith("exact         3 calls, 2 distinct: ")
     assumed = "assumed       aten::gelu, 1 time: approximate='none': the trace drops strings; the schema's default"
     assert assumed in lines
     assert "found         4 calls: operators of the JIT registry" in lines

@@ -62,7 +62,7 @@ def test_the_tool_says_what_was_filled_by_what(capture: Path, tools: Tools) -> N
     run = partial(tools, "run")
     code, out, _err = run(str(capture))
     assert code == 0 and "not verified: the content of 1 storage was synthesized" in out
-    assert "not captured: 1 contents, 1.562 KiB, filled by\n  recipe: 1 x weight of aten::embedding" in out
+    assert "not captured: content of 1 storage, 1.562 KiB, filled by\n  recipe: 1 x weight of aten::embedding" in out
     code, out, _err = run("--format=jsonl", str(capture))
     replay, filled = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and replay["verification"]["mode"] == "none"

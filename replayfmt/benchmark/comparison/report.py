@@ -89,8 +89,8 @@ class CompareReport:
             if each["verdict"] == "not known"
         )
         yield (
-            f"medians over {context['rounds']} rounds, each of one replay of either side; a ratio below 1 is "
-            f"faster; the interval encloses the median ratio with {CONFIDENCE:.0%} confidence"
+            f"medians over {context['rounds']} rounds, each with one replay of either side; a ratio below 1 is "
+            f"faster; the interval contains the median ratio with {CONFIDENCE:.0%} confidence"
         )
 
 

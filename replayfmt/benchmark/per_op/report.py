@@ -139,13 +139,13 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
         )
     if dependent:
         warnings.append(
-            "times depend on those before them (heat, other programs, modes that last) in "
-            f"{counted(len(dependent), 'op')}: intervals are wider for it, and another run may still differ by more"
+            f"successive times of {counted(len(dependent), 'op')} depend on each other (heat, other programs, modes "
+            "that last): their intervals are wider for it, and another run may still differ by more"
         )
     if wide:
         warnings.append(
-            f"not known to {WIDE:.0%} (interval): the time of {_count(wide)}; raise --benchmark-min-time, or stop "
-            "other programs"
+            f"intervals are wider than {WIDE:.0%} for {_count(wide)}; raise --benchmark-min-time, or stop other "
+            "programs"
         )
     if unranked:
         warnings.append(

@@ -42,9 +42,9 @@ def measurement_caveats(measurement: Measurement, precision: Precision | None = 
         interval = sample.statistics().interval
         if interval is not None and interval.independent < len(sample.real):
             found.append(
-                f"repetition {index + 1}: times depend on those before them (heat, other programs, modes that last): "
-                f"{len(sample.real):,} of them tell as much as {interval.independent:.0f} independent ones would; the "
-                "interval allows for it"
+                f"repetition {index + 1}: successive times depend on each other (heat, other programs, modes that "
+                f"last): {len(sample.real):,} of them tell as much as {interval.independent:.0f} independent ones "
+                "would; the interval allows for it"
             )
     iterations = len(measurement.reported[0].real)
     if iterations < SMALLEST_FOR_INTERVAL:
@@ -56,7 +56,7 @@ def measurement_caveats(measurement: Measurement, precision: Precision | None = 
         variation = sample.statistics().variation
         if variation is not None and variation > NOISY:
             cause = (
-                "suggests significant influence from outside"
+                "suggests strong interference from other work"
                 if variation > VERY_NOISY
                 else "could be other work on the machine"
             )

@@ -64,8 +64,8 @@ class Entry:
 
 
 _STATUS_MEANINGS: dict[Status, str] = {
-    "exact": "the trace has everything",
-    "inferred": "something was missing and is assumed, see below",
+    "exact": "everything is in the trace",
+    "inferred": "something was missing and is assumed, as listed below",
     "incomplete": "cannot be reconstructed, so recorded as unsupported",
 }
 _REST = {
@@ -148,7 +148,7 @@ class ImportReport:
             self.notes.append(sentence)
 
     def unique(self) -> dict[Status, int]:
-        """How many different calls have each status."""
+        """How many distinct calls have each status."""
         found = Counter(entry.status for entry in self.entries.values())
         return {status: found[status] for status in STATUSES}
 
@@ -235,7 +235,7 @@ class ImportReport:
         of_rank = "" if self.rank is None else f", rank {self.rank}"
         yield f"source        {self.source} ({self.kind}{of_rank})"
         for status in STATUSES:
-            number = f"{counted(calls[status], 'call')}, {unique[status]} different"
+            number = f"{counted(calls[status], 'call')}, {unique[status]} distinct"
             yield f"{status:<13} {number}: {_STATUS_MEANINGS[status]}"
         yield from self._device_lines()
         found: Counter[str] = Counter()
