@@ -23,8 +23,8 @@ def baseline_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--noise-floor",
             is_flag=True,
-            help="Measure everything twice, as if it were two things, and print for each row what difference is none. "
-            "--benchmark-out keeps that for --baseline.",
+            help="Measure everything twice, as if it were two versions, and print for each row how large a difference "
+            "may be that means nothing. --benchmark-out keeps that for --baseline.",
         ),
         click.option(
             "--fail-above",

@@ -77,7 +77,7 @@ _COUNT = click.IntRange(min=0)
 @click.option(
     "--no-sources",
     is_flag=True,
-    help="Leave out the source of kernels that are no operators, intermediate code that names files, and the paths in "
+    help="Leave out the source of kernels that are not operators, intermediate code that names files, and the paths in "
     "their metadata: a replay needs binaries that fit its machine.",
 )
 @click.option(
@@ -137,9 +137,9 @@ _COUNT = click.IntRange(min=0)
 @click.option(
     "--recorder",
     type=click.Choice(RECORDERS),
-    help="native sees operators beneath autograd, by a library that is built once with the C++ compiler, and leaves "
-    "the program exactly as it is; python is a dispatch mode, which costs more and under which some results differ in "
-    "bits (docs/recorders.md); auto is native if the library can be built.  [default: OPREPLAY_RECORDER, or auto]",
+    help="native records operators below autograd, with a library that is built once with the C++ compiler, and "
+    "changes nothing in the program; python is a dispatch mode, which costs more and changes the last bits of some "
+    "results (docs/recorders.md); auto is native if the library can be built.  [default: OPREPLAY_RECORDER, or auto]",
 )
 @click.option(
     "--mark",

@@ -100,7 +100,7 @@ from .command import run_tool, tool
 @click.option(
     "--attachment",
     metavar="ID",
-    help="Write the attachment of a kernel with this id, as it is: its source, a binary or what else belongs to it.",
+    help="Write the attachment of a kernel with this id, unchanged: its source, a binary, or other data.",
 )
 @click.option("-o", "--output", metavar="FILE", help="With --attachment: write it to FILE instead of stdout.")
 @click.option("--force", is_flag=True, help="With --output: replace an existing FILE.")

@@ -93,9 +93,9 @@ def energy_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--energy-windows",
             metavar="FILE",
-            help="Run nothing, the whole replay, each scope (or --replay-scope), and each distinct op (--op-filter and "
-            "--op-limit choose some), each again and again, and write to FILE what ran when. Log the power meanwhile; "
-            "opreplay-energy integrates it.",
+            help="Run nothing, then the whole replay, each scope (or --replay-scope), and each distinct op "
+            "(--op-filter and --op-limit choose some), each again and again in a window of its own, and write to FILE "
+            "what ran when. Log the power meanwhile; opreplay-energy integrates it.",
         ),
     ):
         function = option(function)

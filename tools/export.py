@@ -97,7 +97,9 @@ _ONLY_FOR = {
 )
 @click.option("--unique", is_flag=True, help="One entry, with its count, for calls that have the same arguments.")
 @click.option(
-    "--partial", is_flag=True, help="Leave out calls that the format cannot say, instead of refusing; they are listed."
+    "--partial",
+    is_flag=True,
+    help="Leave out calls that the format cannot express, instead of refusing; they are listed.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
@@ -124,8 +126,8 @@ def cli(
 ) -> None:
     """Write CAPTURE to OUT for other tools.
 
-    What replay-zip cannot say (collectives, sparse tensors, what the capture itself has not) is refused, all of it
-    listed. Exits with 0 if OUT was written, 1 if it was refused or could not be written, 2 for wrong usage, 3 if
+    What replay-zip cannot express (collectives, sparse tensors, what the capture itself lacks) is refused, and all of
+    it listed. Exits with 0 if OUT was written, 1 if it was refused or could not be written, 2 for wrong usage, 3 if
     CAPTURE is missing, unreadable or not valid.
     """
     for name, formats in _ONLY_FOR.items():

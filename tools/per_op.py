@@ -84,8 +84,8 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
             is_flag=True,
             help="On a CUDA device, or another that has graphs: launch the whole replay, each scope of --replay-scope, "
             "or with --per-op the calls of an op, as one graph, so that the device does not wait for the host between "
-            "ops; what issuing them takes stands apart. What cannot be put into a graph is measured as without the "
-            "flag, and says why.",
+            "ops; the time to issue them is reported separately. What cannot be put into a graph is measured as "
+            "without the flag, with the reason.",
         ),
         click.option(
             "--op-instances",

@@ -109,10 +109,10 @@ from .progress import record_bar
 )
 @click.option("--force", is_flag=True, help="Replace files of DIR.")
 def cli(action: str, words: tuple[str, ...], form: str, output: str | None, force: bool, **flags: Any) -> None:
-    """Put probes into GPU kernels and evaluate recordings.
+    """Insert probes into GPU kernels and evaluate recordings.
 
-    `report KIND FILES…` evaluates recordings. `list` shows what probes there are, `list FILE.toml` one of your own,
-    `list FILE` which kernels can be probed. `instrument FILE --tool=PROBE -o DIR` puts a probe into a kernel.
+    `report KIND FILES…` evaluates recordings. `list` shows the available probes, `list FILE.toml` one of your own,
+    `list FILE` which kernels can be probed. `instrument FILE --tool=PROBE -o DIR` inserts a probe into a kernel.
     `run CAPTURE --tool=PROBE -o DIR` replays a Triton kernel's launches with a probe, and writes recordings.
 
     FILE is a capture, a .ptx or a .cu file. Only `run` launches anything; it needs a CUDA device.

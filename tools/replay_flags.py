@@ -41,11 +41,11 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--allow-code",
             is_flag=True,
-            help="Run the code that is in the capture: Triton kernels, generated C++ and other kernels that are no "
+            help="Run the code that is in the capture: Triton kernels, generated C++ and other kernels that are not "
             "operators. It has your rights, and nothing confines it: only for captures that you trust.",
         ),
         click.option(
-            "--allow-incomplete", is_flag=True, help="Replay as much as there is of a capture that was never closed."
+            "--allow-incomplete", is_flag=True, help="Replay what there is of a capture that was never closed."
         ),
         click.option(
             "--allow-import",
@@ -127,16 +127,16 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(("captured", "serial")),
             default="captured",
             show_default=True,
-            help="Give a device's work to as many streams as were captured, ordered by the captured events and waits, "
-            "or all of it to the default stream, in the order of the capture.",
+            help="Replay a device's work on as many streams as were captured, ordered by the captured events and "
+            "waits, or all of it on the default stream, in capture order.",
         ),
         click.option(
             "--graphs",
             type=click.Choice(("captured", "issued")),
             default="captured",
             show_default=True,
-            help="Capture the graphs of a device anew, where it can, and replay them; or issue their ops one by one at "
-            "each replay.",
+            help="Capture device graphs (CUDA graphs) again where the device can, and replay them; or issue their ops "
+            "one by one at each replay.",
         ),
         click.option(
             "--verify",

@@ -79,10 +79,10 @@ def cli(
     plots: str | None,
     force: bool,
 ) -> int:
-    """Make one page of CAPTURE and of what was measured of it.
+    """Write one HTML page about CAPTURE and its measurements.
 
-    The page needs no network: tables that sort and filter, and pictures, for a screen, a phone or paper. Needs neither
-    PyTorch nor the captured devices.
+    The page works offline and has tables that sort and filter, and pictures, for a screen, a phone or paper. Making it
+    needs neither PyTorch nor the captured devices.
 
     Exits with 0 if the page is written, 1 if it cannot be, 2 for wrong usage and measurements that are damaged or of
     another capture, 3 if CAPTURE is missing, unreadable or not valid.

@@ -67,7 +67,7 @@ from .replay_flags import ReplayFlags, flag_of, replay_options
 @click.option(
     "--no-sources",
     is_flag=True,
-    help="Leave out the source of kernels that are no operators, intermediate code that names files, and the paths in "
+    help="Leave out the source of kernels that are not operators, intermediate code that names files, and the paths in "
     "their metadata: a replay needs binaries that fit its machine.",
 )
 @click.option(
@@ -116,7 +116,7 @@ def cli(
 ) -> None:
     """Write a part of the capture IN to OUT.
 
-    OUT replays on its own and produces the same results.  The part's inputs are computed by replaying IN up to the
+    OUT replays on its own and produces the same results. The part's inputs are computed by replaying IN up to the
     part's end, and verified. Selections of several kinds keep what all of them select. Without any, everything is kept,
     which makes sense with --payload=none.
 
