@@ -9,7 +9,6 @@
 
 #include <semaphore.h>
 #include <time.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <atomic>
@@ -69,16 +68,5 @@ class Flushing {
   std::atomic<bool> waking_{false};
   std::atomic<int64_t> due_ns_{INT64_MAX}, late_ns_{0};
 };
-
-inline void bind_flushing(pybind11::module_& scope) {
-  namespace py = pybind11;
-  py::class_<Flushing>(scope, "Flushing", py::module_local())
-      .def("expect", &Flushing::expect)
-      .def("wake", &Flushing::wake)
-      // The addresses of `wait` and of its argument.
-      .def_property_readonly("waiting", [](Flushing& self) {
-        return py::make_tuple(reinterpret_cast<uintptr_t>(&Flushing::wait), reinterpret_cast<uintptr_t>(&self));
-      });
-}
 
 }  // namespace opreplay
