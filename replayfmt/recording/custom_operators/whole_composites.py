@@ -30,6 +30,7 @@ from ..frames import leave_no_frames, leave_no_own_frame
 from ..hooks.patches import Patch, PatchSet
 from ..state.autocast import AUTOGRAD_KEYS, BACKENDS, handed_on
 from .composite_operators import own_backends
+from .replaced_operators import forget_libraries
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
@@ -58,8 +59,8 @@ class WholeComposites:
         self._active = False
         self._patches = PatchSet(
             [
-                Patch("importlib.machinery", "ExtensionFileLoader.create_module", self._after),
-                Patch("torch._ops", "_Ops.load_library", self._after),
+                Patch("importlib.machinery", "ExtensionFileLoader.create_module", self._after_loading),
+                Patch("torch._ops", "_Ops.load_library", self._after_loading),
                 Patch("torch.library", "Library.impl", self._after_registering),
                 Patch("torch.library", "Library._destroy", self._after_registering),
                 Patch("torch._ops", "_OpNamespace.__getattr__", self._after_lookup),
@@ -72,6 +73,7 @@ class WholeComposites:
 
     def install(self) -> None:
         self._active = True
+        forget_libraries()
         self.look()
         self._patches.install()
 
@@ -158,7 +160,12 @@ class WholeComposites:
 
         return call
 
-    def _after_registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._after_registering(original, forget_libraries)
+
+    def _after_registering(
+        self, original: Callable[..., Any], forget: Callable[[], None] = lambda: None
+    ) -> Callable[..., Any]:
         register = self._after(original)
 
         @functools.wraps(original)
@@ -166,6 +173,7 @@ class WholeComposites:
             try:
                 return register(*args, **kwargs)
             finally:
+                forget()
                 if self._active:
                     self._look_again()
 
