@@ -35,6 +35,7 @@ def library() -> Iterator[None]:
         lib.define("apply_directly(Tensor x, int handle) -> Tensor")
         lib.define("release(int handle) -> ()")
         lib.define("number(Tensor x) -> int")
+        lib.define("count(Tensor(a!) out, Tensor x) -> ()")
 
         def make(weight: torch.Tensor) -> int:
             KEPT.append(ctypes.create_string_buffer(4096))
@@ -53,6 +54,7 @@ def library() -> Iterator[None]:
         lib.impl("apply_directly", lambda x, handle: x * OBJECTS[handle], "CPU")
         lib.impl("release", release, "CompositeExplicitAutograd")
         lib.impl("number", lambda x: 1 << 50, "CPU")
+        lib.impl("count", lambda out, x: (out[:2].fill_(x.numel()), None)[1], "CPU")
         yield
 
 
@@ -147,6 +149,23 @@ def test_a_table_of_addresses_is_an_opaque_argument(capture: Capture) -> None:
         return out
 
     assert capture(program, whole=WHOLE).unsupported() == {"opaque_argument": 1}
+
+
+def test_an_address_in_memory_that_nobody_wrote_has_no_meaning(capture: Capture) -> None:
+    """Freed memory is full of them, and `torch.empty` gives it out again."""
+
+    def program() -> torch.Tensor:
+        left = (ctypes.c_int64 * 4)(*[ctypes.addressof(KEPT[0])] * 4)
+        out = torch.empty(4, dtype=torch.int64)
+        ctypes.memmove(out.data_ptr(), left, 32)  # what the memory held before
+        for _ in range(2):  # the second is given what the first has left
+            torch.ops.addresses.count(out, torch.ones(3))
+        return out[:2]
+
+    KEPT.append(ctypes.create_string_buffer(4096))
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    captured.replays()
 
 
 def test_memory_of_an_address_that_is_overwritten_is_refused(capture: Capture) -> None:

@@ -211,7 +211,7 @@ class CallRecorder:
             if self._listed and kernel.own and self._holds_list(tensor, storage):
                 unwritten = Unwritten.explained
             tracker = storages.use(tracker, storage, reads, kernel.name, unwritten)
-        if tracker.imports and not call.kernel.own:
+        if tracker.imports and not call.kernel.own and not (tracker.state is not None and tracker.state.arbitrary):
             self._handles.check_content(tensor)
         meta, number = self._view(tracker, tensor, zero)
         return TensorUse(index, tensor, storage, tracker, number, meta)

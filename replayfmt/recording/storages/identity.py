@@ -389,6 +389,7 @@ class Storages:
         self._records.storage_import(tracker.id, content, version, reason)
         self._note_content(tracker, content)
         state.outside = state.unexplained = None
+        state.arbitrary = reason == "written_argument"
         if self._native is not None:
             self._native.forget_marked(storage._cdata)
         state.coverage = None

@@ -33,6 +33,7 @@ class State:
 
     __slots__ = (
         "alias_of",
+        "arbitrary",
         "content",
         "coverage",
         "delta",
@@ -54,6 +55,7 @@ class State:
         self.windowed = False  # the program has a window on it (an array, a capsule), through which it may write
         self.content: int | None = None  # what to compare with, as of the last captured write or import
         self.mapped: MappedRange | None = None  # mapped from a file: unchanged pages are not read to compare
+        self.arbitrary = False  # its content entered as what nothing had written: in it an address has no meaning
         self.synthesized = False  # a recipe replaces its content
         self.outside: str | None = None  # written from outside: import at the next use, for this reason
         self.unexplained: Origin | None = None  # neither it nor its inputs were ever written
