@@ -399,7 +399,7 @@ def tuples_and_none():
 @triton.jit
 def described_kernel(x, out, M: tl.constexpr, N: tl.constexpr):
     row, column = tl.program_id(0) * M, tl.program_id(1) * N
-    out.store([row, column], x.load([row, column]) + 1)
+    out.store([row, column], (x.load([row, column]) + 1).to(out.dtype))
 
 
 @program

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gluon_language
+from triton.language import pointer_type as pointer_to
 
 from replayfmt.pytorch.triton.accesses import accesses_of
 from replayfmt.pytorch.triton.functions import NotStandalone
@@ -62,6 +63,22 @@ def test_pointers_made_of_integers_are_seen() -> None:
     assert accesses_of(standalone_source(second)).casts_to == {"b"}
     for kernel in (first, second):
         assert ir_accesses(ttir(kernel, {name: POINTERS[name] for name in kernel.arg_names})).makes_pointers
+
+
+@triton.jit
+def with_a_pointer_by_another_name(a, b):
+    tl.store(tl.load(a).to(pointer_to(tl.float32)), 1.0)
+
+
+@triton.jit
+def with_a_comment(a: tl.pointer_type, b):  # of tl.pointer_type, as generated kernels say
+    tl.store(a, tl.load(b))
+
+
+def test_what_is_said_of_pointers_is_told_from_what_makes_them() -> None:
+    accesses = accesses_of(standalone_source(with_a_comment))
+    assert (accesses.makes_pointers, accesses.written) == (False, {"a"})
+    assert accesses_of(standalone_source(with_a_pointer_by_another_name)).makes_pointers
 
 
 @triton.jit

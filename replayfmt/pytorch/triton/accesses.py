@@ -44,7 +44,7 @@ _PURE = frozenset({
 _FACTS = frozenset({"dtype", "element_ty"})
 _TYPES = frozenset({"dtype", "type"})
 _CASTS = frozenset({"to", "cast"})
-_MENTIONED = re.compile(r"\b(pointer_type|int_to_ptr)\b")
+_MENTIONED = re.compile(r"\b(pointer_type|int_to_ptr|str_to_ty)\b")
 _OPAQUE = (ast.Lambda, ast.FunctionDef, ast.ClassDef, ast.Global, ast.Nonlocal, ast.Try, ast.With)
 
 
@@ -70,7 +70,7 @@ def accesses_of(source: StandaloneSource, constants: Mapping[str, Any] = Mapping
     """The accesses of a module's kernel. `constants`: values of its constexprs, which decide on branches."""
     found = _Found(constants)
     # Where something is not followed, a mention of pointer types is all that there is to see.
-    mentioned = any(_MENTIONED.search(function.text) for function in source.functions.values())
+    mentioned = any(map(_mentions_pointers, source.functions.values()))
     try:
         summary = found.function(source.functions[source.name])
     except (_Unknown, RecursionError):
@@ -260,6 +260,15 @@ class _Body:
         self._read |= self._all([passed[name] for name in summary.read if name in passed])
         self._casts_to |= self._all([passed[name] for name in summary.casts_to if name in passed])
         return self._all([passed[name] for name in summary.returned if name in passed])
+
+
+def _mentions_pointers(function: KernelFunction) -> bool:
+    """Whether a function may turn integers into pointers: the code says so, or something that it uses by another name.
+    What comments and the annotations of parameters say turns nothing."""
+    arguments = function.tree.args
+    code = [*function.tree.body, *arguments.defaults, *(each for each in arguments.kw_defaults if each is not None)]
+    names = [getattr(function.value_of(name), "__name__", "") for name in function.outer_names]
+    return any(_MENTIONED.search(text) for text in (*map(ast.unparse, code), *names))
 
 
 def decided(test: ast.expr, constants: Mapping[str, Any]) -> bool | None:

@@ -80,9 +80,10 @@ class LaunchForm:
         return [name for name, kind in self.types.items() if kind == "Tensor"]
 
     @property
-    def tensor_owners(self) -> frozenset[str]:
-        """The parameters that are tensors, or hold some."""
-        return frozenset(self.owner[name] for name in self.tensors)
+    def pointers(self) -> frozenset[str]:
+        """The parameters whose type is that of a pointer, or that hold some. A descriptor's type is its elements'."""
+        described = {name for name, form in self.parameters.items() if isinstance(form, dict) and "descriptor" in form}
+        return frozenset(self.owner[name] for name in self.tensors) - described
 
     @property
     def dtypes(self) -> dict[str, str]:

@@ -70,7 +70,7 @@ class KernelCode:
         }
         details: dict[str, Any] = {}
         written, stored, found_in = accesses.written, accesses.stored, "source"
-        makes_pointers = accesses.makes_pointers or bool(accesses.casts_to & form.tensor_owners)
+        makes_pointers = accesses.makes_pointers or bool(accesses.casts_to & form.pointers)
         stages: list[tuple[str, bytes]] = []
         read: frozenset[str] | None = None
         if compiled is None:
