@@ -5,6 +5,7 @@ import triton.language as tl
 
 SCALE = tl.constexpr(3)
 BLOCK = 4
+HALVES = 2
 
 
 @triton.jit

@@ -422,6 +422,34 @@ def names_that_launches_have():
     return x
 
 
+def value_of(given):
+    return given.value if isinstance(given, tl.constexpr) else given
+
+
+@tl.constexpr
+def bits_of(dtype: tl.constexpr) -> tl.dtype:
+    return tl.core.get_int_dtype(value_of(dtype).primitive_bitwidth, False)
+
+
+@tl.constexpr
+def half_of(number):
+    return value_of(number) // helpers.HALVES
+
+
+@triton.jit
+def sorted_bits_kernel(x, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    bits = tl.load(x + at).to(bits_of(tl.float32), bitcast=True)
+    tl.store(out + at, (bits >> half_of(BLOCK)).to(tl.int32))
+
+
+@program
+def functions_of_python_for_constants():
+    out = torch.zeros(8, dtype=torch.int32)
+    sorted_bits_kernel[(1,)](torch.randn(8), out, BLOCK=8)
+    return out
+
+
 if VERSION >= (3, 9):
 
     @triton.jit

@@ -32,6 +32,7 @@ WRITTEN = {
     "tuples_and_none": {"tuples_kernel": {"outs_0", "outs_1"}},
     "descriptors": {"described_kernel": {"out"}},
     "names_that_launches_have": {"launch_grid_kernel": {"x"}},
+    "functions_of_python_for_constants": {"sorted_bits_kernel": {"out"}},
     "given_by_name_alone": {"named_kernel": {"x"}},
     "written_through_an_array_between": {"double_kernel": {"x"}, "softmax_kernel": {"out"}},
     "random_numbers": {"random_kernel": {"out"}},

@@ -45,6 +45,7 @@ OTHERS = (
     "autotuned",
     "calling",
     "descriptors",
+    "functions_of_python_for_constants",
     "given_a_function",
     "given_by_name_alone",
     "in_place",

@@ -4,7 +4,10 @@ written, whatever way the pointer takes."""
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import re
+import runpy
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -222,6 +225,48 @@ def with_a_module_in_a_module(a):
 def test_a_module_inside_a_module_has_what_is_used_of_it() -> None:
     module = vars(load_source(standalone_source(with_a_module_in_a_module).text, "test"))
     assert module["package"].inner.FACTOR.value == 2.0 and module["package"].inner.loading is module["loading"]
+
+
+def unwrapped(given):
+    return given.value if isinstance(given, tl.constexpr) else given
+
+
+@tl.constexpr
+def bits_of(dtype: tl.constexpr) -> tl.dtype:
+    return tl.core.get_int_dtype(unwrapped(dtype).primitive_bitwidth, False)
+
+
+@triton.jit
+def with_a_function_of_python(a):
+    tl.store(a, tl.load(a).to(bits_of(tl.float32), bitcast=True).to(tl.float32))
+
+
+def test_functions_of_python_that_triton_calls_are_in_the_module() -> None:
+    module = vars(load_source(standalone_source(with_a_function_of_python).text, "test"))
+    codes = [ttir(each, {"a": "*fp32"}) for each in (with_a_function_of_python, module["with_a_function_of_python"])]
+    plain = [re.sub(r" loc\(.*\)|#loc.*", "", code) for code in codes]
+    assert plain[0] == plain[1] and "arith.uitofp" in plain[0]
+
+
+EDITED = """import triton, triton.language as tl
+@tl.constexpr
+def one(n):
+    return 1
+@triton.jit
+def kernel(a):
+    tl.store(a, one(0))
+"""
+
+
+def test_a_function_of_python_whose_file_was_edited_since_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "edited.py"
+    file.write_text(EDITED)
+    module = runpy.run_path(str(file))
+    assert "return 1" in standalone_source(module["kernel"]).text
+    file.write_text(EDITED.replace("return 1", "return 1000"))
+    linecache.checkcache(str(file))
+    with pytest.raises(NotStandalone, match="the text of one is not that of the function"):
+        standalone_source(module["kernel"])
 
 
 FACTORS = [1.0, 2.0]

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 # What `triton.jit` takes that changes what is compiled. (`repr` and `launch_metadata` are for profilers.)
@@ -38,6 +38,12 @@ def is_constexpr_function(value: Any) -> bool:
     return any(kind.__name__ == "ConstexprFunction" for kind in type(value).__mro__)
 
 
+def is_constexpr_of_function(value: Any) -> bool:
+    """Whether a value is `tl.constexpr` of a function of Python, which Triton calls while it compiles."""
+    named = f"{type(value).__module__}.{type(value).__qualname__}"
+    return named == "triton.language.core.constexpr" and isinstance(value.value, FunctionType)
+
+
 def kernel_name(kernel: Any) -> str:
     """The name of the function in a kernel object, an autotuner around one included."""
     function: Any = getattr(kernel, "fn", None)
@@ -48,18 +54,23 @@ def kernel_name(kernel: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class KernelFunction:
-    """One function decorated by Triton. `declared`: the options of its decorator. `interpreted`: Triton's interpreter
-    runs its text as a part of its module, where the variables of enclosing functions are not to be seen."""
+    """One function decorated by Triton, or one of Python that such a function calls. `declared`: the options of its
+    decorator. `interpreted`: Triton's interpreter runs its text as a part of its module, where the variables of
+    enclosing functions are not to be seen."""
 
     function: FunctionType
-    constexpr: bool
+    decorator: str  # "" for a function of Python
     interpreted: bool
     declared: Mapping[str, Any]
     text: str
 
     @classmethod
     def of(cls, kernel: Any) -> KernelFunction:
-        """The function in a decorated object. Raises NotStandalone."""
+        """The function in a decorated object, or a function of Python. Raises NotStandalone."""
+        if is_constexpr_of_function(kernel):
+            return cls._of_python(kernel.value, "@tl.constexpr")
+        if isinstance(kernel, FunctionType):
+            return cls._of_python(kernel, "")
         function = kernel.fn
         if not isinstance(function, FunctionType):
             raise NotStandalone(f"a {type(function).__name__} was decorated, not a function")
@@ -67,8 +78,22 @@ class KernelFunction:
             raise NotStandalone(f"{function.__name__} is written in Gluon, which lays out data for one kind of device")
         options = getattr(kernel, "kwargs", None) or {name: getattr(kernel, name, None) for name in DECLARED}
         declared = {name: options[name] for name in DECLARED if options.get(name)}
-        interpreted = is_interpreted(kernel)
-        return cls(function, is_constexpr_function(kernel), interpreted, declared, _text(kernel, function))
+        decorator = "@triton.constexpr_function" if is_constexpr_function(kernel) else "@triton.jit"
+        return cls(function, decorator, is_interpreted(kernel), declared, _text(kernel, function))
+
+    @classmethod
+    def _of_python(cls, function: FunctionType, decorator: str) -> KernelFunction:
+        """A function whose text Triton has not kept."""
+        text = _text(None, function)
+        (made,) = [each for each in compile(text, "", "exec").co_consts if isinstance(each, CodeType)]
+        if not same_code(made, function.__code__):
+            raise NotStandalone(f"the text of {function.__qualname__} is not that of the function, or not all of it")
+        return cls(function, decorator, False, {}, text)
+
+    @property
+    def constexpr(self) -> bool:
+        """Whether it runs as Python's, while Triton compiles."""
+        return self.decorator != "@triton.jit"
 
     @property
     def name(self) -> str:
@@ -176,6 +201,23 @@ def _text(kernel: Any, function: FunctionType) -> str:
     if not isinstance(definition, ast.FunctionDef) or definition.name != function.__name__:
         raise NotStandalone(f"the source of {function.__qualname__} is not that of a function of this name")
     return "".join(text.splitlines(keepends=True)[definition.lineno - 1 : definition.end_lineno]).rstrip() + "\n"
+
+
+def same_code(first: CodeType, second: CodeType) -> bool:
+    """Whether two functions do the same, wherever their texts are."""
+    return (
+        first.co_code == second.co_code
+        and first.co_names == second.co_names
+        and first.co_varnames == second.co_varnames
+        and len(first.co_consts) == len(second.co_consts)
+        and all(map(_same_constant, first.co_consts, second.co_consts))
+    )
+
+
+def _same_constant(first: Any, second: Any) -> bool:
+    if isinstance(first, CodeType) and isinstance(second, CodeType):
+        return same_code(first, second)
+    return type(first) is type(second) and repr(first) == repr(second)
 
 
 def _names(node: ast.AST) -> Iterator[str]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from types import CodeType
 from typing import Any
 
-from .functions import is_callable_of_triton, is_constexpr_function
+from .functions import is_callable_of_triton, same_code
 from .sources import StandaloneSource, load_source
 
 _CHANGED = (
@@ -82,32 +81,15 @@ def interpreted_difference(source: StandaloneSource) -> str:
     """Why the module of a kernel cannot stand for what Triton's interpreter runs, or "". Raises AttributeError for a
     version of Triton that is not known."""
     for name, decorated in source.decorated.items():
-        if is_constexpr_function(decorated):
-            continue  # it runs as Python compiled it, and Triton has kept its text
+        if source.functions[name].constexpr:
+            continue  # it runs as Python compiled it
         running, called = decorated.rewrite(), source.functions[name].name
         again = type(decorated.rewriter)(decorated.fn, **decorated.kwargs).rewrite_ast()
-        if not _alike(running.__code__, again.__code__):
+        if not same_code(running.__code__, again.__code__):
             return f"the text of {called} has changed since it was first called"
         if not _defaults(running) == _defaults(again) == _defaults(decorated.fn):
             return f"a default value of {called} has changed since it was defined or first called"
     return ""
-
-
-def _alike(first: CodeType, second: CodeType) -> bool:
-    """Whether two functions do the same, wherever their texts are."""
-    return (
-        first.co_code == second.co_code
-        and first.co_names == second.co_names
-        and first.co_varnames == second.co_varnames
-        and len(first.co_consts) == len(second.co_consts)
-        and all(map(_same_constant, first.co_consts, second.co_consts))
-    )
-
-
-def _same_constant(first: Any, second: Any) -> bool:
-    if isinstance(first, CodeType) and isinstance(second, CodeType):
-        return _alike(first, second)
-    return type(first) is type(second) and repr(first) == repr(second)
 
 
 def _defaults(function: Any) -> list[str]:

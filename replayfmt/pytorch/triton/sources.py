@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from .functions import MISSING, KernelFunction, NotStandalone, is_callable_of_triton
+from .functions import MISSING, KernelFunction, NotStandalone, is_callable_of_triton, is_constexpr_of_function
 
 _HEAD = ("import triton", "import triton.language as tl")
 _MODULES = ("triton", "math")  # that a standalone module may import, or parts of them
@@ -101,7 +101,7 @@ class _SourceWriter:
             here = self._outer(function, outer, value)
             if here != outer:
                 renamed[outer] = here
-        self._texts[name] = f"{_decorator(function)}\n{_definition(function, name, renamed)}"
+        self._texts[name] = _decorator(function) + _definition(function, name, renamed)
         return name
 
     def _outer(self, function: KernelFunction, name: str, value: Any, within: str = "") -> str:
@@ -114,7 +114,7 @@ class _SourceWriter:
             where = self._free(name, ("import", module, base))
             self._line(self._imports, f"from {module} import {base}" + (f" as {where}" if where != base else ""))
             return where
-        if is_callable_of_triton(value):
+        if _is_part(function, value):
             return self.function(value)
         text = _literal(value)
         if text is None:
@@ -147,7 +147,7 @@ class _SourceWriter:
                 raise NotStandalone(f"{function.name} uses {name}.{attribute}, which does not exist")
             self._reads.append((vars(module), str(attribute), value, _text_of_mutable(value)))
             inner = self._outer(function, str(attribute), value, f"{within}{name}.")
-            if inner in self._texts or is_callable_of_triton(value):
+            if inner in self._texts or _is_part(function, value):
                 self._texts[f"{where}.{attribute}"] = f"{where}.{attribute} = {inner}"
             else:
                 self._line(self._values, f"{where}.{attribute} = {inner}")
@@ -165,6 +165,12 @@ class _SourceWriter:
     def _line(lines: list[str], line: str) -> None:
         if line not in lines:
             lines.append(line)
+
+
+def _is_part(function: KernelFunction, value: Any) -> bool:
+    """Whether something that a function uses is a function, which its module has, too."""
+    plain = function.constexpr and isinstance(value, FunctionType)
+    return plain or is_callable_of_triton(value) or is_constexpr_of_function(value)
 
 
 def _home(value: Any) -> tuple[str, str]:
@@ -232,10 +238,8 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _decorator(function: KernelFunction) -> str:
-    if function.constexpr:
-        return "@triton.constexpr_function"
     options = ", ".join(f"{name}={value!r}" for name, value in function.declared.items())
-    return f"@triton.jit({options})" if options else "@triton.jit"
+    return function.decorator + (f"({options})" if options else "") + ("\n" if function.decorator else "")
 
 
 def _definition(function: KernelFunction, name: str, renamed: Mapping[str, str]) -> str:
