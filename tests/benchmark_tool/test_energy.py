@@ -13,7 +13,7 @@ import torch
 
 import replayfmt
 from replayfmt.benchmark.energy.integration import find_clock_offset, integrate
-from replayfmt.benchmark.energy.power_log import PowerLog, Series
+from replayfmt.benchmark.energy.power_log import PowerLog, Series, resolution_of
 from replayfmt.benchmark.energy.report import SCHEMA_VERSION, make_energy_report
 from replayfmt.benchmark.energy.running import Moments, WindowOptions, WindowRunner
 from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile, read_windows
@@ -26,7 +26,7 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "docs/energy.schema.json").read
 
 def log_of(*gpus):
     """A log with a series for each GPU: times after NOW and watts."""
-    series = {str(i): Series(NOW + np.array(t, dtype=float), np.array(w, dtype=float)) for i, (t, w) in enumerate(gpus)}
+    series = {str(i): Series(NOW + np.array(t), np.array(w), resolution_of(w)) for i, (t, w) in enumerate(gpus)}
     return PowerLog("power.csv", series, 0, {}, 0, "")
 
 
@@ -391,6 +391,13 @@ def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
     other = tools("energy", windows, power, f"--capture={tmp_path / 'other.opreplay'}")
     assert other.code == 2 and "was measured on another capture" in other.err and not other.out
     assert tools("energy", windows, power, f"--capture={windows}").code == 3
+    seconds = tmp_path / "seconds.csv"
+    seconds.write_text("timestamp,gpu,power_w\n" + "".join(f"{int(begin) + each},0,30\n" for each in range(60)))
+    ran = tools("energy", windows, seconds, "-o", out, "--force")
+    assert ran.code == 0 and "clock       the log's own, as it is; its times are whole seconds: each" in ran.out
+    content = json.loads(out.read_text())
+    jsonschema.validate(content, SCHEMA)
+    assert content["power_log"]["whole_seconds"] and content["whole_model"]["joules"] is None
     for given, what in ((windows, "the file of windows"), (power, "the power log")):
         ran = tools("energy", windows, power, "-o", given, "--force")
         assert ran.code == 2 and f"is {what}; name another file" in ran.err

@@ -55,7 +55,9 @@ def test_rows_without_a_value_are_counted_and_are_not_zero_watts(tmp_path):
 
 
 def test_local_times_are_those_of_the_zone_and_gpus_are_chosen(tmp_path):
-    text = "timestamp,gpu,power_w\n2023-11-14 23:13:20,0,10\n2023-11-14 23:13:20,1,20\n2023-11-14 23:13:21,1,30\n"
+    text = "timestamp,gpu,power_w\n" + "".join(
+        f"2023-11-14 23:13:{row}\n" for row in ("20.0,0,10", "20.0,1,20", "21.0,1,30")
+    )
     path = written(tmp_path, text)
     assert read_power_log(path, zone=zone_named("Europe/Berlin")).series["0"].times_s.tolist() == [NOW]
     assert read_power_log(path, zone=zone_named("+01:00")).series["0"].times_s.tolist() == [NOW]
@@ -178,7 +180,40 @@ def test_rows_of_one_time_are_one_sample_their_mean(tmp_path):
     text = "".join(f"{at(index // 5)}, {gpu}, {10 * (index % 5)} W\n" for index in range(100) for gpu in range(2))
     log = read_power_log(written(tmp_path, HEADER + text), zone=UTC)
     assert log.same_time == 2 * 80 and log.series["1"].watts.tolist() == [20.0] * 20 and log.interval_s == 1
+    assert log.resolution_w == 10  # of what was read, and not of the means
     assert integrate(log, NOW + 2, NOW + 8).joules is None  # 5 samples
+
+
+@pytest.mark.parametrize("form", ["%s", "%Y-%m-%d %H:%M:%S"])
+def test_whole_seconds_that_a_clock_cut_off_count_as_their_middle_with_an_error_of_half_of_them(tmp_path, form):
+    def seconds(after):
+        when = datetime.fromtimestamp(NOW + after, UTC)
+        return int(when.timestamp()) if form == "%s" else when.strftime(form)
+
+    def energy(times, watts):
+        lines = "".join(f"{seconds(time)},0,{watts(time)}\n" for time in times)
+        log = read_power_log(written(tmp_path, f"timestamp,gpu,power_w\n{lines}"), zone=UTC)
+        assert log.whole_seconds
+        return integrate(log, NOW + 5, NOW + 25)
+
+    def rise(begins):
+        return lambda time: time + 300 * (time >= begins)
+
+    # Ten samples a second: the mean of a second is in its middle, and so the joules of a rise are exact.
+    ramp = energy([index / 10 for index in range(300)], lambda time: 100 + 10 * (time + 0.05))
+    assert ramp.joules == pytest.approx(20 * (100 + 10 * 15))
+    # A sample a second, at any moment of it: the bound holds, for a step at the edge of the window as well.
+    for late in (0.0, 0.25, 0.5, 0.999):
+        for begins in (15, 24.9):
+            found = energy([index + late for index in range(30)], rise(begins))
+            assert abs(found.joules - (20 * 15 + 300 * (25 - begins))) <= found.error < 340
+
+
+def test_a_log_with_a_fraction_of_a_second_in_any_row_is_taken_as_it_is(tmp_path):
+    log = read_power_log(written(tmp_path, "timestamp,gpu,power_w\n1700000000,0,45\n1700000001.5,0,46\n"))
+    assert not log.whole_seconds and log.series["0"].times_s.tolist() == [NOW, NOW + 1.5]
+    milliseconds = written(tmp_path, "timestamp,gpu,power_w\n1700000000000,0,45\n1700000001000,0,46\n")
+    assert not read_power_log(milliseconds).whole_seconds
 
 
 def test_the_error_of_power_that_never_changes_is_what_the_log_writes(tmp_path):

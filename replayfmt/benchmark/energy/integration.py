@@ -27,8 +27,9 @@ class Energy:
     """Joules of one window. `joules` is None if they cannot be known, and `reason` says why.
 
     `error` bounds them on either side: power between two samples lies between these, and each sample is right to half
-    the log's resolution; a counter may be one step late at either edge. `samples` are those inside the window, or the
-    changes of the counter, of the GPU that has the fewest; `gaps` the pairs of samples that are too far apart.
+    the log's resolution, and as far from its time as the log's times may be; a counter may be one step late at either
+    edge. `samples` are those inside the window, or the changes of the counter, of the GPU that has the fewest; `gaps`
+    the pairs of samples that are too far apart.
     """
 
     joules: float | None
@@ -90,6 +91,9 @@ def _trapezoid(series: Series, start_s: float, end_s: float) -> tuple[float, flo
     times, watts = _cut(series, start_s, end_s)
     rises = np.abs(np.diff(watts))
     error = float((rises * np.diff(times)).sum() / 2) + series.resolution_w / 2 * (end_s - start_s)
+    if series.time_error_s:
+        _, near = _cut(series, start_s - series.time_error_s, end_s + series.time_error_s)
+        error += series.time_error_s * float(np.abs(np.diff(near)).sum())
     return float(np.trapezoid(watts, times)), error, times.size - 2
 
 

@@ -9,23 +9,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Series:
-    """The power of one GPU: seconds since 1970 (UTC), in order and all different, and watts. `written_w` is the step of
-    the last digit that the log writes."""
+    """The power of one GPU: seconds since 1970 (UTC), in order and all different, and watts. `resolution_w` is the
+    smallest step in what was read (`resolution_of`), `time_error_s` how far a sample may be from its time."""
 
     times_s: np.ndarray
     watts: np.ndarray
-    written_w: float = 0.0
+    resolution_w: float
+    time_error_s: float = 0.0
 
     @property
     def interval_s(self) -> float | None:
         """The usual distance between two samples; None if there is only one."""
         return _interval_s(self.times_s)
-
-    @property
-    def resolution_w(self) -> float:
-        """The smallest difference between two values in the log; if there is only one value, what the log writes."""
-        steps = np.diff(np.unique(self.watts))
-        return float(steps.min()) if steps.size else self.written_w
 
     def shifted(self, seconds: float) -> Series:
         return replace(self, times_s=self.times_s + seconds)
@@ -49,7 +44,8 @@ class PowerLog:
     `left_out` counts the rows without a value by reason, `out_of_order` those that were before the row above them,
     `same_time` those with the time of another row of their GPU, which are one sample together: their mean. `zone` is
     what times without one were taken for, "" if all had one. `column` is the name of that with the power, `others` are
-    columns with power that are not used.
+    columns with power that are not used. `whole_seconds`: its times are, and each was taken for the middle of
+    its second.
     """
 
     path: str
@@ -62,6 +58,7 @@ class PowerLog:
     same_time: int = 0
     column: str = ""
     others: tuple[str, ...] = ()
+    whole_seconds: bool = False
 
     @property
     def gpus(self) -> list[str]:
@@ -102,6 +99,13 @@ class PowerLog:
         series = {gpu: each.shifted(seconds) for gpu, each in self.series.items()}
         counters = {gpu: each.shifted(seconds) for gpu, each in self.counters.items()}
         return replace(self, series=series, counters=counters)
+
+
+def resolution_of(readings: np.ndarray, written_w: float = 0.0) -> float:
+    """The smallest difference between two readings in a log, and no less than `written_w`, the step of the last digit
+    that it writes. Means of readings have smaller ones, which say nothing of the source."""
+    steps = np.diff(np.unique(readings))
+    return max(float(steps.min()), written_w) if steps.size else written_w
 
 
 def _interval_s(times_s: np.ndarray) -> float | None:

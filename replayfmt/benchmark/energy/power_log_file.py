@@ -26,46 +26,14 @@ import numpy as np
 from replayfmt.errors import UsageError
 from replayfmt.format.regular_files import require_regular_file
 
-from .power_log import CounterSeries, PowerLog, Series
+from .power_log import CounterSeries, PowerLog, Series, resolution_of
+from .power_log_cells import EXPECTED, Columns, LeftOut, is_header, time_of
 
-COUNTER = "energy_counter_j"
-# What says which GPU a row is of; the first of these that there is. The last ones are of nvidia-smi's, long but right.
-_GPU_NAMES = (
-    *("gpu", "index", "gpu_index", "gpu_id", "gpu id", "device", "card", "id"),
-    *("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "serial", "gpu_serial"),
-)
-_EXPECTED = "timestamp,gpu,power_w or nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv"
-_NOT_AVAILABLE = re.compile(r"\[?(n/a|not supported|unknown error|not available|gpu requires reset)\]?", re.IGNORECASE)
-_POWER = re.compile(
-    r"(?P<number>[-+]?\d{1,18}(?:\.(?P<decimals>\d{0,18}))?(?:[eE](?P<exponent>[-+]?\d{1,2}))?)\s*"
-    r"(?P<unit>[kmu\u00b5\u03bc]?W)?",
-    re.ASCII,
-)
-# The unit in a column's name: power_mw, power.draw [W], Power (uW).
-_UNIT = re.compile(r"[\[(]([^\])]*)[\])]$|[_ ](\w?w|watts|milliwatts|microwatts|kilowatts)$")
-_WATTS = {
-    "w": 1.0,
-    "watts": 1.0,
-    "kw": 1e3,
-    "kilowatts": 1e3,
-    "mw": 1e-3,
-    "milliwatts": 1e-3,
-    "uw": 1e-6,
-    "\u00b5w": 1e-6,
-    "\u03bcw": 1e-6,
-    "microwatts": 1e-6,
-}
-# What a column of power holds that is no power drawn.
-_NO_DRAW = frozenset(
-    {"limit", "cap", "max", "min", "state", "mode", "management", "voltage", "throttle", "status", "brake", "slowdown"}
-)
-_WORD = re.compile(r"[a-z]+")
 # nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv,noheader
 _WITHOUT_HEADER = ("timestamp", "index", "power.draw [W]")
-# Times are between 2001 and 2286. Numbers are since 1970, in the first of these units that puts them there.
-_EPOCH_UNITS = (1.0, 1e-3, 1e-6, 1e-9)
-_EPOCH_RANGE = (1e9, 1e10)
 _SHOWN = 60  # characters of a row, in errors
+# A clock that writes whole seconds cuts off the rest: on average half a second.
+_CUT_OFF_S = 0.5
 # A step back by more intervals, between so many rows that are in order, is the clock's and not that of rows written in
 # another order.
 _STEP_BACK_INTERVALS = 3.0
@@ -118,23 +86,25 @@ def read_power_log(
     chosen = [gpu for gpu in known if not gpus or gpu in gpus]
     if not chosen:
         told = ", ".join(f"{count} {reason}" for reason, count in rows.left_out.items()) or "no rows"
-        raise UsageError(f"{path}: no row of the power log can be read ({told}){rows.example}; expected {_EXPECTED}")
+        raise UsageError(f"{path}: no row of the power log can be read ({told}){rows.example}; expected {EXPECTED}")
     power = {gpu: rows.power[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.power}
     counted = {gpu: rows.counted[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.counted}
     if rows.columns.gpu is None:
         _require_one_gpu(str(path), (power or counted)["0"])
     each = [power.get(gpu) or counted[gpu] for gpu in chosen]
+    late_s = _CUT_OFF_S if rows.whole_seconds else 0.0
     return PowerLog(
         str(path),
-        {gpu: Series(*found.means(), rows.power[gpu].step) for gpu, found in power.items()},
+        {gpu: found.series(rows.power[gpu].step, late_s) for gpu, found in power.items()},
         rows.count,
         dict(rows.left_out),
         sum(found.backwards for found in each),
         zone_text if rows.without_zone else "",
-        {gpu: CounterSeries(*found.last()) for gpu, found in counted.items()},
+        {gpu: CounterSeries(*found.last()).shifted(late_s) for gpu, found in counted.items()},
         sum(found.same_time for found in each),
         rows.power_column,
         rows.columns.others,
+        rows.whole_seconds,
     )
 
 
@@ -186,10 +156,11 @@ class _Ordered:
         """The rows that have the time of another one before them."""
         return int((np.diff(self.times) == 0).sum())
 
-    def means(self) -> tuple[np.ndarray, np.ndarray]:
-        """The times that differ, and the mean of each one's values."""
+    def series(self, step: float, late_s: float) -> Series:
+        """The times that differ, and the mean of each one's values; samples are up to twice `late_s` after them."""
         times, place, counts = np.unique(self.times, return_inverse=True, return_counts=True)
-        return times, np.bincount(place, self.values) / counts
+        means = np.bincount(place, self.values) / counts
+        return Series(times + late_s, means, resolution_of(self.values, step), late_s)
 
     def last(self) -> tuple[np.ndarray, np.ndarray]:
         """The times that differ, and the value of each one's last row."""
@@ -222,13 +193,14 @@ class _Rows:
         self._zone = zone
         self._header: list[str] | None = None
         self._names: Sequence[str] = ()
-        self.columns: _Columns | None = None
+        self.columns: Columns | None = None
         self.count = 0
         self.power: dict[str, _Readings] = {}
         self.counted: dict[str, _Readings] = {}
         self.left_out: Counter[str] = Counter()
         self.example = ""  # the first row that was left out, for errors
         self.without_zone = False
+        self.whole_seconds = True
 
     @property
     def power_column(self) -> str:
@@ -249,15 +221,15 @@ class _Rows:
             self.count += 1
             try:
                 if lines.cut_off:
-                    raise _LeftOut("cut off")  # perhaps within a number
+                    raise LeftOut("cut off")  # perhaps within a number
                 self._add(row)
-            except _LeftOut as reason:
+            except LeftOut as reason:
                 self.left_out[str(reason)] += 1
                 self.example = self.example or f"; the first is line {reader.line_num}: {','.join(cells)[:_SHOWN]!r}"
 
     def _begin(self, row: list[str]) -> bool:
         """Find the columns in the first row; whether it is a header."""
-        if _is_header(row):
+        if is_header(row):
             self._header = row
         self._names = self._header or _WITHOUT_HEADER
         for separator in ";\t":
@@ -266,25 +238,26 @@ class _Rows:
                     f"{self._path}: its columns are separated by {separator!r}; expected commas between columns, and "
                     "points in numbers"
                 )
-        self.columns = _Columns.of(self._names, self._path)
+        self.columns = Columns.of(self._names, self._path)
         return self._header is not None
 
     def _add(self, row: list[str]) -> None:
         columns = self.columns
         assert columns is not None
         if len(row) <= columns.last:
-            raise _LeftOut("cut off")
+            raise LeftOut("cut off")
         if any(row[len(self._names) :]):
-            raise _LeftOut("with more cells than columns")  # a decimal comma, or columns that are not known
+            raise LeftOut("with more cells than columns")  # a decimal comma, or columns that are not known
         gpu = "0" if columns.gpu is None else row[columns.gpu]
         if self._header is None and not gpu.isdecimal():
-            raise _LeftOut("without a GPU's index where it is expected")
-        when, naive = _time(row[columns.time], self._zone)
+            raise LeftOut("without a GPU's index where it is expected")
+        when = time_of(row[columns.time], self._zone)
         watts, joules = columns.values(row)
-        self.without_zone = self.without_zone or naive
+        self.without_zone = self.without_zone or when.naive
+        self.whole_seconds = self.whole_seconds and when.whole
         for value, found in ((watts, self.power), (joules, self.counted)):
             if value is not None:
-                found.setdefault(gpu, _Readings()).add(when, *value)
+                found.setdefault(gpu, _Readings()).add(when.seconds, *value)
 
 
 class _Lines:
@@ -301,120 +274,3 @@ class _Lines:
         line = next(self._text)
         self.cut_off = not line.endswith(("\n", "\r"))
         return line
-
-
-class _LeftOut(Exception):
-    """A row has no value; the message says why."""
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Where a row has what; `scale` makes watts of the numbers in `power` that have no unit beside them. `others` are
-    the columns that hold power as well."""
-
-    time: int
-    gpu: int | None
-    power: int | None
-    scale: float
-    counter: int | None
-    others: tuple[str, ...] = ()
-
-    @property
-    def last(self) -> int:
-        """The last place that is needed."""
-        return max(place for place in (self.time, self.gpu, self.power, self.counter) if place is not None)
-
-    @staticmethod
-    def of(names: Sequence[str], path: str) -> _Columns:
-        plain = [name.lower() for name in names]
-        time = next((i for i, name in enumerate(plain) if name.startswith(("timestamp", "time", "date"))), None)
-        counter = next((i for i, name in enumerate(plain) if name == COUNTER), None)
-        drawn = [i for i, name in enumerate(plain) if "power" in name and _NO_DRAW.isdisjoint(_WORD.findall(name))]
-        power = min(drawn, key=lambda place: _preference(plain[place]), default=None)
-        if time is None or (power is None and counter is None):
-            missing = "time" if time is None else "power"
-            raise UsageError(
-                f"{path}: no column of the power log holds a {missing} (its header: {', '.join(names)}); expected "
-                f"{_EXPECTED}"
-            )
-        gpu = next((plain.index(name) for name in _GPU_NAMES if name in plain), None)
-        others = tuple(names[i] for i in drawn if i != power)
-        return _Columns(time, gpu, power, 1.0 if power is None else _scale(names[power], path), counter, others)
-
-    def values(self, line: Sequence[str]) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
-        """The watts and the counter's joules of a row, each with the step of its last digit. Raises _LeftOut if it has
-        neither."""
-        cells = [None if place is None else line[place] for place in (self.power, self.counter)]
-        found: list[tuple[float, float] | None] = [None, None]
-        reasons = []
-        for place, (cell, scale) in enumerate(zip(cells, (self.scale, None), strict=True)):
-            try:
-                found[place] = None if cell is None else _number(cell, scale)
-            except _LeftOut as reason:
-                reasons.append(reason)
-        if found == [None, None]:
-            raise reasons[0]
-        return found[0], found[1]
-
-
-def _preference(name: str) -> tuple[bool, bool, bool, bool]:
-    """What comes first is taken for the power, of nvidia-smi's columns above all: that of the GPU and not of the module
-    with its processor (Grace), the one at a moment rather than an average."""
-    return ("draw" not in name, "module" in name, "average" in name, "instant" not in name)
-
-
-def _scale(name: str, path: str) -> float:
-    """What makes watts of the numbers in a column of this name. Raises UsageError for a unit that is none of power."""
-    unit = _UNIT.search(name.lower())
-    if unit is None:
-        return 1.0
-    text = (unit[1] if unit[1] is not None else unit[2]).strip()
-    if text not in _WATTS:
-        raise UsageError(f"{path}: the column {name} has the unit {text!r}; expected one of {', '.join(_WATTS)}")
-    return _WATTS[text]
-
-
-def _is_header(cells: Sequence[str]) -> bool:
-    return any("power" in cell.lower() or cell.lower().startswith("timestamp") for cell in cells)
-
-
-def _number(text: str, watts: float | None) -> tuple[float, float]:
-    """A number, of power if `watts` says what one without a unit is worth, and the step of its last digit."""
-    if _NOT_AVAILABLE.fullmatch(text):
-        raise _LeftOut("not available")
-    matched = _POWER.fullmatch(text)
-    if matched is None or (watts is None and matched["unit"]):
-        raise _LeftOut("unreadable")
-    value = float(matched["number"])
-    if not math.isfinite(value) or value < 0:
-        raise _LeftOut("unreadable")
-    scale = 1.0 if watts is None else _WATTS[matched["unit"].lower()] if matched["unit"] else watts
-    return value * scale, scale * 10.0 ** (int(matched["exponent"] or 0) - len(matched["decimals"] or ""))
-
-
-def _time(text: str, zone: tzinfo | None) -> tuple[float, bool]:
-    """Seconds since 1970, and whether the text has no zone of its own."""
-    try:
-        number = float(text)
-    except ValueError:
-        pass
-    else:
-        for unit in _EPOCH_UNITS:
-            if _EPOCH_RANGE[0] <= number * unit < _EPOCH_RANGE[1]:
-                return number * unit, False
-        raise _LeftOut("unreadable")
-    try:
-        when = datetime.fromisoformat(text.replace("/", "-"))
-    except ValueError:
-        raise _LeftOut("unreadable") from None
-    try:
-        naive = when.tzinfo is None
-        zoned = when.replace(tzinfo=zone or UTC) if naive else when
-        first, second = (zoned.replace(fold=fold).timestamp() for fold in (0, 1))
-    except (OverflowError, ValueError):
-        raise _LeftOut("unreadable") from None
-    if not _EPOCH_RANGE[0] <= first < _EPOCH_RANGE[1]:
-        raise _LeftOut("unreadable")
-    if first != second:
-        raise _LeftOut("in the hour that daylight saving time repeats or leaves out")
-    return first, naive

@@ -69,6 +69,8 @@ def make_energy_report(
         how = f"{offset_s:+.3f} s added to the log's times, as given"
     if log.zone:
         how += f"; times without a zone are taken for {log.zone}"
+    if log.whole_seconds:
+        how += "; its times are whole seconds: each counts as the middle of its second, and +- allows for half a second"
     shifted = log.shifted(offset_s)
     _require_overlap(windows, shifted)
     found = {id(window): integrate(shifted, window.start_s, window.end_s) for window in windows.windows}
@@ -143,6 +145,7 @@ def make_energy_report(
                 "averaging_s": averaging_s,
                 "clock_offset_s": offset_s,
                 "clock": how,
+                "whole_seconds": log.whole_seconds,
             },
             "idle": first("idle"),
             "whole_model": whole,

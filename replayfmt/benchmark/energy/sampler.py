@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from replayfmt.errors import OpReplayError
 
-from .power_log_file import COUNTER
+from .power_log_cells import COUNTER
 from .sources import KINDS, EnergySource, NoSource, SourceLost, open_source
 
 HEADER = "timestamp,gpu,power_w"
