@@ -13,7 +13,7 @@ from replayfmt.errors import UsageError
 from .command import say
 
 if TYPE_CHECKING:
-    from replayfmt.benchmark.comparison.baseline import Document
+    from replayfmt.benchmark.comparison.baseline import BaselineComparison, Document
     from replayfmt.benchmark.reports.rows import Report
 
 
@@ -75,9 +75,10 @@ class BaselineFlags:
         again = measure() if self.noise_floor else None
         if self.path is None or self.document is None:
             return report, [] if again is None else self._floor(report, again), True
-        comparison = compare_with_baseline(self.path, self.document, report.document())
+        comparison = alone = compare_with_baseline(self.path, self.document, report.document())
         above = self.fail_above
         failures = [] if above is None else comparison.failures(above)
+        second: BaselineComparison | None = None
         lines: list[str] = []
         if failures and again is None:
             again = measure()
@@ -88,12 +89,16 @@ class BaselineFlags:
         lines += comparison.lines()
         passed: list[str] = []
         if failures and above is not None and again is not None:
-            found = confirmed(comparison, compare_with_baseline(self.path, self.document, again.document()), above)
+            second = compare_with_baseline(self.path, self.document, again.document())
+            found = confirmed(alone, comparison, second, above)
             failures, passed = found.failures, found.passed
             lines.append(f"measured again, since a row failed: {len(failures)} failed both times")
         report.sections["baseline"] = comparison.as_json()
         if above is not None:
-            report.sections["baseline"] |= {"fail_above": above, "failures": failures, "passed_again": passed}
+            hidden = comparison.hidden(above, second)
+            gate = {"fail_above": above, "failures": failures, "passed_again": passed, "hidden": hidden}
+            report.sections["baseline"] |= gate
+            lines += [f"WARNING: {each}" for each in hidden]
         lines += [f"passed the second time: {each}" for each in passed]
         return report, [*lines, *(f"FAILED: {failure}" for failure in failures)], not failures
 

@@ -210,6 +210,7 @@ def test_the_gate_of_the_tool_fails_with_exit_code_1_and_names_the_rows(tools, c
     assert ran.code == 1 and "FAILED: BM_replay: " in ran.err and "x the baseline's time" in ran.err
     section = json.loads(ran.out)["baseline"]
     assert section["rows"][0]["verdict"] == "slower" and section["failures"] and section["fail_above"] == 4.0
+    assert section["passed_again"] == [] and isinstance(section["hidden"], list)
     assert json.loads(out.read_text())["baseline"] == section
 
 
@@ -237,11 +238,37 @@ def test_a_row_that_fails_has_to_fail_again():
     passes, lines, taken = judged({"a": steady, "b": steady}, {"a": slowed, "b": steady}, {"a": steady, "b": slowed})
     assert passes and taken == 2 and not any("FAILED" in line for line in lines)
     assert "measured again, since a row failed: 0 failed both times" in lines
+    assert "passed the second time: a: 1.300 x the baseline's time, more than 1.05 x; then 1.000 x" in lines
     passes, lines, taken = judged({"a": steady, "b": steady}, {"a": slowed, "b": slowed}, {"a": slowed, "b": steady})
     assert not passes and taken == 2
     assert [line for line in lines if "FAILED" in line] == ["FAILED: a: 1.300 x the baseline's time, more than 1.05 x"]
     assert judged({"a": steady}, {"a": [1.0]}, {"a": [1.0]})[0] is False, "what cannot be judged does not pass"
     assert judged({"a": steady}, {"a": [1.0]}, {"a": steady})[0] is True
+
+
+def test_a_row_that_looks_slower_and_passes_within_its_noise_is_a_warning():
+    steady = around(1000.0)
+    passes, lines, taken = judged({"a": steady}, {"a": around(1150.0)}, {"a": around(1300.0)})
+    floor = 1300 * 1.008 / (1150 * 0.992) - 1
+    assert passes and taken == 2
+    told = [line for line in lines if line.startswith(("WARNING", "passed"))]
+    slower, blind = told
+    assert slower == (
+        f"WARNING: passed, though it looks slower: a: 1.150 x, between 1.132 and 1.169, noise floor {floor:.1%}; "
+        "then 1.300 x"
+    )
+    assert blind == (
+        "WARNING: 1 of 1 row could be slower by more than 5% and pass: their noise floor is higher, at most "
+        f"{floor:.1%} (a); measure longer, or on a quieter machine"
+    )
+    widely = [1060 * (1 + step / 100) for step in (-9, -8, -7, -6, 0, 0, 6, 7, 8, 9)]
+    passes, lines, taken = judged({"a": steady}, {"a": widely})
+    assert passes and taken == 1
+    assert "WARNING: passed, though it looks slower: a: 1.060 x, between 0.967 and 1.154" in lines
+    many = {f"row {index}": steady for index in range(30)}
+    lines = judged(many, dict.fromkeys(many, widely))[1]
+    assert sum("though it looks slower" in line for line in lines) == 20 and "WARNING: and 10 more" in lines
+    assert not any("WARNING" in line for line in judged({"a": steady}, {"a": steady})[1])
 
 
 def busy(random, scale):

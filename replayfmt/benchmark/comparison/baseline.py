@@ -86,6 +86,13 @@ class PairedRow:
             return f"{self.ratio:.3f} x the baseline's time, more than {1 + above:.4g} x"
         return ""
 
+    def hides(self, above: float) -> str:
+        """How a row that looks slower by more than a gate allows passes it; empty if it fails, or does not look so."""
+        if self.ratio is None or self.ratio <= 1 + above or self.fails(above):
+            return ""
+        floor = f", noise floor {self.noise_floor:.1%}" if self.noise_floor else ""
+        return f"{self.ratio:.3f} x, between {self.ratio_low:.3f} and {self.ratio_high:.3f}{floor}"
+
 
 @dataclass(frozen=True)
 class BaselineComparison:
@@ -101,6 +108,27 @@ class BaselineComparison:
     def failures(self, above: float) -> list[str]:
         """The rows that are slower by more than a share, or cannot be judged, each with the reason."""
         return [f"{row.name}: {why}" for row in self.rows if (why := row.fails(above))]
+
+    def hidden(self, above: float, again: BaselineComparison | None) -> list[str]:
+        """What a gate that allows rows to be slower by a share does not see: those that pass and look slower by more,
+        also when measured `again`, and noise floors above that share, below which any row passes."""
+        second = {} if again is None else {row.name: row.ratio for row in again.rows}
+        found = []
+        for row in self.rows:
+            how, then = row.hides(above), second.get(row.name)
+            if how and (then is None or then > 1 + above):
+                after = "" if then is None else f"; then {then:.3f} x"
+                found.append(f"passed, though it looks slower: {row.name}: {how}{after}")
+        found = found[:_MOST_LISTED] + [f"and {len(found) - _MOST_LISTED} more"] * (len(found) > _MOST_LISTED)
+        floors = [row for row in self.rows if row.noise_floor > above]
+        if floors:
+            most = max(floors, key=lambda row: row.noise_floor)
+            found.append(
+                f"{len(floors)} of {counted(len(self.rows), 'row')} could be slower by more than {above * 100:.4g}% "
+                f"and pass: their noise floor is higher, at most {most.noise_floor:.1%} ({most.name}); measure longer, "
+                "or on a quieter machine"
+            )
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """For the report's JSON."""
@@ -140,25 +168,26 @@ _VERDICTS: tuple[BaselineVerdict, ...] = (*_DECIDED, "no measurable difference",
 @dataclass(frozen=True)
 class Confirmed:
     """What became of the rows that failed a gate when they were measured again: those that `failures` names failed both
-    times, those in `passed` did not."""
+    times, those in `passed` did not. What failed both times, by less than the two differ, is in neither."""
 
     failures: list[str]
     passed: list[str]
 
 
-def confirmed(first: BaselineComparison, again: BaselineComparison, above: float) -> Confirmed:
+def confirmed(
+    alone: BaselineComparison, first: BaselineComparison, again: BaselineComparison, above: float
+) -> Confirmed:
     """A row fails if it fails in two measurements: the speed of a machine that others use changes for seconds, in which
-    the times of an op are steady and too long."""
-    second = {row.name: row for row in again.rows}
+    the times of an op are steady and too long. `first` is `alone` with what the two differ by as the noise floor."""
+    with_floor, second = ({row.name: row for row in each.rows} for each in (first, again))
     found = Confirmed([], [])
-    for row in first.rows:
-        why = row.fails(above)
+    for row in alone.rows:
+        then, why = second.get(row.name), row.fails(above)
         if not why:
             continue
-        then = second.get(row.name)
         if then is not None and then.ratio is not None and not then.fails(above):
             found.passed.append(f"{row.name}: {why}; then {then.ratio:.3f} x")
-        else:
+        elif with_floor[row.name].fails(above):
             found.failures.append(f"{row.name}: {why}")
     return found
 
