@@ -1,4 +1,4 @@
-"""A faster kernel for `demo::rms_norm`, in the place of the captured one:
+"""A faster kernel for `demo::rms_norm`, to use in place of the captured one:
 
     opreplay-run --replay-kernel-substitution=demo::rms_norm=examples/fused_rms_norm.py norm.opreplay
     opreplay-benchmark --compare --replay-kernel-substitution=demo::rms_norm=examples/fused_rms_norm.py norm.opreplay

@@ -215,7 +215,7 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
             raise
         report(
             TorchMissing(
-                f"{command.name} needs PyTorch here, which is not installed: pip install torch; opreplay-dump "
+                f"{command.name} needs PyTorch for this, which is not installed: pip install torch; opreplay-dump "
                 f"and opreplay-check work without it"
             )
         )

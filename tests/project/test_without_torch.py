@@ -85,7 +85,7 @@ def test_what_needs_torch_says_so_in_one_line(folder: Path, arguments: tuple[str
     done = tool(folder, *arguments)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == (
-        f"FAILED_PRECONDITION: opreplay-{arguments[0]} needs PyTorch here, which is not installed: "
+        f"FAILED_PRECONDITION: opreplay-{arguments[0]} needs PyTorch for this, which is not installed: "
         "pip install torch; opreplay-dump and opreplay-check work without it\n"
     )
 

@@ -278,8 +278,8 @@ class CapturedProgram:
         if not self._children.seen:
             return ""
         return (
-            ", and children do not record: capture the command of each with its own opreplay-capture, let what "
-            "multiprocessing runs call replayfmt.capture, or have the program do its work in one process"
+            ", and child processes are not recorded: capture the command of each with its own opreplay-capture, call "
+            "replayfmt.capture in functions that multiprocessing runs, or have the program do its work in one process"
         )
 
 

@@ -147,8 +147,8 @@ class Synthesis:
             parts.append(f"the content of {len(storages)} storage{'s' if len(storages) > 1 else ''} was synthesized")
         if self._unsaved_states:
             one = self._unsaved_states == 1
-            states = "a state of a random generator" if one else f"{self._unsaved_states} states of random generators"
-            parts.append(f"{states}, not in the capture, {'was' if one else 'were'} seeded")
+            states = "a random generator's state" if one else f"{self._unsaved_states} states of random generators"
+            parts.append(f"{states}, which the capture lacks, {'was' if one else 'were'} seeded")
         return " and ".join(parts)
 
     def missing(self, storage: int, version: int) -> str | None:
