@@ -40,9 +40,7 @@ inline std::shared_ptr<Capture> capture_in_progress() {
     uint64_t number = 0;
     std::shared_ptr<Capture> capture;
   } known;
-  if (Watch* of = watch.load(std::memory_order_relaxed); of && of->state.load(std::memory_order_relaxed) == kOver) {
-    of->settle();
-  }
+  Watch::at_operator(watch);
   const uint64_t number = current_number.load(std::memory_order_acquire);
   if (number == 0) {  // it has ended where its key could not be taken from this thread, or was put back into it
     c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, false);
@@ -51,6 +49,7 @@ inline std::shared_ptr<Capture> capture_in_progress() {
   if (known.number != number) {
     py::gil_scoped_acquire lock;
     known = {current_number.load(), current};
+    Watch::met_thread(watch);
   }
   return known.capture;
 }
@@ -135,6 +134,7 @@ inline const std::atomic<int64_t>* find_context(const Capture& capture) {
 // Remember which signature Python gave a call, where calls like it can be recorded here.
 inline void learn(Session& of, const Operator& known, c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results,
            py::handle signature) {
+  Watch::after_news(watch);
   if (signature.is_none()) {
     return;
   }
@@ -151,8 +151,7 @@ using Saved = c10::SmallVector<c10::IValue, 12>;
 // A call that is recorded without Python, as far as that goes: Python hears of it afterwards where something was new.
 class HotRun {
  public:
-  HotRun(const Capture& capture, const OperatorHandle& op)
-      : HotRun(capture, op, op.schema()) {}
+  HotRun(const Capture& capture, const OperatorHandle& op) : HotRun(capture, op, op.schema()) {}
   // Of a kernel that no dispatcher calls. `kernel`: as Python knows it.
   HotRun(const Capture& capture, const Operator& known, const FunctionSchema& schema, py::handle kernel)
       : HotRun(capture, known, schema, nullptr, kernel) {}

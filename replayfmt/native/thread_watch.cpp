@@ -66,10 +66,12 @@ struct Thread {
   std::atomic<int> inside{kNothing};     // others look at it
   std::atomic<int> covered{0};           // of `enter` and `leave`
   std::atomic<uint64_t> part{0};         // the capture that it takes part in
+  std::atomic<uint64_t> hook{0};         // the last capture whose hook operators of it came to
   std::atomic_flag lock = ATOMIC_FLAG_INIT;  // of what follows
   std::atomic<uint64_t> count{0};
   uint64_t counted_for{0};               // the capture that counted
   int64_t id{0};
+  bool takes_part{false};                // in the capture that counted
   bool moves_data{false};                // of collectives
   char name[kName]{};
   char first[kOperator]{};
@@ -84,8 +86,10 @@ std::atomic<const void*> also{nullptr};  // the mode that is in its place while 
 std::atomic<at::CallbackHandle> last_handle{0};  // the last one that is known to be given; they count up
 std::atomic<uint64_t> missed{0};         // operators that others' callbacks were not called for
 void settle_late();
+void listen(bool on);
+void met();
 std::atomic<int>* inside_of_this();
-Watch watch{{kNeverQuiet}, inside_of_this, settle_late};
+Watch watch{{kNeverQuiet}, inside_of_this, settle_late, listen, met};
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
 bool forked = false;  // then the callback stays: PyTorch's lock around callbacks may be held for ever
 
@@ -98,6 +102,7 @@ struct AtThreadsEnd {
       thread->inside.store(kNothing, std::memory_order_relaxed);
       thread->covered.store(0, std::memory_order_relaxed);
       thread->part.store(0, std::memory_order_relaxed);
+      thread->hook.store(0, std::memory_order_relaxed);
       thread->taken.store(false, std::memory_order_release);
     }
   }
@@ -218,6 +223,12 @@ void count(Thread* thread, const at::RecordFunction& function, uint64_t capture)
     }
     std::strncpy(thread->first, first.c_str(), kOperator - 1);
   }
+  thread->takes_part = thread->hook.load(std::memory_order_relaxed) == capture ||
+                       thread->part.load(std::memory_order_relaxed) == capture;
+  if (thread->takes_part) {  // something took its key away, as it may do again
+    int quiet = kQuiet;
+    watch.state.compare_exchange_strong(quiet, kOver);
+  }
   thread->count++;
 }
 
@@ -234,8 +245,9 @@ std::unique_ptr<at::ObserverContext> started(const at::RecordFunction& function)
   if (thread->inside.load(std::memory_order_relaxed) != kNothing) {
     return nullptr;
   }
-  if (thread->part.load(std::memory_order_relaxed) == capture || thread->covered.load(std::memory_order_relaxed) > 0 ||
-      has_key() || has_mode()) {
+  if (thread->covered.load(std::memory_order_relaxed) > 0 || has_key() ||
+      (has_mode() ? c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python)
+                  : thread->part.load(std::memory_order_relaxed) == capture)) {
     return begins(thread);
   }
   if (!function.operator_name().has_value()) {
@@ -263,6 +275,14 @@ void settle_late() {
   }
 }
 
+void listen(bool on) {
+  if (at::isRecordFunctionEnabled() != on) {
+    at::enableRecordFunction(on);
+  }
+}
+
+void met() { self()->hook.store(active.load(), std::memory_order_relaxed); }
+
 std::atomic<int>* inside_of_this() { return &self()->inside; }
 
 // A handle that PyTorch gives now.
@@ -288,6 +308,7 @@ extern "C" {
 struct OpReplayCounted {
   uint64_t count;
   int64_t id;
+  int64_t takes_part;
   char name[kName];
   char first[kOperator];
 };
@@ -392,6 +413,7 @@ __attribute__((visibility("default"))) int opreplay_watch_collect(OpReplayCounte
         OpReplayCounted& entry = out[found];
         entry.count = thread->count;
         entry.id = thread->id;
+        entry.takes_part = thread->takes_part;
         std::memcpy(entry.name, thread->name, kName);
         std::memcpy(entry.first, thread->first, kOperator);
         thread->count = 0;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 
 namespace opreplay {
 
@@ -18,6 +19,53 @@ struct Watch {
   std::atomic<int> state;         // one of Quiet
   std::atomic<int>* (*inside)();  // one of Inside, of the calling thread: it is as long there as the thread
   void (*settle)();               // turns RecordFunction on in the calling thread, where the state is kOver
+  void (*listen)(bool);           // turns RecordFunction on or off in the calling thread, where the state is kQuiet
+  void (*met)();                  // operators of the calling thread come to the hook of the capture in progress
+
+  // What the hook tells: operators of the calling thread come to it; one did; it was new. Where RecordFunction is off, it is
+  // on until the next operator after what was new, and at times: what runs there without coming to the hook, because
+  // something took the key away, is found.
+  static void met_thread(const std::atomic<Watch*>& watch) {
+    if (const Watch* of = watch.load()) {
+      of->met();
+    }
+  }
+  static void at_operator(const std::atomic<Watch*>& watch) {
+    if (const Watch* of = watch.load(std::memory_order_relaxed)) {
+      const int now = of->state.load(std::memory_order_relaxed);
+      if (now == kOver) {
+        of->settle();
+      } else if (now == kQuiet) {
+        of->hear(it_is_time());
+      }
+    }
+  }
+  static void after_news(const std::atomic<Watch*>& watch) {
+    if (const Watch* of = watch.load(); of && of->state.load() == kQuiet) {
+      of->hear(true);
+    }
+  }
+
+ private:
+  // It takes 0.2 us to turn it on or off.
+  void hear(bool on) const {
+    thread_local bool hears = false;
+    if (hears != on) {
+      listen(hears = on);
+    }
+  }
+  // One time in 128, at intervals that no loop of a program has.
+  static bool it_is_time() {
+    thread_local uint32_t left = 0, random = 2463534242;
+    if (left-- > 0) {
+      return false;
+    }
+    random ^= random << 13;
+    random ^= random >> 17;
+    random ^= random << 5;
+    left = random % 256;
+    return true;
+  }
 };
 
 }  // namespace opreplay

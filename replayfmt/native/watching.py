@@ -24,6 +24,7 @@ class _Counted(ctypes.Structure):
     _fields_ = [
         ("count", ctypes.c_uint64),
         ("id", ctypes.c_int64),
+        ("takes_part", ctypes.c_int64),
         ("name", ctypes.c_char * 64),
         ("first", ctypes.c_char * 192),
     ]
@@ -32,15 +33,26 @@ class _Counted(ctypes.Structure):
 @dataclass(frozen=True)
 class Unseen:
     """The operators that one thread ran. `operators`: how many, without those called inside others; `first`: the name
-    of the first."""
+    of the first. `takes_part`: others of it are recorded."""
 
     thread: str
     operators: int
     first: str
+    takes_part: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Of its unsupported record."""
+        return "unseen_work" if self.takes_part else "unseen_thread"
 
     def sentence(self) -> str:
         """What happened, and what to do about it."""
         ran = f"{self.operators:,} operators" if self.operators != 1 else "an operator"
+        if self.takes_part:
+            return (
+                f"the thread {self.thread} ran {ran} or more with dispatch keys that leave the recorder out, under a "
+                f"guard of C++ code: {self.first} was found first. Nothing of this is recorded"
+            )
         return (
             f"the thread {self.thread} ran {ran} in C++ code, where the recorder does not take part: {self.first}"
             f"{' first' if self.operators != 1 else ''}. Nothing of this is recorded: have a thread that Python "
@@ -154,7 +166,7 @@ class ThreadWatch:
         while number > _AT_ONCE:
             number = self._library.opreplay_watch_collect(counted, _AT_ONCE)
             found += [
-                Unseen(_name(entry), entry.count, entry.first.decode(errors="replace"))
+                Unseen(_name(entry), entry.count, entry.first.decode(errors="replace"), bool(entry.takes_part))
                 for entry in counted[: min(number, _AT_ONCE)]
             ]
         return found

@@ -237,7 +237,7 @@ class Core:
         self.storages.drain()
         self.storages.adopt_all()
         for unseen in self.thread_watch.collect():
-            self.records.unsupported("unseen_thread", unseen.first, unseen.sentence())
+            self.records.unsupported(unseen.reason, unseen.first, unseen.sentence())
         if self.options.digests == "live" and not self.graph_captures and not self._in_unseen_capture():
             self.digests.sweep(self.calls.being_written().union(self.native.being_written() if self.native else ()))
 

@@ -39,6 +39,16 @@ def enabled() -> bool:
     return bool(function())
 
 
+def falls_quiet() -> bool:
+    """Whether it is off after operators that are not new to the capture, but for the few times at which it is on."""
+    x = torch.ones(2)
+    for _ in range(10):
+        x.neg()
+        if not enabled():
+            return True
+    return False
+
+
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
     """Other tests may have compiled; and RecordFunction is on again after each test."""
@@ -57,15 +67,19 @@ def step() -> None:
 
 
 def test_it_is_off_while_the_capture_is_alone(capture: Capture) -> None:
-    def program() -> list[bool]:
-        seen = [enabled()]
+    def program() -> tuple[bool, list[bool]]:
+        first, seen = enabled(), []
         x = torch.ones(3, requires_grad=True)
         x.register_hook(lambda _gradient: seen.append(enabled()))
-        (x * 2).sum().backward()
-        return [*seen, enabled()]
+        for _ in range(10):
+            (x * 2).sum().backward()
+        return first, seen
 
     captured = capture(program)
-    assert captured.returned == [False, False, False]
+    first, seen = captured.returned
+    assert not first
+    assert seen[0], "what follows something new is watched"
+    assert False in seen
     assert not captured.unsupported()
 
 
@@ -114,8 +128,7 @@ def test_an_observer_that_starts_during_a_capture_sees_what_it_sees_without_one(
     assert len(expected) > 40 and "aten::linear" in expected
 
     def program() -> list[str]:
-        torch.ones(2)
-        assert not enabled()
+        assert falls_quiet()
         return observe(step)
 
     assert Counter(capture(program).returned) == Counter(expected)
@@ -169,8 +182,7 @@ def test_it_is_on_again_where_a_capture_ended_that_another_thread_ended(tmp_path
 
     def first() -> None:
         recording.__enter__()
-        torch.ones(3)
-        seen.append(enabled())
+        seen.append(not falls_quiet())
         began.wait()
         ended.wait()
         seen.append(enabled())
@@ -187,12 +199,12 @@ def test_it_is_on_again_where_a_capture_ended_that_another_thread_ended(tmp_path
 
 def test_it_is_on_again_in_a_forked_child(tmp_path: Path) -> None:
     with replayfmt.capture(tmp_path / "parent.opreplay", recorder="native"):
-        torch.ones(2)
+        assert falls_quiet()
         child = os.fork()
         if child == 0:
             os._exit(0 if enabled() else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert not enabled()
+        assert falls_quiet()
 
 
 def test_it_is_on_again_after_a_backward_pass_in_which_the_capture_ended(tmp_path: Path) -> None:
@@ -211,30 +223,38 @@ def test_an_observer_of_all_threads_that_begins_inside_a_backward_pass_is_told_w
 
     def program() -> tuple[bool, torch.Tensor]:
         x = torch.ones(3, requires_grad=True)
+        x.sin().cos().sum().backward()  # nothing of the next pass is new
+        x.sin().cos().sum().backward()
         y = x.sin().cos()
         observer = ExecutionTraceObserver()
         y.register_hook(lambda _gradient: observer.register_callback(str(path)).start() and None)
-        y.sum().backward()
+        z = y.sum()
+        assert falls_quiet()
+        z.backward()
         seen = enabled()
         made = torch.ones(2).neg()
         observer.stop()
         observer.unregister_callback()
         return seen, made
 
-    captured = capture(program)
-    names = [node["name"] for node in json.loads(path.read_text())["nodes"]]
-    assert captured.returned[0], "it is on after the pass"
-    assert {"aten::ones", "aten::neg"} <= set(names)
-    assert "SinBackward0" not in names
-    assert capfd.readouterr().err.count("was started during a backward pass did not see") == 1
-    captured.replays()
+    for _ in range(10):  # at few times the pass is not quiet, and nothing is missed
+        captured = capture(program)
+        names = [node["name"] for node in json.loads(path.read_text())["nodes"]]
+        assert captured.returned[0], "it is on after the pass"
+        assert {"aten::ones", "aten::neg"} <= set(names)
+        captured.replays()
+        told = capfd.readouterr().err.count("was started during a backward pass did not see")
+        assert told == ("SinBackward0" not in names)
+        if told:
+            return
+    pytest.fail("no pass was quiet")
 
 
 def test_threads_of_backward_passes_and_pools_are_seen_and_quiet(capture: Capture) -> None:
     def program() -> torch.Tensor:
         forked = torch.jit.script(_fork_and_wait)(torch.ones(2))
         step()
-        assert not enabled()
+        assert falls_quiet()
         return forked
 
     captured = capture(program)
@@ -291,11 +311,10 @@ def test_a_callback_that_comes_through_no_door_is_noticed_and_told(
     register = _set_empty_test_observer
 
     def program() -> None:
-        torch.ones(2)
-        assert not enabled()
+        assert falls_quiet()
         register(True, 1.0)
-        while noticed_by == "a look" and not enabled():
-            torch.ones(2)
+        while noticed_by == "a look" and falls_quiet():
+            pass
 
     try:
         capture(program)

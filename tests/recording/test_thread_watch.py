@@ -30,6 +30,7 @@ EXTENSION = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/ones.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
 #include <condition_variable>
 #include <future>
@@ -98,6 +99,11 @@ void stop_server() {
   server.join();
 }
 
+void run_without_keys() {
+  const c10::impl::ForceDispatchKeyGuard guard(c10::default_included_set, c10::default_excluded_set);
+  work(1);
+}
+
 void run_in_parallel() {
   at::parallel_for(0, 8, 1, [](int64_t begin, int64_t end) {
     for (; begin < end; begin++) work(1);
@@ -164,6 +170,27 @@ def test_a_server_that_began_before_the_capture_is_told_scope_by_scope(
     kinds = [record.kind for record in captured.records(RecordKind.scope_end, RecordKind.unsupported)]
     assert kinds == [RecordKind.scope_end, RecordKind.unsupported] * 2
     assert again.unsupported() == {}, "nothing is left of a former capture"
+
+
+@watched
+@pytest.mark.parametrize("times", [1, 2000])
+def test_work_with_dispatch_keys_that_leave_the_recorder_out_is_told(
+    capture: Capture, extension: ctypes.CDLL, times: int
+) -> None:
+    """Once after an operator that is new to the capture, or often after known ones."""
+
+    def program() -> None:
+        x = torch.ones(3)
+        for _ in range(100 if times > 1 else 0):
+            x.sin()
+        for _ in range(times):
+            x.sin()
+            extension.run_without_keys()
+
+    captured = capture(program)
+    ((first, sentence),) = told(captured)
+    assert captured.unsupported() == {"unseen_work": 1} and first == "aten::ones"
+    assert "with dispatch keys that leave the recorder out" in sentence
 
 
 @watched
