@@ -122,14 +122,17 @@ def test_work_inside_that_no_op_does_is_named(capture: Capture, write: bool) -> 
     assert captured.returned.equal(x * -2)
 
 
-@pytest.mark.parametrize("kernel", [True, False])
-def test_work_of_a_kernel_that_is_called_past_the_recorder_is_named(capture: Capture, kernel: bool) -> None:
-    keys, found = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), torch.library.get_kernel("aten::neg", "CPU")
+PAST_THE_DISPATCHER: dict[str, Callable[[torch._C.DispatchKeySet, Tensor], Any]] = {
+    "kernel": lambda keys, x: torch.library.get_kernel("aten::neg", "CPU").call_boxed(keys, x),
+    "operator": lambda keys, x: torch.ops.aten.neg.default.redispatch(keys, x),
+    "handle": lambda keys, x: torch._C._dispatch_find_schema_or_throw("aten::neg", "").redispatch_boxed(keys, x),
+}
 
-    def negative(x: Tensor) -> Any:
-        return found.call_boxed(keys, x) if kernel else torch.ops.aten.neg.default.redispatch(keys, x)
 
-    captured = capture(lambda: negative(torch.ones(4)) * 2)
+@pytest.mark.parametrize("way", PAST_THE_DISPATCHER)
+def test_work_of_a_kernel_that_is_called_past_the_recorder_is_named(capture: Capture, way: str) -> None:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    captured = capture(lambda: PAST_THE_DISPATCHER[way](keys, torch.ones(4)) * 2)
     assert captured.unsupported() == {"unseen_work": 1}
     assert captured.returned.equal(torch.full([4], -2.0))
 

@@ -45,9 +45,9 @@ class DeclaredWork(Patched):
             [
                 Patch("torch._ops", "OpOverload.__call__", self._around),
                 Patch("torch._ops", "OpOverloadPacket.__call__", self._around),
-                # Both take a set of dispatch keys, in which the recorder's may be missing. The second is what
-                # `torch.library.get_kernel` returns.
-                Patch("torch._ops", "OpOverload.redispatch", self._around_keys),
+                # Both take a set of dispatch keys, in which the recorder's may be missing. The first is what
+                # `OpOverload.redispatch` calls, the second what `torch.library.get_kernel` returns.
+                Patch("torch._C", "_DispatchOperatorHandle.redispatch_boxed", self._around_keys),
                 Patch("torch._C", "_SafeKernelFunction.call_boxed", self._around_keys),
             ]
         )
@@ -83,10 +83,8 @@ class DeclaredWork(Patched):
 
 
 def _operator_of(called: Any) -> torch._ops.OpOverload | None:
-    """The operator that is called: itself, or of which a kernel is."""
-    if isinstance(called, torch._ops.OpOverload):
-        return called
-    schema = called.op_handle.schema()
+    """The operator of a handle, or of which a kernel is."""
+    schema = getattr(called, "op_handle", called).schema()
     return find_overload(schema.name, schema.overload_name or "default")
 
 
