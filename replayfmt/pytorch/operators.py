@@ -287,7 +287,10 @@ _ONLY_WITH = {
     "aten::rrelu_with_noise_backward": ("noise", "training"),
 }
 # Operators that do not read an argument where another one is true.
-_UNREAD_WITH = {"aten::_fused_sgd_": ("momentum_buffer_list", "is_first_step")}
+_UNREAD_WITH = {
+    "aten::_fused_sgd_": ("momentum_buffer_list", "is_first_step"),
+    "aten::rrelu_with_noise_functional": ("noise", "training"),  # it writes a copy of it
+}
 # Arguments that an operator reads only for one of its results: the argument that says which results are wanted, and the
 # place of that result. (`torch.nn.grad` gives memory without content for the others.)
 _READ_FOR_RESULT = {"aten::convolution_backward": {"weight": ("output_mask", 0), "input": ("output_mask", 1)}}

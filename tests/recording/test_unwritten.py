@@ -74,6 +74,9 @@ def test_noise_of_rrelu_is_only_written_and_read_in_training(capture: Capture) -
             results += [y.detach(), x.grad]
         with torch.no_grad():
             results.append(torch.nn.functional.rrelu_(torch.randn(5)))
+            # As compiled code calls it.
+            x = torch.randn(5)
+            results += torch.ops.aten.rrelu_with_noise_functional(x, torch.empty_like(x), 0.1, 0.3, True)
         return results
 
     captured = capture(program, digests="ops")
