@@ -56,7 +56,7 @@ class LeftOut(Exception):
 
 
 @dataclass(frozen=True)
-class Columns:
+class LogColumns:
     """Where a row has what; `scale` makes watts of the numbers in `power` that have no unit beside them. `others` are
     the columns that hold power as well."""
 
@@ -73,7 +73,7 @@ class Columns:
         return max(place for place in (self.time, self.gpu, self.power, self.counter) if place is not None)
 
     @staticmethod
-    def of(names: Sequence[str], path: str) -> Columns:
+    def of(names: Sequence[str], path: str) -> LogColumns:
         plain = [name.lower() for name in names]
         time = next((i for i, name in enumerate(plain) if name.startswith(("timestamp", "time", "date"))), None)
         counter = next((i for i, name in enumerate(plain) if name == COUNTER), None)
@@ -87,7 +87,7 @@ class Columns:
             )
         gpu = next((plain.index(name) for name in _GPU_NAMES if name in plain), None)
         others = tuple(names[i] for i in drawn if i != power)
-        return Columns(time, gpu, power, 1.0 if power is None else _scale(names[power], path), counter, others)
+        return LogColumns(time, gpu, power, 1.0 if power is None else _scale(names[power], path), counter, others)
 
     def values(self, line: Sequence[str]) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
         """The watts and the counter's joules of a row, each with the step of its last digit. Raises LeftOut if it has
@@ -141,7 +141,7 @@ def _number(text: str, watts: float | None) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Moment:
+class LogMoment:
     """Seconds since 1970; whether the text has no zone of its own, and whether it has whole seconds and no more."""
 
     seconds: float
@@ -149,7 +149,7 @@ class Moment:
     whole: bool
 
 
-def time_of(text: str, zone: tzinfo | None) -> Moment:
+def time_of(text: str, zone: tzinfo | None) -> LogMoment:
     """The moment that a text is. Raises LeftOut for one that is none, or may be two."""
     try:
         number = float(text)
@@ -158,7 +158,7 @@ def time_of(text: str, zone: tzinfo | None) -> Moment:
     else:
         for unit in _EPOCH_UNITS:
             if _EPOCH_RANGE[0] <= number * unit < _EPOCH_RANGE[1]:
-                return Moment(number * unit, False, unit == 1.0 and not _FRACTION.search(text))
+                return LogMoment(number * unit, False, unit == 1.0 and not _FRACTION.search(text))
         raise LeftOut("unreadable")
     try:
         when = datetime.fromisoformat(text.replace("/", "-"))
@@ -174,4 +174,4 @@ def time_of(text: str, zone: tzinfo | None) -> Moment:
         raise LeftOut("unreadable")
     if first != second:
         raise LeftOut("in the hour that daylight saving time repeats or leaves out")
-    return Moment(first, naive, not _FRACTION.search(text))
+    return LogMoment(first, naive, not _FRACTION.search(text))

@@ -27,7 +27,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.regular_files import require_regular_file
 
 from .power_log import CounterSeries, PowerLog, Series, resolution_of
-from .power_log_cells import EXPECTED, Columns, LeftOut, is_header, time_of
+from .power_log_cells import EXPECTED, LogColumns, LeftOut, is_header, time_of
 
 # nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv,noheader
 _WITHOUT_HEADER = ("timestamp", "index", "power.draw [W]")
@@ -193,7 +193,7 @@ class _Rows:
         self._zone = zone
         self._header: list[str] | None = None
         self._names: Sequence[str] = ()
-        self.columns: Columns | None = None
+        self.columns: LogColumns | None = None
         self.count = 0
         self.power: dict[str, _Readings] = {}
         self.counted: dict[str, _Readings] = {}
@@ -238,7 +238,7 @@ class _Rows:
                     f"{self._path}: its columns are separated by {separator!r}; expected commas between columns, and "
                     "points in numbers"
                 )
-        self.columns = Columns.of(self._names, self._path)
+        self.columns = LogColumns.of(self._names, self._path)
         return self._header is not None
 
     def _add(self, row: list[str]) -> None:
