@@ -27,7 +27,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.regular_files import require_regular_file
 
 from .power_log import CounterSeries, PowerLog, Series, resolution_of
-from .power_log_cells import EXPECTED, LogColumns, LeftOut, is_header, time_of
+from .power_log_cells import EXPECTED, LeftOut, LogColumns, is_header, time_of
 
 # nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv,noheader
 _WITHOUT_HEADER = ("timestamp", "index", "power.draw [W]")
