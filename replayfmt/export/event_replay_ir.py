@@ -78,7 +78,7 @@ class EntryMaker:
         assert kernel is not None
         if kernel.kind is not KernelKind.operator:
             raise Inexpressible(
-                f"it is no operator but a kernel of the kind {kernel.kind.name}, which the IR has no form for"
+                f"it is not an operator but a kernel of the kind {kernel.kind.name}, which the IR has no form for"
             )
         if record.signature.status is OpStatus.raised:
             raise Inexpressible("it raised an exception when it was captured, which the IR has no form for")

@@ -205,7 +205,7 @@ def _import_rank(
         error.args = (f"rank {place.rank} ({place.name}): {error.args[0]}", *error.args[1:])
         raise
     report.rank = place.rank
-    report.notes.append(f"{place.name} is of rank {place.rank}, {place.told}")
+    report.notes.append(f"{place.name} is the trace of rank {place.rank}, {place.told}")
     if traces.passed_over:
         report.notes.append(f"these files are not traces: {shown_names(traces.passed_over)}")
     report.problems += traces.problems

@@ -114,7 +114,7 @@ def _describe_devices(capture: ImportedSession, own: Any, report: ImportReport) 
         try:
             texts = [str(about.get(key, "")) for key in ("name", "fingerprint")]
             if texts[1] and not isinstance(json.loads(texts[1]), dict):
-                raise ValueError("its fingerprint is no JSON object")
+                raise ValueError("its fingerprint is not a JSON object")
             capture.device(name, replace(plain_device(name), name=texts[0], fingerprint=texts[1]))
         except (ValueError, AttributeError) as error:
             report.problems.append(f"what the file says of device {name!r:.40} was passed over: {error}")

@@ -91,7 +91,7 @@ def read_energy(flag: str, path: str | PathLike[str], reader: CaptureReader) -> 
     wanted = f"expected a report that opreplay-energy wrote (schema version {ENERGY_SCHEMA})"
     content = read_json(path, f"{flag}={path}", wanted)
     if not isinstance(content, dict) or "isolated_kernels" not in content:
-        raise UsageError(f"{flag}={path}: is no energy report; {wanted}")
+        raise UsageError(f"{flag}={path}: is not an energy report; {wanted}")
     if content.get("schema_version") != ENERGY_SCHEMA:
         raise UsageError(f"{flag}={path}: has the schema version {content.get('schema_version')!r:.40}; {wanted}")
     found = Fields(content, f"{flag}={path}")
@@ -113,6 +113,8 @@ def read_run(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fie
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.get("kind") != "replay":
-        raise UsageError(f"{flag}={path}: its first line is no such row; {wanted}: a replay that was refused has none")
+        raise UsageError(
+            f"{flag}={path}: its first line is not such a row; {wanted}: a replay that was refused has none"
+        )
     require_same_capture(f"{flag}={path}", content.get("capture_session"), reader)
     return Fields(content, f"{flag}={path}")

@@ -224,4 +224,4 @@ def _without_values(row: Fields, signature: str) -> str:
     try:
         return str(without_values(parse_signature(signature)))
     except UsageError as error:
-        raise UsageError(f"{row.where}: its name is no signature: {error}") from None
+        raise UsageError(f"{row.where}: its name is not a signature: {error}") from None

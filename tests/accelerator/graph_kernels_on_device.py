@@ -140,7 +140,7 @@ def test_the_body_is_a_capture_that_the_tools_open(tmp_path: Path, tools: Tools)
         f"--replay-kernel-substitution=triton::scale_kernel@triton={new}:scale_kernel",
         path,
     )
-    assert done.code == 2 and "is called inside of graph::captured_1 alone: opreplay-dump --attachment=ID" in done.err
+    assert done.code == 2 and "is called only inside graph::captured_1: opreplay-dump --attachment=ID" in done.err
     assert tools("trim", "--allow-code", f"--script={tmp_path / 'c.py'}", "--kernel=triton::*", body).code == 0
     assert "tl.load" in (tmp_path / "c.py").read_text()
     done = tools(

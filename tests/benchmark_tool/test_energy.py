@@ -170,7 +170,7 @@ def test_the_report_says_on_the_console_what_is_in_it():
     assert "predicted   11 J a run from the measured kernels" in text
     assert "comparison  whole 100 J, predicted 11 J: -89.0%, ratio 0.110" in text
     assert "unmeasured  bad: RuntimeError: no" in text
-    assert "WARNING: only 4 of 9 distinct ops were asked for" in text
+    assert "WARNING: only 4 of 9 distinct ops were selected" in text
 
 
 def test_without_a_measured_whole_there_is_no_comparison():
@@ -252,8 +252,8 @@ def test_windows_are_what_was_written(tmp_path):
     [
         (lambda lines: lines[:-1], "is cut off"),
         (lambda lines: lines[:-2] + lines[-1:], "is cut off"),
-        (lambda lines: lines[1:], "is no file of windows"),
-        (lambda lines: ["{}"], "is no file of windows"),
+        (lambda lines: lines[1:], "is not a file of windows"),
+        (lambda lines: ["{}"], "is not a file of windows"),
         (lambda lines: ["nonsense"], "not every line of it is JSON"),
         (lambda lines: [lines[0].replace('"version": 1', '"version": 9'), *lines[1:]], "has version 9"),
         (lambda lines: [lines[0], lines[1].replace('"runs": 0', '"runs": "x"'), *lines[2:]], "is damaged"),

@@ -113,7 +113,7 @@ def test_every_rank_of_an_archive_or_a_directory_gets_a_capture_of_its_own(
     assert f"{tmp_path / 'step.0.opreplay'}: 1 calls\n{tmp_path / 'step.1.opreplay'}: 1 calls\n" in err
     assert [rows_of(tmp_path / f"step.{rank}.opreplay") for rank in (0, 1)] == [(20, 0, 2), (21, 1, 2)]
     assert f"source        {'ranks.zip' if name == 'ranks.zip' else ''}" in printed and "(kineto, rank 1)" in printed
-    assert "host.2.pt.trace.json is of rank 1, as it says itself" in printed
+    assert "host.2.pt.trace.json is the trace of rank 1, as it says itself" in printed
     assert "these files are not traces: a/notes.json" in printed
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([name, "step.0.opreplay", "step.1.opreplay"])
 
@@ -126,7 +126,7 @@ def test_one_rank_is_chosen_by_its_number(tool: Tool, tmp_path: Path) -> None:
     assert rows_of(tmp_path / "x1.opreplay") == (21, 1, 2)
     report = import_trace(source, tmp_path / "y.opreplay", rank=0)
     assert rows_of(tmp_path / "y.opreplay") == (20, 0, 2) and report.rank == 0
-    assert f"{source}: rank_0.json is of rank 0, by its name" in report.notes
+    assert f"{source}: rank_0.json is the trace of rank 0, by its name" in report.notes
 
 
 def test_without_the_flag_the_first_is_read_and_the_flag_is_named(tool: Tool, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_execution_traces_tell_their_rank_by_the_collectives_of_all_ranks(name: 
     files = {"et_7.json": observed(tmp_path, rank=1), "et_9.json": observed(tmp_path, rank=0)}
     reports = import_ranks(packed(tmp_path / name, files), str(tmp_path / "{rank}.opreplay"))
     assert sorted(reports) == [0, 1]
-    assert any("et_7.json is of rank 1, as it says itself" in note for note in reports[1].notes)
+    assert any("et_7.json is the trace of rank 1, as it says itself" in note for note in reports[1].notes)
     with replayfmt.open(tmp_path / "1.opreplay") as capture:
         assert capture.session.rank == 1 and capture.session.policies["import"] == "execution-trace"
 

@@ -127,7 +127,7 @@ def test_a_probe_that_counts_first_says_so_until_records_are_named(
         ),
         (["a.ptx", "--tool=dmat", "--section=1"], 2, "--section is an option of report; instrument does not use it"),
         (["a.txt", "--tool=dmat"], 2, "a.txt: expected a capture (.opreplay), PTX (.ptx) or CUDA source (.cu)"),
-        (["broken.ptx", "--tool=dmat"], 1, "broken.ptx: PTX: expected .version and .target; this is no PTX"),
+        (["broken.ptx", "--tool=dmat"], 1, "broken.ptx: PTX: expected .version and .target; this is not PTX"),
         (["none.ptx", "--tool=dmat"], 3, "none.ptx: no such file or directory"),
         (["none.opreplay", "--tool=dmat"], 3, "none.opreplay: no such file or directory"),
     ],

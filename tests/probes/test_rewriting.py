@@ -127,7 +127,7 @@ def test_a_probe_after_an_instruction_comes_after_it() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: "int main() {}", "expected .version and .target; this is no PTX"),
+        (lambda text: "int main() {}", "expected .version and .target; this is not PTX"),
         (lambda text: text.replace(".address_size 64", ".address_size 32"), "expected .address_size 64"),
         (lambda text: text.replace(".entry", ".func"), "expected an entry function (.entry), got none"),
         (lambda text: text.rstrip().rstrip("}"), "line 10: expected a brace that closes this body, got the end"),

@@ -274,7 +274,7 @@ def edited(path: Path, to: Path, change: object) -> Path:
         (lambda d: d["benchmarks"][0].update(count=-1), r"count: expected a whole number from 0, got -1"),
         (lambda d: d["benchmarks"][0].update(flops="many"), "flops: expected a finite number or null"),
         (lambda d: d["benchmarks"][0].update(flops=10**400), "flops: expected a finite number or null"),
-        (lambda d: d["benchmarks"][0].update(name="BM_op/((("), "its name is no signature"),
+        (lambda d: d["benchmarks"][0].update(name="BM_op/((("), "its name is not a signature"),
         (lambda d: d.clear(), "has no context"),
     ],
 )  # fmt: skip
@@ -296,7 +296,7 @@ def test_a_benchmark_given_twice_is_refused(measured: Measured) -> None:
     [
         (lambda d: d["context"].update(capture_session=None), "was measured on another capture"),
         (lambda d: d.update(schema_version=9), "has the schema version 9"),
-        (lambda d: d.pop("isolated_kernels"), "is no energy report"),
+        (lambda d: d.pop("isolated_kernels"), "is not an energy report"),
         (lambda d: d["kernels"].append(3), r"kernels\[\d+\]: expected an object, got"),
         (lambda d: d["kernels"][0].update(joules_per_call=[1]), "joules_per_call: expected a finite number or null"),
         (lambda d: d.pop("comparison"), "comparison: expected an object, got nothing"),

@@ -94,11 +94,11 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "a number as an argument": (
         lambda _: {"schema": SCHEMA.replace("Tensor(a0!)", "int")},
-        "its schema has arguments that are no tensors (s1)",
+        "its schema has arguments that are not tensors (s1)",
     ),
     "a list as an argument": (
         lambda _: {"schema": SCHEMA.replace("Tensor(a0!)", "Tensor(a0!)[]")},
-        "its schema has arguments that are no tensors (s1)",
+        "its schema has arguments that are not tensors (s1)",
     ),
     "a capture of other things as its body": (
         lambda folder: {"inside": everything(folder)},

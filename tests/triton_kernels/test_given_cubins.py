@@ -18,8 +18,8 @@ SOURCE = Path(__file__).with_name("given_cubins.cu")
 WARPS_OF_THE_CAPTURE = 2
 REFUSED = {
     "no sidecar": r'does not say how much dynamic shared memory .* write \{"shared": BYTES\} to .*alone.json',
-    "no shared": "empty.json is no JSON object with 'shared'",
-    "no object": "list.json is no JSON object with 'shared'",
+    "no shared": "empty.json is not a JSON object with 'shared'",
+    "no object": "list.json is not a JSON object with 'shared'",
     "no JSON": "broken.json: cannot be read",
     "unknown key": "key.json has 'warps'; expected some of name, shared, num_warps",
     "no warps": "num_warps is 0; expected 1 or more",
@@ -28,10 +28,10 @@ REFUSED = {
     "other entry": r"it has no kernel threefold; its kernels are twofold \(FILE:NAME names one\)",
     "other parameters": r"takes 5 parameters, of 8, 8, 4, 8, 8 bytes; expected 2 and up to 2 .*: x \(8\), n \(4\)",
     "another device": "it is for sm_80, this device is sm_90",
-    "no cubin": "it is no cubin: not an ELF file for NVIDIA devices",
-    "cut off": "it is no cubin: what its headers say is not in it",
+    "no cubin": "it is not a cubin: not an ELF file for NVIDIA devices",
+    "cut off": "it is not a cubin: what its headers say is not in it",
     "all": "all does not take binaries: name the kernel that one replaces",
-    "an operator": "cannot stand for aten::add.Tensor: it is no Triton kernel",
+    "an operator": "cannot stand for aten::add.Tensor: it is not a Triton kernel",
     "without leave": "ReplayRefused.* runs only with --allow-code",
 }
 
@@ -103,4 +103,4 @@ def test_any_part_of_a_cubin_is_a_cubin_or_an_error(found: dict[str, Any]) -> No
                 outcomes.add(Cubin.read(changed).arch)
             except ValueError as error:
                 outcomes.add(str(error).partition(":")[0])
-    assert outcomes <= {"it is no cubin", *range(256)} and {"it is no cubin", 90} <= outcomes
+    assert outcomes <= {"it is not a cubin", *range(256)} and {"it is not a cubin", 90} <= outcomes

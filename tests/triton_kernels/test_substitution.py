@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused(results: dict[str, Any], function: str) ->
 
 def test_functions_of_triton_replace_kernels_of_triton_that_are_named(results: dict[str, Any]) -> None:
     assert "all does not take functions of Triton" in results[f"all@triton={REPLACEMENTS}"]["error"]
-    assert "it is no Triton kernel" in results[f"aten::mul@triton={REPLACEMENTS}:in_python"]["error"]
+    assert "it is not a Triton kernel" in results[f"aten::mul@triton={REPLACEMENTS}:in_python"]["error"]
 
 
 def test_the_interpreter_launches_no_binaries(results: dict[str, Any]) -> None:

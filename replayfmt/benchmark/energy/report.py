@@ -115,8 +115,7 @@ def make_energy_report(
     distinct, selected = windows.context.get("distinct_ops"), windows.context.get("selected_ops")
     if isinstance(distinct, int) and isinstance(selected, int) and selected < distinct:
         warnings.append(
-            f"only {selected} of {distinct} distinct ops were asked for: the prediction is of these, and not of the "
-            "whole"
+            f"only {selected} of {distinct} distinct ops were selected: the prediction covers these, not the whole"
         )
     shortest = min((window.seconds for window in windows.windows), default=0.0)
     if averaging_s is not None and shortest < averaging_s:

@@ -93,9 +93,9 @@ def read_windows(path: str | os.PathLike[str]) -> WindowsFile:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: is no file of windows: not every line of it is JSON") from error
+        raise UsageError(f"{path}: is not a file of windows: not every line of it is JSON") from error
     if not rows or not all(isinstance(row, dict) for row in rows) or rows[0].get("format") != FORMAT:
-        raise UsageError(f"{path}: is no file of windows; expected what opreplay-benchmark --energy-windows wrote")
+        raise UsageError(f"{path}: is not a file of windows; expected what opreplay-benchmark --energy-windows wrote")
     head, *body = rows
     if head.get("version") != VERSION:
         raise UsageError(f"{path}: has version {head.get('version')!r} of windows; this reader knows {VERSION}")
@@ -115,7 +115,7 @@ def read_windows(path: str | os.PathLike[str]) -> WindowsFile:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _is_not_run(each: dict[str, Any]) -> bool:

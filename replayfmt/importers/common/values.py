@@ -120,7 +120,7 @@ class NodeMaker:
             return Node(_ENUMERATIONS[type(value)], name, int(value))
         if isinstance(value, int):
             if not _LEAST <= value <= _MOST:
-                raise ValueError(f"{name}={value} is no 64-bit integer")
+                raise ValueError(f"{name}={value} is not a 64-bit integer")
             slots.ints.append(value)
             return Node(ValueKind.int, name)
         if isinstance(value, float):

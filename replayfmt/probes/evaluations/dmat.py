@@ -113,7 +113,7 @@ def _evaluated(path: str, pairs: _Pairs, tensors: Sequence[TensorAddresses] | No
     span = (int(pairs.clock[-1]) - int(pairs.clock[0]) + 1) * pairs.step
     if span > _MOST_CYCLES:
         raise InvalidRecording(
-            f"{path}: expected clocks within {_MOST_CYCLES:,} cycles of each other, got {span:,}; these are no clocks"
+            f"{path}: expected clocks within {_MOST_CYCLES:,} cycles of each other, got {span:,}; these are not clocks"
         )
     since = (pairs.clock - pairs.clock[0]).astype(np.int64) * pairs.step
     counts = pairs.count.astype(np.int64)

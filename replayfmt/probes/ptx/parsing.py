@@ -91,7 +91,7 @@ def parse_ptx(text: str) -> PtxModule:
     version = re.search(r"^\s*\.version\s+(\d+)\.(\d+)", text, re.MULTILINE)
     target = re.search(r"^\s*\.target\s+(\w+)", text, re.MULTILINE)
     if version is None or target is None:
-        raise PtxError("PTX: expected .version and .target; this is no PTX")
+        raise PtxError("PTX: expected .version and .target; this is not PTX")
     if not re.search(r"^\s*\.address_size\s+64\b", text, re.MULTILINE):
         raise PtxError("PTX: expected .address_size 64")
     hidden = _without_comments(text)

@@ -43,12 +43,12 @@ class Cubin:
         try:
             return cls._read(content)
         except (struct.error, IndexError, UnicodeDecodeError):
-            raise ValueError("it is no cubin: what its headers say is not in it") from None
+            raise ValueError("it is not a cubin: what its headers say is not in it") from None
 
     @classmethod
     def _read(cls, content: bytes) -> Cubin:
         if content[:6] != _MAGIC or struct.unpack_from("<H", content, 18)[0] != _MACHINE:
-            raise ValueError("it is no cubin: not an ELF file for NVIDIA devices")
+            raise ValueError("it is not a cubin: not an ELF file for NVIDIA devices")
         (flags,) = struct.unpack_from("<I", content, 48)
         if content[7] >= _ABI_OF_CUDA_13:
             arch, only_there = flags >> 8 & 0xFF, bool(flags & 0x8)

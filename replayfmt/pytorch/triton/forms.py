@@ -219,7 +219,7 @@ class Assembly:
     def __init__(self, parameters: Any, arguments: frozenset[str], module: ModuleType) -> None:
         """Raises ValueError for what is no form, or names an argument that is not there."""
         if not isinstance(parameters, dict) or not all(isinstance(name, str) for name in parameters):
-            raise ValueError("the forms of the parameters are no object")
+            raise ValueError("the forms of the parameters are not an object")
         self._arguments, self._module = arguments, module
         self._makers = [self._maker(form) for form in parameters.values()]
 

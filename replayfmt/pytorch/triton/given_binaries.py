@@ -97,7 +97,7 @@ def _said(given: GivenCubin) -> dict[str, Any]:
             f'{{"{_SHARED}": BYTES}} to {where}, where Triton writes it, too'
         )
     if not isinstance(given.sidecar, dict) or _SHARED not in given.sidecar:
-        raise ValueError(f"{where} is no JSON object with {_SHARED!r}")
+        raise ValueError(f"{where} is not a JSON object with {_SHARED!r}")
     said = {key: value for key, value in given.sidecar.items() if key in _TAKEN}
     unknown = sorted(set(given.sidecar) - set(said))
     if unknown and _OF_TRITON not in given.sidecar:

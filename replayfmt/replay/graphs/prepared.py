@@ -121,7 +121,7 @@ class PreparedGraphs:
             raise ValueError("; ".join(findings.sentences))
         schema = parse_schema(kernel.schema)
         if others := [each.name for each in schema.arguments if str(each.type) != "Tensor"]:
-            raise ValueError(f"its schema has arguments that are no tensors ({', '.join(others)})")
+            raise ValueError(f"its schema has arguments that are not tensors ({', '.join(others)})")
         given = {storage_of_argument(argument.name): False for argument in schema.arguments}
         for argument in schema.arguments:
             given[storage_of_argument(argument.name)] |= argument.alias_info is not None

@@ -58,12 +58,12 @@ class ResolvedKernel(ABC):
     def with_function(self, function: Any) -> ResolvedKernel:
         """This kernel with a function of the user's own kind of code in place of the captured code. Raises ValueError,
         with the reason, for one that cannot take its place."""
-        raise ValueError("it is no Triton kernel")
+        raise ValueError("it is not a Triton kernel")
 
     def with_binary(self, given: Any) -> ResolvedKernel:
         """This kernel with a binary of the user's (a GivenCubin) in place of the captured one. Raises ValueError, with
         the reason, for one that cannot take its place."""
-        raise ValueError("it is no Triton kernel")
+        raise ValueError("it is not a Triton kernel")
 
     @abstractmethod
     def effects(self, layout: SlotLayout) -> Effects:

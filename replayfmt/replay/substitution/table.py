@@ -245,7 +245,7 @@ class Substitutions:
         else:
             close = difflib.get_close_matches(wanted, sorted(names), 3)
             if graphs := self._inside_graphs.get(wanted):
-                raise UsageError(f"{request.told}: {wanted} is called inside of {_listed(graphs)} alone: {_BODY_TOO}")
+                raise UsageError(f"{request.told}: {wanted} is called only inside {_listed(graphs)}: {_BODY_TOO}")
             hint = f"did you mean {' or '.join(close)}?" if close else "opreplay-dump --signatures prints what it calls"
         raise UsageError(f"{request.told}: {selector.text!r} matches no call of {self._reader.path}; {hint}")
 
