@@ -56,7 +56,7 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
 
 def _times(result: ReplayResult, ran: int | None) -> list[str]:
     """How long it took, and what that includes."""
-    per_op = f", {result.elapsed_ns / ran / 1000:.2f} us an op" if ran else ""
+    per_op = f", {seconds(result.elapsed_ns / ran)} an op" if ran else ""
     state = (
         "cold: the first execution, with allocation and page faults"
         if result.execution == 1
@@ -221,7 +221,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
     return [row, *initialized, *([] if report is None else report.as_rows()), *verdicts]
 
 
-def seconds(nanoseconds: int) -> str:
+def seconds(nanoseconds: float) -> str:
     """A duration with a unit that fits."""
     for limit, unit, size in ((1_000, "ns", 1), (1_000_000, "us", 1e3), (1_000_000_000, "ms", 1e6)):
         if nanoseconds < limit:

@@ -32,7 +32,7 @@ def probe_section(runs: list[ProbeRun], figures: KernelFigures) -> Section:
                 f"{name}: launches that failed, or have no time, and are in no figure: {each.overhead.failed:,}."
             )
         if len(each.kernels) > 1:
-            notes.append(f"{name}: the run does not tell which of {len(each.kernels)} variants it is of.")
+            notes.append(f"{name}: the run does not tell which of {len(each.kernels)} variants it probed.")
     tables = [
         ReportTable("probed", "Kernels with probes", _columns(figures), [_row(each, figures) for each in kernels])
     ]
