@@ -49,6 +49,7 @@ CHANGED_BY_MODES: dict[str, Callable[[], Any]] = {
     "affine_grid": lambda: autocast(lambda: functional.affine_grid(of_seed(2, 2, 3), [2, 1, 4, 4])),
     "pinv": lambda: autocast(lambda: torch.linalg.pinv(of_seed(4, 3))),
     "bilinear": lambda: autocast(lambda: functional.bilinear(of_seed(2, 3), of_seed(2, 4), of_seed(5, 3, 4))),
+    "matmul": lambda: of_seed(2, 3, 3) @ of_seed(1, 3, 3),
     "prod": lambda: gradients(torch.prod, of_seed(7)),
     "max": lambda: gradients(torch.max, -of_seed(3, 4)),
     "cumprod": second_gradient,

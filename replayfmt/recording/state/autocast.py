@@ -35,8 +35,9 @@ AUTOGRAD_KEYS = tuple(f"Autograd{backend}" for backend in (*BACKENDS, "Other"))
 handed_on: set[str] = set()  # operators whose kernels for these keys are the recorder's own (whole_composites.py)
 
 INEXACT = (
-    "a dispatch mode recorded: casts under CPU autocast, composites in inference mode and a few gradients (prod, "
-    "cumprod, min, max, median) may differ from those of a run without a capture, see docs/exactness.md"
+    "a dispatch mode recorded: casts under CPU autocast, composites in inference mode, products of several matrices "
+    "with a batch of one and a few gradients (prod, cumprod, min, max, median) may differ from those of a run without "
+    "a capture, see docs/exactness.md"
 )
 
 
