@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from .conftest import Capture
 
@@ -153,6 +155,22 @@ def test_what_is_only_traced_is_not_recorded(capture: Capture) -> None:
         return torch.ones(3)
 
     assert capture(program).ops() == ["aten::ones.default"]
+
+
+def test_what_is_traced_may_be_of_known_sizes_in_memory_of_unknown_length(capture: Capture) -> None:
+    def program() -> list[int]:
+        fake = FakeTensorMode(shape_env=ShapeEnv())
+        x = fake.from_tensor(torch.ones(16), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]))
+        lengths = []
+        for _ in range(3):
+            with fake, enable_python_dispatcher():
+                lengths.append(len(x.unbind(0)))
+            torch.ones(3).detach()
+        return lengths
+
+    captured = capture(program)
+    assert captured.returned == [16] * 3
+    assert set(captured.ops()) == {"aten::ones.default", "aten::detach.default"}
 
 
 @torch.inference_mode()
