@@ -3,6 +3,7 @@ directory that it is given, and prints what it found as JSON."""
 
 from __future__ import annotations
 
+import contextvars
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.runtime import jit
+from triton.runtime import _allocation, jit
 from triton.runtime.jit import JITFunction
 
 import replayfmt
@@ -43,7 +44,17 @@ def name(x: torch.Tensor, value: float, block: int) -> None:
     x[:block] = value
 
 
-DOES = {"double_kernel": double, "fill_kernel": fill, "applied_kernel": apply, "named_kernel": name}
+def describe(x: torch.Tensor, out: torch.Tensor, *_: int) -> None:
+    out.copy_(x * 2)
+
+
+DOES = {
+    "describing_kernel": describe,
+    "double_kernel": double,
+    "fill_kernel": fill,
+    "applied_kernel": apply,
+    "named_kernel": name,
+}
 
 
 def apply(x: torch.Tensor, out: torch.Tensor, n: int, block: int, function: Any, into: Any) -> None:
@@ -168,6 +179,48 @@ def launched_often(kernel: Any, contents: dict[str, bytes]) -> dict[str, Any]:
     return {"launches": found, "notes": notes}
 
 
+@triton.jit
+def describing_kernel(x, out, m, n, M: tl.constexpr, N: tl.constexpr):
+    """It makes its descriptors itself, in memory that Triton gives it."""
+    given = tl.make_tensor_descriptor(x, shape=[m, n], strides=[n, 1], block_shape=[M, N])
+    made = tl.make_tensor_descriptor(out, shape=[m, n], strides=[n, 1], block_shape=[M, N])
+    made.store([tl.program_id(0) * M, 0], given.load([tl.program_id(0) * M, 0]) * 2)
+
+
+def with_memory(path: Path) -> dict[str, Any]:
+    """What comes of launches of a kernel that needs memory: bytes that were given to it, by whom."""
+    driver, allocated = install(90, DOES), []
+
+    def allocate(length: int, _alignment: int, _stream: Any) -> torch.Tensor:
+        allocated.append(length)
+        return torch.empty(length, dtype=torch.int8)
+
+    def captured() -> None:
+        triton.set_allocator(allocate)
+        with replayfmt.capture(path):
+            describing_kernel[(2,)](torch.ones(32, 16), torch.empty(32, 16), 32, 16, 16, 16)
+
+    contextvars.copy_context().run(captured)
+    (kernel,) = kernels_of(path)
+    found: dict[str, Any] = {"capture": (driver.given, list(allocated))}
+    options = {"M": 16, "N": 16, "grid": [2], "num_warps": 4, "num_ctas": 1, "num_stages": 3}
+    for kept in (True, False):
+        driver = install(90, DOES)
+        contents = {role: text for role, text in kernel["contents"].items() if kept or role in ("source", "metadata")}
+        resolved = resolve_triton(kernel["kernel"], lambda: contents, frozenset({"cuda"}))  # noqa: B023 - called at once
+        assert not isinstance(resolved, str) and resolved.loaded() is resolved, resolved
+        x, out = torch.ones(32, 16), torch.zeros(32, 16)
+        for _ in range(3):
+            resolved.call(x, out, 32, 16, **options)
+        own = (driver.given, list(allocated), out.tolist() == (x * 2).tolist())
+        triton.set_allocator(allocate)
+        resolved.call(x, out, 32, 16, **options)
+        found[resolved.how] = [*own, allocated[1:]]
+        del allocated[1:]
+        triton.set_allocator(_allocation.NullAllocator())
+    return found
+
+
 def without_sources(path: Path) -> dict[str, Any]:
     """What comes of launching kernels of whose capture the sources were left out, on two devices."""
     driver = install(90, DOES)
@@ -270,6 +323,7 @@ def main() -> None:
     case("too many programs beside each other", 90, contents, torch.ones(8), grid=[1, 1 << 16])
     found["cases"] = cases
     found["often"] = launched_often(kernel, contents)
+    found["with memory"] = with_memory(folder / "memory.opreplay")
     found["without sources"] = without_sources(folder / "without.opreplay")
     print(json.dumps(found))
 

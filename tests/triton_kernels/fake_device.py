@@ -8,6 +8,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime import _allocation
 
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
@@ -24,6 +25,7 @@ class FakeDriver:
         self.does = does
         self.launches: list[tuple[str, tuple[int, ...], int]] = []
         self.loaded: list[bytes] = []
+        self.given: list[int] = []  # bytes, to launches that need memory of their own
         self.launcher_cls = self._launcher
         self.utils = SimpleNamespace(
             load_binary=self._load,
@@ -40,6 +42,10 @@ class FakeDriver:
             said, enter, leave, *arguments = rest
             if enter is not None:
                 enter(said)
+            if metadata.global_scratch_size:  # as Triton's own launcher asks for memory
+                length = x * y * z * metadata.num_ctas * metadata.global_scratch_size
+                memory = _allocation._allocator.get()(length, metadata.global_scratch_align, stream)
+                self.given.append(memory.nbytes)
             self.launches.append((metadata.name, (x, y, z), metadata.num_warps))
             self.does[metadata.name](*arguments)
             if leave is not None:

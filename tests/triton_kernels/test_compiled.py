@@ -154,6 +154,18 @@ def test_what_differs_from_what_was_launched_before_is_checked(found: dict[str, 
         assert each["grids"] == [] and set(each["x"]) == {1.0}
 
 
+def test_a_kernel_that_needs_memory_of_its_own_gets_it_from_pytorch_or_from_whom_the_caller_says(
+    found: dict[str, Any],
+) -> None:
+    said = found["with memory"]
+    given, by_the_program = said.pop("capture")
+    assert given == by_the_program and given[0] > 0
+    assert set(said) == {"launched from the stored binary", "compiled by Triton from the stored source"}
+    for launches, by_the_caller, right, afterwards in said.values():
+        assert launches == given * 4 and by_the_caller == given and right
+        assert afterwards == given, "the last launch had an allocator"
+
+
 def test_hooks_see_launches_of_what_was_launched_before(found: dict[str, Any]) -> None:
     skip_where_no_launch_is_shortened()
     notes = found["often"]["notes"]
@@ -175,6 +187,24 @@ def test_a_script_compiles_what_was_compiled(found: dict[str, Any], tmp_path: Pa
     assert text.index('os.environ["TRITON_INTERPRET"] = "0"') < text.index("import triton")
     assert "double_kernel[(2,)](t1, 8, BLOCK=4, num_warps=2" in text
     compile(text, str(out), "exec")
+
+
+def test_a_script_has_memory_for_descriptors_where_a_kernel_makes_some(
+    found: dict[str, Any], tmp_path: Path, tools: Tools
+) -> None:
+    for capture, kernel, has in (("memory", "describing_kernel", True), ("sm80", "double_kernel", False)):
+        out = tmp_path / f"{capture}.py"
+        ran = tools(
+            "trim",
+            f"--kernel=triton::{kernel}",
+            "--allow-code",
+            f"--script={out}",
+            found["folder"] / f"{capture}.opreplay",
+        )
+        assert ran.code == 0, ran.err
+        text = out.read_text()
+        assert ("triton.set_allocator(" in text) is has
+        compile(text, str(out), "exec")
 
 
 def test_without_its_source_a_binary_is_launched_where_it_fits(found: dict[str, Any]) -> None:

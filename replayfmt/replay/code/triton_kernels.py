@@ -32,7 +32,7 @@ from replayfmt.pytorch.triton.sources import load_source
 
 from ..planning.effects import Effects, effects_of_schema
 from ..planning.kernels import ResolvedKernel, StoredCodeKernel
-from .triton_launcher import launcher_of
+from .triton_launcher import launcher_of, with_memory
 
 _SWITCH = "TRITON_INTERPRET"
 _MOST_PROGRAMS = (1 << 31) - 1
@@ -283,7 +283,7 @@ class TritonKernel(StoredCodeKernel):
         dtypes = [(positional.index(name), dtype) for name, dtype in self._dtypes]
         count, count_by_name = len(positional), len(by_name)
         grids, launch = self._grids, self.launch
-        run = partial(launcher_of(self._function), **self._compiled_with)
+        run = with_memory(partial(launcher_of(self._function), **self._compiled_with))
         current_device: Callable[[], int] | None = None
         if self._several_devices:
             import triton
@@ -324,14 +324,14 @@ class TritonKernel(StoredCodeKernel):
         if self._keywords:
             given |= {self._parameters[place]: parameters[place] for place in self._keywords}
             parameters = [each for place, each in enumerate(parameters) if place not in self._keywords]
-        if not self._several_devices:
-            self._function.run(*parameters, grid=grid, warmup=False, **given)
-            return
+        run = with_memory(self._function.run)
         with self._device(values):
-            self._function.run(*parameters, grid=grid, warmup=False, **given)
+            run(*parameters, grid=grid, warmup=False, **given)
 
     def _device(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
         """The current device has to be that of the tensors."""
+        if not self._several_devices:
+            return nullcontext()
         device = next((values[name].device for name, _ in self._dtypes if values[name].device.type != "cpu"), None)
         if device is None:
             return nullcontext()

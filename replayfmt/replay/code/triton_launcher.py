@@ -7,8 +7,11 @@ a tensor). What is left out is the text that Triton makes of all options at each
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
+
+import torch
 
 _WRITTEN_AFTER = "3.9."  # what `run` does is Triton's own affair, and differs between its versions
 
@@ -78,3 +81,29 @@ def launcher_of(function: Any) -> Callable[..., Any]:
         return kernel
 
     return launch
+
+
+def with_memory(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same launches, during which Triton gets from PyTorch the memory that some kernels need beside their arguments
+    (for tensor descriptors that they make), unless the caller has said where it comes from."""
+    from triton.runtime import _allocation
+
+    chosen = getattr(_allocation, "_allocator", None)
+    if not isinstance(chosen, ContextVar):
+        return run
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        if type(chosen.get()) is not _allocation.NullAllocator:
+            return run(*args, **kwargs)
+        before = chosen.set(_allocate)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            chosen.reset(before)
+
+    return launch
+
+
+def _allocate(length: int, _alignment: int, _stream: Any) -> torch.Tensor:
+    """Memory on the current device, which PyTorch aligns to more than Triton asks for."""
+    return torch.empty(length, dtype=torch.uint8, device=torch.accelerator.current_accelerator())

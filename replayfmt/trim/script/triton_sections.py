@@ -30,6 +30,14 @@ _OF_LAUNCHES = {"self", "grid", "warmup"}  # parameters of Triton's own, which a
 _SWITCH = """\
 # These kernels were captured from Triton's interpreter, which may compute other bits than its compiler. Triton chooses
 # when it is imported, and decorates functions accordingly: this has to stand before anything that may import it."""
+_MEMORY = (
+    "# Where Triton makes tensor descriptors.",
+    "triton.set_allocator(",
+    "    lambda length, alignment, stream: torch.empty(",
+    "        length, dtype=torch.uint8, device=torch.accelerator.current_accelerator()",
+    "    )",
+    ")",
+)
 _DESCRIPTOR_OPTIONS = ("padding", "round_f32_to_tf32")
 
 
@@ -103,6 +111,8 @@ class TritonSections:
             lines.append("from triton.tools.tensor_descriptor import TensorDescriptor")
         if any("namedtuple(" in call for call in self._calls):
             lines.append("from collections import namedtuple")
+        if not self.interpreted and any("make_tensor_descriptor" in each.text for each in self._sections.values()):
+            lines += ["", *_MEMORY]
         return lines
 
     def sections(self) -> list[str]:
