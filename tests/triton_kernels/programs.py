@@ -375,6 +375,28 @@ def in_a_function_that_hides_a_global():
 Pair = namedtuple("Pair", ["left", "right"])
 
 
+class FirstFit(triton.runtime.Autotuner):
+    """It tries in its own way."""
+
+    def _bench(self, *args, config, **meta):
+        self.fn.run(*args, **meta, **config.all_kwargs())
+        return [1.0 / config.kwargs["BLOCK"]] * 3
+
+
+fitted_kernel = FirstFit(
+    calling_kernel, calling_kernel.arg_names, [triton.Config({"BLOCK": size}) for size in (4, 8)], ["n"], None, None
+)
+
+
+@program
+def autotuned_by_a_class_of_its_own():
+    x, out = torch.randn(10), torch.zeros(10)
+    for _ in range(2):
+        fitted_kernel[lambda meta: (triton.cdiv(10, meta["BLOCK"]),)](x, out, 10)
+    assert "_bench" not in vars(fitted_kernel)
+    return out
+
+
 @triton.jit
 def tuples_kernel(sources, outs, bias, flag, n, BLOCK: tl.constexpr, SHIFTS: tl.constexpr):
     at = tl.arange(0, BLOCK)

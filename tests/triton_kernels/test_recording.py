@@ -23,6 +23,7 @@ WRITTEN = {
     "strided": {"strided_kernel": {"out"}},
     "autotuned": {"fill_kernel": {"out"}},
     "autotuned_without_care": {"fill_kernel": {"out"}},
+    "autotuned_by_a_class_of_its_own": {"calling_kernel": {"out"}},
     "calling": {"calling_kernel": {"out"}},
     "names_of_a_script": {"softmax_kernel": {"out"}, "run": {"x"}, "t3": {"x"}, "calling_kernel": {"out"}},
     "given_a_function": {"applied_kernel": {"out"}},
@@ -118,6 +119,12 @@ def test_of_an_autotuner_only_the_launch_with_the_chosen_configuration_is_record
         assert found == [(32, [2], 8, 1.5), (32, [2], 8, 0.5), (32, [1], None, 3.0)]
         tuned = next(kernel for kernel in reader.kernels if kernel is not None and kernel.kind is KernelKind.triton)
         assert "BLOCK: 32, num_warps: 8" in json.loads(attachment(reader, tuned, "metadata"))["configuration"]
+
+
+def test_of_an_autotuner_that_tries_in_its_own_way_too(captures: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = captures
+    with CaptureReader(folder / "autotuned_by_a_class_of_its_own.opreplay") as reader:
+        assert [(each["BLOCK"], each["grid"]) for each in launches(reader)] == [(8, [2])] * 2
 
 
 def test_the_source_stands_alone_and_names_keep_their_meanings(captures: tuple[Path, dict[str, Any]]) -> None:

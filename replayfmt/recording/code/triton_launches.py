@@ -38,6 +38,7 @@ _T = TypeVar("_T")
 _Function = Callable[..., Any]
 REASON = "triton_launch"
 _COMPILED_FOR = ("num_warps", "num_ctas", "num_stages")
+_AUTOTUNER = "triton.runtime.autotuner"
 _HEURISTICS = "torch._inductor.runtime.triton_heuristics"
 _OF_TUNER = ("stream", "benchmark_run")  # what Inductor's autotuner takes for itself
 
@@ -168,8 +169,10 @@ class TritonLaunches(Patched):
 
         @functools.wraps(original)
         def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            before = getattr(self._now, "tuner", None)
+            before, own = getattr(self._now, "tuner", None), "_bench" not in vars(tuner) and _tries_its_own_way(tuner)
             self._now.tuner = tuner
+            if own:
+                tuner._bench = functools.partial(self.trial(type(tuner)._bench), tuner)
             try:
                 return original(tuner, *args, **kwargs)
             except BaseException as error:
@@ -177,6 +180,8 @@ class TritonLaunches(Patched):
                 raise
             finally:
                 self._now.tuner = before
+                if own:
+                    vars(tuner).pop("_bench", None)
 
         return run
 
@@ -358,6 +363,11 @@ class TritonLaunches(Patched):
         return kernel, form
 
 
+def _tries_its_own_way(tuner: Any) -> bool:
+    """Whether the class of an autotuner has a `_bench` of its own, which `trial` is not around."""
+    return next(kind for kind in type(tuner).__mro__ if "_bench" in vars(kind)).__module__ != _AUTOTUNER
+
+
 def _explained(step: Callable[..., _T], *args: Any) -> _T | str:
     """What a step returns, or why it cannot be done with this Triton."""
     try:
@@ -390,7 +400,7 @@ def table(launches: TritonLaunches) -> list[Patch]:
         Patch("triton.compiler.compiler", "CompiledKernel.__getitem__", launches.bind, REASON),
         Patch("triton.backends.nvidia.driver", "CudaLauncher.__call__", launches.call_launcher, REASON),
         Patch("triton.backends.amd.driver", "HIPLauncher.__call__", launches.call_launcher, REASON),
-        Patch("triton.runtime.autotuner", "Autotuner.run", launches.tune, REASON, vital=True),
-        Patch("triton.runtime.autotuner", "Autotuner._bench", launches.trial, REASON, vital=True),
+        Patch(_AUTOTUNER, "Autotuner.run", launches.tune, REASON, vital=True),
+        Patch(_AUTOTUNER, "Autotuner._bench", launches.trial, REASON, vital=True),
         Patch(_HEURISTICS, "CachingAutotuner.run", launches.launch_of_inductor, REASON, vital=True),
     ]
