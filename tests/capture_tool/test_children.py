@@ -75,7 +75,10 @@ def test_workers_forked_and_spawned_children_run_as_ever_and_are_not_recorded(tm
     assert captured.op_names.count("aten::cumsum.default") == 1, "the parent's, not the child's"
     said, note = done.stderr.splitlines()  # and no child says anything of the capture
     assert "unsupported: none" in said
-    assert note.startswith("opreplay-capture: note: 6 child processes seen: ") and "children do not record" in note
+    assert (
+        note.startswith("opreplay-capture: note: 6 child processes seen: ")
+        and "child processes are not recorded" in note
+    )
     assert "multiprocessing" in note and "running __main__:in_child" in note and "(forked)" in note
 
 
