@@ -15,10 +15,8 @@ namespace opreplay {
 inline bool is_plain(const at::Tensor& tensor) {
   using enum c10::DispatchKey;
   constexpr c10::DispatchKeySet others({Python, ZeroTensor, Conjugate, Negative, NestedTensor, Quantized});
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   return !tensor.key_set().has_any(others) && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         !impl->has_symbolic_sizes_strides() &&
-         (!tensor.is_meta() || !impl->unsafe_storage().sym_nbytes().is_heap_allocated());
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !tensor.storage().sym_nbytes().is_symbolic();
 }
 
 // One call, from its arguments to its record, with the session's mutex held. Values come as a stack has them, or as C++ does.

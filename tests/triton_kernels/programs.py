@@ -375,28 +375,6 @@ def in_a_function_that_hides_a_global():
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-class FirstFit(triton.runtime.Autotuner):
-    """It tries in its own way."""
-
-    def _bench(self, *args, config, **meta):
-        self.fn.run(*args, **meta, **config.all_kwargs())
-        return [1.0 / config.kwargs["BLOCK"]] * 3
-
-
-fitted_kernel = FirstFit(
-    calling_kernel, calling_kernel.arg_names, [triton.Config({"BLOCK": size}) for size in (4, 8)], ["n"], None, None
-)
-
-
-@program
-def autotuned_by_a_class_of_its_own():
-    x, out = torch.randn(10), torch.zeros(10)
-    for _ in range(2):
-        fitted_kernel[lambda meta: (triton.cdiv(10, meta["BLOCK"]),)](x, out, 10)
-    assert "_bench" not in vars(fitted_kernel)
-    return out
-
-
 @triton.jit
 def tuples_kernel(sources, outs, bias, flag, n, BLOCK: tl.constexpr, SHIFTS: tl.constexpr):
     at = tl.arange(0, BLOCK)
@@ -442,34 +420,6 @@ def names_that_launches_have():
     x = torch.zeros(3)
     launch_grid_kernel[(3,)](x, 4, num_stages=2)
     return x
-
-
-def value_of(given):
-    return given.value if isinstance(given, tl.constexpr) else given
-
-
-@tl.constexpr
-def bits_of(dtype: tl.constexpr) -> tl.dtype:
-    return tl.core.get_int_dtype(value_of(dtype).primitive_bitwidth, False)
-
-
-@tl.constexpr
-def half_of(number):
-    return value_of(number) // helpers.HALVES
-
-
-@triton.jit
-def sorted_bits_kernel(x, out, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    bits = tl.load(x + at).to(bits_of(tl.float32), bitcast=True)
-    tl.store(out + at, (bits >> half_of(BLOCK)).to(tl.int32))
-
-
-@program
-def functions_of_python_for_constants():
-    out = torch.zeros(8, dtype=torch.int32)
-    sorted_bits_kernel[(1,)](torch.randn(8), out, BLOCK=8)
-    return out
 
 
 if VERSION >= (3, 9):

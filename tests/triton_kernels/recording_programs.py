@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import replayfmt
+from tests.triton_kernels import library_programs  # noqa: F401 - its programs are among them
 from tests.triton_kernels.programs import CACHE, PROGRAMS
 from tests.triton_kernels.refused_programs import REFUSED
 

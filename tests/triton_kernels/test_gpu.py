@@ -22,7 +22,7 @@ HERE = sorted(set(WRITTEN) - {"inside_an_operator", "inside_an_operator_with_sta
 
 @pytest.mark.parametrize("name", HERE)
 def test_a_launch_is_replayed_bitwise_from_its_binary(name: str, tmp_path: Path) -> None:
-    programs = importlib.import_module("tests.triton_kernels.programs")  # it registers operators
+    programs = importlib.import_module("tests.triton_kernels.recording_programs")  # it registers operators
     path = tmp_path / "gpu.opreplay"
     torch.manual_seed(0)
     with torch.device("cuda"), replayfmt.capture(path):
@@ -73,7 +73,7 @@ def test_a_kernel_that_takes_a_tenth_longer_is_found(tmp_path: Path, tools: Tool
 
 
 def test_launches_are_reconciled_with_the_whole_replay(tmp_path: Path, tools: Tools) -> None:
-    programs = importlib.import_module("tests.triton_kernels.programs")
+    programs = importlib.import_module("tests.triton_kernels.recording_programs")
     path, out = tmp_path / "gpu.opreplay", tmp_path / "a.json"
     with torch.device("cuda"), replayfmt.capture(path):
         programs.PROGRAMS[HERE[0]]()
