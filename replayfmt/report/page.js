@@ -13,10 +13,13 @@
     return { text, axis, surface: night ? "#22262a" : "#ffffff" };
   };
 
-  const themed = (layout) => {
+  // Paper is narrower than the window, and what is too wide for it is cut off: `.printing` says how wide it is.
+  const themed = (layout, element) => {
     const { text, axis, surface } = theme();
     return {
       ...layout,
+      width: printing ? element.clientWidth : undefined,
+      autosize: !printing,
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: text, family: "system-ui, sans-serif", size: 12 },
@@ -192,9 +195,9 @@
       margin: { t: 70, r: 40 },
     };
     const redraw = (range) =>
-      window.Plotly.react(element, coloured(traces(range[0] * 1e9, range[1] * 1e9)), themed({ ...layout, xaxis: { ...layout.xaxis, range } }), timelineConfig);
+      window.Plotly.react(element, coloured(traces(range[0] * 1e9, range[1] * 1e9)), themed({ ...layout, xaxis: { ...layout.xaxis, range } }, element), timelineConfig);
     const timelineConfig = { ...config, displayModeBar: true, modeBarButtons: [["zoomIn2d", "zoomOut2d", "resetScale2d"]], doubleClick: false };
-    window.Plotly.newPlot(element, coloured(traces(0, whole)), themed(layout), timelineConfig);
+    window.Plotly.newPlot(element, coloured(traces(0, whole)), themed(layout, element), timelineConfig);
     element.on("plotly_relayout", (change) => {
       if (change["xaxis.autorange"]) redraw([0, whole / 1e9]);
       else if ("xaxis.range[0]" in change) redraw([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
@@ -212,8 +215,8 @@
     element.style.height = `${figure.timeline ? 140 + 34 * figure.timeline.lanes.length : figure.layout.height}px`;
     if (figure.timeline) redraws.push(drawTimeline(element, figure.timeline));
     else {
-      window.Plotly.newPlot(element, coloured(figure.data), themed(figure.layout), config);
-      redraws.push(() => window.Plotly.react(element, coloured(figure.data), themed(figure.layout), config));
+      window.Plotly.newPlot(element, coloured(figure.data), themed(figure.layout, element), config);
+      redraws.push(() => window.Plotly.react(element, coloured(figure.data), themed(figure.layout, element), config));
     }
     element.on("plotly_click", ({ points }) => {
       if (points[0].customdata) showRow(String(points[0].customdata), "");
@@ -226,6 +229,7 @@
       printing = now;
       document.documentElement.classList.toggle("printing", now);
       redrawAll();
+      if (!now) document.querySelectorAll(".picture").forEach((each) => window.Plotly.Plots.resize(each));
     });
   if (location.hash) showRow(location.hash.slice(1));
   document.documentElement.dataset.ready = "yes";

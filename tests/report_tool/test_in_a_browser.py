@@ -202,3 +202,16 @@ def test_on_paper_without_backgrounds_the_verification_can_be_read(browser: Any,
         assert browser.execute_script(f"{style}.backgroundColor") == "rgba(0, 0, 0, 0)"
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_on_paper_no_picture_is_wider_than_the_page_and_the_screen_has_its_own_again(browser: Any, page: Path) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    opened(browser, page)
+    widest = "return Math.max(...[...document.querySelectorAll('.main-svg')].map((each) => each.clientWidth))"
+    before = browser.execute_script(widest)
+    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script("return document.body.clientWidth") <= 1120
+    assert browser.execute_script(widest) <= 1120 < before
+    browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
+    WebDriverWait(browser, LONGEST_S).until(lambda driver: driver.execute_script(widest) == before)
