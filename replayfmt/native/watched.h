@@ -36,35 +36,46 @@ struct Watch {
       if (now == kOver) {
         of->settle();
       } else if (now == kQuiet) {
-        of->hear(it_is_time());
+        Hearing& here = hearing();
+        of->hear(here, here.is_time());
       }
     }
   }
   static void after_news(const std::atomic<Watch*>& watch) {
     if (const Watch* of = watch.load(); of && of->state.load() == kQuiet) {
-      of->hear(true);
+      of->hear(hearing(), true);
     }
   }
 
  private:
-  // It takes 0.2 us to turn it on or off.
-  void hear(bool on) const {
-    thread_local bool hears = false;
-    if (hears != on) {
-      listen(hears = on);
+  // Of a thread.
+  struct Hearing {
+    bool on = false;
+    uint32_t left = 0, random = 2463534242;
+
+    // One time in 128, at intervals that no loop of a program has.
+    bool is_time() {
+      if (left > 0) {
+        left--;
+        return false;
+      }
+      random ^= random << 13;
+      random ^= random >> 17;
+      random ^= random << 5;
+      left = random % 256;
+      return true;
     }
+  };
+  static Hearing& hearing() {
+    thread_local constinit Hearing of_this;
+    return of_this;
   }
-  // One time in 128, at intervals that no loop of a program has.
-  static bool it_is_time() {
-    thread_local uint32_t left = 0, random = 2463534242;
-    if (left-- > 0) {
-      return false;
+
+  // It takes 0.2 us to turn it on or off.
+  void hear(Hearing& here, bool on) const {
+    if (here.on != on) {
+      listen(here.on = on);
     }
-    random ^= random << 13;
-    random ^= random >> 17;
-    random ^= random << 5;
-    left = random % 256;
-    return true;
   }
 };
 
