@@ -1,4 +1,4 @@
-"""The playbook for agents: playbook.md, one `## opreplay-…` section per tool. AGENTS.md contains the same text."""
+"""The playbook for agents: playbook.md, one `## opreplay-…` section per tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The playbook for agents: one text, in the package, in AGENTS.md, printed by every tool; nothing in it is made up."""
+"""The playbook for agents: one text in the package, printed by every tool; nothing in it is made up."""
 
 from __future__ import annotations
 
@@ -25,12 +25,6 @@ def command(tool: str) -> click.Command:
 
 def flags(tool: str) -> set[str]:
     return {name for parameter in command(tool).params for name in parameter.opts}
-
-
-def test_agents_md_contains_the_playbook() -> None:
-    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
-    found = re.findall(r"<!-- playbook:begin -->\n(.*?)<!-- playbook:end -->", text, re.DOTALL)
-    assert found == [WHOLE]
 
 
 def test_the_playbook_has_a_section_for_every_tool_and_for_failures() -> None:

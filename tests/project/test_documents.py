@@ -1,4 +1,4 @@
-"""Documents cannot lie: what README.md and AGENTS.md show is run, and every local link leads somewhere.
+"""Documents cannot lie: what README.md, the playbook and guides show is run, and every local link leads somewhere.
 
 In these documents a block marked `console` holds commands after `$ ` prompts, each followed by what it prints (`…`
 where lines are left out); a block marked `python` is run as it stands. Blocks of one document run in order, in one
@@ -63,7 +63,7 @@ def documents() -> list[str]:
         name
         for name in (
             "README.md",
-            "AGENTS.md",
+            "tools/playbook.md",
             "docs/measuring.md",
             "docs/energy.md",
             "docs/reporting.md",
@@ -81,7 +81,7 @@ def test_a_document_does_what_it_says(document: str, tmp_path: Path) -> None:
 
 def does_what_it_says(document: str, tmp_path: Path) -> None:
     """Run what a document tells its reader to do, and compare what that prints."""
-    if document != "AGENTS.md":  # the playbook asks for nothing but the tools
+    if document != "tools/playbook.md":  # it asks for nothing but the tools
         shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
     done = steps((ROOT / document).read_text(encoding="utf-8"))
