@@ -26,12 +26,7 @@ DEMO      := build/demo
 PYTEST    = $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-# The generated bindings are compared byte by byte with what this flatc makes; other versions differ.
-FLATC         ?= flatc
-FLATC_VERSION := flatc version 2.0.8
-GENERATED     := tests/format/generated
-
-.PHONY: demo test check serving fuzz exact sanitize bench wheel lint schema picture help
+.PHONY: demo test check serving fuzz exact sanitize bench wheel lint picture help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark, dump and report it'
 	@echo 'make test    the whole test suite'
@@ -44,7 +39,6 @@ help:
 	@echo 'make wheel   a wheel that carries the recorder in C++ built, for machines without a compiler (docs/recorders.md)'
 	@echo 'make picture run the demo and keep docs/memory.svg, which README.md shows'
 	@echo 'make lint    ruff and mypy'
-	@echo 'make schema  regenerate $(GENERATED) from schema/opreplay.fbs'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: make PYTHON=...")'
@@ -129,14 +123,3 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-# flatc also writes an empty __init__.py into every package of the namespace; ours stay as they are.
-schema:
-	@found="$$($(FLATC) --version 2>/dev/null || echo 'no flatc')"; test "$$found" = '$(FLATC_VERSION)' || { \
-	echo "make schema needs '$(FLATC_VERSION)' (Debian 12: apt-get install flatbuffers-compiler)" >&2; \
-	echo "and found '$$found' as $(FLATC); name another one with FLATC=..." >&2; exit 1; }
-	rm -rf build/schema && mkdir -p build/schema
-	$(FLATC) --python -o build/schema/tests schema/opreplay.fbs
-	rm build/schema/$(GENERATED)/__init__.py
-	find $(GENERATED) -name '*.py' ! -name __init__.py -delete
-	cp build/schema/$(GENERATED)/*.py $(GENERATED)/

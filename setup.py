@@ -1,4 +1,4 @@
-"""Wheels that carry the libraries in C++ (docs/recorders.md); pyproject.toml says everything else.
+"""The packages, and wheels that carry the libraries in C++ (docs/recorders.md); pyproject.toml says everything else.
 
 OPREPLAY_NATIVE_LIBRARIES names a directory that `python -m replayfmt.native` filled. Without it the wheel is a plain
 one.
@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -41,4 +41,7 @@ class BdistWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})
+# tools/ and examples/ are installed under names of our own; package-dir in pyproject.toml maps them.
+PACKAGES = [*find_packages(include=["replayfmt", "replayfmt.*"]), "opreplay_tools", "opreplay_tools.programs"]
+
+setup(packages=PACKAGES, cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})

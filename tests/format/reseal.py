@@ -10,7 +10,6 @@ import flatbuffers
 import numpy as np
 import zstandard
 
-from format.generated import Records
 from replayfmt.format.codes import Codec, FrameKind
 from replayfmt.format.container import flatbuffer_tables
 from replayfmt.format.container.frames import (
@@ -28,6 +27,8 @@ from replayfmt.format.container.frames import (
 )
 from replayfmt.format.container.layouts import RECORDS
 from replayfmt.format.definitions.tables import COLUMNS, NUMBERED, TABLES, encode_tables
+
+from .bindings import bindings
 
 
 @dataclass
@@ -140,11 +141,12 @@ def records_body(columns: dict[str, np.ndarray | int]) -> bytes:
     """Written by the bindings of flatc, which take whatever they are given."""
     builder = flatbuffers.Builder(1024)
     places = {name: builder.CreateNumpyVector(v) for name, v in columns.items() if isinstance(v, np.ndarray)}
-    Records.Start(builder)
+    generated = bindings("Records")
+    generated.Start(builder)
     for name, value in columns.items():
         add = "Add" + "".join(part.capitalize() for part in name.split("_"))
-        getattr(Records, add)(builder, places.get(name, value))
-    builder.Finish(Records.End(builder))
+        getattr(generated, add)(builder, places.get(name, value))
+    builder.Finish(generated.End(builder))
     return bytes(builder.Output())
 
 

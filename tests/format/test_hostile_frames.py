@@ -37,6 +37,7 @@ from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.reader import open_capture
 from replayfmt.format.summary import encode_summary
 
+from .bindings import bindings
 from .reading import read_all, refused
 from .reseal import Frame, change, change_header, join, split
 from .samples import SESSION, write_everything, write_everything_again, write_small
@@ -48,27 +49,27 @@ V = ValueKind
 
 
 def _strings_head(**pairs: str) -> bytes:
-    from format.generated import Head, KeyValue
+    head, pair = bindings("Head"), bindings("KeyValue")
 
     builder = flatbuffers.Builder(64)
     made = []
     for key, value in pairs.items():
         places = builder.CreateString(key.rstrip("_")), builder.CreateString(value)
-        KeyValue.Start(builder)
-        KeyValue.AddKey(builder, places[0])
-        KeyValue.AddValue(builder, places[1])
-        made.append(KeyValue.End(builder))
+        pair.Start(builder)
+        pair.AddKey(builder, places[0])
+        pair.AddValue(builder, places[1])
+        made.append(pair.End(builder))
     builder.StartVector(4, len(made), 4)
     for place in reversed(made):
         builder.PrependUOffsetTRelative(place)
     vector = builder.EndVector()
     texts = [builder.CreateString(text) for text in (SESSION.session_id, "p", "1")]
-    Head.Start(builder)
-    Head.AddSessionId(builder, texts[0])
-    Head.AddProducer(builder, texts[1])
-    Head.AddProducerVersion(builder, texts[2])
-    Head.AddSettings(builder, vector)
-    builder.Finish(Head.End(builder))
+    head.Start(builder)
+    head.AddSessionId(builder, texts[0])
+    head.AddProducer(builder, texts[1])
+    head.AddProducerVersion(builder, texts[2])
+    head.AddSettings(builder, vector)
+    builder.Finish(head.End(builder))
     return bytes(builder.Output())
 
 
@@ -162,12 +163,12 @@ def test_strings_that_all_point_to_the_same_bytes_cannot_expand(capture: Path) -
     for _ in range(100_000):
         builder.PrependUOffsetTRelative(shared)
     vector = builder.EndVector()
-    from format.generated import Tables
+    tables = bindings("Tables")
 
-    Tables.Start(builder)
-    Tables.AddFirstString(builder, 1)
-    Tables.AddStrings(builder, vector)
-    builder.Finish(Tables.End(builder))
+    tables.Start(builder)
+    tables.AddFirstString(builder, 1)
+    tables.AddStrings(builder, vector)
+    builder.Finish(tables.End(builder))
     body = bytes(builder.Output())
     change(capture, FrameKind.tables, lambda frame: replace(frame, body=body))
     change(capture, FrameKind.tables, lambda frame: None, which=-1)

@@ -12,9 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_intdigest
 
-from format.generated.Head import Head
-from format.generated.Records import Records as GeneratedRecords
-from format.generated.Tables import Tables
 from replayfmt.format.codes import (
     Codec,
     DType,
@@ -51,6 +48,7 @@ from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.records.digest import TensorDigest
 from replayfmt.format.writer import CaptureWriter
 
+from .bindings import bindings
 from .samples import SESSION, TENSOR_DIGEST, Records, op, write_everything, write_small
 
 V = ValueKind
@@ -302,13 +300,13 @@ def test_strings_without_a_utf8_form_are_escaped(tmp_path: Path) -> None:
 
 
 def test_the_bindings_that_flatc_generates_read_what_was_written(everything: CaptureReader) -> None:
-    head = Head.GetRootAs(everything.read_frame(0)[1])
+    head = bindings("Head").Head.GetRootAs(everything.read_frame(0)[1])
     assert head.SessionId().decode() == SESSION.session_id and head.WorldSize() == 4 and head.ArgvLength() == 3
     tables = next(i for i, row in enumerate(everything.contents.frames) if row["kind"] == 2)
-    first = Tables.GetRootAs(everything.read_frame(tables)[1])
+    first = bindings("Tables").Tables.GetRootAs(everything.read_frame(tables)[1])
     assert first.FirstString() == 1 and first.Strings(0).decode() == everything.strings[1]
     position = next(i for i, row in enumerate(everything.contents.frames) if row["kind"] == 3)
-    records = GeneratedRecords.GetRootAs(everything.read_frame(position)[1])
+    records = bindings("Records").Records.GetRootAs(everything.read_frame(position)[1])
     frame = everything.frame(0)
     assert records.SignatureAsNumpy().tolist() == frame.signature.tolist()
     assert records.FloatsAsNumpy().tobytes() == frame.floats.tobytes()

@@ -45,7 +45,6 @@ def test_every_module_says_what_it_is_for() -> None:
         str(path.relative_to(ROOT))
         for path in tracked()
         if path.suffix == ".py"
-        and "generated" not in path.parts
         and path.stat().st_size
         and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
     ]
@@ -71,15 +70,3 @@ def test_every_dependency_is_pinned_for_the_suite() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     assert {re.split(r"[<>=~!\[; ]", requirement)[0] for requirement in asked} <= set(pins)
     assert pins["torch"] == "2.13.0"
-
-
-def test_every_package_is_listed_for_the_wheel() -> None:
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    packages = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "replayfmt").rglob("*.py")}
-    assert packages | {"opreplay_tools", "opreplay_tools.programs"} == set(setup["packages"])
-
-
-def test_make_schema_refuses_another_flatc() -> None:
-    done = subprocess.run(["make", "schema", "FLATC=true"], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode != 0
-    assert "2.0.8" in done.stderr and "FLATC=" in done.stderr
