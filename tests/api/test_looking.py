@@ -128,6 +128,7 @@ class Tags(HTMLParser):
         self.texts.append(data)
 
 
+@pytest.mark.guarantee("notebook")
 def test_a_notebook_shows_the_summary_and_the_kernels_and_nothing_of_a_capture_is_markup(
     small: Path, tmp_path: Path
 ) -> None:

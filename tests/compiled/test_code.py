@@ -169,6 +169,7 @@ def test_elsewhere_a_kernel_without_its_source_is_refused(
     assert "its library is for another cpu, and its source is not in the capture" in refused
 
 
+@pytest.mark.guarantee("cpp-kernels")
 @pytest.mark.parametrize(
     "flag",
     [

@@ -492,6 +492,7 @@ def test_any_annotation_is_one_strict_row_and_one_line(
     assert [row.get("annotation") for row in found if "ordinal" in row] == [exact(note) or None for note in notes]
 
 
+@pytest.mark.guarantee("dump-files")
 def test_a_dump_opens_no_file_that_a_capture_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "model.bin"
     place.write_bytes(bytes(100))

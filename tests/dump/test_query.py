@@ -27,6 +27,7 @@ def test_a_filter_is_applied_to_each_row_and_may_give_any_number_of_results() ->
     assert ask("{b, a: .a}", '{"a":"é","b":null}\n') == ['{"b":null,"a":"é"}']
 
 
+@pytest.mark.guarantee("terminal")
 def test_raw_output_prints_strings_as_they_are_but_for_what_a_terminal_would_act_on() -> None:
     def raw(text: str, row: str) -> str:
         return "".join(Query(text, raw=True).apply([row + "\n"]))

@@ -82,6 +82,7 @@ def test_a_flipped_bit_in_content_is_found_by_whoever_reads_it(tools: Tools, pat
     )
 
 
+@pytest.mark.guarantee("one-error")
 def test_a_flipped_bit_anywhere_is_found_with_its_offset(tools: Tools, path: Path) -> None:
     content = path.read_bytes()
     for place in range(PREAMBLE_BYTES, len(content), max(1, len(content) // 40)):
@@ -120,6 +121,7 @@ def test_a_newer_major_version_is_named(tools: Tools, path: Path) -> None:
     _all_fail(tools, path, "UNIMPLEMENTED", rf"format version {MAJOR_VERSION + 1}\.\d+; this reader knows")
 
 
+@pytest.mark.guarantee("one-error")
 def test_a_hostile_capture_behind_valid_checks_is_one_error(tools: Tools, path: Path) -> None:
     change_header(path, lambda header: replace(header, raw_bytes=2**40, codec=Codec.zstd), FrameKind.records)
     _all_fail(tools, path, "DATA_LOSS", r"0x[0-9a-f]+", only=(("run",), ("benchmark",), ("dump",), ("check",)))

@@ -120,6 +120,7 @@ def test_files_are_looked_for_where_a_remap_says(run: Tool, tmp_path: Path, weig
     assert ran.code == 2 and "matches no external file" in ran.err
 
 
+@pytest.mark.guarantee("dump-files")
 def test_nothing_is_written_where_a_file_is_not_the_captured_one(
     run: Tool, tmp_path: Path, weights: Path, tokens: Path
 ) -> None:

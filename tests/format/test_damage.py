@@ -43,6 +43,7 @@ def _cuts(data: bytes, folder: Path) -> Iterator[tuple[int, Path]]:
         yield length, path
 
 
+@pytest.mark.guarantee("damage")
 @pytest.mark.slow
 def test_every_truncation_is_refused_or_read_as_an_incomplete_prefix(small: Path, tmp_path: Path) -> None:
     data = small.read_bytes()
@@ -104,6 +105,7 @@ def _flips(data: bytes, folder: Path, seed: int) -> Iterator[tuple[int, Path]]:
             os.pwrite(file.fileno(), bytes([byte]), position)
 
 
+@pytest.mark.guarantee("damage")
 @pytest.mark.slow
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     data = tiny.read_bytes()

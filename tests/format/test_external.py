@@ -200,6 +200,7 @@ def test_a_digest_is_read_once_for_a_file_that_stays_the_same(path: Path, monkey
         validate(file, str(link), False)
 
 
+@pytest.mark.guarantee("file-identity")
 def test_a_file_replaced_after_it_was_opened_is_noticed_and_not_mapped(path: Path) -> None:
     with OpenedFile(str(path)) as opened:
         assert opened.changed() is None

@@ -245,6 +245,7 @@ def _first(family: str, first: int) -> Callable[[Tables], None]:
     return edit
 
 
+@pytest.mark.guarantee("bounds")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "match"),

@@ -120,6 +120,7 @@ def test_a_summary_that_does_not_add_up_is_refused(capture: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ FlatBuffers
 
 
+@pytest.mark.guarantee("bounds")
 @pytest.mark.parametrize("layout", [HEAD, TABLES, RECORDS, SUMMARY], ids=lambda layout: layout.name)
 def test_any_bytes_as_a_flatbuffer_are_refused_or_stay_inside_the_buffer(layout: TableLayout) -> None:
     chosen = random.Random(1)
@@ -156,6 +157,7 @@ def _read_every_field(data: bytes, layout: TableLayout) -> int:
     return total
 
 
+@pytest.mark.guarantee("decompression")
 def test_strings_that_all_point_to_the_same_bytes_cannot_expand(capture: Path) -> None:
     builder = flatbuffers.Builder(64)
     shared = builder.CreateString("x" * 100_000)
@@ -358,6 +360,7 @@ def _zeros(count: int) -> bytes:
     return b"".join(parts) + compressor.flush()
 
 
+@pytest.mark.guarantee("decompression")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [FrameKind.tables, FrameKind.records])
 def test_decompression_bombs_are_refused_before_they_are_decompressed(capture: Path, kind: FrameKind) -> None:
@@ -444,6 +447,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, list[Fr
     return [split((folder / name).read_bytes()) for name in ("everything", "small")]
 
 
+@pytest.mark.guarantee("bounds")
 @pytest.mark.slow
 @settings(max_examples=500)
 @given(which=st.integers(0, 1), mutations=st.lists(_mutation, min_size=1, max_size=4), index=st.booleans())

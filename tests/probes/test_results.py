@@ -153,6 +153,7 @@ def test_any_bytes_are_a_recording_or_one_error(content: bytes, begins_well: boo
             assert "at byte" in str(error)
 
 
+@pytest.mark.guarantee("recording-bounds")
 @given(st.data())
 def test_a_recording_with_any_bytes_of_its_head_changed_is_a_recording_or_one_error(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -175,6 +176,7 @@ def test_what_is_no_file_is_not_found(tmp_path: Path) -> None:
             ProbeRecording.open(path)
 
 
+@pytest.mark.guarantee("recording-memory")
 def test_records_are_mapped_not_read(tmp_path: Path) -> None:
     """A file of 64 GiB that is mostly holes is opened, and its last record read, at once."""
     layout = RecordLayout("wide", np.dtype([("value", "<u8")]), "thread", single=False)

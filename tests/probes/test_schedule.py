@@ -146,6 +146,7 @@ def test_slots_never_overlap_and_no_slot_is_taken_without_need(blocks: list[tupl
         ends[int(slot)] = int(begin + length)
 
 
+@pytest.mark.guarantee("recording-memory")
 @pytest.mark.slow
 def test_a_large_recording_is_evaluated_in_little_memory_with_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -189,6 +189,7 @@ def test_a_replay_knows_operators_by_its_kernels_alone() -> None:
     assert not wrong
 
 
+@pytest.mark.guarantee("no-pickle")
 @pytest.mark.slow
 def test_nothing_imports_pickle() -> None:
     wrong = [

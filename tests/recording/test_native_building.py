@@ -95,6 +95,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, built: Path) -> list[Path]:
     return made
 
 
+@pytest.mark.guarantee("native-off")
 @pytest.mark.usefixtures("anew")
 def test_nothing_is_built_where_it_is_off(built: Path, compiled: list[Path], capture: Capture) -> None:
     built.unlink()
@@ -153,6 +154,7 @@ def test_a_whole_library_of_another_system_is_built_again(built: Path, compiled:
     assert len(compiled) == 1 and built.read_bytes() == whole
 
 
+@pytest.mark.guarantee("library-private", "library-digest")
 @pytest.mark.parametrize(
     "damage",
     [lambda content: b"", lambda content: content[:5000], lambda content: content[:5000] + b"x" + content[5001:]],
@@ -193,6 +195,7 @@ def _below_a_directory_of_everybody(built: Path) -> None:
     built.parents[2].chmod(0o777)
 
 
+@pytest.mark.guarantee("library-owner")
 @pytest.mark.parametrize(
     "change",
     [_open_to_others, _in_a_directory_of_others, _in_a_linked_directory, _a_link, _below_a_directory_of_everybody],
@@ -210,6 +213,7 @@ def test_a_cache_that_cannot_be_made_is_told(built: Path, tmp_path: Path, monkey
         building.library("thread_watch.cpp")
 
 
+@pytest.mark.guarantee("library-private")
 def test_processes_that_build_at_once_leave_one_whole_library(built: Path, compiled: list[Path]) -> None:
     """Both find none, both build, and each renames its own into place."""
     whole = built.read_bytes()
@@ -370,6 +374,7 @@ def test_a_dispatch_key_that_another_library_has_is_left_to_it(namespace: str, t
     assert captured.session.policies["recorder"] == "python: its dispatch key is in use" and len(captured.ops) == 2
 
 
+@pytest.mark.guarantee("native-off")
 def test_a_native_recorder_without_libraries_is_refused() -> None:
     with pytest.raises(UsageError, match="recorder='native' needs a library, and native='off' builds and loads none"):
         CaptureOptions(recorder="native", native="off")

@@ -157,6 +157,7 @@ def test_a_truncated_file_is_refused(source: Path, weights: Path) -> None:
     assert f"has {length - 1} bytes" in finding and f"had {length}" in finding
 
 
+@pytest.mark.guarantee("file-identity")
 def test_a_file_without_identity_and_digest_is_refused(source: Path, weights: Path) -> None:
     (finding,) = refusal(reference(source, weights, "none"))
     assert "neither" in finding and "--file-validation=digest" in finding

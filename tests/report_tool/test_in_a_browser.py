@@ -67,6 +67,7 @@ def page(measured: Measured, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.guarantee("report-page")
 def test_every_picture_is_drawn_and_nothing_is_said_or_asked_for(browser: Any, page: Path) -> None:
     opened(browser, page)
     pictures = browser.execute_script("return document.querySelectorAll('.picture').length")
@@ -157,6 +158,7 @@ def test_a_bar_of_a_replay_leads_nowhere_and_one_of_a_call_to_its_row(browser: A
         assert single and all(bool(site) is leads and ("call site" in text) is leads for text, site in single)
 
 
+@pytest.mark.guarantee("report-page")
 def test_what_a_capture_is_named_does_not_run(browser: Any, hostile: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     assert tool("report", "-o", out, hostile) == 0

@@ -20,6 +20,7 @@ from replayfmt.replay.plan import Plan
 aten = torch.ops.aten
 
 
+@pytest.mark.guarantee("arguments")
 def test_a_number_in_place_of_a_dtype_is_refused_before_a_kernel_uses_it(tmp_path: Path) -> None:
     """Dozens of kernels look the number up in a table, wherever that leads."""
     source = recorded(tmp_path, lambda: torch.arange(0, 4, dtype=torch.int64))
@@ -51,6 +52,7 @@ def _values(name: str, count: int) -> Node:
     return Node(ValueKind.list, name, None, tuple(Node(ValueKind.int) for _ in range(count)))
 
 
+@pytest.mark.guarantee("arguments")
 @pytest.mark.parametrize(
     ("operator", "node", "said"),
     [

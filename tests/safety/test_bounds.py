@@ -45,6 +45,7 @@ def source(tmp_path: Path) -> Path:
     return recorded(tmp_path, program, "source", digests="ops")
 
 
+@pytest.mark.guarantee("views")
 @pytest.mark.parametrize("length", [0, 16, 16_000])
 def test_a_storage_that_shrinks_under_live_views_ends_the_use_of_those_views(
     source: Path, tmp_path: Path, length: int
@@ -74,6 +75,7 @@ def test_a_program_that_frees_memory_under_a_view_and_takes_it_back_replays(tmp_
         assert plan.execute(verify="auto").outcome == "ok"
 
 
+@pytest.mark.guarantee("views")
 @pytest.mark.parametrize("length", [-1, -(2**63), 2**61])
 def test_lengths_that_no_storage_has_are_refused_when_they_are_read(
     source: Path, tmp_path: Path, tools: Tools, length: int
@@ -99,6 +101,7 @@ def test_a_resize_to_more_memory_than_there_is_is_refused(source: Path, tmp_path
     assert "bytes of memory" in refused.value.findings[0]
 
 
+@pytest.mark.guarantee("views")
 def test_a_view_made_without_a_check_is_checked(tmp_path: Path) -> None:
     source = recorded(tmp_path, lambda: torch.ops.aten._reshape_alias.default(torch.ones(16), [4, 4], [4, 1]).exp())
 
@@ -137,6 +140,7 @@ def test_a_nested_tensor_made_without_a_check_is_checked(tmp_path: Path) -> None
         plan.execute()
 
 
+@pytest.mark.guarantee("views")
 def test_an_op_that_raised_leaves_no_tensor_that_is_longer_than_its_memory(tmp_path: Path) -> None:
     """An out= argument gets its new sizes first, and then the memory is not there."""
     out, big = torch.empty(0), torch.empty(1).expand(2**44)
@@ -200,6 +204,7 @@ BROKEN: list[tuple[str, int, Callable[[Any], Any]]] = [
 ]
 
 
+@pytest.mark.guarantee("composite-tensors")
 @pytest.mark.parametrize(("form", "place", "change"), BROKEN, ids=range(len(BROKEN)))
 def test_tensors_made_of_others_are_checked_before_a_kernel_sees_them(
     form: str, place: int, change: Callable[[Any], Any]

@@ -59,6 +59,7 @@ def refusal(path: Path, *, allow_code: bool = True) -> str:
     return finding
 
 
+@pytest.mark.guarantee("code-leave")
 def test_code_is_refused_without_leave_and_every_kernel_is_listed_with_its_roles(
     tmp_path: Path, resolver: Negating
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_kernel_without_its_code_is_refused(tmp_path: Path, resolver: Negating
     assert resolver.seen == []
 
 
+@pytest.mark.guarantee("code-leave")
 def test_a_damaged_attachment_is_refused_before_anything_of_the_kernel_is_used(
     tmp_path: Path, resolver: Negating
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_damaged_attachment_is_refused_before_anything_of_the_kernel_is_used(
     assert resolver.seen == []
 
 
+@pytest.mark.guarantee("code-order")
 def test_nothing_is_loaded_while_any_of_the_code_is_refused(tmp_path: Path, resolver: Negating) -> None:
     """But with --keep-going, which asks for what can be run."""
     path = write(tmp_path / "code.opreplay", kernels=3, last=[("cubin", b"0123456789" * 9)])
@@ -158,6 +161,7 @@ def test_metadata_that_is_just_nested_deep_enough_is_given_to_the_kernel(tmp_pat
     assert [seen["metadata"] for _name, seen, _types in resolver.seen] == [metadata]
 
 
+@pytest.mark.guarantee("code-leave")
 @pytest.mark.parametrize("role", ["source", "metadata"])
 def test_a_source_beyond_the_limit_is_refused_before_it_is_read(
     tmp_path: Path, resolver: Negating, monkeypatch: pytest.MonkeyPatch, role: str
@@ -175,12 +179,14 @@ def test_two_attachments_of_one_known_role_are_refused(tmp_path: Path, resolver:
     assert resolver.seen == []
 
 
+@pytest.mark.guarantee("code-leave")
 def test_roles_that_are_not_known_are_given_to_nobody(tmp_path: Path, resolver: Negating) -> None:
     path = write(tmp_path / "code.opreplay", [("pickle", b"a"), ("pickle", b"b"), ("source", b"c")])
     replayfmt.Plan(path, allow_code=True).close()
     assert [seen for _name, seen, _types in resolver.seen] == [{"source": b"c"}]
 
 
+@pytest.mark.guarantee("code-leave")
 def test_metadata_that_names_a_module_imports_nothing(
     tmp_path: Path, resolver: Negating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +200,7 @@ def test_metadata_that_names_a_module_imports_nothing(
     assert not (tmp_path / "imported").exists() and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.guarantee("code-leave")
 @pytest.mark.parametrize(
     "arguments",
     [

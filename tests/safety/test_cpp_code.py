@@ -192,6 +192,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.guarantee("cpp-kernels")
 @pytest.mark.parametrize("graph", [False, True], ids=["op", "graph"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_does_not_fit_is_refused_with_and_without_leave(name: str, graph: bool, library: bytes) -> None:
@@ -202,6 +203,7 @@ def test_what_does_not_fit_is_refused_with_and_without_leave(name: str, graph: b
     assert not Path("loaded").exists()
 
 
+@pytest.mark.guarantee("code-order")
 @pytest.mark.parametrize("graph", [False, True], ids=["op", "graph"])
 @pytest.mark.parametrize("name", CALLS)
 def test_where_a_call_does_not_fit_no_code_is_loaded(name: str, graph: bool, library: bytes) -> None:
@@ -210,6 +212,7 @@ def test_where_a_call_does_not_fit_no_code_is_loaded(name: str, graph: bool, lib
     assert not Path("loaded").exists()
 
 
+@pytest.mark.guarantee("cpp-kernels")
 @pytest.mark.parametrize("graph", [False, True], ids=["op", "graph"])
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_call_that_does_not_fit_is_refused_before_it_is_made(name: str, graph: bool, library: bytes) -> None:
@@ -218,6 +221,7 @@ def test_a_call_that_does_not_fit_is_refused_before_it_is_made(name: str, graph:
     assert not Path("called").exists()
 
 
+@pytest.mark.guarantee("cpp-kernels")
 @pytest.mark.parametrize("graph", [False, True], ids=["op", "graph"])
 @pytest.mark.parametrize("machine", [HERE, ELSEWHERE])
 def test_a_library_is_loaded_and_a_source_compiled_only_with_leave(machine: str, graph: bool, library: bytes) -> None:
@@ -231,6 +235,7 @@ def test_a_library_is_loaded_and_a_source_compiled_only_with_leave(machine: str,
     assert Path("loaded").exists() and Path("called").exists(), "what the other tests look for"
 
 
+@pytest.mark.guarantee("code-order")
 def test_the_code_of_a_kernel_that_nothing_calls_is_not_loaded(library: bytes) -> None:
     said = Said(library, called=False)
     assert replayfmt.run(said.write(Path("c.opreplay")), verify="none", allow_code=True).outcome == "ok"

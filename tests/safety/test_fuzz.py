@@ -18,6 +18,7 @@ from .fuzzing import fuzz, make_case, make_sources, try_case
 CASES = {"read": 200, "plan": 30, "run": 60}
 
 
+@pytest.mark.guarantee("numbers")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", CASES)
 def test_files_changed_behind_valid_checks_come_to_a_result_or_one_error(stage: str) -> None:

@@ -55,6 +55,7 @@ def _code(text: str) -> list[str]:
     return [token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in inert]
 
 
+@pytest.mark.guarantee("written-python")
 @pytest.mark.slow
 @pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
 def test_a_kernels_skeleton_has_no_code_of_the_capture(source: Path, tmp_path: Path, schema: str) -> None:

@@ -114,6 +114,7 @@ def test_a_graph_that_goes_together_is_replayed(tmp_path: Path) -> None:
     assert replayfmt.run(capture(tmp_path), verify="none").outcome == "ok"
 
 
+@pytest.mark.guarantee("graph-bodies")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_does_not_go_together_is_refused(name: str, tmp_path: Path) -> None:
     change, why = HOSTILE[name]

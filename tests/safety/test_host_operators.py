@@ -93,6 +93,7 @@ def _named(source: Path, folder: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.guarantee("host-operators")
 @pytest.mark.parametrize("name", HOST_CALLS)
 def test_operators_that_act_on_the_host_are_never_run(source: Path, tmp_path: Path, name: str) -> None:
     """They are registered, take strings or addresses, and would read files, print, send or look up attributes."""
@@ -140,6 +141,7 @@ def test_an_import_tries_no_such_operator(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.guarantee("host-operators")
 def test_an_exported_script_runs_no_such_operator(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +160,7 @@ def test_an_exported_script_runs_no_such_operator(
         assert "does more than compute on tensors" in capfd.readouterr().out
 
 
+@pytest.mark.guarantee("host-operators")
 @pytest.mark.slow
 def test_every_namespace_that_pytorch_registers_is_known() -> None:
     """A torch that brings another one has somebody look at it. (Tests register more, whose names say so.)"""
@@ -167,6 +170,7 @@ def test_every_namespace_that_pytorch_registers_is_known() -> None:
     assert {each for each in found if each not in COMPUTING and acts_outside(f"{each}::any") is None} == set()
 
 
+@pytest.mark.guarantee("host-operators")
 def test_every_operator_that_might_do_more_than_compute_is_known() -> None:
     """Those that neither return nor write a tensor, and those that take streams, futures or the like."""
     unknown = set()
@@ -189,6 +193,7 @@ def test_every_operator_that_might_do_more_than_compute_is_known() -> None:
     assert unknown == set()
 
 
+@pytest.mark.guarantee("host-operators")
 def test_every_operator_of_this_torch_that_takes_a_path_or_a_name_of_something_is_known() -> None:
     """A torch that brings another operator with a string has somebody look at it."""
     harmless = (
@@ -243,6 +248,7 @@ def test_every_operator_of_this_torch_that_takes_a_path_or_a_name_of_something_i
     assert {each for each in unknown if not each[0].startswith("aten::_test")} == set()
 
 
+@pytest.mark.guarantee("no-imports")
 @pytest.mark.slow
 def test_a_replay_imports_no_optional_module_of_pytorchs_because_a_capture_names_it(
     source: Path, tmp_path: Path

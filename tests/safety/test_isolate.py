@@ -52,6 +52,7 @@ def _run(folder: Path, tool: str, *arguments: str, deadly: bool) -> subprocess.C
     )
 
 
+@pytest.mark.guarantee("isolate")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "name", "arguments"),
@@ -80,6 +81,7 @@ def test_without_it_the_process_ends_as_it_does(folder: Path) -> None:
     assert _run(folder, "run", "11.opreplay", deadly=True).returncode == -11
 
 
+@pytest.mark.guarantee("isolate")
 @pytest.mark.slow
 def test_a_replay_that_lives_prints_and_exits_as_without(folder: Path) -> None:
     plain = _run(folder, "run", "--format=jsonl", "11.opreplay", deadly=False)

@@ -62,6 +62,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded(tmp_path_factory.mktemp("source"), lambda: torch.ones(3).exp())
 
 
+@pytest.mark.guarantee("decompression")
 @pytest.mark.parametrize("family", ["kernel", "scope", "meta", "device", "signature"])
 def test_definitions_cannot_add_up_over_frames(source: Path, tmp_path: Path, tools: Tools, family: str) -> None:
     """Each frame is within the limit of a frame; all together are not."""
@@ -81,6 +82,7 @@ def test_definitions_cannot_add_up_over_frames(source: Path, tmp_path: Path, too
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000, "kilobytes"
 
 
+@pytest.mark.guarantee("decompression")
 def test_a_frame_cannot_become_much_longer_than_it_is(source: Path, tmp_path: Path, tools: Tools) -> None:
     path = _bomb(source, tmp_path / "bomb.opreplay", "kernel", 8_000_000, 1)
     done = tools("dump", "--summary", path)

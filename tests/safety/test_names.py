@@ -82,6 +82,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.guarantee("generated-code")
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_no_text_of_a_capture_gets_into_generated_code(tmp_path: Path, seen: Seen, text: str) -> None:
@@ -111,6 +112,7 @@ def test_no_text_of_a_capture_gets_into_generated_code(tmp_path: Path, seen: See
     seen.clean()
 
 
+@pytest.mark.guarantee("generated-code")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["self=1, {}", "self); {}(", "{}", "*self", "self\n", "self ", "ſelf", "", "__class__", "lambda", "out"]
@@ -151,6 +153,7 @@ SETTINGS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.guarantee("settings")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), SETTINGS, ids=range(len(SETTINGS)))
 def test_settings_take_known_names_and_values_and_are_put_back(
@@ -189,6 +192,7 @@ def test_no_value_of_any_setting_is_more_than_one_error() -> None:
     assert refused > 100
 
 
+@pytest.mark.guarantee("no-imports")
 def test_nothing_is_imported_because_a_capture_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of the namespace's name is there, and so is one that the table of known libraries names."""
     for name in ("opreplay_trap", "torchvision", "vllm"):
@@ -218,6 +222,7 @@ def test_nothing_is_imported_because_a_capture_names_it(tmp_path: Path, monkeypa
             Plan(source, allow_imports=[wrong])
 
 
+@pytest.mark.guarantee("no-imports")
 @pytest.mark.slow
 def test_an_allowed_module_is_imported_and_its_operators_are_replayed(tmp_path: Path, tools: Tools) -> None:
     """In processes of their own, so that nothing has imported it."""
@@ -247,6 +252,7 @@ def test_an_allowed_module_is_imported_and_its_operators_are_replayed(tmp_path: 
     assert run.returncode == 0 and "verified: bitwise" in run.stdout, run.stderr
 
 
+@pytest.mark.guarantee("terminal")
 @pytest.mark.slow
 def test_names_cannot_steer_the_terminal(tmp_path: Path, tools: Tools) -> None:
     hostile = "\x1b]0;owned\x07\x1b[2J\r\n‮\x9b31mexecute"
@@ -327,6 +333,7 @@ def test_a_very_long_name_does_not_flood_the_terminal(tmp_path: Path, tools: Too
     assert all(len(line) < 5_000 for line in refused.err.splitlines())
 
 
+@pytest.mark.guarantee("allowed-functions")
 def test_leave_to_import_a_library_is_no_leave_to_call_its_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

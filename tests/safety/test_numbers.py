@@ -45,6 +45,7 @@ def _tried(path: Path) -> list[OpReplayError | str]:
     return found
 
 
+@pytest.mark.guarantee("memory-claims")
 @pytest.mark.parametrize("length", [2**36, 2**44, 2**60])
 def test_a_capture_that_claims_more_memory_than_there_is_is_refused(
     source: Path, tmp_path: Path, tools: Tools, length: int
@@ -66,6 +67,7 @@ def test_a_length_beyond_what_the_format_allows_is_no_valid_capture(source: Path
         Plan(path)
 
 
+@pytest.mark.guarantee("views")
 @pytest.mark.parametrize(
     "change",
     [{"tensor_offset": 2**20}, {"tensor_offset": 2**58}, {"storage_bytes": 0}],
@@ -96,6 +98,7 @@ def test_sizes_and_strides_that_do_not_fit_fail_or_differ(
         assert outcome not in ("ok",), "what it claims is not what the capture's ops give"
 
 
+@pytest.mark.guarantee("views")
 @pytest.mark.parametrize(
     ("column", "value"), [("meta_sizes", -1), ("meta_sizes", 2**62), ("meta_strides", -8), ("meta_strides", 2**62)]
 )
@@ -111,6 +114,7 @@ def test_impossible_sizes_and_strides_are_found_when_the_file_is_read(source: Pa
         Plan(source)
 
 
+@pytest.mark.guarantee("numbers")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind for kind in RecordKind if kind not in (RecordKind.scope_begin,)], ids=lambda kind: kind.name
@@ -141,6 +145,7 @@ def test_integers_of_any_size_in_a_record_are_one_clear_error(source: Path, tmp_
             path.unlink()
 
 
+@pytest.mark.guarantee("settings")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change",

@@ -104,6 +104,7 @@ def _renamed(source: Path, folder: Path, name: str, overload: str) -> Path:
     return path
 
 
+@pytest.mark.guarantee("dispatcher-only")
 @pytest.mark.parametrize(("name", "overload"), NO_NAMES, ids=range(len(NO_NAMES)))
 def test_a_name_that_is_none_is_refused_when_it_is_read(source: Path, tmp_path: Path, name: str, overload: str) -> None:
     path = _renamed(source, tmp_path, name, overload)
@@ -118,6 +119,7 @@ def test_a_name_that_is_none_is_refused_when_it_is_read(source: Path, tmp_path: 
     writer.abandon()
 
 
+@pytest.mark.guarantee("dispatcher-only")
 def test_every_tool_refuses_a_name_that_is_none(source: Path, tmp_path: Path, tools: Tools) -> None:
     path = _renamed(source, tmp_path, "aten::exp()", "default")
     for command in (("run",), ("benchmark", "--per-op"), ("check",), ("dump",)):
@@ -133,6 +135,7 @@ def test_every_tool_refuses_a_name_that_is_none(source: Path, tmp_path: Path, to
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.guarantee("dispatcher-only")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "overload"), UNREGISTERED, ids=[f"{name}.{each}" for name, each in UNREGISTERED])
 def test_an_operator_is_what_the_dispatcher_knows_or_nothing(
@@ -152,6 +155,7 @@ def test_an_operator_is_what_the_dispatcher_knows_or_nothing(
     assert not isinstance(find_operator(f"{name}.{overload}"), torch._ops.OpOverload)
 
 
+@pytest.mark.guarantee("generated-names")
 @pytest.mark.parametrize(("name", "overload"), UNREGISTERED, ids=[f"{name}.{each}" for name, each in UNREGISTERED])
 def test_an_exported_script_calls_what_the_dispatcher_knows_or_nothing(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, overload: str
@@ -179,6 +183,7 @@ def test_an_exported_script_calls_registered_operators_with_and_without_their_ov
         assert torch.equal(replay_script.operator(entry)(x), x.exp())
 
 
+@pytest.mark.guarantee("generated-names")
 @pytest.mark.parametrize(("name", "overload"), UNREGISTERED, ids=[f"{name}.{each}" for name, each in UNREGISTERED])
 def test_a_skeleton_has_an_operator_of_the_registry_or_does_not_run(
     source: Path, tmp_path: Path, name: str, overload: str
@@ -198,6 +203,7 @@ def test_a_skeleton_has_an_operator_of_the_registry_or_does_not_run(
         names["original"]("/no/such/file")
 
 
+@pytest.mark.guarantee("generated-names")
 @pytest.mark.parametrize(("name", "overload"), UNREGISTERED, ids=[f"{name}.{each}" for name, each in UNREGISTERED])
 def test_a_script_of_a_part_has_no_such_operator(
     source: Path, tmp_path: Path, tools: Tools, name: str, overload: str
@@ -208,6 +214,7 @@ def test_a_script_of_a_part_has_no_such_operator(
     assert not (tmp_path / "part.py").exists()
 
 
+@pytest.mark.guarantee("generated-names")
 def test_an_import_looks_names_up_in_the_registry_alone() -> None:
     for name, overload in UNREGISTERED:
         assert not [

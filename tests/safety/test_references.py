@@ -76,6 +76,7 @@ def _claims(path: Path, **changes: Any) -> ExternalFile:
     return replace(ExternalFile(str(path), path.stat().st_size), **changes)
 
 
+@pytest.mark.guarantee("file-identity")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -154,6 +155,7 @@ def test_identity_goes_by_the_time_of_last_modification_and_a_digest_by_the_cont
             assert plan.execute(verify="none").outcome == "ok"
 
 
+@pytest.mark.guarantee("file-identity")
 @pytest.mark.parametrize(
     "path",
     [
@@ -189,6 +191,7 @@ def test_a_range_outside_its_file_is_no_valid_capture(tmp_path: Path, secret: Pa
         (tmp_path / "embedded.opreplay").unlink(missing_ok=True)
 
 
+@pytest.mark.guarantee("remaps")
 @pytest.mark.parametrize(
     "captured",
     [
@@ -210,6 +213,7 @@ def test_a_capture_cannot_steer_where_a_remap_leads(captured: str) -> None:
         remaps.check_used([captured])
 
 
+@pytest.mark.guarantee("remaps")
 def test_a_remap_is_applied_once_even_where_its_result_looks_like_another(tmp_path: Path) -> None:
     remaps = FileRemaps.parse(["/a=/b", "/b=/etc"])
     assert remaps.apply("/a/passwd") == "/b/passwd"
@@ -250,6 +254,7 @@ print("nothing was touched")
 """
 
 
+@pytest.mark.guarantee("no-side-effects")
 @pytest.mark.slow
 def test_a_replay_writes_starts_connects_and_imports_nothing(tmp_path: Path) -> None:
     """Seen by the interpreter's audit hook: files opened for writing, processes, sockets, libraries, imports."""

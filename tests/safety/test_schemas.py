@@ -42,6 +42,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.guarantee("schemas")
 @pytest.mark.slow
 @pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize("payload", ["full", "none"])
@@ -64,6 +65,7 @@ def test_a_schema_cannot_end_the_process_nor_take_its_memory(tmp_path: Path, sch
     assert found.operator is None and found.detail
 
 
+@pytest.mark.guarantee("schemas")
 def test_archives_of_other_tools_are_read_by_the_same_parser(tmp_path: Path, tools: Tools) -> None:
     for number, schema in enumerate(each for each in HOSTILE if len(each) < 2_000_000):
         entry = {
@@ -107,6 +109,7 @@ def test_every_schema_of_pytorchs_own_is_read() -> None:
     assert read > 2000
 
 
+@pytest.mark.guarantee("schemas")
 @pytest.mark.slow
 def test_nothing_else_calls_pytorchs_parsers() -> None:
     """What is defined in a library was read by the guarded parser before."""

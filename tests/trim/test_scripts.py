@@ -245,6 +245,7 @@ def test_too_many_ops_and_existing_files_are_refused(
 HOSTILE = "\n__import__('os').system('touch owned')\n\"\"\"'''\\"
 
 
+@pytest.mark.guarantee("written-python")
 def test_names_and_strings_of_a_capture_never_become_code(tmp_path: Path) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "script.py"
     session = Session("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "1", torch_version=HOSTILE)

@@ -225,6 +225,7 @@ def test_a_directory_is_written_whole_or_not_at_all(
     assert count == 3 and list(tmp_path.glob("vectors*")) == []
 
 
+@pytest.mark.guarantee("file-names")
 def test_only_an_earlier_directory_of_vectors_is_replaced(captured: Captured, tmp_path: Path) -> None:
     path, out = captured(program), tmp_path / "vectors"
     written(path, out, kernel="aten::cat")
@@ -256,6 +257,7 @@ def test_made_up_inputs_are_said_to_be(captured: Captured, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.guarantee("file-names")
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/b::c\n", "x" * 500, "aten::mm", "::", "é∀\u202e"])
 def test_a_files_name_is_safe_whatever_a_kernel_is_called(name: str) -> None:
     made = file_name(7, 1000, Kernel(name, "de/fault", ""))

@@ -61,6 +61,7 @@ def test_a_declaration_is_a_module_without_bodies() -> None:
     )
 
 
+@pytest.mark.guarantee("generated-code")
 @pytest.mark.parametrize(
     "declaration",
     [

@@ -69,6 +69,7 @@ def test_a_crafted_capture_runs_as_it_is(replays: dict[str, Any]) -> None:
     assert replays["of_nothing"].get("values") == [-1.0, 2.0], replays["of_nothing"]
 
 
+@pytest.mark.guarantee("triton-kernels")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_does_not_fit_is_refused_before_the_launch(replays: dict[str, Any], name: str) -> None:
     result = replays[name]
@@ -127,6 +128,7 @@ def test_each_tool_has_triton_interpret_before_anything_else_imports_it(
     assert done.returncode == 0 and "refused 1" not in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.guarantee("code-order")
 def test_no_source_is_run_where_anything_else_speaks_against_the_replay(tmp_path: Path) -> None:
     capture, made = touch(tmp_path / "refused.opreplay", then="aten::nothing")
     done = run_python("-m", "tests.triton_kernels.replays", str(capture))

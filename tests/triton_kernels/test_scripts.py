@@ -127,6 +127,7 @@ def test_a_script_without_data_has_the_kernels_and_synthesizes_inputs(
     assert len(digests(done.stdout)) == 1 and outcomes(done.stdout) == []
 
 
+@pytest.mark.guarantee("written-python")
 def test_without_leave_no_script_gets_the_source(
     captures: tuple[Path, dict[str, Any]], tmp_path: Path, tools: Tools
 ) -> None:
