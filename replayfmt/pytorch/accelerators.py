@@ -6,6 +6,7 @@ like those of `torch.cuda`. What a module lacks is unknown: None, never a guess.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,11 @@ AUTOCAST_KEYS = tuple(
     if name.startswith("Autocast") and name != "AutocastFunctionality"
 )
 NOTHING = "meta"  # devices of this kind hold no data
+# Clocks of accelerators are slower: what should take a time takes at least that.
+_CYCLES_PER_NS = 2.0
+# What takes the place of a sleep: each rewriting of a small buffer takes about so long.
+_REWRITTEN_BYTES = 1 << 20
+_REWRITING_NS = 5_000
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -84,6 +90,25 @@ def in_use(kind: str) -> bool:
 def make_ready(kind: str) -> None:
     """Begin to use devices of a kind."""
     getattr(device_module(kind), "init", lambda: None)()
+
+
+def spinning(device: torch.device) -> Callable[[float], None]:
+    """A function that gives a device's current stream work for about so many nanoseconds, which uses little memory."""
+    sleep = getattr(device_module(device.type), "_sleep", None)
+    if sleep is None:
+        buffer = torch.zeros(_REWRITTEN_BYTES, dtype=torch.uint8, device=device)
+
+        def rewrite(ns: float) -> None:
+            for _ in range(max(1, round(ns / _REWRITING_NS))):
+                buffer.add_(1)
+
+        return rewrite
+
+    def spin(ns: float) -> None:
+        with torch.accelerator.device_index(index_of(device)):
+            sleep(int(ns * _CYCLES_PER_NS))
+
+    return spin
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:

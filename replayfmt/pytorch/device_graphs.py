@@ -23,7 +23,7 @@ def new_graph(device: torch.device) -> Any:
     if device.type == "xpu":
         return torch.xpu.XPUGraph()
     try:
-        return torch.accelerator.Graph()
+        return torch.accelerator.Graph(capture_error_mode="thread_local")  # since PyTorch 2.12
     except (AttributeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise NoGraphs(f"{device.type} has no graphs ({reason})") from None
@@ -41,12 +41,17 @@ def is_being_captured(kind: str) -> bool:
 
 def captured(device: torch.device, issue: Callable[[], None]) -> Any:
     """A graph of what `issue` gives to the current stream of a device. Raises what `issue` and the device raise, and
-    leaves streams and devices as they were."""
+    leaves streams and devices as they were.
+
+    Other threads may use the device meanwhile: only what this one does can spoil the graph.
+    """
     graph = new_graph(device)
     before, index = torch.accelerator.current_stream(device), torch.accelerator.current_device_index()
     try:
         if device.type == "cuda":
-            with torch.cuda.device(device), torch.cuda.graph(graph):
+            # A stream of its own: torch.cuda.graph keeps one for all captures, on the device of the first.
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 issue()
         elif device.type == "xpu":
             with torch.xpu.device(device), torch.xpu.graph(graph):

@@ -161,6 +161,22 @@ def test_a_benchmark_measures_the_devices_time_by_events(tmp_path: Path, tools: 
     assert row["host_time"] > 0, "the events' time is the real time, and the host's stands beside it"
 
 
+def test_ops_of_the_host_are_timed_by_the_hosts_clock_and_those_of_devices_by_events(
+    tmp_path: Path, tools: Tools
+) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        x = torch.arange(64.0)
+        (x.sin().to("sim:1").cos() + 1).to("sim:0").mul_(2).sum().item()
+    done = tools("benchmark", "--per-op", "--benchmark-format=json", "--benchmark-min-time=3x", path)
+    assert done.code == 0, done.err
+    rows = {row["op"]: row for row in json.loads(done.out)["benchmarks"]}
+    assert "host_time" not in rows["aten::sin.default"]
+    for name in ("cos.default", "add.Tensor", "mul_.Tensor"):
+        row = rows[f"aten::{name}"]
+        assert row["host_time"] > 0 and row["real_time"] > 0 and "device_waited" not in row, row
+
+
 def test_a_replacement_that_leaves_another_stream_current_is_found(tmp_path: Path) -> None:
     def elsewhere(a: Any, b: Any) -> Any:
         result = a.cpu().mul(b.cpu()).to(a.device)

@@ -1,6 +1,7 @@
 """--cuda-graph: calls of an op launched together, without the gaps in which a device waits for the host."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,71 @@ def test_an_op_that_moves_the_memory_that_it_writes_has_no_graph():
     )
     with pytest.raises(NoGraph, match="it moves the memory that it writes"):
         graph_of(op, 1000.0, lambda work: work)
+
+
+class CudaOf211:
+    """What PyTorch 2.11 has of graphs: those of torch.cuda, and none of torch.accelerator. Streams by their names."""
+
+    def __init__(self, patch):
+        self.current, self.log = "default", []
+        cuda = self
+
+        class CUDAGraph:
+            def replay(self):
+                self.work()
+
+        class Graph:
+            def __init__(self, cuda_graph, pool=None, stream=None, capture_error_mode="global"):
+                self.graph, self.stream, self.mode = cuda_graph, stream, capture_error_mode
+
+            def __enter__(self):
+                self.before, cuda.current = cuda.current, self.stream
+                cuda.log.append(("begin", self.stream, self.mode))
+
+            def __exit__(self, *_error):
+                cuda.log.append(("end", self.stream))
+                if "refuses" in cuda.log:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                self.graph.work = lambda: cuda.log.append("replayed")
+                cuda.current = self.before
+
+        patch.delattr(torch.accelerator, "Graph", raising=False)
+        patch.setattr(torch, "Stream", lambda _device: nullcontext())
+        for module, name, value in (
+            (torch.cuda, "CUDAGraph", CUDAGraph),
+            (torch.cuda, "graph", Graph),
+            (torch.cuda, "Stream", lambda device: f"a stream of {device}"),
+            (torch.cuda, "device", lambda _device: nullcontext()),
+            (torch.accelerator, "synchronize", lambda _device: None),
+            (torch.accelerator, "current_stream", lambda _device: self.current),
+            (torch.accelerator, "set_stream", lambda stream: setattr(self, "current", stream)),
+            (torch.accelerator, "current_device_index", lambda: 0),
+            (torch.accelerator, "set_device_index", lambda _index: None),
+        ):
+            patch.setattr(module, name, value)
+
+
+def test_pytorch_2_11_records_calls_into_a_graph_of_torch_cuda(monkeypatch):
+    cuda = CudaOf211(monkeypatch)
+    launch = graphs_of([torch.device("cuda:0")])(lambda: cuda.log.append(f"issued to {cuda.current}"))
+    stream = "a stream of cuda:0"
+    captured = [("begin", stream, "thread_local"), f"issued to {stream}", ("end", stream)]
+    assert cuda.log == ["issued to default", *captured]  # once to warm up
+    launch()
+    assert cuda.log[-1] == "replayed" and cuda.current == "default"
+
+
+def test_work_that_cuda_refuses_to_capture_gives_its_own_reason_and_the_stream_back(monkeypatch):
+    cuda = CudaOf211(monkeypatch)
+
+    def work():
+        if cuda.current != "default":
+            cuda.log.append("refuses")
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(NoGraph, match="operation not permitted when stream is capturing"):
+        graphs_of([torch.device("cuda:0")])(work)
+    assert cuda.current == "default"
 
 
 @pytest.mark.parametrize(

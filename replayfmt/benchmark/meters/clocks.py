@@ -98,7 +98,8 @@ class DeviceTimer:
     def start(self) -> None:
         if self._used == len(self._pairs):
             pairs = [(self._make(device), self._make(device)) for device in self._devices]
-            self._pairs.append(pairs + [(StreamEvent(stream), StreamEvent(stream)) for stream in self._streams])
+            pairs += [(DeviceEvent(each.device, each), DeviceEvent(each.device, each)) for each in self._streams]
+            self._pairs.append(pairs)
         if self._meeting is not None:
             self._meeting.hold()
         for begin, _ in self._pairs[self._used]:
@@ -108,6 +109,11 @@ class DeviceTimer:
         for _, end in self._pairs[self._used]:
             end.record()
         self._used += 1
+
+    def began(self) -> bool:
+        """Whether a device has come to the last start. Asked right after `stop`: what lies between was not all issued
+        before."""
+        return any(begin.query() for begin, _ in self._pairs[self._used - 1])
 
     def read(self) -> tuple[float]:
         milliseconds = 0.0
@@ -139,36 +145,22 @@ class Meeting:
 
 
 class DeviceEvent:
-    """An event that records on its device's current stream, whichever device is current."""
+    """An event that records on a stream, or on its device's current one, whichever device is current."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
+        self._device, self._stream = device, stream
         self._event = torch.Event(device, enable_timing=True)
 
     def record(self) -> None:
-        self._event.record(torch.accelerator.current_stream(self._device))
+        self._event.record(self._stream or torch.accelerator.current_stream(self._device))
+
+    def query(self) -> bool:
+        return bool(self._event.query())
 
     def synchronize(self) -> None:
         self._event.synchronize()
 
     def elapsed_time(self, end: DeviceEvent) -> float:
-        return float(self._event.elapsed_time(end._event))
-
-
-class StreamEvent:
-    """An event that records on a stream, whichever is current."""
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
-        self._event = torch.Event(stream.device, enable_timing=True)
-
-    def record(self) -> None:
-        self._event.record(self._stream)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def elapsed_time(self, end: StreamEvent) -> float:
         return float(self._event.elapsed_time(end._event))
 
 

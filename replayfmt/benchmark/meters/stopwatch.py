@@ -15,7 +15,7 @@ import torch
 from replayfmt.errors import ReplayFailed
 
 from ..scopes import MeasuredRegion
-from .clocks import CLOCKS, CPU_TIME, DEVICE_TIME, HOST_TIME
+from .clocks import CLOCKS, CPU_TIME, DEVICE_TIME, HOST_TIME, DeviceTimer
 from .meter import AbsentMeter, Clock, MakeMeter, Meter, NotMeasured, Quantity, Reading
 
 
@@ -81,6 +81,10 @@ class Stopwatch:
         """The smallest step of the clock that `Readings.real_ns` is from; None if it is not known."""
         steps = {each.quantity: each.resolution for meter in self._meters for each in meter.describe()}
         return steps.get(DEVICE_TIME, steps.get(HOST_TIME))
+
+    def began(self) -> bool:
+        """Whether a device has come to the last start by now (`DeviceTimer.began`)."""
+        return any(meter.began() for meter in self._meters if isinstance(meter, DeviceTimer))
 
     def read(self) -> Readings:
         """What has been measured since `reset`. Devices must have finished their work."""

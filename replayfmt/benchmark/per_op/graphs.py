@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from replayfmt.pytorch.device_graphs import captured
 from replayfmt.replay.run.isolated import IsolatedOp
 
 from ..device_graphs import require_graphs
@@ -55,20 +56,19 @@ def _record(work: Callable[[], None], device: torch.device) -> Callable[[], None
     stream = torch.Stream(device)
     torch.accelerator.synchronize(device)
     with stream:
-        work()  # what a first use on a stream sets up is no part of the graph
+        work()  # what a first use sets up is no part of the graph
     torch.accelerator.synchronize(device)
-    graph = torch.accelerator.Graph(capture_error_mode="thread_local")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with stream, graph:
-                work()
+            graph = captured(device, work)
         except Exception as error:  # each operator has its own way to say so
             cause = error.__context__ or error  # ending the graph fails, too
             raise NoGraph(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:_SHOWN]}") from error
     if any("empty" in str(each.message) for each in said):
         raise NoGraph("it launches nothing on the device's stream, so its graph is empty")
-    return graph.replay
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def graph_of(op: IsolatedOp, call_ns: float, record: RecordGraph) -> OpGraph:

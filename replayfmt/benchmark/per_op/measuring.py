@@ -3,7 +3,7 @@
 The capture is walked through once, op by op; if only some ops are chosen, only they and the ops they depend on are run.
 If ops do not depend on each other (most imports) and nothing can be compared, one op of each signature is run. The
 first time that an op of each signature can run, it is run apart from the replay until there are enough times: warmed
-up, waiting for devices, with the tensors it writes restored between calls. A loop of calls finds inputs and code in the
+up, with the tensors it writes restored between calls (`sampling` has how). A loop of calls finds inputs and code in the
 caches (unless they are flushed: `inputs`), which a whole replay may not: the sum of isolated times is an estimate.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from replayfmt.pytorch.accelerators import is_accelerator
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.slices import Slice
 from replayfmt.replay.results import Verdict
@@ -29,16 +30,14 @@ from ..meters.registered import METERS
 from ..meters.stopwatch import Readings, stopwatch_for
 from ..min_time import MOST_ITERATIONS
 from ..precision import NarrowEnough
-from ..statistics import SMALLEST_FOR_INTERVAL, summarize, why_unmeasurable
+from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize, why_unmeasurable
 from .graphs import NoGraph, OpGraph, RecordGraph, graph_of, graphs_of
 from .groups import Chosen, choose
 from .results import FAILURES, SEVERITY, MeasuredOp, OpOptions, PerOpRun
+from .sampling import Sampler, Shape
 from .work import work_of
 
-# A sample of calls that leave their inputs unchanged takes at least this long, so that reading the clock does not
-# matter.
-_SAMPLE_NS = 20_000
-# And at least this part of the time for an op: every sample is kept and reported.
+# A sample takes at least this part of the time for an op: every one is kept and reported.
 _SAMPLES_AT_MOST = 250
 _LEAST_SAMPLES = 11
 # However little is requested: with less time, short ops swap ranks from run to run, and an interval needs six samples.
@@ -54,6 +53,8 @@ _STOPPED = "an op before it failed, and that ended the measurement"
 _ONCE = "it acts on an object whose address is its argument, which cannot be repeated"
 _PATIENCE = 5  # restoring is untimed: give up after this many times the requested time, as for a whole replay
 
+# Makes what takes samples: of devices, a clock, meters and what empties the caches.
+MakeSampler = Callable[[Sequence[torch.device], Clock, Sequence[MakeMeter], CacheFlush | None], Sampler]
 # The group just measured, its position from 1, and the number of groups.
 OnMeasured = Callable[[MeasuredOp, int, int], None]
 
@@ -67,9 +68,10 @@ def measure_ops(
     on_measured: OnMeasured | None = None,
     meters: Sequence[MakeMeter] = METERS,
     record_graph: RecordGraph | None = None,
+    make_sampler: MakeSampler = Sampler,
 ) -> PerOpRun:
     """Measure a plan's ops one by one, with `meters`; the plan must be made with keep_going. `record_graph` replaces
-    the graphs of the plan's device.
+    the graphs of the plan's device, `make_sampler` what takes the samples.
 
     If there is something to compare with, a verified replay determines the verdicts first. Raises UsageError if no op
     is chosen.
@@ -84,7 +86,7 @@ def measure_ops(
         scopes=options.scopes,
         progress=progress,
     )
-    measurement = _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, meters)
+    measurement = _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, meters, make_sampler)
     measurement.record_graph = record_graph
     return measurement.run()
 
@@ -124,15 +126,15 @@ class _OpMeasurement:
         progress: Progress,
         on_measured: OnMeasured | None,
         meters: Sequence[MakeMeter],
+        make_sampler: MakeSampler,
     ) -> None:
         self._plan, self._options, self._chosen, self._progress = plan, options, chosen, progress
         self._clock, self._on_measured = clock, on_measured
-        self._stopwatch = stopwatch_for(plan.devices, clock, meters)
-        self._step_ns = self._stopwatch.step_ns()
         self.record_graph: RecordGraph | None = None
         inputs = options.inputs or ("hot" if options.cuda_graph else default_inputs(plan.devices))
         self._flush = CacheFlush(plan.devices) if inputs == "cold" else None
         self._inputs = describe_inputs(inputs, self._flush, "calls")
+        self._sampler = make_sampler(plan.devices, clock, meters, self._flush)
         self._gpus = GpuWatch(plan.devices)
         self._ops = {group.first_ordinal: MeasuredOp(group) for group in chosen.groups}
         self._reported = 0
@@ -216,24 +218,28 @@ class _OpMeasurement:
         measured.returned = _shown(called.result)
         measured.work = work_of(measured.group.kernel, called)
         del called
-        self._synchronize()
-        op.restore()
-        first = self._sample(op, 1)
-        block = self._block(op, first.real_ns)
+        sampler = self._sampler
+        on_host = any(map(is_accelerator, self._plan.devices)) and not is_accelerator(measured.work.device)
+        sampler.begin(on_host=on_host)
+        first, _spent = sampler.sample(op, Shape())
+        share = (self._options.min_time.seconds or 0.0) * 1e9 / _SAMPLES_AT_MOST
+        shape = sampler.shape(op, first, share)
         samples: list[Readings] = []
         times: list[float] = []
         timed, began = 0.0, self._clock.real()
-        narrow = None if self._options.precision is None else NarrowEnough(self._options.precision.share)
-        while not self._enough(block * len(times), times, timed, self._clock.real() - began, narrow):
-            op.restore()
-            samples.append(self._sample(op, block))
-            times.append(samples[-1].real_ns)
-            timed += times[-1] * block
+        narrow = self._narrow()
+        while not self._enough(shape.total * len(times), times, timed, self._clock.real() - began, narrow):
+            readings, spent = sampler.sample(op, shape)
+            samples.append(readings)
+            times.append(readings.real_ns)
+            timed += spent
         host = [each.host_ns for each in samples if each.host_ns is not None]
-        measured.calls, measured.samples = block * len(times), tuple(times)
+        measured.calls, measured.samples = shape.total * len(times), tuple(times)
+        measured.exposed = sampler.why_exposed
         statistics = summarize(times)
-        step = None if self._step_ns is None else self._step_ns / block
-        measured.unmeasurable = why_unmeasurable(statistics, step, noise=self._options.precision is not None)
+        measured.on_device = None if on_host else sampler.works_on_device(statistics.median)
+        if measured.on_device is not False:  # else less than can be told apart is an answer
+            measured.unmeasurable = self._unmeasurable(statistics, shape.total)
         measured.times = None if measured.unmeasurable else statistics
         measured.cpu_ns = float(np.mean([each.cpu_ns for each in samples]))
         measured.host_ns = float(np.mean(host)) if host else None
@@ -242,7 +248,7 @@ class _OpMeasurement:
             for quantity, readings in further_readings(samples).items()
         }
 
-        if self.record_graph is not None:
+        if self.record_graph is not None and not on_host:
             try:
                 self._time_graph(graph_of(op, statistics.median, self.record_graph), op, measured)
             except NoGraph as error:
@@ -253,36 +259,27 @@ class _OpMeasurement:
         """Replace the times by those of calls in a graph; what the host took to issue each call stays."""
         times: list[float] = []
         timed, began = 0.0, self._clock.real()
-        narrow = None if self._options.precision is None else NarrowEnough(self._options.precision.share)
+        narrow = self._narrow()
         while not self._enough(graph.calls * len(times), times, timed, self._clock.real() - began, narrow):
             op.restore()
-            taken = self._launch(graph.launch)
-            put_back = 0.0 if graph.restoring is None else self._launch(graph.restoring)
+            taken = self._sampler.launch(graph.launch)
+            put_back = 0.0 if graph.restoring is None else self._sampler.launch(graph.restoring)
             times.append((taken - put_back) / graph.calls)
             timed += taken
-        step = None if self._step_ns is None else self._step_ns / graph.calls
         statistics = summarize(times)
         measured.eager_ns = None if measured.times is None else measured.times.median
-        measured.unmeasurable = why_unmeasurable(statistics, step, noise=self._options.precision is not None)
+        measured.unmeasurable = self._unmeasurable(statistics, graph.calls)
         measured.times = None if measured.unmeasurable else statistics
         measured.calls, measured.samples, measured.graph_calls = graph.calls * len(times), tuple(times), graph.calls
 
-    def _launch(self, launch: Callable[[], None]) -> float:
-        """Nanoseconds of what one launch does."""
-        self._synchronize()
-        self._stopwatch.reset()
-        self._stopwatch.start()
-        launch()
-        self._stopwatch.stop()
-        self._synchronize()
-        return self._stopwatch.read().real_ns
+    def _narrow(self) -> NarrowEnough | None:
+        return None if self._options.precision is None else NarrowEnough(self._options.precision.share)
 
-    def _block(self, op: IsolatedOp, first_ns: float) -> int:
-        """How many calls a sample times: one where memory has to be restored or caches flushed between two."""
-        if op.writes or self._flush is not None:
-            return 1
-        share = (self._options.min_time.seconds or 0.0) * 1e9 / _SAMPLES_AT_MOST
-        return int(max(1.0, min(max(_SAMPLE_NS, share) / max(first_ns, 1.0), 10_000)))
+    def _unmeasurable(self, statistics: TimeStatistics, calls: int) -> str:
+        """Why times are no measurement if each is that of `calls` calls."""
+        step = self._sampler.step_ns
+        step = None if step is None else step / calls
+        return why_unmeasurable(statistics, step, noise=self._options.precision is not None)
 
     def _enough(
         self, calls: int, times: list[float], timed_ns: float, waited_ns: float, narrow: NarrowEnough | None
@@ -304,24 +301,6 @@ class _OpMeasurement:
         if not floor or precision is None or narrow is None:
             return floor
         return narrow(times) or waited_ns >= precision.cap_s * 1e9
-
-    def _sample(self, op: IsolatedOp, block: int) -> Readings:
-        """The readings of one call, averaged over `block` calls."""
-        if self._flush is not None:
-            self._flush()
-        self._synchronize()
-        self._stopwatch.reset()
-        start, stop = self._stopwatch.start, self._stopwatch.stop
-        start()
-        op.calls(block)
-        stop()
-        self._synchronize()
-        return self._stopwatch.read().per(block)
-
-    def _synchronize(self) -> None:
-        for device in self._plan.devices:
-            if device.type not in ("cpu", "meta"):
-                torch.accelerator.synchronize(device)
 
     def _overhead(self) -> float:
         """The time of a call that does nothing, measured like the others."""
@@ -361,6 +340,7 @@ class _OpMeasurement:
             stopped,
             self._differs,
             self._inputs,
-            self._stopwatch.describe(),
+            self._sampler.watch.describe(),
             self._gpus.rows(),
+            self._sampler.pair_ns,
         )

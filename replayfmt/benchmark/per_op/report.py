@@ -56,6 +56,7 @@ def make_op_report(
         "gpus": run.gpus,
         "verified": run.verified,
         "call_overhead_ns": run.overhead_ns,
+        "event_pair_ns": run.event_pair_ns or None,
         "distinct_ops": run.chosen.total,
         "matched": run.chosen.matched,
         "selected": len(run.ops),
@@ -100,7 +101,9 @@ def _unsupported(run: PerOpRun) -> dict[str, Any]:
 
 def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
     few = [op for op in run.ops if op.times is not None and op.times.interval is None]
-    short = [op for op in run.ops if op.times is not None and op.times.median < 5 * run.overhead_ns]
+    short = [
+        op for op in run.ops if op.times is not None and op.host_ns is None and op.times.median < 5 * run.overhead_ns
+    ]
     large = [row for row in shown if (row.estimated_ns or 0.0) >= _SMALL * total_ns]
     dependent = [
         op
@@ -132,6 +135,13 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
         warnings.append(
             f"{counted(len(outside), 'op')} could not be put into a graph, so measured call by call, with the gaps "
             "between: " + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(_REASONS))
+        )
+    exposed = [op for op in run.ops if op.exposed and op.graph_calls is None]
+    if exposed:
+        warnings.append(
+            f"the device waited for the host while {counted(len(exposed), 'op')} ran, so their times hold more than "
+            f"its work: {printable(exposed[0].group.signature, _LONGEST_LABEL)}"
+            + (f" and {len(exposed) - 1} more" if len(exposed) > 1 else "")
         )
     if few:
         warnings.append(
@@ -228,6 +238,11 @@ def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> d
     host = _mean(row, lambda op: op.host_ns)
     if host is not None:
         found["host_time"] = host
+    exposed = dict.fromkeys(op.exposed for op, _calls in row.members if op.exposed and op.graph_calls is None)
+    if exposed:
+        found["device_waited"] = "; ".join(exposed)
+    if all(op.on_device is False for op, _calls in row.members):
+        found["launches"] = False
     found |= _graphed(row)
     return found | further_fields({quantity: _further(row, quantity) for quantity in row.members[0][0].further})
 

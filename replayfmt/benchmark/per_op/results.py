@@ -71,6 +71,8 @@ class MeasuredOp:
     work: CallWork | None = None  # of one call
     graph_calls: int | None = None  # in each graph, if `times` are those of calls in graphs
     no_graph: str = ""  # why it was asked for and could not be
+    exposed: str = ""  # why `times` hold waiting of the device for the host
+    on_device: bool | None = None  # whether a call gives the device anything to do; None: it is work of the host
     eager_ns: float | None = None  # the median of calls one by one, if `times` are those of calls in graphs
 
     @property
@@ -95,7 +97,8 @@ class PerOpRun:
 
     `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones depend on;
     `overhead_ns` is the measured time of a call that does nothing. `inputs` says what was in the caches, `meters`
-    describes every meter (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`).
+    describes every meter (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`). `event_pair_ns` lies
+    between two events of a device with nothing between them, and was subtracted.
     """
 
     options: OpOptions
@@ -108,6 +111,7 @@ class PerOpRun:
     inputs: str = ""
     meters: list[dict[str, Any]] = field(default_factory=list)
     gpus: list[dict[str, Any]] = field(default_factory=list)
+    event_pair_ns: float = 0.0
 
     @property
     def complete(self) -> bool:
