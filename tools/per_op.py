@@ -233,7 +233,8 @@ def _peaks(values: dict[str, Any]) -> PeaksOf | None:
     if values["group_by"] is not None:
         raise UsageError("--roofline places single ops; it does not go with --group-by")
     rates = {name: parse_rate(_flag(name), text) for name, text in given.items()}
-    return lambda device, threads: Peaks(device, threads, rates.get("peak_flops"), rates.get("peak_bandwidth"))
+    flops, bandwidth = rates.get("peak_flops"), rates.get("peak_bandwidth")
+    return lambda device, threads, precision: Peaks(device, threads, flops, bandwidth, precision)
 
 
 def _flag(name: str) -> str:

@@ -14,6 +14,8 @@ from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt import Plan
+from replayfmt.benchmark import peaks
+from replayfmt.benchmark.gpu_state import GpuState
 from replayfmt.benchmark.meters.clocks import DeviceTimer
 from replayfmt.errors import ReplayRefused, SubstitutionRejected
 from replayfmt.format.codes import RecordKind
@@ -175,6 +177,21 @@ def test_ops_of_the_host_are_timed_by_the_hosts_clock_and_those_of_devices_by_ev
     for name in ("cos.default", "add.Tensor", "mul_.Tensor"):
         row = rows[f"aten::{name}"]
         assert row["host_time"] > 0 and row["real_time"] > 0 and "device_waited" not in row, row
+
+
+def test_a_peak_of_a_device_that_is_slowed_down_is_doubtful_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peaks, "_COPIED_BYTES", {True: 1000})
+    for name in ("_AT_LEAST_NS", "_MOST_SPREAD"):
+        monkeypatch.setattr(peaks, name, {"_AT_LEAST_NS": 1, "_MOST_SPREAD": 1e9}[name])
+    kept = tmp_path / "peaks.json"
+    for reasons, doubts in ((("hardware thermal slowdown",), 1), ((), 0)):
+        state = GpuState(1500, 1200, 40, 300, reasons)
+        found = peaks.Peaks(torch.device("sim:1"), 1, cache=kept, open_gpu=lambda _, state=state: lambda: state)
+        peak = found.of_bandwidth()
+        assert peak is not None and len(peak.doubts) == doubts and kept.exists() != bool(doubts)
+        assert "SM clock 1500 MHz before" in peak.conditions
 
 
 def test_a_replacement_that_leaves_another_stream_current_is_found(tmp_path: Path) -> None:

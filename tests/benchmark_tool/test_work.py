@@ -1,6 +1,8 @@
 """The work of a call (operations, bytes, class), the peaks of a device, and the roofline."""
 
 import json
+from datetime import datetime, timedelta
+from itertools import accumulate, chain, count, repeat
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import replayfmt
 from replayfmt.benchmark import peaks as peaks_module
 from replayfmt.benchmark.meters.meter import Clock
-from replayfmt.benchmark.peaks import Peak, Peaks, parse_rate
+from replayfmt.benchmark.peaks import Peak, Peaks, parse_rate, peak_caveats, peak_line
 from replayfmt.benchmark.per_op.roofline import place
 from replayfmt.benchmark.per_op.work import CallWork, work_of
 from replayfmt.errors import UsageError
@@ -143,27 +145,98 @@ def test_a_call_is_placed_under_the_lower_of_its_two_roofs():
     assert place(of(1_000, None), 1_000, at) is None
 
 
-def test_peaks_are_measured_once_for_each_device_and_dtype_and_kept(tmp_path, monkeypatch):
+@pytest.fixture
+def small(monkeypatch):
+    """Peaks of small work."""
     monkeypatch.setattr(peaks_module, "_WIDTH", {False: 16})
     monkeypatch.setattr(peaks_module, "_COPIED_BYTES", {False: 1000})
-    ticks = iter(range(0, 10**12, 100_000_000))  # every run takes 0.1 s
+
+
+CPU = torch.device("cpu")
+
+
+def steady(seconds=0.1):
+    """A clock by which every run takes so long."""
+    ticks = count()
+    return Clock(real=lambda: int(next(ticks) * seconds * 1e9))
+
+
+def test_peaks_are_measured_once_for_each_device_and_dtype_and_kept(tmp_path, small):
     threads = torch.get_num_threads()
-    clock = Clock(real=lambda: next(ticks))
-    kept = tmp_path / "deep" / "peaks.json"
-    cpu = torch.device("cpu")
-    measured = Peaks(cpu, 1, cache=kept, clock=clock)
-    assert measured.of_bandwidth() == Peak(pytest.approx(2 * 1000 / 0.1), "measured")
-    assert measured.of_flops(torch.float32) == Peak(pytest.approx(2 * 16**3 / 0.1), "measured")
+    kept, quiet = tmp_path / "deep" / "peaks.json", tmp_path / "no such machine"
+    measured = Peaks(CPU, 1, cache=kept, clock=steady(), root=quiet)
+    assert measured.of_bandwidth().per_second == pytest.approx(2 * 1000 / 0.1)
+    product = measured.of_flops(torch.float32)
+    assert (product.per_second, product.source, product.doubts) == (pytest.approx(2 * 16**3 / 0.1), "measured", ())
     assert measured.of_flops(torch.float64) is not None and len(json.loads(kept.read_text())) == 3
-    later = Peaks(cpu, 1, cache=kept, clock=Clock(real=lambda: 1 / 0))
-    assert later.of_flops(torch.float32) == measured.of_flops(torch.float32)
-    other_threads = Peaks(cpu, 2, cache=kept, clock=clock)
+    later = Peaks(CPU, 1, cache=kept, clock=Clock(real=lambda: 1 / 0))
+    assert later.of_flops(torch.float32) == product
+    other_threads = Peaks(CPU, 2, cache=kept, clock=steady(), root=quiet)
     assert other_threads.of_bandwidth() is not None and len(json.loads(kept.read_text())) == 4
     assert torch.get_num_threads() == threads
     kept.write_text("damaged")
-    assert measured.of_bandwidth() is not None and len(json.loads(kept.read_text())) == 1
-    assert Peaks(cpu, 1, flops=5.0, cache=kept).of_flops(torch.float32) == Peak(5.0, "given")
+    assert Peaks(CPU, 1, cache=kept, clock=steady(), root=quiet).of_bandwidth() is not None
+    assert len(json.loads(kept.read_text())) == 1
+    assert Peaks(CPU, 1, flops=5.0, cache=kept).of_flops(torch.float32) == Peak(5.0, "given")
     assert measured.of_flops(torch.uint16) is None  # no product of such matrices
+
+
+def test_peaks_are_measured_on_random_values_and_draw_from_no_generator_of_the_program(tmp_path, small, monkeypatch):
+    seen, mm, before = [], torch.mm, torch.get_rng_state()
+    monkeypatch.setattr(torch, "mm", lambda left, right, out: seen.append(left) or mm(left, right, out=out))
+    Peaks(CPU, 1, cache=tmp_path / "peaks.json", clock=steady()).of_flops(torch.float32)
+    assert len(seen[0].unique()) > 200 and torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_precision_of_float32_products_is_that_of_the_capture_and_the_setting_stays(tmp_path, small):
+    peaks = Peaks(CPU, 1, precision="high", cache=tmp_path / "peaks.json", clock=steady(), root=tmp_path)
+    assert peaks.of_flops(torch.float32) and peaks.of_flops(torch.float64)
+    assert [row["what"] for row in peaks.rows()] == ["products of float32 (high precision)", "products of float64"]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_peak_of_runs_that_differ_is_doubtful_and_not_kept(tmp_path, small):
+    now = accumulate(chain.from_iterable(repeat((0, 200_000_000, 0, 100_000_000, 0, 200_000_000))))
+    kept = tmp_path / "peaks.json"
+    peaks = Peaks(CPU, 1, cache=kept, clock=Clock(real=lambda: next(now)), root=tmp_path)
+    peak = peaks.of_bandwidth()
+    assert peak.doubts == ("half of its runs took 100% longer than the fastest",) and not kept.exists()
+    assert peaks.of_bandwidth() is peak, "measured once for a report"
+    (warning,) = peak_caveats(peaks.rows())
+    assert "the peak of cpu (bandwidth) is doubtful" in warning and "100% longer" in warning
+    (line,) = map(peak_line, peaks.rows())
+    assert "measured less than a minute ago" in line and "doubtful, so not kept" in line
+
+
+@pytest.mark.parametrize(("user", "stolen", "share"), [(0, 0, 0.0), (50, 0, 0.25), (20, 40, 0.3)])
+def test_other_work_on_the_processors_and_stolen_time_make_a_peak_doubtful(tmp_path, small, user, stolen, share):
+    (tmp_path / "proc").mkdir()
+    stat, ticks = tmp_path / "proc" / "stat", count()
+
+    def real():
+        number = next(ticks)
+        idle = 200 - user - stolen
+        stat.write_text(f"cpu  {100 + number * user} 0 50 {1000 + number * idle} 10 0 0 {number * stolen} 0 0\n")
+        return number * 10**8
+
+    real()
+    kept = tmp_path / "peaks.json"
+    peak = Peaks(CPU, 1, cache=kept, clock=Clock(real=real), root=tmp_path).of_bandwidth()
+    words = f"others had {share:.0%} of the processors"
+    assert words in peak.conditions
+    assert (peak.doubts == ()) == (share < 0.1) == kept.exists()
+
+
+def test_an_old_peak_is_measured_again_and_a_kept_one_has_its_age_and_conditions(tmp_path, small):
+    kept, now = tmp_path / "peaks.json", datetime.now().astimezone()
+    first = Peaks(CPU, 1, cache=kept, clock=steady(), root=tmp_path).of_bandwidth()
+    (key,) = json.loads(kept.read_text())
+    for days, found in ((40, first.per_second), (29, 7.0)):
+        entry = {"per_second": 7.0, "measured": (now - timedelta(days=days)).isoformat(), "conditions": "alone"}
+        kept.write_text(json.dumps({key: entry}))
+        peaks = Peaks(CPU, 1, cache=kept, clock=steady(), root=tmp_path)
+        assert peaks.of_bandwidth().per_second == pytest.approx(found)
+    assert peak_line(peaks.rows()[0]) == "cpu: bandwidth 7.000/s, measured 29 days ago (alone)"
 
 
 @pytest.mark.parametrize(("text", "value"), [("19.5T", 19.5e12), ("2e12", 2e12), (".5G", 5e8), ("7", 7.0)])
@@ -185,7 +258,9 @@ def product(tmp_path):
     return path
 
 
-def test_every_op_has_its_work_in_the_json_and_with_roofline_on_the_console(tools, product, tmp_path, monkeypatch):
+def test_every_op_has_its_work_in_the_json_and_with_roofline_on_the_console(
+    tools, product, tmp_path, small, monkeypatch
+):
     flags = ["--per-op", "--benchmark-min-time=3x"]
     rows = json.loads(tools("benchmark", product, *flags, "--benchmark-format=json").out)["benchmarks"]
     by_op = {row["op"]: row for row in rows}
@@ -207,14 +282,18 @@ def test_every_op_has_its_work_in_the_json_and_with_roofline_on_the_console(tool
     assert "faster than the peak that it is compared with: " in ran.out and "the given peaks are too low" in ran.out
     cache = tmp_path / "opreplay" / "peaks.json"
     cache.parent.mkdir()
-    monkeypatch.setattr(peaks_module, "_WIDTH", {False: 16})
-    monkeypatch.setattr(peaks_module, "_COPIED_BYTES", {False: 1000})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.write_text('{"a": Infinity, "b": true, "c": 2}')
+    monkeypatch.setattr(peaks_module, "_MOST_SPREAD", 1e9)
+    monkeypatch.setattr(peaks_module, "_MOST_OTHERS", 1.0)
+    cache.write_text('{"a": Infinity, "b": true, "c": 2, "d": {"per_second": Infinity}}')
     ran = tools("benchmark", product, *flags, "--roofline", f"--benchmark-out={tmp_path / 'roofed.json'}")
     kept = json.loads(cache.read_text())
-    assert ran.code == 0 and "a" not in kept and "b" not in kept and len(kept) == 3
-    cache.write_text(json.dumps(dict.fromkeys(kept, 1.0)))
+    assert ran.code == 0 and not set("abcd") & set(kept) and len(kept) == 2
+    assert "peak      cpu: bandwidth" in ran.out and "measured less than a minute ago" in ran.out
+    peaks = json.loads((tmp_path / "roofed.json").read_text())["context"]["peaks"]
+    assert {peak["what"] for peak in peaks} == {"bandwidth", "products of float32"}
+    assert all(peak["measured"] and peak["conditions"] for peak in peaks)
+    cache.write_text(json.dumps({key: entry | {"per_second": 1.0} for key, entry in kept.items()}))
     ran = tools("benchmark", product, *flags, "--roofline")
     assert f"or remove {cache}, and they are measured again" in ran.out
     csv = tools("benchmark", product, *flags, "--benchmark-format=csv").out.splitlines()[0].split(",")

@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from replayfmt.format.printable import counted, printable
 from replayfmt.replay.plan import Plan
 
 from ..gpu_state import gpu_caveats
 from ..meters.meter import NotMeasured, Quantity
+from ..peaks import Peaks, peak_caveats
 from ..reports.caveats import busy_machine
 from ..reports.rows import Report, further_fields, plan_context, statistics_fields, unmeasurable_fields
 from ..reports.units import call_count, duration
@@ -77,13 +80,23 @@ def make_op_report(
         "complete": run.complete,
         "warnings": [*_warnings(run, shown, total or 0.0), *busy_machine(), *gpu_caveats(run.gpus)],
     }
+    of_device: dict[torch.device, Peaks] = {}
+
+    def peaks_of(device: torch.device) -> Peaks:
+        if peaks is not None and device not in of_device:
+            precision = str(plan.reader.session.settings.get("float32_matmul_precision", "highest"))
+            of_device[device] = peaks(device, context["torch_num_threads"], precision)
+        return of_device[device]
+
+    placed = None if peaks is None else peaks_of
     reported = [
-        _row(row, index, total or 0.0, group_by) | row_work(row, group_by is None, peaks, context["torch_num_threads"])
+        _row(row, index, total or 0.0, group_by) | row_work(row, group_by is None, placed)
         for index, row in enumerate([*shown, *others])
     ]
     if peaks is not None:
         context["roofline"] = True
-        context["warnings"] += above_the_roof(reported)
+        context["peaks"] = [row for each in of_device.values() for row in each.rows()]
+        context["warnings"] += [*above_the_roof(reported), *peak_caveats(context["peaks"])]
     further = dict.fromkeys(quantity for op in run.ops for quantity in op.further)
     return Report(context, reported, tuple(further))
 

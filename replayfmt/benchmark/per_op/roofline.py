@@ -19,8 +19,8 @@ from ..peaks import Peak, Peaks, cache_file
 from .rows import OpRow
 from .work import CallWork
 
-# The peaks of a device; of the host, with a number of threads.
-PeaksOf = Callable[[torch.device, int], Peaks]
+# The peaks of a device: of the host with a number of threads, and with a precision of float32 products.
+PeaksOf = Callable[[torch.device, int, str], Peaks]
 # A share of the roof that rounding and noise do not explain.
 _ABOVE_THE_ROOF = 1.05
 
@@ -91,7 +91,7 @@ def work_fields(work: CallWork, call_ns: float | None) -> dict[str, Any]:
     return found
 
 
-def row_work(row: OpRow, single: bool, peaks: PeaksOf | None, threads: int) -> dict[str, Any]:
+def row_work(row: OpRow, single: bool, peaks: Callable[[torch.device], Peaks] | None) -> dict[str, Any]:
     """A report's fields for the work of a row's calls: of a `single` op that of one call, with its place on the
     roofline; of several the sums of what is known, and the calls of which it is not."""
     works = [(op.work, calls) for op, calls in row.members if op.work is not None]
@@ -100,7 +100,7 @@ def row_work(row: OpRow, single: bool, peaks: PeaksOf | None, threads: int) -> d
             return {}
         work, call_ns = works[0][0], row.members[0][0].times.median
         fields = work_fields(work, call_ns)
-        placed = None if peaks is None else place(work, call_ns, peaks(work.device, threads))
+        placed = None if peaks is None else place(work, call_ns, peaks(work.device))
         return fields if placed is None else fields | placed.fields()
     classes: dict[str, int] = {}
     for work, calls in works:
@@ -126,8 +126,8 @@ def above_the_roof(rows: list[dict[str, Any]]) -> list[str]:
     peaks = "the given peaks are too low"
     if "measured" in {row.get(f"{peak}_source") for row in above for peak in ("peak_flops", "peak_bandwidth")}:
         peaks = (
-            "the machine was busy when the peaks were measured: give --peak-flops and --peak-bandwidth, or remove "
-            f"{cache_file()}, and they are measured again"
+            "the peaks are too low, although the machine seemed quiet when they were measured: give --peak-flops and "
+            f"--peak-bandwidth, or remove {cache_file()}, and they are measured again"
         )
     return [
         f"faster than the peak that it is compared with: {counted(len(above), 'op')} ({above[0]['name']}: "

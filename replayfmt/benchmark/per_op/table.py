@@ -14,6 +14,7 @@ from replayfmt.format.signatures.text import signature_of
 
 from ..gpu_state import gpu_lines
 from ..meters.meter import Quantity
+from ..peaks import peak_line
 from ..reports.rows import Report
 from ..reports.units import call_count, duration, figure, ran_on, rate, share_text, verified
 from .results import MeasuredOp
@@ -76,6 +77,7 @@ def table_lines(report: Report) -> Iterator[str]:
     yield printable(ran_on(context))
     yield printable(f"inputs    {context['inputs']}")
     yield from (printable(f"gpu       {text}") for text in gpu_lines(context["gpus"]))
+    yield from (printable(f"peak      {peak_line(row)}") for row in context.get("peaks", ()))
     yield verified(printable(context["verified"]))
 
 

@@ -10,12 +10,14 @@ import os
 import re
 import socket
 import sys
+import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 _ADDR_NO_RANDOMIZE = 0x0040000
+_LEAST_TICKS = 10  # of the processors' times, which are rounded to whole ones
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -89,6 +91,39 @@ def _load(root: Path) -> list[float] | None:
     """Load averages over 1, 5 and 15 minutes."""
     words = (_text(root / "proc/loadavg") or "").split()[:3]
     return [float(word) for word in words] if len(words) == 3 else None
+
+
+class OtherWork:
+    """How much of the processors others have between `begin` and `end`: other programs here, and (time that was stolen
+    from it) other virtual machines on the same host."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        """`root` is where proc is."""
+        self._root = root
+        self._before = _processor_times(root)
+
+    def begin(self) -> None:
+        self._before = _processor_times(self._root)
+
+    def end(self) -> float | None:
+        """Their share of all the time that the processors had; None if the machine does not say, or too little time has
+        passed to tell."""
+        before, after = self._before, _processor_times(self._root)
+        if before is None or after is None or after[0] - before[0] < _LEAST_TICKS:
+            return None
+        every, busy, own = (now - then for now, then in zip(after, before, strict=True))
+        return min(max((busy - own) / every, 0.0), 1.0)
+
+
+def _processor_times(root: Path) -> tuple[float, float, float] | None:
+    """Ticks since the machine started, of all processors together: all of them, those in which anything ran or was
+    stolen, and those of this process."""
+    words = (_text(root / "proc/stat") or "").partition("\n")[0].split()[1:9]
+    if len(words) < 8 or not all(word.isdigit() for word in words):
+        return None
+    user, nice, system, idle, waiting, interrupts, soft_interrupts, stolen = map(float, words)
+    busy = user + nice + system + interrupts + soft_interrupts + stolen
+    return busy + idle + waiting, busy, time.process_time() * os.sysconf("SC_CLK_TCK")
 
 
 def _text(path: Path) -> str | None:
