@@ -76,10 +76,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module, metadata
+    from importlib import import_module
 
     if name == "__version__":
-        return metadata.version("opreplay")
+        return import_module("replayfmt.format.session").own_version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOME[name]

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import click
 
-from .command import run_tool
+from .command import run_tool, version_option
 
 # The short name of each tool, and its module. `python -m opreplay_tools.MODULE` runs it, too.
 TOOLS = {
@@ -45,7 +45,7 @@ class _Tools(click.Group):
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="`opreplay TOOL …` is `opreplay-TOOL …`.",
 )
-@click.version_option(package_name="opreplay", prog_name="opreplay")
+@version_option("opreplay")
 def cli() -> None:
     """Capture the work of a PyTorch program, and replay it without the program."""
 

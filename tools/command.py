@@ -90,6 +90,21 @@ class ToolCommand(click.Command):
         return parser
 
 
+def version_option(name: str) -> Callable[[Any], Any]:
+    """`--version`: print the tool's name and the package's version, and exit."""
+
+    def show(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+        if wanted:
+            from replayfmt.format.session import own_version
+
+            click.echo(f"{name}, version {own_version()}")
+            context.exit()
+
+    return click.option(
+        "--version", is_flag=True, expose_value=False, is_eager=True, callback=show, help="Show the version and exit."
+    )
+
+
 def _takes_one_value(parameter: click.Parameter) -> bool:
     return isinstance(parameter, click.Option) and not (parameter.is_flag or parameter.multiple or parameter.count)
 
@@ -102,7 +117,7 @@ def tool(name: str, *examples: tuple[str, str]) -> Callable[[Callable[..., Any]]
         command = click.command(name, ToolCommand, context_settings={"help_option_names": ["-h", "--help"]})(function)
         command.examples = examples
         command = agents_md_option(name)(command)
-        return click.version_option(package_name="opreplay", prog_name=name)(command)
+        return version_option(name)(command)
 
     return decorate
 

@@ -87,11 +87,10 @@ def cli(
     Exits with 0 if the page is written, 1 if it cannot be, 2 for wrong usage and measurements that are damaged or of
     another capture, 3 if CAPTURE is missing, unreadable or not valid.
     """
-    from importlib.metadata import version
-
     from replayfmt.benchmark.comparison.baseline import read_baseline
     from replayfmt.benchmark.output import output_file, refuse_input
     from replayfmt.format.reader import open_capture
+    from replayfmt.format.session import own_version
     from replayfmt.report.contents import ReportInputs, make_contents
     from replayfmt.report.documents import read_benchmark, read_energy, read_run
     from replayfmt.report.page import make_page
@@ -113,7 +112,7 @@ def cli(
             None if replayed is None else ReplayedTrace(replayed, reader),
         )
         contents = make_contents(reader, inputs)
-        page = make_page(contents, version("opreplay"))
+        page = make_page(contents, own_version())
         with ExitStack() as opened:
             pictures = (
                 None if plots is None else opened.enter_context(plot_folder(plots, contents, [out, *sources], force))

@@ -3,14 +3,12 @@ results."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import platform
 import sys
 import time
 import uuid
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.model import Device
+from replayfmt.format.session import own_version
 
 from . import accelerators
 
@@ -91,20 +90,12 @@ def _integer_variable(name: str, default: int) -> int:
         raise CaptureFailed(f"the environment variable {name} is {text!r}, expected an integer") from error
 
 
-@functools.cache
-def _own_version() -> str:
-    try:
-        return version("opreplay")
-    except PackageNotFoundError:
-        return "not installed"  # run from a source tree
-
-
 def session_fields() -> dict[str, Any]:
     """Keyword arguments for `model.Session` that describe this process; settings and policies are the recorder's."""
     return {
         "session_id": str(uuid.uuid4()),
         "producer": PRODUCER,
-        "producer_version": _own_version(),
+        "producer_version": own_version(),
         "created_unix_ns": time.time_ns(),
         "torch_version": torch.__version__,
         "python_version": platform.python_version(),

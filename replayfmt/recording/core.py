@@ -122,12 +122,21 @@ class Core:
             self.writer = CaptureWriter(path, session, force=options.force)
         else:
             self.writer = RedactedWriter(path, session, redaction, force=options.force)
+        try:
+            self._prepare(session, redaction)
+        except BaseException:
+            self.writer.discard()
+            raise
+
+    def _prepare(self, session: Session, redaction: Redaction | None) -> None:
+        """Make what records into the file."""
+        options, hook = self.options, self.hook
         if redaction is not None or not options.sources:
             redaction_of_code = redaction or Redaction(session, user_names())
             self.writer.keeps = KeptAttachments(redaction_of_code, options.sources)
         self.started = time.perf_counter_ns()
         scalars = options.payload == "full"
-        native = None if self.hook is None else self.hook.session(self.started, options.chunk_records, scalars)
+        native = None if hook is None else hook.session(self.started, options.chunk_records, scalars)
         self.native = native
         self.buffer = RecordBuffer(self.writer, options.chunk_records, self.lock, native)
         self.threads: list[int] = []  # idents of other threads that record; empty while there is one thread

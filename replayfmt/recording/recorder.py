@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from replayfmt.errors import CaptureFailed, NothingCaptured, UsageError
+from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.arguments import check_kind, path_of, text_of
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.container.output import same_file
@@ -122,10 +122,33 @@ class Recorder:
                     f"{self.path}: a dispatch mode is active ({names}), so what it replaces could not be replayed; "
                     "start the capture outside of it"
                 )
-            self._core = Core(self.path, self.options)
+            with self._in_order():
+                self._core = Core(self.path, self.options)
             _active = self
+        try:
+            with self._in_order():
+                self._begin(self._core)
+        except BaseException:
+            self._closed = self._core.finished = self._core.closed = True
+            self._put_back(self._core)
+            self._core.writer.discard()
+            raise
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """A step of the start: whatever this PyTorch lacks for it is one clear error."""
+        try:
+            yield
+        except OpReplayError:
+            raise
+        except Exception as error:
+            what = f"{self.path}: the capture could not be started with torch {torch.__version__}: {error!r}"
+            raise CaptureFailed(what) from error
+
+    def _begin(self, core: Core) -> None:
+        """Put into the process what records. A start that fails in here is undone by `_put_back`."""
         keep_dynamo_out()
-        core, hook = self._core, self._core.hook
+        hook = core.hook
         self._presence = ModePresence(core, ObservingMode(core)) if hook is None else HookPresence(core, hook)
         self._threads = Threads(self._presence, core)
         self._after_fork = AfterFork(self.disable_after_fork)
@@ -137,21 +160,21 @@ class Recorder:
             DirectWrites(self),
             *([Construction(self)] if hook is None else []),
             WholeComposites(self, core.look_again),
-            DeclaredWork(self, self._core),
+            DeclaredWork(self, core),
             ProgramReplacement(self._on_replacement),
             *([] if core.streams is None else [StreamTrace(self, core.streams, core.lock)]),
         ]
         for patches in self._patches:
             patches.install()
         if self._implicit_scope is not None:
-            self._core.implicit = ImplicitScope(self._implicit_scope)
+            core.implicit = ImplicitScope(self._implicit_scope)
         elif not self.options.starts_late:
-            self._core.resume()
+            core.resume()
         if self.options.steps is not None:
             self._step_hook = register_optimizer_step_post_hook(self._step_ended)
         self._termination.install(only_default=True)
         self._threads.install()
-        self._core.look = self._threads.look
+        core.look = self._threads.look
         self._flusher = threading.Thread(target=self._flush_loop, name=FLUSHING, daemon=True)
         self._flusher.start()
 

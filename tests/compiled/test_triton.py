@@ -85,6 +85,17 @@ def test_a_launch_that_a_plugin_may_change_is_one_unsupported_record(found: dict
     assert SINE not in plugin["ops"] and plugin["result"] == found["expected"]
 
 
+@pytest.mark.parametrize("lacks", ["eval_slow", "_create_compile_options"])
+def test_what_this_pytorch_lacks_is_a_record_and_no_error_in_the_program(found: dict[str, Any], lacks: str) -> None:
+    lacking = found[f"lacks {lacks}"]
+    assert lacking["result"] == found["expected"]
+    assert lacking["unsupported"] and all(lacks in detail for _reason, _name, detail in lacking["unsupported"])
+
+
+def test_what_a_compiler_refuses_reaches_the_program_as_it_is(found: dict[str, Any]) -> None:
+    assert found["refused"] == "the program's own compiler refuses"
+
+
 ON_A_DEVICE = """
 def call(args):
     arg0_1, = args

@@ -87,6 +87,10 @@ def chained(x: torch.Tensor) -> torch.Tensor:
     return (x.sin() @ x).relu() + 1
 
 
+def refuse(*_: Any, **__: Any) -> None:
+    raise ValueError("the program's own compiler refuses")
+
+
 def main() -> None:
     folder, x = Path(sys.argv[1]), torch.arange(64.0).reshape(8, 8) / 64
     found: dict[str, Any] = {}
@@ -107,6 +111,19 @@ def main() -> None:
     tuner._plugins = [Plugin()]
     found["plugin"] = capture(folder / "plugin.opreplay", run, x)
     tuner._plugins = []
+    for owner, name in ((heuristics.GridExpr, "eval_slow"), (CachingAutotuner, "_create_compile_options")):
+        kept = vars(owner)[name]
+        delattr(owner, name)  # as in a PyTorch that has another way to do it
+        found[f"lacks {name}"] = capture(folder / f"{name}.opreplay", run, x)
+        setattr(owner, name, kept)
+    precompile = CachingAutotuner.precompile
+    CachingAutotuner.precompile = refuse  # type: ignore[method-assign]
+    tuner.launchers, tuner._cached_launcher, launchers = [], None, tuner.launchers
+    try:
+        found["refused"] = capture(folder / "refused.opreplay", run, x)
+    except ValueError as error:
+        found["refused"] = str(error)
+    CachingAutotuner.precompile, tuner.launchers = precompile, launchers  # type: ignore[method-assign]
     result = tuner.compile_results[0]
     tuner.compile_results[0].kernel, kept = object(), result.kernel  # as where Inductor keeps the binary alone
     found["static"] = capture(folder / "static.opreplay", run, x)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -63,3 +66,31 @@ def test_a_program_is_captured_and_replayed_by_modules(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "replayfmt", "run", "one.opreplay"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "verified: bitwise" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_tools_work_where_the_package_is_on_the_path_and_not_installed(tmp_path: Path) -> None:
+    others = tmp_path / "site"
+    others.mkdir()
+    for installed in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for each in Path(installed).iterdir():
+            if "opreplay" not in each.name and not (others / each.name).exists():
+                (others / each.name).symlink_to(each)
+    for name, folder in (("replayfmt", "replayfmt"), ("opreplay_tools", "tools")):
+        (others / name).symlink_to(ROOT / folder)
+
+    def tool(name: str, *arguments: object) -> str:
+        command = [sys.executable, "-S", "-P", "-m", "opreplay_tools", name, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(others)})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (tmp_path / "program.py").write_text("import torch\n(torch.ones(3) + 1).sum().item()\n")
+    capture, measured, page = tmp_path / "c.opreplay", tmp_path / "b.json", tmp_path / "page.html"
+    assert tool("run", "--version") == "opreplay-run, version not installed\n"
+    tool("capture", "-o", capture, tmp_path / "program.py")
+    assert "verified" in tool("run", capture)
+    tool("benchmark", "--benchmark-min-time=1x", f"--benchmark-out={measured}", capture)
+    assert json.loads(measured.read_text())["context"]["library_version"] == "not installed"
+    tool("report", f"--benchmark={measured}", "-o", page, capture)
+    assert "not installed" in page.read_text()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import sys
+import threading
 import time
 from typing import Any
 
@@ -136,3 +139,67 @@ def test_an_op_that_names_a_gpu_that_is_not_there_raises_and_is_recorded_as_such
     captured = capture(program)
     raised = [record for record in captured.records(RecordKind.op) if record.signature.status is OpStatus.raised]
     assert len(raised) == 3
+
+
+STEPS_OF_A_START = (
+    "replayfmt.recording.core.Streams.__init__",
+    "replayfmt.recording.core.NumericState.__init__",
+    "replayfmt.recording.core.CallRecorder.__init__",
+    "replayfmt.recording.recorder.keep_dynamo_out",
+    "replayfmt.recording.recorder.AfterFork.__init__",
+    "replayfmt.recording.recorder.Hooks.install",
+    "replayfmt.recording.recorder.Graphs.install",
+    "replayfmt.recording.recorder.DirectWrites.install",
+    "replayfmt.recording.recorder.ProgramReplacement.install",
+    "replayfmt.recording.core.Core.resume",
+    "replayfmt.recording.recorder.Termination.install",
+    pytest.param(
+        "replayfmt.recording.program.presence._InferenceMode.begin",
+        marks=pytest.mark.recorder("python"),
+        id="inference",
+    ),
+    pytest.param(
+        "replayfmt.recording.dispatch.mode.RecordingMode.__enter__", marks=pytest.mark.recorder("python"), id="mode"
+    ),
+    pytest.param("replayfmt.native.hook.DispatchHook.begin", marks=pytest.mark.recorder("native"), id="hook"),
+    "replayfmt.native.watching.ThreadWatch.begin",
+    "replayfmt.recording.recorder.Threads.install",
+    "threading.Thread.start",
+)
+
+
+def state_of_the_process() -> list[Any]:
+    """What a capture replaces in other libraries, and in Python."""
+    replaced = (
+        torch.Tensor,
+        torch.storage.UntypedStorage,
+        torch._C.ScriptFunction,
+        torch._C._InferenceMode,
+        torch.Event,
+    )
+    namespaces = [vars(each) for each in (*replaced, os, threading, torch._ops)]
+    held = [{name: id(value) for name, value in namespace.items()} for namespace in namespaces]
+    return [held, torch._C._len_torch_dispatch_stack(), signal.getsignal(signal.SIGTERM), list(sys.meta_path)]
+
+
+@pytest.mark.parametrize("step", STEPS_OF_A_START)
+def test_a_start_that_fails_undoes_what_it_did_and_a_later_capture_works(
+    step: str, tmp_path, capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture(lambda: torch.ones(3) + 1)  # what a process keeps of its first capture is there
+    before = state_of_the_process()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AttributeError(f"this PyTorch has no {step}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step, fail)
+        if step.endswith("Streams.__init__"):
+            patched.setattr("replayfmt.recording.core.followed_kind", lambda: "cuda")
+        with pytest.raises(CaptureFailed, match="could not be started with torch 2"):
+            replayfmt.Recorder(tmp_path / "failed.opreplay").start()
+    assert state_of_the_process() == before
+    assert not list(tmp_path.glob("failed*"))
+    later = capture(lambda: torch.ones(3) + 1)
+    assert later.ops() == ["aten::ones.default", "aten::add.Tensor"]
+    later.replays()

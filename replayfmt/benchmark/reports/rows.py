@@ -14,13 +14,13 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 
 from replayfmt.format.printable import printable
+from replayfmt.format.session import own_version
 from replayfmt.pytorch import accelerators
 from replayfmt.pytorch.environment import describe_device
 from replayfmt.replay.plan import Plan
@@ -130,7 +130,7 @@ def plan_context(plan: Plan) -> dict[str, Any]:
     threads = reader.session.settings.get("num_threads", torch.get_num_threads())  # a replay runs with the capture's
     return {
         **machine_context(),
-        "library_version": version("opreplay"),
+        "library_version": own_version(),
         "library_build_type": "debug" if torch.version.debug else "release",
         "json_schema_version": SCHEMA_VERSION,
         "capture": reader.path,

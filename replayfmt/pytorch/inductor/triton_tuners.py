@@ -37,23 +37,32 @@ class TunedLaunch:
 
 
 def choose(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Have the configuration chosen, as the launch would."""
-    if len(tuner.launchers) == 0:
-        tuner.precompile()
-    if len(tuner.launchers) > 1 and not tuner._plugins:
-        tuner.autotune_to_one_config(*args, **kwargs)
-    meta = tuner.inductor_meta
-    if meta.get("combo_tuning_groups") and not getattr(tuner.launchers[0].config, "found_by_combo_autotune", False):
-        tuner.launchers = [tuner._combo_sequential_autotune(tuner.launchers[0], *args, **kwargs)]
-    if meta.get("coordinate_descent_tuning") and not getattr(tuner.launchers[0].config, "found_by_coordesc", False):
-        tuner.launchers = [tuner.coordinate_descent_tuning(tuner.launchers[0], *args, **kwargs)]
-    tuner._ensure_kernel_loaded()
+    """Have the configuration chosen, as the launch would. Raises NotTold, also for what the launch will raise: a
+    compiler's or a device's error is the program's to see."""
+    try:
+        if len(tuner.launchers) == 0:
+            tuner.precompile()
+        if len(tuner.launchers) > 1 and not _plugins(tuner):
+            tuner.autotune_to_one_config(*args, **kwargs)
+        meta = tuner.inductor_meta
+        if meta.get("combo_tuning_groups") and not getattr(tuner.launchers[0].config, "found_by_combo_autotune", False):
+            tuner.launchers = [tuner._combo_sequential_autotune(tuner.launchers[0], *args, **kwargs)]
+        if meta.get("coordinate_descent_tuning") and not getattr(tuner.launchers[0].config, "found_by_coordesc", False):
+            tuner.launchers = [tuner.coordinate_descent_tuning(tuner.launchers[0], *args, **kwargs)]
+        getattr(tuner, "_ensure_kernel_loaded", lambda: None)()
+    except Exception as error:
+        raise NotTold(f"its configuration could not be chosen: {type(error).__name__}: {error}") from error
+
+
+def _plugins(tuner: Any) -> Any:
+    """What may act in place of a launch; PyTorch before 2.12 has no such thing."""
+    return getattr(tuner, "_plugins", ())
 
 
 def launch_of(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TunedLaunch:
     """What a launch gives the kernel. Raises NotTold."""
     heuristics: Any = sys.modules[_HEURISTICS]
-    if tuner._plugins:
+    if _plugins(tuner):
         raise NotTold("a plugin of its autotuner may do anything in place of a launch")
     (launcher,) = tuner.launchers
     code, config, function = launcher.__code__, launcher.config, tuner.fn

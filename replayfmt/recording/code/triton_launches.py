@@ -212,12 +212,11 @@ class TritonLaunches(Patched):
             try:
                 mode = self._recorder.attempt(self._recorder.mode_here)
                 # Its trials are launches, too, and under the interpreter it launches the decorated function.
-                if mode is None or kwargs.get("benchmark_run") or tuner.triton_interpret:
+                if mode is None or kwargs.get("benchmark_run") or getattr(tuner, "triton_interpret", False):
                     return original(tuner, *args, **kwargs)
                 given = {name: value for name, value in kwargs.items() if name not in _OF_TUNER}
                 with self._recorder.hidden():
-                    choose(tuner, args, given)
-                told = self._recorder.attempt(_explained, launch_of, tuner, args, given)
+                    told = self._recorder.attempt(_explained, _tuned, tuner, args, given)
                 if not isinstance(told, TunedLaunch):
                     return self._unrecorded(tuner, told, lambda: original(tuner, *args, **kwargs), (args, given))
                 launch = _Launch(
@@ -365,7 +364,13 @@ class TritonLaunches(Patched):
 
 def _tries_its_own_way(tuner: Any) -> bool:
     """Whether the class of an autotuner has a `_bench` of its own, which `trial` is not around."""
-    return next(kind for kind in type(tuner).__mro__ if "_bench" in vars(kind)).__module__ != _AUTOTUNER
+    return next((kind.__module__ for kind in type(tuner).__mro__ if "_bench" in vars(kind)), _AUTOTUNER) != _AUTOTUNER
+
+
+def _tuned(tuner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> TunedLaunch:
+    """What a launch of Inductor's autotuner gives the kernel, once the configuration is chosen. Raises NotTold."""
+    choose(tuner, args, given)
+    return launch_of(tuner, args, given)
 
 
 def _explained(step: Callable[..., _T], *args: Any) -> _T | str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,10 @@ class RecorderForConstruction(Protocol):
     """What the construction needs from a recorder."""
 
     def paused(self) -> AbstractContextManager[Any]: ...
+
+    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run recorder code: a failure in it ends the recording, not the program."""
+        ...
 
 
 def construct(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +60,7 @@ class Construction:
         global _recorder
         _recorder = self._recorder
         self._patches.install()
-        self._dynamo = Watch("torch._dynamo.polyfills.tensor", _tell_dynamo)
+        self._dynamo = Watch("torch._dynamo.polyfills.tensor", partial(self._recorder.attempt, _tell_dynamo))
 
     def remove(self) -> None:
         """Restore everything. Idempotent."""
@@ -69,9 +74,12 @@ class Construction:
 
 
 def _tell_dynamo(polyfills: Any) -> None:
-    """Dynamo traces a polyfill in place of PyTorch's constructor; make it do the same for the recorder's, whichever of
-    the two was installed when Dynamo was imported."""
-    traced = polyfills.tensor_pynew.__torch_dynamo_polyfill__
+    """Dynamo traces a polyfill in place of PyTorch's constructor (since 2.12); make it do the same for the recorder's,
+    whichever of the two was installed when Dynamo was imported."""
+    polyfill = getattr(polyfills, "tensor_pynew", None)
+    if polyfill is None:
+        return
+    traced = polyfill.__torch_dynamo_polyfill__
     for function in (_original, construct):
         with suppress(ValueError):  # already registered
             torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)

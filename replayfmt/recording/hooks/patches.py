@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MethodType, ModuleType
@@ -107,11 +108,19 @@ class PatchSet:
                 delattr(done.holder, done.name)
 
     def _apply(self, patch: Patch, module: ModuleType) -> None:
-        holders, name = targets(module, patch.attribute)
-        if not holders:
+        """Never raises: the program may be what imports the module. A target that cannot be replaced is missing."""
+        try:
+            found = self._replace(patch, module)
+        except Exception:
+            found = False
+        if not found:
             self.missing.append(patch)
             if self._on_missing is not None:
-                self._on_missing(patch)
+                with suppress(Exception):  # where warnings are errors, say
+                    self._on_missing(patch)
+
+    def _replace(self, patch: Patch, module: ModuleType) -> bool:
+        holders, name = targets(module, patch.attribute)
         for holder in holders:
             own = name in vars(holder)
             original = vars(holder)[name] if own else inspect.getattr_static(holder, name)
@@ -120,6 +129,7 @@ class PatchSet:
             replacement = patch.wrap(original)
             setattr(holder, name, replacement)
             self._applied.append(_Applied(holder, name, own, original, replacement))
+        return bool(holders)
 
 
 def targets(module: ModuleType, attribute: str) -> tuple[list[Any], str]:

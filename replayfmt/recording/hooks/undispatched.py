@@ -135,7 +135,7 @@ class Hooks:
 
     def install(self) -> None:
         if self._compiled == "eager":
-            self._dynamo = Watch("torch._dynamo", self._force_eager)
+            self._dynamo = Watch("torch._dynamo", functools.partial(self._recorder.attempt, self._force_eager))
         self._report_kept_methods()
         self._patches.install()
         self._join_running_regions()

@@ -91,6 +91,7 @@ class ModePresence:
     def __init__(self, core: Core, mode: RecordingMode) -> None:
         self._core = core
         self.mode = mode
+        self._entered = False
 
     def may_be_quiet(self) -> bool:
         return False
@@ -104,13 +105,15 @@ class ModePresence:
     def begin(self) -> None:
         _inference.begin(self._core)
         self.mode.__enter__()
+        self._entered = True
         mode_stack()  # the first call takes a lock of the C library, which may stay locked forever in a forked child
 
     def end(self) -> None:
-        stack = [mode for mode in mode_stack() if mode is not self.mode]
-        set_modes([self.mode])
-        self.mode.__exit__(None, None, None)  # also undoes the process-wide effects of entering it
-        set_modes(stack)
+        if self._entered:
+            stack = [mode for mode in mode_stack() if mode is not self.mode]
+            set_modes([self.mode])
+            self.mode.__exit__(None, None, None)  # also undoes the process-wide effects of entering it
+            set_modes(stack)
         _inference.end()
 
     def joined(self) -> bool:

@@ -72,10 +72,10 @@ class Threads:
     def install(self) -> None:
         """Start with the calling thread and all others."""
         global _current
+        self._installed = True  # from the first step on there is something to remove
         self._patches.install()
         _current = self
         self._presence.begin()
-        self._installed = True
         inside = _in_backward_pass()
         self.core.thread_watch.begin(self._presence.mode, not inside and self._presence.may_be_quiet())
         if inside:  # it joins when the pass is over, as other threads do
