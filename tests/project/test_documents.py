@@ -63,6 +63,7 @@ def documents() -> list[str]:
         name
         for name in (
             "README.md",
+            "docs/tour.md",
             "tools/playbook.md",
             "docs/measuring.md",
             "docs/energy.md",
