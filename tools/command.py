@@ -165,6 +165,8 @@ class _Output(FileIO):
 def _own_streams() -> None:
     """Install streams whose failures can be distinguished, and replace one that the process was started without
     (`>&-`)."""
+    while os.open(os.devnull, os.O_RDWR) < 3:
+        pass  # no file of the tool's may get the number of a stream that is missing: C++ code may write to it
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process

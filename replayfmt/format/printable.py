@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import suppress
 
 # In JSON only strings hold such characters; json.dumps and jq leave those beyond ASCII as they are.
 _BEYOND_ASCII = re.compile(r"[^\x20-\x7e]")
@@ -15,6 +17,13 @@ def printable(text: str, limit: int | None = None) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def tell(text: str) -> None:
+    """Print one line on the program's stderr, if it has one that takes it."""
+    with suppress(Exception):
+        if sys.stderr is not None:  # print would take stdout instead
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def counted(number: int, noun: str) -> str:

@@ -199,7 +199,7 @@ class CaptureWriter:
 
     def payload(self, data: Buffer) -> int:
         """The id of this content. Written at once, a small one with the next ones, at the latest before the next
-        records. The buffer must not change during the call and is not kept."""
+        records. The buffer is not kept; if it changes during the call, some mixture is stored."""
         self._output.check()
         return self._payloads.add(data, self._whole)
 

@@ -18,7 +18,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
@@ -26,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from replayfmt.format.printable import tell
 
 _COMPILERS = ("c++", "g++", "clang++")
 # Without contraction, a product is rounded before it is added, as in NumPy. PyTorch's headers check themselves unless
@@ -262,8 +263,7 @@ def check_own(path: Path) -> None:
 
 
 def say(text: str) -> None:
-    with suppress(Exception):  # the program's own stderr may refuse it
-        print(f"opreplay: {text}", file=sys.stderr, flush=True)
+    tell(f"opreplay: {text}")
 
 
 _missing: set[str] = set()

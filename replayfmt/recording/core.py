@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ import torch
 from replayfmt.errors import CaptureFailed, OpReplayError
 from replayfmt.format.kept_attachments import KeptAttachments
 from replayfmt.format.model import Session
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import tell
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.native.building import NotAvailable, say_missing
@@ -316,9 +315,7 @@ class Core:
                 self.writer.abandon()
             except Exception as second:
                 text = f"{text}; what was written could not be stored: {second!r}"
-        # The program's own stderr may be closed, or refuse writes: then only `close` can report it.
-        with suppress(Exception):
-            print(printable(text), file=sys.stderr)
+        tell(text)  # without a stderr, only `close` can report it
 
     # ----------------------------------------------------------------------------------------------------- around an op
 

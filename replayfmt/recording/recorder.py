@@ -7,7 +7,6 @@ program ends.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,7 +20,7 @@ from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, Usag
 from replayfmt.format.arguments import check_kind, path_of, text_of
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.container.output import same_file
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import tell
 from replayfmt.pytorch.opaque_results import OpaqueResults
 
 from .code.triton_launches import TritonLaunches
@@ -246,15 +245,12 @@ class Recorder:
         try:
             self.close()
         except NothingCaptured as error:
-            with suppress(Exception):
-                print(printable(f"opreplay: {error}"), file=sys.stderr, flush=True)
+            tell(f"opreplay: {error}")
         except CaptureFailed:  # was reported when it happened
             pass
 
     def _close_for_replacement(self, function: str) -> None:
-        text = f"opreplay: the program replaces itself ({function}): the capture to {self.path} ends here"
-        with suppress(Exception):  # the program's own stderr may refuse it
-            print(printable(text), file=sys.stderr, flush=True)
+        tell(f"opreplay: the program replaces itself ({function}): the capture to {self.path} ends here")
         self._close_for_signal()
 
     def disable_after_fork(self) -> None:

@@ -1,6 +1,8 @@
-"""A program that becomes another one, or closes descriptors that are not its own."""
+"""A program that becomes another one, closes descriptors that are not its own, or starts without standard streams."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import replayfmt
 from replayfmt.format.reader import open_capture
 
-from .running import Captured, capture
+from .running import CAPTURE, CHECK, Captured, capture, environment
 
 REPLACES = """
 import os, sys
@@ -62,6 +64,61 @@ def test_a_program_that_closes_all_descriptors_keeps_its_files_and_ends_the_capt
     assert "its descriptor was closed by the program" in done.stderr
     assert (tmp_path / "mine.txt").read_text() == "mine alone"
     assert not (tmp_path / "x.opreplay").exists()
+
+
+WITHOUT_STREAMS = """
+import os, sys
+import torch
+x = torch.ones(2) + 1
+def attempt(step, *arguments):
+    try:
+        print(step(*arguments))
+    except OSError as error:
+        print(error)
+if "write" in sys.argv:
+    attempt(os.write, 2, b"stray")
+if "close" in sys.argv:
+    attempt(os.close, 2)
+    log = os.open("log.txt", os.O_WRONLY | os.O_CREAT)
+    print("log:", log)
+    attempt(os.write, log, b"mine alone")
+if "daemon" in sys.argv:
+    null = os.open(os.devnull, os.O_RDWR)
+    print("null:", min(null, 3), [os.dup2(null, number) for number in (0, 2)])
+if "child" in sys.argv:
+    sys.stdout.flush()
+    print(os.system("echo out; echo err >&2"))
+if "exec" in sys.argv:
+    print("replaced", flush=True)
+    os.execlp("echo", "echo", "another program")
+for _ in range(100):
+    x = x + 1
+print(x.tolist())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "redirection"),
+    [("write", "2>&-"), ("child", "0<&- 2>&-"), ("daemon", "0<&-"), ("close", "2>err.txt"), ("exec", "2>&-")],
+)
+def test_a_program_without_standard_streams_is_captured_and_finds_its_descriptors_as_they_are(
+    tmp_path, mode, redirection
+):
+    (tmp_path / "program.py").write_text(WITHOUT_STREAMS)
+    said, logs = [], []
+    for command in (sys.executable, f"{CAPTURE} -o x.opreplay"):
+        line = f"{command} program.py {mode} {redirection}"
+        done = subprocess.run(
+            line, shell=True, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True, timeout=120
+        )
+        assert done.returncode == 0
+        said.append(done.stdout)
+        logs.append((tmp_path / "log.txt").read_text() if mode == "close" else "")
+    assert said[0] == said[1]
+    assert logs[0] == logs[1]
+    assert subprocess.run([CHECK, "x.opreplay"], cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
+    assert Captured(tmp_path / "x.opreplay").op_names.count("aten::add.Tensor") == (1 if mode == "exec" else 101)
 
 
 @pytest.mark.parametrize("name", ["execv", "execve", "execl", "execvp", "execvpe"])

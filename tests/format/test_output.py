@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +47,52 @@ def test_a_descriptor_that_became_another_files_is_left_alone(tmp_path: Path) ->
     assert (tmp_path / "theirs").read_bytes() == b"mine"
     assert (tmp_path / "a.opreplay.partial").read_bytes() == b"head"
     os.close(theirs)
+
+
+@pytest.mark.parametrize("missing", [(0,), (2,), (0, 2), (1, 2)])
+def test_a_file_is_never_open_under_the_number_of_a_missing_standard_stream(
+    tmp_path: Path, missing: tuple[int]
+) -> None:
+    program = """
+import os, sys
+from replayfmt.format.container.output import Output
+for number in map(int, sys.argv[2:]):
+    os.close(number)
+free = os.open(os.devnull, os.O_RDONLY)
+os.close(free)
+output = Output(sys.argv[1], False)
+output.write([b"head"])
+for number in map(int, sys.argv[2:]):
+    try:
+        os.write(number, b"stray")
+        raise SystemExit(f"{number} can be written")
+    except OSError:
+        pass
+assert os.open(os.devnull, os.O_RDONLY) == free, "the number is left to the program"
+output.write([b", tail"])
+output.finish()
+"""
+    path = tmp_path / "a.opreplay"
+    subprocess.run([sys.executable, "-c", program, str(path), *map(str, missing)], check=True, timeout=60)
+    assert path.read_bytes() == b"head, tail"
+
+
+@pytest.mark.parametrize("stray", ["write", "cut"])
+def test_what_others_did_to_the_file_ends_it_before_more_is_written(tmp_path: Path, stray: str) -> None:
+    output = Output(tmp_path / "a.opreplay", False)
+    output.write([b"head"])
+    output.begun()
+    if stray == "write":
+        os.write(os.dup(descriptor(output)), b"mine")
+    else:
+        os.truncate(output.partial, 2)
+    left = Path(output.partial).read_bytes()
+    with pytest.raises(
+        CaptureFailed, match="something else wrote to it or cut it: it has . bytes where 4 were written"
+    ):
+        output.write([b"more"]) if stray == "write" else output.finish()
+    assert Path(output.partial).read_bytes() == left
+    assert not (tmp_path / "a.opreplay").exists()
 
 
 def test_a_descriptor_that_is_closed_while_nothing_is_written_is_not_closed_again(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -386,3 +387,38 @@ def test_memory_does_not_grow_with_the_number_of_records(tmp_path: Path) -> None
     before = psutil.Process().memory_info().rss
     check_capture(path)
     assert psutil.Process().memory_info().rss - before < 150 << 20
+
+
+@pytest.mark.parametrize("pattern", ["random", "zeros"])
+@pytest.mark.parametrize("length", [1000, 200_000, 3_000_001])
+def test_content_that_changes_while_it_is_written_leaves_a_valid_file(
+    tmp_path: Path, length: int, pattern: str
+) -> None:
+    content = (
+        np.random.default_rng(0).integers(0, 256, length, np.uint8)
+        if pattern == "random"
+        else np.zeros(length, np.uint8)
+    )
+    ended = threading.Event()
+
+    def keep_changing() -> None:
+        while not ended.is_set():
+            content[:] += np.uint8(1)
+
+    thread = threading.Thread(target=keep_changing)
+    thread.start()
+    path = tmp_path / "a.opreplay"
+    writer = CaptureWriter(path, SESSION)
+    numbers = set()
+    try:
+        for _ in range(20):
+            numbers.add(writer.payload(memoryview(content)))
+    finally:
+        ended.set()
+        thread.join()
+    final = writer.payload(memoryview(content))
+    writer.close(1)
+    check_capture(path)
+    with closing(open_capture(path)) as capture:
+        assert {len(capture.payload(number)) for number in numbers} == {length}
+        assert bytes(capture.payload(final)) == content.tobytes()

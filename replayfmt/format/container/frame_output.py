@@ -94,10 +94,17 @@ class FrameOutput:
         stored, raw = self._definitions[flags & FLAG_CONSOLIDATED]
         return raw + raw_bytes <= FREE_DEFINITION_BYTES + MAX_EXPANSION * (stored + stored_bytes)
 
-    def write_payloads(self, stored_bytes: int, count: int, parts: Sequence[Buffer], digest: int) -> None:
+    def write_payloads(
+        self, stored_bytes: int, count: int, parts: Sequence[Buffer], digest: int, at: int | None = None
+    ) -> None:
         """Append a frame of `count` payloads. `parts` are its body of `stored_bytes` with padding, or the beginning of
-        it, and the caller appends the rest to the file; `digest` is the hash of its rows."""
-        self._append(FrameKind.payload, 0, stored_bytes, stored_bytes, count, Codec.none, digest, parts)
+        it, and the caller appends the rest to the file; `digest` is the hash of its rows. `at`: the rest was appended
+        already, and header and beginning take the place of zeros there."""
+        self._append(FrameKind.payload, 0, stored_bytes, stored_bytes, count, Codec.none, digest, parts, at)
+
+    def append(self, parts: Sequence[Buffer]) -> None:
+        """Append a part of a frame that `write_payloads` completes."""
+        self._output.write(parts)
 
     def _count_definitions(self, flags: int, stored_bytes: int, raw_bytes: int) -> None:
         counted = self._definitions[flags & FLAG_CONSOLIDATED]
@@ -114,9 +121,10 @@ class FrameOutput:
         codec: Codec,
         digest: int,
         parts: Sequence[Buffer],
+        at: int | None = None,
     ) -> None:
         flags |= FLAG_REQUIRED if kind in REQUIRED_KINDS else 0
-        offset = self._output.position
+        offset = self._output.position if at is None else at
         header = FrameHeader(
             kind,
             flags,
@@ -129,7 +137,7 @@ class FrameOutput:
             codec,
             digest,
         )
-        self._output.write([header.pack(), *parts])
+        self._output.write([header.pack(), *parts], at)
         if kind == FrameKind.tables:
             self._count_definitions(flags, stored_bytes, raw_bytes)
         if kind != FrameKind.index:

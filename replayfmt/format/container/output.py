@@ -5,12 +5,15 @@ is (a torn tail is what recovery expects), and every later call raises the same 
 
 Neither the descriptor nor the names are safe from others: a program under capture may close descriptors that it never
 opened, so that the number soon means a file of its own, and another process may put its file under the same name. So
-before each write, rename and removal the file is compared with the one that was created, by device and inode.
+before each write, rename and removal the file is compared with the one that was created, by device and inode, and
+its length with what was written. The descriptor is never one of the three standard ones: a program that was started
+without one of them may still write to it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ from contextlib import suppress
 from replayfmt.errors import CaptureFailed, OutputExists
 
 _VECTORS = 1000  # below every system's IOV_MAX
+_FIRST_FREE = 3  # the descriptors below are standard streams, open or not
 
 
 def unfit(path: str | os.PathLike[str]) -> str | None:
@@ -93,6 +97,16 @@ def remove(name: str, ours: Identity | None) -> None:
             os.unlink(name)
 
 
+def _above_streams(fd: int) -> int:
+    """The same open file under a number that no standard stream has."""
+    if fd >= _FIRST_FREE:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
+    finally:
+        os.close(fd)
+
+
 class Output:
     """An append-only file. Not safe for use from several threads at once."""
 
@@ -122,7 +136,7 @@ class Output:
             if (force or doing) and os.path.lexists(self.partial):
                 # Not truncated in place: another process may still be writing it, and would write into ours.
                 os.unlink(self.partial)
-            self._fd = os.open(self.partial, flags, 0o666)
+            self._fd = _above_streams(os.open(self.partial, flags, 0o666))
             self._identity = identity(self._fd)
         except FileExistsError:
             raise OutputExists(
@@ -134,20 +148,21 @@ class Output:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise CaptureFailed(f"{self.partial}: cannot be written: {reason}") from None
 
-    def write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Append all of `parts`, in order, without copying them. Raises CaptureFailed."""
-        self.check()
-        if os.getpid() != self._process:
-            raise CaptureFailed(f"{self.partial}: a forked child tried to write to its parent's capture")
-        if identity(self._fd) != self._identity:
-            self._fd = -1  # whoever has it now: it is not ours to close
-            raise self.fail("its descriptor was closed by the program (os.close, os.closerange, or a library)")
+    def write(self, parts: Sequence[bytes | bytearray | memoryview], at: int | None = None) -> None:
+        """Append all of `parts`, in order, without copying them; or put them where `at` says, over what was written.
+        Raises CaptureFailed."""
+        self._check_intact()
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         try:
             first = 0
             while first < len(views):
-                done = os.writev(self._fd, views[first : first + _VECTORS])
-                self.position += done
+                vectors = views[first : first + _VECTORS]
+                if at is None:
+                    done = os.writev(self._fd, vectors)
+                    self.position += done
+                else:
+                    done = os.pwritev(self._fd, vectors, at)
+                    at += done
                 # A write may return short: at 2 GiB, when a signal comes, or when the disk fills up.
                 while first < len(views) and done >= len(views[first]):
                     done -= len(views[first])
@@ -163,6 +178,20 @@ class Output:
             raise CaptureFailed(*self._failure.args)
         if self._fd < 0:
             raise CaptureFailed(f"{self.path}: the capture was closed already")
+
+    def _check_intact(self) -> None:
+        """Raise unless the file is still what was written to it, and nothing else."""
+        self.check()
+        if os.getpid() != self._process:
+            raise CaptureFailed(f"{self.partial}: a forked child tried to write to its parent's capture")
+        if identity(self._fd) != self._identity:
+            self._fd = -1  # whoever has it now: it is not ours to close
+            raise self.fail("its descriptor was closed by the program (os.close, os.closerange, or a library)")
+        length = os.fstat(self._fd).st_size
+        if length != self.position:
+            raise self.fail(
+                f"something else wrote to it or cut it: it has {length:,} bytes where {self.position:,} were written"
+            )
 
     def _failed(self, doing: str, error: OSError) -> CaptureFailed:
         hint = {
@@ -193,7 +222,7 @@ class Output:
         Nothing is synced to the disk: as with other programs' files, a power failure soon afterwards may take the end
         of it, and the checks in it tell.
         """
-        self.check()
+        self._check_intact()
         self.release()
         if identity(self.partial) != self._identity:
             self._failure = CaptureFailed(

@@ -10,10 +10,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import tell
 
 _MODULE = "torch._inductor.compile_fx"
 _GRAPHED = "cudagraphify.<locals>.run"
@@ -45,8 +44,7 @@ class GraphsSwitchedOff:
         if plain is called and not graphed:
             return
         if not self._replaced:
-            with suppress(Exception):  # the program's own stderr may refuse it
-                print(printable(f"opreplay: {_NOTE}"), file=sys.stderr, flush=True)
+            tell(f"opreplay: {_NOTE}")
         for index in graphed:
             self._put(weakref.ref(runner), index, partitions[index], without_graph(partitions[index]))
             partitions[index] = without_graph(partitions[index])

@@ -10,17 +10,15 @@ from __future__ import annotations
 import atexit
 import os
 import signal as signals
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.arguments import check_function, count_of, path_of
-from replayfmt.format.printable import printable
+from replayfmt.format.printable import tell
 
 from ..options import CaptureOptions
 from ..recorder import Recorder
@@ -183,13 +181,8 @@ def request_capture(
         CaptureOptions.of("request_capture", options),
         None if signal is None else count_of("signal", getattr(signal, "value", signal), 1, signals.NSIG - 1),
         None if watched is None else os.path.abspath(watched),
-        on_event or _print,
+        on_event or tell,
     )
     output_path(template, dict(os.environ), os.getpid())  # raises now if it is invalid
     requests.install()
     return requests
-
-
-def _print(text: str) -> None:
-    with suppress(Exception):  # the program's own stderr may refuse it
-        print(printable(text), file=sys.stderr, flush=True)

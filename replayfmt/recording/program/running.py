@@ -186,6 +186,8 @@ def _show(error: BaseException) -> None:
     except BaseException as second:
         second.__context__ = None
         second.__traceback__ = _without_ours(second.__traceback__)
+        if sys.stderr is None:  # print would take stdout instead
+            return
         print("Error in sys.excepthook:", file=sys.stderr)
         traceback.print_exception(second, file=sys.stderr)
         print("\nOriginal exception was:", file=sys.stderr)

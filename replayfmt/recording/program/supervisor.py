@@ -142,7 +142,7 @@ class CapturedProgram:
         except OpReplayError as error:
             self._failure = error
         except Exception as error:
-            traceback.print_exc()
+            _show_bug()
             self._failure = CaptureFailed(f"{self._shown_path}: the recorder could not be started: {error!r}")
         if self._failure is not None:
             _say(f"opreplay-capture: {self._failure.status}: {self._failure}; the program continues uncaptured")
@@ -219,7 +219,7 @@ class CapturedProgram:
         except Exception as error:
             # A bug in the recorder. During exit it would only be printed, and the exit code would be that of a good
             # capture.
-            traceback.print_exc()
+            _show_bug()
             self._failure = self._failure or CaptureFailed(f"{self._shown_path}: could not be closed: {error!r}")
             _say(f"opreplay-capture: {self._failure.status}: {self._failure}")
         else:
@@ -296,10 +296,21 @@ def _flush_files() -> None:
                 item.flush()
 
 
+_STDERR = identity(2)
+
+
 def _say(text: str) -> None:
-    """Print one line on stderr, bypassing the program's own sys.stderr, which may be closed or buffered."""
+    """Print one line on stderr, bypassing the program's own sys.stderr, which may be closed or buffered. If stderr is
+    gone, there is no way left to report it: its descriptor may be that of a file of the program's."""
+    if _STDERR is None or identity(2) != _STDERR:
+        return
     if sys.stderr is not None and not sys.stderr.closed:
         sys.stderr.flush()
-    # If stderr itself is gone, there is no way left to report it.
     with contextlib.suppress(OSError):
         os.write(2, f"{printable(text)}\n".encode(errors="backslashreplace"))
+
+
+def _show_bug() -> None:
+    """Show the exception of the recorder that is being handled."""
+    if sys.stderr is not None:
+        traceback.print_exc()

@@ -48,7 +48,7 @@ def _statistics(storage: torch.UntypedStorage, dtype: torch.dtype, elements: int
     for begin in range(0, values.numel(), _AT_ONCE):
         part = values[begin : begin + _AT_ONCE]
         parts = torch.view_as_real(part) if part.is_complex() else part.unsqueeze(-1)
-        parts = parts.to(torch.float64)
+        parts = parts.to(torch.float64, copy=True)  # the program may write meanwhile, and the counts must agree
         unknown = parts.isnan().any(-1)
         plus = (parts == math.inf).any(-1) & ~unknown
         minus = (parts == -math.inf).any(-1) & ~unknown & ~plus
