@@ -81,7 +81,7 @@ class HotCall {
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
     const Looks looks(tensor);
-    const int64_t seen = storage ? storage->find(looks, tensor.storage_offset()) : 0;
+    const int64_t seen = storage ? session_.view_of(*storage, looks, tensor.storage_offset()) : 0;
     const auto* meta = seen ? nullptr : session_.meta_of(looks);
     if ((!seen && !meta) ||
         (storage ? storage->bytes != static_cast<int64_t>(impl->nbytes()) || (!storage->new_views && !seen)
@@ -210,7 +210,7 @@ class HotCall {
     const int64_t tensor = session_.next_tensor.next();
     const int64_t definition[] = {tensor, storage.id, offset, meta->second.id};
     session_.definitions.add(definition);
-    storage.views.push_back({meta, offset, tensor});
+    storage.views.add({meta, offset, tensor});
     return tensor;
   }
 
@@ -232,7 +232,7 @@ class HotCall {
       const int64_t birth[] = {id, bytes, made.meta->second.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
       session_.births.add(birth);
     }
-    const int64_t tensor = storage->find(made.meta, made.offset);
+    const int64_t tensor = storage->views.find(made.meta, made.offset);
     return tensor ? tensor : new_view(*storage, made.meta, made.offset);
   }
 
@@ -273,7 +273,7 @@ class HotCall {
       return false;  // it will be resized
     }
     const Looks looks(tensor);
-    int64_t number = storage->find(looks, tensor.storage_offset());
+    int64_t number = session_.view_of(*storage, looks, tensor.storage_offset());
     if (!number) {
       const auto* meta = storage->new_views ? session_.meta_of(looks) : nullptr;
       if (!meta) {

@@ -44,7 +44,9 @@ inline py::object python_types() {
       .def("publish", &Session::publish)
       .def("view", &Session::view)
       .def("take", &Session::take)
+      .def("take_written", &Session::take_written)
       .def("unadopted", &Session::unadopted)
+      .def("overlapping", &Session::overlapping)
       .def("drains", &Session::drains_now)
       .def("dead", &Session::dead)
       .def_property("release_head", [](Session& self) { return self.release_head.load(); },

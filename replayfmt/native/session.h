@@ -16,7 +16,9 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -34,12 +36,62 @@ namespace opreplay {
 namespace py = pybind11;
 
 struct View {
-  bool is(const Metas::value_type* other) const { return meta == other; }
-  bool is(const Looks& looks) const { return looks == meta->first; }
-
   const Metas::value_type* meta;
   int64_t offset;
   int64_t tensor;
+};
+
+// The views of one storage, in the order of their first use. Found one by one while there are few, by a hash then.
+class Views {
+ public:
+  static constexpr size_t kFew = 8;
+
+  bool few() const { return all_.size() <= kFew; }
+  const View* begin() const { return all_.begin(); }
+  const View* end() const { return all_.end(); }
+  // The tensor that a view is; 0 where it is none yet.
+  int64_t find(const Metas::value_type* meta, int64_t offset) const {
+    if (!few()) {
+      const auto found = by_place_.find({meta, offset});
+      return found == by_place_.end() ? 0 : found->second;
+    }
+    const auto* found = std::find_if(begin(), end(), [&](const View& view) { return view.meta == meta && view.offset == offset; });
+    return found == end() ? 0 : found->tensor;
+  }
+  // The same, where there are few: `looks` need not be looked up.
+  int64_t find_among_few(const Looks& looks, int64_t offset) const {
+    const auto* found = std::find_if(begin(), end(), [&](const View& view) { return view.offset == offset && looks == view.meta->first; });
+    return found == end() ? 0 : found->tensor;
+  }
+  // The view that a tensor is; none where Python has told of no such view.
+  const View* of(int64_t tensor) const {
+    const auto* found =
+        in_order_ ? std::lower_bound(begin(), end(), tensor, [](const View& view, int64_t id) { return view.tensor < id; })
+                  : std::find_if(begin(), end(), [&](const View& view) { return view.tensor == tensor; });
+    return found == end() || found->tensor != tensor ? nullptr : found;
+  }
+  void add(const View& view) {
+    in_order_ = in_order_ && (all_.empty() || all_.back().tensor < view.tensor);
+    all_.push_back(view);
+    if (all_.size() == kFew + 1) {
+      for (const View& each : all_) {
+        by_place_.emplace(Place{each.meta, each.offset}, each.tensor);
+      }
+    } else if (!few()) {
+      by_place_.emplace(Place{view.meta, view.offset}, view.tensor);
+    }
+  }
+
+ private:
+  using Place = std::pair<const Metas::value_type*, int64_t>;
+  struct Hash {
+    size_t operator()(const Place& place) const {
+      return WordsHash::mixed(WordsHash::mixed(0, reinterpret_cast<int64_t>(place.first)), place.second);
+    }
+  };
+  c10::SmallVector<View, 2> all_;
+  bool in_order_ = true;  // of tensor ids
+  std::unordered_map<Place, int64_t, Hash> by_place_;
 };
 
 // A storage that needs no care: its bytes come from recorded ops or from an import, and all that can happen to it is to
@@ -55,24 +107,64 @@ struct Storage {
   bool new_views;          // it may be seen in other ways than so far
   bool unwritten = false;  // nothing was written to it: it may be filled, and nothing else
   bool generated = false;  // generated code allocated it
-  c10::SmallVector<View, 2> views;
-  std::vector<int64_t> written;  // tensors written since Python asked
+  Views views;
 
-  // The tensor that a view is; 0 where it is none yet. `meta`: a Metas entry, or Looks.
-  template <typename Meta>
-  int64_t find(const Meta& meta, int64_t offset) const {
-    for (const View& view : views) {
-      if (view.offset == offset && view.is(meta)) {
-        return view.tensor;
+  void note_written(int64_t tensor) {
+    if (std::find(written_.end() - std::min<ptrdiff_t>(std::ssize(written_), 4), written_.end(), tensor) != written_.end()) {
+      return;
+    }
+    if (written_.size() >= enough_written_) {
+      std::sort(written_.begin(), written_.end());
+      written_.erase(std::unique(written_.begin(), written_.end()), written_.end());
+      enough_written_ = std::max<size_t>(64, 2 * written_.size());
+    }
+    written_.push_back(tensor);
+  }
+  // Tensor id, meta id and offset of each view that was written since the last time.
+  std::vector<std::array<int64_t, 3>> take_written() {
+    std::vector<std::array<int64_t, 3>> taken;
+    for (const int64_t tensor : std::exchange(written_, {})) {
+      if (const View* view = views.of(tensor)) {
+        taken.push_back({tensor, view->meta->second.id, view->offset});
       }
     }
-    return 0;
+    return taken;
   }
-  void note_written(int64_t tensor) {
-    if (std::find(written.begin(), written.end(), tensor) == written.end()) {
-      written.push_back(tensor);
+
+ private:
+  std::vector<int64_t> written_;  // tensors; some several times
+  size_t enough_written_ = 64;  // with so many, each is kept once
+};
+
+// Ranges of host memory by the address of what lies there. They may overlap; some are out of date.
+class HostRanges {
+ public:
+  size_t size() const { return size_; }
+  void clear() { *this = {}; }
+  void add(uintptr_t begin, size_t bytes, const void* owner) {
+    by_length_[std::bit_width(bytes)].emplace(begin, Range{bytes, owner});
+    size_++;
+  }
+  // Visits what may hold any byte from `begin` to `end`, and drops what a visit says is out of date.
+  template <typename Visit>
+  void overlapping(uintptr_t begin, uintptr_t end, const Visit& is_out_of_date) {
+    for (size_t bits = 0; bits < by_length_.size(); bits++) {
+      auto& ranges = by_length_[bits];  // less than 2^bits bytes each
+      const uintptr_t reach = uintptr_t{1} << std::min<size_t>(bits, 63);
+      for (auto at = ranges.lower_bound(begin > reach ? begin - reach : 0); at != ranges.end() && at->first < end;) {
+        const bool drop = at->first + at->second.bytes > begin && is_out_of_date(at->second.owner);
+        at = drop ? (size_--, ranges.erase(at)) : std::next(at);
+      }
     }
   }
+
+ private:
+  struct Range {
+    size_t bytes;
+    const void* owner;
+  };
+  std::array<std::multimap<uintptr_t, Range>, 65> by_length_;
+  size_t size_ = 0;
 };
 
 class Session {
@@ -127,6 +219,14 @@ class Session {
     return found == metas.end() ? nullptr : recent = &*found;
   }
   Storage* storage_of(const c10::StorageImpl* impl) const { return storages.find(impl); }
+  // The tensor that a view of a storage is; 0 where it is none yet.
+  int64_t view_of(const Storage& storage, const Looks& looks, int64_t offset) {
+    if (storage.views.few()) {
+      return storage.views.find_among_few(looks, offset);
+    }
+    const auto* meta = meta_of(looks);
+    return meta ? storage.views.find(meta, offset) : 0;
+  }
   Storage& add(c10::StorageImpl* impl, int64_t id, int64_t bytes, bool adopted, bool new_views) {
     born++;
     if (!adopted) {
@@ -227,8 +327,8 @@ class Session {
     Storage& storage = known ? *known : add(impl, id, bytes, true, new_views);
     storage.bytes = bytes;
     storage.new_views = new_views;
-    if (const auto* looks = meta_numbered(meta); looks && !storage.find(looks, offset)) {
-      storage.views.push_back({looks, offset, tensor});
+    if (const auto* looks = meta_numbered(meta); looks && !storage.views.find(looks, offset)) {
+      storage.views.add({looks, offset, tensor});
     }
     return !known;
   }
@@ -236,14 +336,15 @@ class Session {
   int64_t view(uintptr_t address, int64_t id, int64_t meta, int64_t offset) {
     std::lock_guard<std::mutex> lock(mutex);
     const Storage* found = find(address, id);
-    return found ? found->find(meta_numbered(meta), offset) : 0;
+    return found ? found->views.find(meta_numbered(meta), offset) : 0;
   }
 
-  // Id, bytes, views and written tensors of a storage, whether nothing was written to it, and whether generated code
+  // Id, bytes, views and written views of a storage, whether nothing was written to it, and whether generated code
   // allocated it; Python has a tracker of it from now on. None where it is not known. `id`: 0 where Python does not know
   // it. `forget`: it is not known here any more, as where nothing was written to it, because Python looks after it then.
   py::object take(uintptr_t address, int64_t id, bool forget) {
     std::optional<Storage> taken;  // a copy: making objects of Python may run anything
+    std::vector<std::array<int64_t, 3>> written;
     {
       std::lock_guard<std::mutex> lock(mutex);
       Storage* found = find(address, id);
@@ -252,7 +353,7 @@ class Session {
       }
       found->adopted = true;
       taken = *found;
-      found->written.clear();
+      written = found->take_written();
       if (forget || taken->unwritten) {
         storages.erase(reinterpret_cast<const void*>(address));
       }
@@ -261,27 +362,48 @@ class Session {
     for (const View& view : taken->views) {
       views.append(py::make_tuple(view.meta->second.id, view.offset, view.tensor));
     }
-    return py::make_tuple(taken->id, taken->bytes, views, taken->written, taken->unwritten, taken->generated);
+    return py::make_tuple(taken->id, taken->bytes, views, written, taken->unwritten, taken->generated);
   }
 
-  // The storages that were born here and are alive.
+  // Tensor id, meta id and offset of each view of a storage that was written since the last time.
+  std::vector<std::array<int64_t, 3>> take_written(uintptr_t address, int64_t id) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Storage* found = find(address, id);
+    return found ? found->take_written() : std::vector<std::array<int64_t, 3>>();
+  }
+
+  // The storages that were born here and are alive, as far as Python has no tracker of them.
   py::list unadopted() {
-    std::vector<c10::intrusive_ptr<c10::StorageImpl>> alive;
+    Alive alive;
     {
       std::lock_guard<std::mutex> lock(mutex);
-      storages.each([&](const void*, const Storage& storage) {
-        if (!storage.adopted) {
-          if (auto strong = storage.impl.lock()) {
-            alive.push_back(std::move(strong));
-          }
+      for (const void* address : young_) {
+        add_unadopted(address, alive);
+      }
+    }
+    return as_python(std::move(alive));
+  }
+
+  // Those of them that hold any of these bytes of host memory.
+  py::list overlapping(uintptr_t begin, uintptr_t end) {
+    Alive placed, alive;  // let go of without the mutex
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      if (ranges_.size() > 2 * young_.size() + 1024) {
+        ranges_.clear();
+        placed_ = 0;
+      }
+      for (; placed_ < young_.size(); placed_++) {
+        if (!add_unadopted(young_[placed_], placed)) {
+          continue;
         }
-      });
+        if (const auto& found = *placed.back(); found.device_type() == at::kCPU && found.nbytes()) {
+          ranges_.add(reinterpret_cast<uintptr_t>(found.data()), found.nbytes(), young_[placed_]);
+        }
+      }
+      ranges_.overlapping(begin, end, [&](const void* address) { return !add_unadopted(address, alive); });
     }
-    py::list made;
-    for (auto& impl : alive) {
-      made.append(py::reinterpret_steal<py::object>(THPStorage_Wrap(c10::Storage(std::move(impl)))));
-    }
-    return made;
+    return as_python(std::move(alive));
   }
 
   // Ids of the storages born here that died.
@@ -305,7 +427,16 @@ class Session {
       storages.erase(address);
       return true;
     };
-    std::erase_if(young_, forget_dead);
+    size_t kept = 0, placed = 0;
+    for (size_t index = 0; index < young_.size(); index++) {
+      const void* address = young_[index];
+      if (!forget_dead(address) && !storages.find(address)->adopted) {
+        placed += index < placed_;
+        young_[kept++] = address;
+      }
+    }
+    young_.resize(kept);
+    placed_ = placed;
     if (storages.size() >= enough_) {  // Python tells of the others: they are only in the way
       std::vector<const void*> all;
       storages.each([&all](const void* address, const Storage&) { all.push_back(address); });
@@ -336,6 +467,8 @@ class Session {
     drawn.reset();
     storages.clear();
     young_.clear();
+    ranges_.clear();
+    placed_ = 0;
     recent_metas_ = {};
     metas.clear();
     metas_by_id.clear();
@@ -345,13 +478,29 @@ class Session {
  private:
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_;
+  using Alive = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;
   std::vector<const void*> young_;  // addresses of the storages that were born here, and of some that are gone
+  HostRanges ranges_;               // where those lie that were there at the last look,
+  size_t placed_ = 0;               // which are the first so many
   size_t enough_ = 256;             // with so many storages, all are looked at
   std::array<const Metas::value_type*, 64> recent_metas_{};  // found last, by what is seen of them at a glance
 
   static WeakStorage weak(c10::StorageImpl* impl) {
     c10::raw::weak_intrusive_ptr::incref(impl);
     return WeakStorage::reclaim(impl);
+  }
+  // Add a storage that was born here. Whether it is alive, and Python has no tracker of it. With the mutex held.
+  bool add_unadopted(const void* address, Alive& alive) const {
+    const Storage* storage = storages.find(address);
+    auto strong = storage && !storage->adopted ? storage->impl.lock() : nullptr;
+    return strong && (alive.push_back(std::move(strong)), true);
+  }
+  static py::list as_python(Alive alive) {
+    py::list made;
+    for (auto& impl : alive) {
+      made.append(py::reinterpret_steal<py::object>(THPStorage_Wrap(c10::Storage(std::move(impl)))));
+    }
+    return made;
   }
   // None where metadata with this id is not known here.
   const Metas::value_type* meta_numbered(int64_t id) const {

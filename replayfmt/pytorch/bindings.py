@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,12 @@ _HOLDERS = tuple(
 _NATIVE = (type(len), type(str.join))  # functions and methods implemented in C
 _ABSENT = object()
 # The argument parser takes a tensor without dimensions for a number too, an integer one also for a size or an index.
-_STAND_INS = (torch.zeros((1,)), torch.zeros(()), torch.zeros((), dtype=torch.int64))
+# None is kept: a program that lists its tensors would find it.
+_STAND_INS = (
+    partial(torch.zeros, (1,), dtype=torch.float32, device="cpu"),
+    partial(torch.zeros, (), dtype=torch.float32, device="cpu"),
+    partial(torch.zeros, (), dtype=torch.int64, device="cpu"),
+)
 
 
 class _Arrived(Exception):
@@ -93,11 +99,11 @@ def _arrives(
     text: str,
     values: Sequence[Any],
     tensors: Sequence[int],
-    stand_in: torch.Tensor,
+    stand_in: Callable[[], torch.Tensor],
 ) -> bool:
     """Whether a call of `candidate` arrives at the dispatcher as the call of the overload would."""
     stood_for = set(tensors)
-    names = {f"x{index}": stand_in.clone() if index in stood_for else value for index, value in enumerate(values)}
+    names = {f"x{index}": stand_in() if index in stood_for else value for index, value in enumerate(values)}
     call = compile(text % ("f", *names), "<opreplay probe>", "eval")
     wanted = eval(call, {"f": lambda *args, **kwargs: (args, kwargs), **names})  # the plan's text, not the file's
     catch = _Catch()

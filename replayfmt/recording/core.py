@@ -455,7 +455,7 @@ class Core:
         """Called after every op: record releases, and write a frame if one is full."""
         if len(self.storages.dead) >= RELEASE_BATCH or (self.native is not None and self.native.drains()):
             with self.lock:
-                self.storages.drain()
+                self.storages.drain(all_of_them=False)
         waiting = len(self.buffer.rows)
         if waiting >= _BEHIND * self.options.chunk_records or self.flushing.overdue():
             self.flush()  # the recorder's thread does not keep up, or gets no turn
@@ -471,7 +471,7 @@ class Core:
         if self.buffer.rows or self.storages.dead:
             with self.lock:
                 if self.failure is None and not self.closed:
-                    self.storages.drain()
+                    self.storages.drain(all_of_them=False)
                     self.buffer.flush()
 
     # ----------------------------------------------------------------------------------------------------------- scopes

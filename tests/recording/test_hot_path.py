@@ -176,6 +176,27 @@ def test_a_write_is_compared(capture: Capture, cold: list[str]) -> None:
     assert captured.records(RecordKind.digest)
 
 
+def test_many_views_of_one_storage_are_each_one_tensor_and_those_written_are_compared(
+    capture: Capture, cold: list[str]
+) -> None:
+    def program() -> torch.Tensor:
+        x = torch.zeros(300)
+        for turn in range(3):
+            cold.clear()
+            for begin in range(100):
+                x[begin : begin + 1 + begin % 5].add_(begin)
+                if turn and begin % 10 == 0:
+                    x[begin : begin + 1 + begin % 5].numpy()  # Python meets the storage
+        return x
+
+    captured = capture(program)
+    records = zip(captured.ops(), captured.records(RecordKind.op), strict=True)
+    writes = [record.args[0] for name, record in records if name == "aten::add_.Tensor"]
+    assert len(writes) == 300
+    assert len(set(writes)) == 100
+    captured.replays()
+
+
 def test_what_dies_is_released(capture: Capture) -> None:
     x = torch.ones(3)
 
@@ -460,4 +481,25 @@ def test_a_storage_that_is_forgotten_enters_as_another(capture: Capture) -> None
 
     captured = capture(program)
     assert reasons(captured) == ["first_use", "first_use"]
+    captured.replays()
+
+
+def test_arrays_on_memory_that_an_op_returned_are_found_among_many_storages(capture: Capture) -> None:
+    kept: list[torch.Tensor] = []
+
+    def program() -> list[torch.Tensor]:
+        x = torch.ones(3)
+        for turn in range(200):
+            kept.extend(x + turn for _ in range(8))
+            if turn % 20 == 0:
+                shared = torch.from_numpy(kept[-3].numpy()[1:])
+                shared.add_(1)
+                kept[-3].mul_(2)
+                del kept[::2]
+        return kept
+
+    captured = capture(program)
+    writes = [record.args[0] for record in captured.records(RecordKind.op) if len(record.args) == 2]
+    shared = [value for value in writes if value.offset == 1]
+    assert len(shared) == 10
     captured.replays()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -364,3 +367,40 @@ def test_a_warning_is_shown_where_it_is_without_a_capture(capture: Capture) -> N
     expected = warned(warning)
     assert len(expected) == 3
     assert capture(lambda: warned(warning)).returned == expected
+
+
+LISTS_ITS_TENSORS = """
+import gc
+import sys
+import numpy as np
+import torch
+
+def shapes():
+    return sorted(tuple(each.shape) for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+
+torch.set_grad_enabled(len(sys.argv) > 1)
+model = torch.nn.Linear(2, 2)
+seen = []
+for _ in range(3):
+    x = torch.from_numpy(np.ones((4, 2), np.float32)).requires_grad_(len(sys.argv) > 1)
+    y = torch.nn.functional.dropout(model(x), 0.5)
+    loss = y[1:].relu().sum()
+    if sys.argv[1:]:
+        loss.backward()
+    seen.append((shapes(), float(y.sum()), y.detach().numpy().shape, shapes()))
+print([each[0] for each in seen], seen[-1][3])
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_lists_its_tensors_finds_none_of_the_recorders(tmp_path: Path, recorder: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LISTS_ITS_TENSORS)
+    captured = [sys.executable, "-m", "opreplay_tools.capture", f"--recorder={recorder}", "-o", str(tmp_path / "c")]
+    # The recorder in Python is a dispatch mode: PyTorch makes objects of what autograd saves and of gradients for it.
+    backward = ["backward"] if recorder == "native" else []
+
+    def printed(*command: str) -> str:
+        return subprocess.run([*command, str(program), *backward], check=True, capture_output=True, text=True).stdout
+
+    assert printed(sys.executable) == printed(*captured)

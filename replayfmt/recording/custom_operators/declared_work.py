@@ -23,9 +23,9 @@ from ..dispatch.kernels import tensors_in
 from ..dispatch.wrappers import plain_parts
 from ..frames import leave_no_own_frame
 from ..hooks.patches import Patch, Patched, PatchSet
-from ..storages.trackers import Tracker, has_bytes
+from ..storages.trackers import Tracker, Written, has_bytes
 
-_Written = tuple[torch.Tensor, Tracker | None, set[int] | None]
+_Written = tuple[torch.Tensor, Tracker | None, Written | None]
 _UNSEEN = "the operator's kernel did its work where no recorded op did it: "
 
 
@@ -145,7 +145,7 @@ def _name(operator: Any) -> str:
     return operator._qualified_op_name
 
 
-def _remember(tracker: Tracker | None, known: set[int] | None) -> bool:
+def _remember(tracker: Tracker | None, known: Written | None) -> bool:
     """Merge the writes known before with those made since. Returns whether there were any since."""
     if tracker is None:
         return False

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
-from itertools import takewhile
 
 import torch
 
 from .trackers import Tracker
 
-_IN_FLIGHT = 64  # storages that threads may be assigning ids to at the same time
+_FEWEST = 1024  # storages that may wait for a look, dead or alive
+_REGION_BITS = 16  # bytes of a region, in whose list of ranges another one is put in its place
 
 
 class AddressRanges:
     """Ranges of addresses, from the first byte to the one after the last, by storage id. None is empty.
 
-    Ranges may overlap. They are kept sorted, grouped by similar length: a range that reaches an address begins at most
-    twice that length before it.
+    Ranges may overlap. They are kept sorted, by the region in which they begin and grouped by similar length: a range
+    that reaches an address begins at most twice that length before it.
     """
 
     def __init__(self) -> None:
         self._ranges: dict[int, tuple[int, int]] = {}
-        self._begins: dict[int, list[tuple[int, int]]] = {}  # (first byte, id), by the length's number of bits
+        # (first byte, id), by the length's number of bits and by region
+        self._begins: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
     def __contains__(self, number: int) -> bool:
         return number in self._ranges
@@ -40,16 +41,20 @@ class AddressRanges:
         """Set a storage's range. Replaces an earlier one."""
         self.discard(number)
         self._ranges[number] = begin, end
-        insort(self._begins.setdefault((end - begin).bit_length(), []), (begin, number))
+        regions = self._begins.setdefault((end - begin).bit_length(), {})
+        insort(regions.setdefault(begin >> _REGION_BITS, []), (begin, number))
 
     def discard(self, number: int) -> None:
         """Forget a storage, if it is known."""
         found = self._ranges.pop(number, None)
         if found is not None:
             begin, end = found
-            begins = self._begins[(end - begin).bit_length()]
+            regions = self._begins[(end - begin).bit_length()]
+            begins = regions[begin >> _REGION_BITS]
             del begins[bisect_left(begins, (begin, number))]
             if not begins:
+                del regions[begin >> _REGION_BITS]
+            if not regions:
                 del self._begins[(end - begin).bit_length()]
 
     def containing(self, begin: int, end: int) -> list[int]:
@@ -64,9 +69,15 @@ class AddressRanges:
 
     def _within(self, bits: int, begin: int, end: int) -> list[int]:
         """Those in one length group that begin before `end` and end after `begin`."""
-        begins = self._begins[bits]
-        first, last = bisect_right(begins, (begin - (1 << bits), -1)), bisect_left(begins, (end, -1))
-        return [number for _begin, number in begins[first:last] if self._ranges[number][1] > begin]
+        regions, low = self._begins[bits], begin - (1 << bits)
+        reached = range(low >> _REGION_BITS, (end >> _REGION_BITS) + 1)
+        found = []
+        for region in reached if len(reached) < len(regions) else [each for each in regions if each in reached]:
+            begins = regions.get(region)
+            if begins:
+                first, last = bisect_right(begins, (low, -1)), bisect_left(begins, (end, -1))
+                found += [number for _begin, number in begins[first:last] if self._ranges[number][1] > begin]
+        return found
 
 
 class HostMemory:
@@ -77,12 +88,18 @@ class HostMemory:
         self._live = live
         self._external = AddressRanges()  # memory that torch did not allocate
         self._own = AddressRanges()  # torch's own memory, as of the last look
-        self._looked_at = 0  # ids up to here, except those in flight then, are in one or the other
+        self._new: list[Tracker] = []  # since then
 
     @property
     def shared(self) -> bool:
         """Whether there is any memory that several storages may be on."""
         return bool(self._external)
+
+    def add(self, tracker: Tracker) -> None:
+        """Add a storage, which the next look finds if it is still alive then."""
+        self._new.append(tracker)
+        if len(self._new) > max(_FEWEST, 2 * len(self._live)):
+            self._new = [each for each in self._new if each() is not None]
 
     def add_external(self, number: int, storage: torch.UntypedStorage) -> None:
         """Add a storage whose memory torch did not allocate."""
@@ -116,23 +133,13 @@ class HostMemory:
 
     def _look(self) -> None:
         """Note the addresses of the storages that are new since the last look."""
-        newest = self._looked_at
-        for number in self._ids_from(newest - _IN_FLIGHT):
-            newest = max(newest, number)
-            tracker = self._live.get(number)
-            storage = None if tracker is None else tracker()
-            known = number in self._external or number in self._own
+        new, self._new = self._new, []
+        for tracker in new:
+            number, storage = tracker.id, tracker()
+            known = number in self._external or self._live.get(number) is not tracker
             if storage is not None and not known and storage.device.type == "cpu" and storage.nbytes():
                 begin = storage.data_ptr()
                 self._own.add(number, begin, begin + storage.nbytes())
-        self._looked_at = newest
-
-    def _ids_from(self, first: int) -> list[int]:
-        while True:
-            try:
-                return list(takewhile(lambda number: number >= first, reversed(self._live)))
-            except RuntimeError:  # another thread assigned an id meanwhile
-                continue
 
     def _there(self, ranges: AddressRanges, number: int) -> Tracker | None:
         """The tracker of a storage, after updating its range; None if it died. A death that was not drained yet leaves

@@ -82,6 +82,7 @@ class Storages:
             return None
         number, length, views, written, unwritten, generated = found
         tracker = self.live[number] = self._track(storage, number, length)
+        self._memory.add(tracker)
         assert isinstance(tracker, NativeTracker)
         tracker.take_over(views, written)
         if generated:
@@ -122,6 +123,7 @@ class Storages:
         number = next(self._buffer.next_storage)
         self._buffer.births.append(pack_birth(number, length, self._records.device(device), origin, payload))
         tracker = self.live[number] = self._track(storage, number, length)
+        self._memory.add(tracker)
         if self._audit:
             self.watch(tracker)
         if not readable and device.type != "meta":  # a ZeroTensor's: not to be mistaken for others of the same metadata
@@ -243,8 +245,10 @@ class Storages:
 
     def _containing(self, storage: torch.UntypedStorage, length: int, dtype: torch.dtype | None) -> Tracker | None:
         """A tracker for memory that lies entirely within another storage of the capture, or None."""
-        self.adopt_all()
         begin = storage.data_ptr()
+        if self._native is not None:
+            for born in self._native.overlapping(begin, begin + length):
+                self.tracker_of(born)
         for base, low in self._memory.containing(begin, begin + length):
             delta = begin - low
             if not (delta % dtype.itemsize if dtype is not None else delta):
@@ -448,7 +452,7 @@ class Storages:
         length = storage.nbytes()
         if length != state.length:
             self.resized(tracker, length)  # the op itself resized it, as it will on replay
-        tracker.note_written(tensor)
+        tracker.note_written(tensor, meta, offset)
         if state.coverage is not None:
             if everything:
                 params = self._metas.params[meta]
@@ -475,11 +479,12 @@ class Storages:
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 
-    def drain(self) -> None:
-        """Record the storages released since the last call."""
+    def drain(self, *, all_of_them: bool = True) -> None:
+        """Record the storages released since the last call; those that Python does not know only if it is time to look
+        for them, or if `all_of_them` are to be recorded."""
         dead = [self.dead.popleft() for _ in range(len(self.dead))]
         ids = [tracker.id for tracker in dead if tracker.state is None or self._forget(tracker)]
-        if self._native is not None:
+        if self._native is not None and (all_of_them or self._native.drains()):
             ids += self._native.dead()
         for number in ids:
             self.live.pop(number, None)

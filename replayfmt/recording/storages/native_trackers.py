@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .trackers import Tracker
+from .trackers import Tracker, Written
 
 _size: Any = Tracker.__dict__["size"]  # the descriptors of the slots
 _written: Any = Tracker.__dict__["written"]
@@ -35,21 +35,18 @@ class NativeTracker(Tracker):
             self.take_back()
 
     @property
-    def written(self) -> set[int] | None:
-        found = self.session.take(self.address, self.id, False)
-        if found is not None:
-            self.take_over(found[2], found[3])
-        written: set[int] | None = _written.__get__(self)
+    def written(self) -> Written | None:
+        self._take_over_written(self.session.take_written(self.address, self.id))
+        written: Written | None = _written.__get__(self)
         return written
 
     @written.setter
-    def written(self, written: set[int] | None) -> None:
-        self.session.take(self.address, self.id, False)  # those before do not matter any more
+    def written(self, written: Written | None) -> None:
+        self.session.take_written(self.address, self.id)  # those before do not matter any more
         _written.__set__(self, written)
 
-    def note_written(self, tensor: int) -> None:
-        written = self.written  # not those that the hot path notes from now on: they are asked for later
-        _written.__set__(self, {tensor, *(written or ())})
+    def note_written(self, tensor: int, meta: int, offset: int) -> None:
+        self._take_over_written([(tensor, meta, offset)])
 
     def take_back(self) -> None:
         """Make the hot path forget it until it is published again."""
@@ -57,12 +54,18 @@ class NativeTracker(Tracker):
         if found is not None:
             self.take_over(found[2], found[3])
 
-    def take_over(self, views: list[tuple[int, int, int]], written: list[int]) -> None:
+    def take_over(self, views: list[tuple[int, int, int]], written: list[tuple[int, int, int]]) -> None:
         """Take over the views and writes that the hot path saw."""
         for meta, offset, tensor in views:
             self.views.setdefault((meta, offset), tensor)
+        self._take_over_written(written)
+
+    def _take_over_written(self, written: list[tuple[int, int, int]]) -> None:
         if written:
-            _written.__set__(self, (_written.__get__(self) or set()) | set(written))
+            known = _written.__get__(self)
+            if known is None:
+                _written.__set__(self, known := {})
+            known.update((tensor, (meta, offset)) for tensor, meta, offset in written)
 
     def publish(self, meta: int, offset: int, tensor: int) -> None:
         """A view of it was used on the complete path: the hot path knows it from now on."""

@@ -65,6 +65,9 @@ class State:
         self.delta = 0
 
 
+Written = dict[int, tuple[int, int]]  # by tensor id: meta id and offset
+
+
 class Tracker(weakref.ref):
     """One storage of the program. Calling it returns the storage, or None once it has died."""
 
@@ -75,11 +78,13 @@ class Tracker(weakref.ref):
     views: dict[tuple[int, int], int]  # tensor id of each (meta id, offset), the first one used first
     state: State | None
     imports: int  # how often its content was imported
-    written: set[int] | None  # tensors written in place since the last digest
+    written: Written | None  # the views written in place since the last digest
 
-    def note_written(self, tensor: int) -> None:
-        """A captured op wrote to a tensor."""
-        self.written = {tensor, *(self.written or ())}
+    def note_written(self, tensor: int, meta: int, offset: int) -> None:
+        """A captured op wrote to a view."""
+        if self.written is None:
+            self.written = {}
+        self.written[tensor] = meta, offset
 
     def publish(self, meta: int, offset: int, tensor: int) -> None:
         """A view of it was used. (For NativeTracker.)"""

@@ -58,7 +58,7 @@ class Digests:
         first = {tensor: place for place, tensor in islice(tracker.views.items(), 1)}
         if state is None and tracker.written is None:
             return first if fresh and not tracker.imports else {}
-        written = self._places(tracker)
+        written = dict(sorted((tracker.written or {}).items()))
         tracker.written = None
         if state is None:
             state = State(tracker.size)
@@ -75,15 +75,6 @@ class Digests:
         kept = list(written.items())[:_VIEWS]
         coverage = state.coverage
         return {t: (m, o) for t, (m, o) in kept if coverage is None or coverage.covers(params[m].region(o))}
-
-    @staticmethod
-    def _places(tracker: Tracker) -> dict[int, tuple[int, int]]:
-        """Meta id and offset of each tensor on a storage that was written in place."""
-        written = tracker.written
-        if not written:
-            return {}
-        places = {tensor: place for place, tensor in tracker.views.items()}
-        return {tensor: places[tensor] for tensor in sorted(written)}
 
     def record(
         self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, of: int, result: int
