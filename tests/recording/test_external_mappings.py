@@ -111,7 +111,36 @@ def test_ordinary_memory_is_no_file(path: Path) -> None:
     assert find(torch.from_numpy(np.zeros(LENGTH, np.uint8)).untyped_storage()) is None
 
 
+def test_the_mappings_are_not_read_for_memory_that_the_system_says_is_no_files(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not pages.holds_no_file(np.ones(1).ctypes.data, 8):
+        pytest.skip("this system cannot be asked about an address")
+    looked: list[int] = []
+    original = read_mappings
+    monkeypatch.setattr(file_mappings, "read_mappings", lambda: looked.append(1) or original())
+    arrays = [np.ones(50_000 + size) for size in range(20)]
+    assert all(FileMappings().find(each.ctypes.data, each.nbytes) is None for each in arrays)
+    assert not looked
+    assert find(mapped(path)) is not None
+    assert looked
+
+
+@pytest.mark.parametrize("query", [pages._QUERY, 0])
+def test_an_address_is_told_from_a_number(query: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is no request that a system knows: then the mappings are read."""
+    monkeypatch.setattr(pages, "_QUERY", query)
+    memory = mmap.mmap(-1, 3 * PAGE)
+    first = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
+    assert pages.is_mapped(first) and pages.is_mapped(first + 3 * PAGE - 1)
+    del memory
+    gc.collect()
+    assert not pages.is_mapped(first)
+    assert not pages.is_mapped((1 << 62) + 5)
+
+
 def test_small_arrays_in_ordinary_memory_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_MAPS", "/nonexistent")  # as where the system cannot be asked about an address
     mappings, looked = FileMappings(), []
     original = read_mappings
     monkeypatch.setattr(file_mappings, "read_mappings", lambda: looked.append(1) or original())
@@ -121,7 +150,11 @@ def test_small_arrays_in_ordinary_memory_are_looked_up_once(monkeypatch: pytest.
     assert len(looked) == 1
 
 
-def test_a_file_that_is_mapped_where_ordinary_memory_was_is_found(path: Path) -> None:
+@pytest.mark.parametrize("maps", ["/proc/self/maps", "/nonexistent"])
+def test_a_file_that_is_mapped_where_ordinary_memory_was_is_found(
+    path: Path, maps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_MAPS", maps)
     mappings = FileMappings()
     ordinary = mmap.mmap(-1, LENGTH)
     ordinary[:] = bytes([1]) * LENGTH

@@ -9,18 +9,16 @@ captured operator returned is an opaque argument.
 
 from __future__ import annotations
 
-import bisect
-import re
-
 import torch
 
 from replayfmt.pytorch.tensors.memory import call_undispatched, fill_storage, host_view, make_view, new_storage
 
+from ..storages.pages import is_mapped
 from ..stream.records import Unrepresentable
 
 _LEAST_ADDRESS = 1 << 32  # lower values count as counts or sizes, even if the process has memory there
 _LARGEST_TABLE_BYTES = 512  # of integers: longer tables are data
-_MAPPED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ", re.MULTILINE)
+_PAST_ADDRESSES = 1 << 63  # no process has memory from there on
 
 
 class Handles:
@@ -83,16 +81,7 @@ class Handles:
 
 def is_address(value: int) -> bool:
     """Whether an integer is an address in the memory of this process."""
-    if value < _LEAST_ADDRESS:
-        return False
-    try:
-        with open("/proc/self/maps", "rb") as file:
-            mapped = _MAPPED.findall(file.read())
-    except OSError:
-        return False  # unknown; does not happen on Linux with /proc
-    begins = [int(begin, 16) for begin, _end in mapped]
-    place = bisect.bisect_right(begins, value) - 1
-    return place >= 0 and value < int(mapped[place][1], 16)
+    return _LEAST_ADDRESS <= value < _PAST_ADDRESSES and is_mapped(value)
 
 
 def _as_tensor(value: int) -> torch.Tensor:

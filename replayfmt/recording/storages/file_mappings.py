@@ -22,7 +22,7 @@ import xxhash
 
 from replayfmt.format.model import FileIdentity
 
-from .pages import PAGE, dirty, first_page, private_copies, written_pages
+from .pages import PAGE, dirty, first_page, holds_no_file, private_copies, written_pages
 
 _MAPS = "/proc/self/maps"
 _MOUNTS = "/proc/self/mountinfo"
@@ -184,10 +184,13 @@ class FileMappings:
 
     def find(self, address: int, length: int) -> MappedRange | None:
         """The file whose untouched bytes are at [address, address + length), or None."""
+        if holds_no_file(address, length):
+            return None
         written = written_pages(address, 1)
         if written is not None and written[0]:
             # A file's page that is only partly in the range may have been written in its other part. But most such
             # pages are ordinary memory (NumPy arrays, say), and reading all mappings for each would take too long.
+            # (Before Linux 6.11.)
             low, high = self._ordinary
             if address % PAGE == 0 or (low <= address and address + length <= high):
                 return None
@@ -212,7 +215,7 @@ class FileMappings:
     def is_file(self, address: int, length: int) -> bool:
         """Whether any of [address, address + length) is mapped from a file, even if the file changed since. The special
         files of shared memory do not count; ordinary files stored there do."""
-        return any(
+        return not holds_no_file(address, length) and any(
             not (mapping.shared and mapping.path.startswith(("/dev/", "/memfd:")))
             for mapping in read_mappings()
             if mapping.start < address + length and address < mapping.end

@@ -1,4 +1,4 @@
-"""Which pages of this process's memory were written, and so are no longer those of the mapped file.
+"""Which memory of this process is mapped, which is mapped from a file, and which pages of that were written since.
 
 A page of a private mapping is the file's own until it is written; then the process gets a copy. Linux distinguishes the
 two without reading their bytes: in /proc/self/pagemap for each page, or in /proc/self/smaps for a whole mapping if the
@@ -7,15 +7,21 @@ former cannot be read. These lookups do not bring pages into memory.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
+import struct
 
 import numpy as np
 
 PAGE = mmap.PAGESIZE
 _PAGEMAP = "/proc/self/pagemap"
 _SMAPS = "/proc/self/smaps"
+_MAPS = "/proc/self/maps"
+_MAPPED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ", re.MULTILINE)
+_QUERY, _QUERY_BYTES = 0xC0686611, 104  # PROCMAP_QUERY, which Linux has since 6.11
+_COVERING_OR_NEXT, _OF_A_FILE_ONLY = 0x10, 0x20
 _ENTRY = 8  # bytes per page
 _AT_ONCE = 1 << 18  # pages
 _STATE = np.uint64(7 << 61)  # whether a page is present, swapped out, and file-backed: bits 63, 62 and 61
@@ -28,6 +34,45 @@ _FIELD = re.compile(r"^(\w+): +(\d+) kB$", re.MULTILINE)
 def first_page(address: int) -> int:
     """The address of the page that contains an address."""
     return address - address % PAGE
+
+
+def is_mapped(address: int) -> bool:
+    """Whether an address is in the memory of this process; False if the system does not say."""
+    try:
+        return _mapping_from(address, _COVERING_OR_NEXT)[0] <= address
+    except OSError:
+        pass  # before Linux 6.11
+    try:
+        with open(_MAPS, "rb") as file:
+            mapped = _MAPPED.finditer(file.read())
+    except OSError:
+        return False
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in (each.groups() for each in mapped))
+
+
+def holds_no_file(address: int, length: int) -> bool:
+    """Whether nothing in [address, address + length) is mapped from a file, or shared with another process; False if
+    the system does not say."""
+    try:
+        return _mapping_from(address, _COVERING_OR_NEXT | _OF_A_FILE_ONLY)[0] >= address + length
+    except OSError:
+        return False
+
+
+def _mapping_from(address: int, flags: int) -> tuple[int, int]:
+    """The bounds of the mapping that an address is in, or of the next one; (2^64, 2^64) if there is none. Raises
+    OSError if the system cannot be asked."""
+    asked = bytearray(_QUERY_BYTES)
+    struct.pack_into("=QQQ", asked, 0, _QUERY_BYTES, flags, address)
+    descriptor = os.open(_MAPS, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(descriptor, _QUERY, asked)
+    except FileNotFoundError:
+        return 1 << 64, 1 << 64
+    finally:
+        os.close(descriptor)
+    start, end = struct.unpack_from("=QQ", asked, 24)
+    return start, end
 
 
 def written_pages(address: int, length: int) -> np.ndarray | None:
