@@ -9,5 +9,7 @@ OPAQUE_RESULTS = "opaque-results"  # OPERATOR[:INDEX], separated by spaces
 TRIMMED_FROM = "trimmed-from"  # session id of the capture it all comes from
 TRIMMED_SELECTION = "trimmed-selection"  # the flags that selected it; of several trims, in order
 TRIMMED_VERIFIED = "trimmed-verified"  # how the replay that gave its content was verified: bitwise, close, none
-TRIMMED_ELSEWHERE = "trimmed-elsewhere"  # that replay was not on the capture's machine: what differed
+TRIMMED_ELSEWHERE = (
+    "trimmed-elsewhere"  # why that replay need not equal the capture: another machine, nondeterministic ops
+)
 TRIMMED_SYNTHESIZED = "trimmed-synthesized"  # that replay synthesized content that the capture does not hold: why

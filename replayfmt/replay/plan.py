@@ -14,6 +14,7 @@ from typing import Any
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.arguments import check_function, check_kind, choice_of, flag_of
+from replayfmt.format.printable import counted
 from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.settings import apply_settings
@@ -44,10 +45,12 @@ from .substitution.session import SubstitutionSession
 from .substitution.surroundings import python_dispatch
 from .substitution.table import Asked
 from .verify.comparison import Judge, StopReplay, decide, environment_differences
-from .verify.run_twice import RunTwice
+from .verify.run_twice import RunTwice, Unsteady, named
 
 _KEPT_RECORDS = 250_000  # longer captures do not keep their windows between runs, at some hundred bytes a record
-_PATIENCE_S = 60.0  # for the search for ops whose results differ from run to run
+_PATIENCE_S = 60.0  # for the search for ops whose results differ from run to run, or
+_PATIENCE_RUNS = 10  # as long as that many replays take
+_MORE_REPEATS = 32  # of each op, if running it twice did not explain a difference: some ops seldom differ
 
 
 class Plan(Preparation):
@@ -137,6 +140,8 @@ class Plan(Preparation):
         )
         self._kept: dict[tuple[bool, Shapes, KernelStandIn | None], list[Window]] = {}
         self._shapes_checked, self._executions = False, 0
+        self._unsteady: dict[int, Unsteady] = {}  # nondeterministic ops found so far, by ordinal
+        self._searched = 0  # before this ordinal every op was run twice
         self._differences: list[str] | None = None
         self.substitution: SubstitutionSession | None = None
         if self.replacements:
@@ -254,7 +259,8 @@ class Plan(Preparation):
             if self.substitution is not None:
                 stack.enter_context(python_dispatch())
             verification = self._decide(verify, only)
-            self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=not keep_going)
+            bitwise, tolerant = self._is_bitwise(verification), verify != "bitwise"
+            self.judge.reset(verification, bitwise=bitwise, stop_at_first=not keep_going, tolerant=tolerant)
             self._clock.reset(self.devices, timer)
             watch = MemoryWatch(self.devices)
             machine = self._machine(verified=verification.mode != "none")
@@ -275,26 +281,59 @@ class Plan(Preparation):
                     self._content.end_verified(self.judge)
             result = self._result(verification, memory, times, kept_going, whole=only is None)
             self._shapes_checked = result.divergence is None and self._shapes(verify) is Shapes.all
-            if result.divergence is None or verification.mode == "none":
-                return result
-            stop = max(each.seen_at for each in self.judge.found) + 1
-            twice = self._run_twice(stop)
-        if self.learn(twice):
-            # What differs may be what cannot be compared: once more, without it.
-            return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times)
-        result.nondeterministic = twice.named(self.describe) if kept_going is None else ()
+            given_up = ""
+            if result.divergence is not None and (bitwise or verification.mode != "none"):
+                stop = max(each.seen_at for each in self.judge.found) + 1
+                learned, given_up = self._explain(stop, tolerant=tolerant and bitwise)
+                if learned:  # once more: what differs may be what cannot be compared, or only within tolerances
+                    stack.close()
+                    return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times, only)
+        result.nondeterministic = (*named(self._unsteady.values(), self.describe), *filter(None, (given_up,)))
+        self._tell_tolerance(verification)
         return result
+
+    def _explain(self, stop: int, *, tolerant: bool) -> tuple[bool, str]:
+        """Run the ops before an ordinal twice, or more often; whether that explains a difference, and why the search
+        ended early."""
+        twice = self._run_twice(stop)
+        learned, unsteady = self.learn(twice), self._learn_unsteady(twice)
+        if not (learned or unsteady or twice.given_up):
+            twice = self._run_twice(stop, repeats=_MORE_REPEATS)
+            learned, unsteady = self.learn(twice), self._learn_unsteady(twice)
+        return learned or (tolerant and unsteady), twice.given_up
+
+    def _learn_unsteady(self, twice: RunTwice) -> bool:
+        """Whether a search found nondeterministic ops that were not known."""
+        new = twice.unsteady.keys() - self._unsteady.keys()
+        if new:
+            self._unsteady |= twice.unsteady
+            self.context = replace(self.context, unsteady=frozenset(self._unsteady))
+            self._kept.clear()
+        return bool(new)
+
+    def _tell_tolerance(self, verification: Verification) -> None:
+        """State that what depends on nondeterministic ops was not equal bit for bit, if it was not."""
+        if self._unsteady and verification.mode == "bitwise" and verification.inexact:
+            verification.mode = "close"
+            verification.reasons = (self._why_tolerant(),)
+
+    def _why_tolerant(self) -> str:
+        ops = counted(len(self._unsteady), "nondeterministic op")
+        return f"{ops}: what depends on them is compared within tolerances, everything else bit for bit"
+
+    def why_not_bitwise(self) -> list[str]:
+        """Why what a replay computes here need not be what was captured, as far as known; empty if it should be."""
+        return [*self.differences(), *([self._why_tolerant()] if self._unsteady else [])]
 
     def restoring(self) -> Restoring:
         """What executions do to put content in place, to do it alone."""
         return Restoring(self._content, self.windows(checks=False)[0], self._surroundings)
 
-    def find_opaque(self, stop: int) -> bool:
-        """Whether running the ops before an ordinal twice shows results that hold bytes no replay reproduces, and that
-        were compared so far."""
+    def explain(self, stop: int, verify: VerifyMode) -> bool:
+        """Whether running the ops before an ordinal twice shows results that must not be compared as they were so far:
+        not at all, as they hold bytes no replay reproduces, or only within tolerances."""
         with self._surroundings():
-            twice = self._run_twice(stop)
-        return self.learn(twice)
+            return self._explain(stop, tolerant=verify != "bitwise" and not self.differences())[0]
 
     def learn(self, twice: RunTwice) -> bool:
         """Whether running operators twice showed results that must not be compared, but have been so far."""
@@ -346,7 +385,10 @@ class Plan(Preparation):
         to compare."""
         with self._surroundings():
             self.differences()
-            return self._decide(verify, only)
+            found = self._decide(verify, only)
+        if self._unsteady and found.mode == "bitwise" and verify == "auto":
+            return Verification(verify, "close", (self._why_tolerant(),))
+        return found
 
     def watch(
         self,
@@ -374,7 +416,8 @@ class Plan(Preparation):
                     f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here", findings
                 )
             self.files.check()
-            self.judge.reset(verification, bitwise=self._is_bitwise(verification), stop_at_first=True)
+            bitwise, tolerant = self._is_bitwise(verification), verify != "bitwise"
+            self.judge.reset(verification, bitwise=bitwise, stop_at_first=True, tolerant=tolerant)
             self._clock.reset(self.devices, None)
             stand_in = twice or self.context.stand_in
             context = replace(self.context, shapes=self._shapes(verify), stand_in=stand_in, streams=None)
@@ -382,6 +425,7 @@ class Plan(Preparation):
             with suppress(StopReplay):
                 self._machine(verified=checks).run(lowered, None, on_progress, prepared=False)
             self.files.check()
+        self._tell_tolerance(verification)
         return verification, self.judge.found[0] if self.judge.found else None
 
     def _surroundings(self) -> AbstractContextManager[None]:
@@ -411,12 +455,15 @@ class Plan(Preparation):
             machine.values.clear()
         return runner
 
-    def _run_twice(self, stop: int) -> RunTwice:
-        """What is found by running the ops before an ordinal twice, on memory of other content."""
+    def _run_twice(self, stop: int, repeats: int = 1) -> RunTwice:
+        """What is found by running the ops before an ordinal twice, on memory of other content; and those after it,
+        too, once anything was found: more of the same may follow."""
         found = self.judge.found
-        twice = RunTwice(self.generators, patience_s=_PATIENCE_S)
+        ordinals = range(self._searched if repeats == 1 else 0, self.reader.record_count)
+        patience_s = max(_PATIENCE_S, _PATIENCE_RUNS * self._clock.elapsed_ns / 1e9)
+        twice = RunTwice(self.generators, ordinals, patience_s, unless_found_by=stop, repeats=repeats)
         context = replace(self.context, stand_in=twice, shapes=Shapes.unchecked, streams=None)
-        scan = Scan(self.reader, self.effects, checks=False, window=self.window, stop=stop)
+        scan = Scan(self.reader, self.effects, checks=False, window=self.window)
         self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
         apply_settings(self.reader.session.settings)  # the run before may have stopped after changes
         self._clock.reset(self.devices, None)
@@ -428,6 +475,8 @@ class Plan(Preparation):
         except ReplayFailed as error:
             twice.given_up = f"the search for more ended: {error}"
         self.judge.found = found
+        if repeats == 1:
+            self._searched = max(self._searched, twice.reached)
         return twice
 
     def run_single(self, ordinal: int) -> tuple[OpVerdict, Any]:

@@ -35,6 +35,7 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
     ]
     lines += _verification(result)
     lines += [f"  not compared: {each}" for each in result.opaque_results]
+    lines += [f"  nondeterministic: {each}" for each in result.nondeterministic]
     if plan.substitution is not None and plan.substitution.report is not None:
         lines += plan.substitution.report.as_text()
     for each in result.memory:
@@ -164,6 +165,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "host_reads": verification.host_reads,
             "scalars": verification.scalars,
             "structures": verification.structures,
+            "inexact": verification.inexact,
             "tolerances": verification.tolerances,
         },
         "streams": None

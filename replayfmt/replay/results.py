@@ -59,8 +59,9 @@ class Divergence:
 
 @dataclass
 class Verification:
-    """What was compared with the capture, and how. `mode` is what `asked` came to; `reasons` say why.
-    `tolerances` are those of close comparisons, by the dtypes that were compared."""
+    """What was compared with the capture, and how. `mode` is what `asked` came to; `reasons` say why. `inexact` counts
+    the comparisons that differed within the `tolerances`, which are stated by the dtypes that were compared that way.
+    """
 
     asked: VerifyMode
     mode: VerifyMode
@@ -69,6 +70,7 @@ class Verification:
     host_reads: int = 0
     scalars: int = 0
     structures: int = 0
+    inexact: int = 0
     tolerances: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -98,7 +100,8 @@ class Verification:
             parts = [text for count, text in ((self.scalars, scalars), (self.structures, shapes)) if count]
             return " and ".join(parts) or scalars
         digests = f"{counted(self.digests, 'digest')}, {counted(self.host_reads, 'host read')}, {scalars}"
-        return f"{digests}, the shapes of {_results(self.structures)}"
+        inexact = f"; {self.inexact:,} of these differ within the tolerances" if self.inexact else ""
+        return f"{digests}, the shapes of {_results(self.structures)}{inexact}"
 
     def __str__(self) -> str:
         return self.text
@@ -152,7 +155,8 @@ class ReplayResult:
 
     `outcome` is `ok` if everything in the capture was replayed and nothing differs, `incomplete` if something was left
     out: ops whose verdict says so, `unsupported` records, or what `left_out` names, which are records that are
-    not ops. `scope_ns` maps scope paths to the time spent inside them, where that was requested. `execution` counts how
+    not ops. `nondeterministic` names the ops that differ from themselves on the same inputs. `scope_ns` maps scope
+    paths to the time spent inside them, where that was requested. `execution` counts how
     often the plan ran its ops by then: the first one is cold.
     """
 

@@ -72,7 +72,7 @@ def show_ops(
         search = None if twice is None else twice()
         verification, divergence = plan.watch(watcher, stop, verify, twice=search)
         learned = search is not None and plan.learn(search)
-        if learned or (divergence is not None and plan.find_opaque(divergence.seen_at + 1)):
+        if learned or (divergence is not None and plan.explain(divergence.seen_at + 1, verify)):
             continue
         if divergence is not None:
             raise ReplayMismatch(

@@ -248,7 +248,7 @@ def _trim(
         wanted,
         schedule,
         verification.mode,
-        plan.differences() if verification.mode != "bitwise" else [],
+        plan.why_not_bitwise() if verification.mode != "bitwise" else [],
         made_up,
         plan.opaque.text,
     )
@@ -261,7 +261,7 @@ def _trim(
         verification, divergence = plan.watch(
             watcher, kept.stop, verify, twice=twice, on_progress=_counted(on_progress, kept.stop)
         )
-        if plan.learn(twice) or (divergence is not None and plan.find_opaque(divergence.seen_at + 1)):
+        if plan.learn(twice) or (divergence is not None and plan.explain(divergence.seen_at + 1, verify)):
             writer.discard()
             return None
         if divergence is not None:

@@ -7,19 +7,21 @@ this module handles the other records and the window boundaries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from replayfmt.errors import ReplayRefused
-from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
+from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.model import TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.records.digest import TensorDigest
+from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.bounds import require_inside
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
@@ -65,7 +67,7 @@ class Context:
     run. Both matter only to plans that keep going; others are refused. `load(storage, source, version, target)` puts
     new content into an existing storage. `draws_on` is the device that random ops of a CPU capture deliver their
     numbers to, None for the CPU itself. `opaque` has, by signature, the tensor slots of results with bytes that no
-    replay reproduces. `stand_in` replaces kernels with other functions.
+    replay reproduces, `unsteady` the ordinals of nondeterministic ops. `stand_in` replaces kernels with functions.
     """
 
     reader: CaptureReader
@@ -82,6 +84,7 @@ class Context:
     draws_on: torch.device | None = None
     shapes: Shapes = Shapes.unchecked
     opaque: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    unsteady: Collection[int] = ()
     stand_in: KernelStandIn | None = None
     streams: ReplayStreams | None = None  # None: the capture has nothing but default streams
 
@@ -107,6 +110,8 @@ class Lowering:
         self._consumed: set[int] = set()
         self._templates: dict[int, Template | None] = {}
         self._opaque: set[int] = set()  # storages with bytes that no replay reproduces
+        self._unsteady: set[int] = set()  # storages whose content depends on a nondeterministic op
+        self.op_is_unsteady = False  # whether the results of the op being lowered do
         self._streams = None  # a slice of the ops runs one after the other, without what lies between them
         if context.streams is not None and scan.needed is None:
             self._streams = StreamCode(self, context.streams)
@@ -153,6 +158,8 @@ class Lowering:
                         streams.before_op(row, ordinal)
                     if host is not None:
                         host.before_op(row, ordinal)
+                    if self.context.unsteady:
+                        self._follow_unsteady(signature, row, ordinal)
                     op(self, row, ordinal)
                     if signature in self.context.opaque:
                         first_slot = self.frame.tensor_first[row]
@@ -168,6 +175,39 @@ class Lowering:
                 ordinal += 1
         if self.scan.stop > first:
             yield self._finish(first, self.scan.stop)
+
+    def _follow_unsteady(self, signature: int, row: int, ordinal: int) -> None:
+        """Note whether an op's results depend on a nondeterministic op, and which memory does from here on."""
+        frame, layout = self.frame, self.scan.layout(signature)
+        first, end = frame.tensor_first[row], frame.tensor_first[row + 1]
+        middle = first + layout.arg_tensors
+        taken = frame.storages[first:middle]
+        written = [first + slot for slot in self.scan.effects(signature).writes]
+        template = self.template(signature)
+        fresh = set() if template is None else {slot for slot in written if self._is_overwritten(template, slot, taken)}
+        read = {frame.storages[slot] for slot in range(first, middle) if slot not in fresh}
+        read.update(frame.ints[frame.int_first[row] + each.int_slot] for each in layout.nodes(ValueKind.storage))
+        self.op_is_unsteady = ordinal in self.context.unsteady or not self._unsteady.isdisjoint(read)
+        if self.op_is_unsteady:
+            self._unsteady.update(frame.storages[slot] for slot in written)
+            self._unsteady.update(set(frame.storages[middle:end]).difference(taken))
+        else:
+            self._unsteady.difference_update(frame.storages[slot] for slot in fresh)
+
+    def _is_overwritten(self, template: Template, slot: int, taken: list[int]) -> bool:
+        """Whether an op overwrites all of the storage of a slot that it writes, and reads none of it."""
+        frame = self.frame
+        storage, meta = frame.storages[slot], self.reader.metas[frame.metas[slot]]
+        operator, schema = operator_named(template.kernel.schema.name), template.kernel.schema
+        is_out = any(argument.is_out for argument in schema.arguments)
+        if not (operator.overwrites_self or is_out) or taken.count(storage) > 1 or meta is None:
+            return False
+        elements = prod(meta.sizes)
+        return (
+            elements * ITEM_BYTES[meta.dtype] == self.reader.storage(storage).bytes
+            and 1 + sum((size - 1) * abs(stride) for size, stride in zip(meta.sizes, meta.strides, strict=True))
+            == elements
+        )
 
     def _finish(self, first: int, end: int) -> Window:
         """The window that ends before `end`; the next one starts empty."""
@@ -348,6 +388,7 @@ class Lowering:
         source = NOTHING if kind is ValueKind.none else ContentSource(kind, ints[first + content.int_slot])
         version = ints[first + fields["version"].int_slot]
         self._opaque.discard(storage)
+        self._unsteady.discard(storage)
         if enters(version, self.reader.storage(storage)):
             if self.scan.last_use_of(storage) >= 0:
                 self._stage(storage, source, in_file=fields["reason"].node.constant == MAPPED_FILE)
@@ -434,7 +475,8 @@ class Lowering:
                 self._streams.before_reading(ordinal)
             if self._host is not None:
                 self._host.before_reading(slot, ordinal)
-            check = CheckDigest(self.context.judge, where, expected, host_read=host_read)
+            unsteady = tensor.storage in self._unsteady
+            check = CheckDigest(self.context.judge, where, expected, host_read=host_read, unsteady=unsteady)
             if self.unbounded:
                 name = f"{self.text.shared('inside', require_inside)}({name})"
             self.text.line(ordinal, f"{self.text.constant(check)}({name})")

@@ -341,9 +341,8 @@ class OpLine:
     def _scalar(self, leaf: Result, *, read: bool = True) -> CheckScalar:
         frame = self.lowering.frame
         expected = leaf.what(frame.ints, frame.int_first[self.row], frame.floats, frame.float_first[self.row])
-        return CheckScalar(
-            self.lowering.context.judge, Where(self.ordinal, leaf.index, self.ordinal), expected, read=read
-        )
+        lowering, where = self.lowering, Where(self.ordinal, leaf.index, self.ordinal)
+        return CheckScalar(lowering.context.judge, where, expected, read=read, unsteady=lowering.op_is_unsteady)
 
     # --------------------------------------------------------------------------------------------------------- checking
 

@@ -74,14 +74,16 @@ class Judge:
         self._clock = clock
         self._describe = describe
         self.bitwise = True
+        self.tolerant = False  # whether what depends on nondeterministic ops may be close
         self.compares_scalars = True  # not when content is synthesized
         self.stop_at_first = True
         self.found: list[Divergence] = []
         self.verification = Verification("none", "none")
 
-    def reset(self, verification: Verification, *, bitwise: bool, stop_at_first: bool) -> None:
+    def reset(self, verification: Verification, *, bitwise: bool, stop_at_first: bool, tolerant: bool = False) -> None:
         """Prepare for a replay."""
         self.verification, self.bitwise, self.stop_at_first = verification, bitwise, stop_at_first
+        self.tolerant = tolerant
         self.found = []
 
     def diverged(self, where: Where, expected: str, got: str, distance: str | None = None) -> None:
@@ -91,21 +93,32 @@ class Judge:
         if self.stop_at_first:
             raise StopReplay
 
-    def scalar(self, where: Where, expected: Any, got: Any, *, read: bool) -> None:
-        """Compare a result that is not a tensor. `read`: the program received it, so it left the device."""
+    def _exact(self, unsteady: bool) -> bool:
+        return self.bitwise and not (unsteady and self.tolerant)
+
+    def scalar(self, where: Where, expected: Any, got: Any, *, read: bool, unsteady: bool) -> None:
+        """Compare a result that is not a tensor. `read`: the program received it, so it left the device; `unsteady`: it
+        depends on a nondeterministic op."""
         if not self.compares_scalars:
             return
         self.verification.scalars += read
-        if _same_scalar(expected, got) or (not self.bitwise and _close_scalar(expected, got)):
+        if _same_scalar(expected, got):
+            return
+        if not self._exact(unsteady) and _close_scalar(expected, got):
+            self.verification.inexact += 1
+            self.verification.tolerances["scalars"] = _SCALAR_TOLERANCE
             return
         self.diverged(where, repr(expected), repr(got), _scalar_distance(expected, got))
 
-    def digest(self, where: Where, expected: TensorDigest, tensor: torch.Tensor, *, host_read: bool) -> None:
-        """Compare a tensor with its captured digest."""
+    def digest(
+        self, where: Where, expected: TensorDigest, tensor: torch.Tensor, *, host_read: bool, unsteady: bool
+    ) -> None:
+        """Compare a tensor with its captured digest; `unsteady`: it depends on a nondeterministic op."""
         self._clock.pause()
         low, high = hash_tensor(tensor)
-        if not self.bitwise and (code := DTYPE_CODE[tensor.dtype]) in TOLERANCE:
-            self.verification.tolerances[code.name] = TOLERANCE[code]
+        exact = self._exact(unsteady)
+        if not self.bitwise:
+            self._state_tolerance(tensor)
         if host_read:
             self.verification.host_reads += 1
         else:
@@ -113,35 +126,44 @@ class Judge:
         if (expected.hash_low, expected.hash_high, expected.elements) != (low, high, tensor.numel()):
             got = digest_tensor(tensor)
             difference: tuple[str, str] | None = _summary(expected), _summary(got)
-            if not self.bitwise:
+            if not exact:
                 difference = digests_differ(expected, got, DTYPE_CODE[tensor.dtype])
-            if difference is not None:
+            if difference is None:
+                self.verification.inexact += 1
+                self._state_tolerance(tensor)
+            else:
                 self.diverged(where, *difference, sample_distance(expected, got))
         self._clock.resume()
+
+    def _state_tolerance(self, tensor: torch.Tensor) -> None:
+        code = DTYPE_CODE[tensor.dtype]
+        if code in TOLERANCE:
+            self.verification.tolerances[code.name] = TOLERANCE[code]
 
 
 class CheckScalar:
     """Called with a non-tensor result; compares it with the captured one."""
 
-    __slots__ = ("_expected", "_judge", "_read", "_where")
+    __slots__ = ("_expected", "_judge", "_read", "_unsteady", "_where")
 
-    def __init__(self, judge: Judge, where: Where, expected: Any, *, read: bool) -> None:
-        self._judge, self._where, self._expected, self._read = judge, where, expected, read
+    def __init__(self, judge: Judge, where: Where, expected: Any, *, read: bool, unsteady: bool) -> None:
+        self._judge, self._where, self._expected, self._read, self._unsteady = judge, where, expected, read, unsteady
 
     def __call__(self, got: Any) -> None:
-        self._judge.scalar(self._where, self._expected, got, read=self._read)
+        self._judge.scalar(self._where, self._expected, got, read=self._read, unsteady=self._unsteady)
 
 
 class CheckDigest:
     """Called with a tensor; compares it with the captured digest."""
 
-    __slots__ = ("_expected", "_host_read", "_judge", "_where")
+    __slots__ = ("_expected", "_host_read", "_judge", "_unsteady", "_where")
 
-    def __init__(self, judge: Judge, where: Where, expected: TensorDigest, *, host_read: bool) -> None:
-        self._judge, self._where, self._expected, self._host_read = judge, where, expected, host_read
+    def __init__(self, judge: Judge, where: Where, expected: TensorDigest, *, host_read: bool, unsteady: bool) -> None:
+        self._judge, self._where, self._expected = judge, where, expected
+        self._host_read, self._unsteady = host_read, unsteady
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        self._judge.digest(self._where, self._expected, tensor, host_read=self._host_read)
+        self._judge.digest(self._where, self._expected, tensor, host_read=self._host_read, unsteady=self._unsteady)
 
 
 def digests_differ(expected: TensorDigest, got: TensorDigest, dtype: DType) -> tuple[str, str] | None:
@@ -262,7 +284,7 @@ def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
             compare(f"{captured}:", f"{captured.name} {captured.fingerprint}", f"{present.name} {present.fingerprint}")
     elsewhere = session.policies.get(TRIMMED_ELSEWHERE)
     if elsewhere is not None:
-        differences.append(f"its content comes from a replay on another machine ({elsewhere})")
+        differences.append(f"its content comes from a replay that need not equal the capture ({elsewhere})")
     captured_threads = session.settings.get("num_threads")
     if captured_threads is not None:
         compare("threads", captured_threads, torch.get_num_threads())

@@ -2,16 +2,16 @@
 
 Both runs get copies of the same arguments and the same state of the random generators. If a byte of a result shows what
 the memory held before, the kernel left it unwritten; if a word is an address in both runs, it is an address of this
-process. Either makes the result opaque: it is neither compared nor embedded. Any other difference is nondeterminism,
-and no replay can reproduce that operator. Used when a replay differs from its capture, and before content is taken from
-a replay.
+process. Either makes the result opaque: it is neither compared nor embedded. Any other difference is nondeterminism: no
+replay reproduces that operator bit for bit, so what depends on it is compared within tolerances. Used when a replay
+differs from its capture, and before content is taken from a replay.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,8 @@ from ..substitution.call_sites import CallSite
 from ..substitution.clones import Clones, has_memory, strided_parts
 from .comparison import StopReplay
 
-_MOST_REPORTED = 10
+_MOST_REPORTED = 10  # operators
+_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 # The fill bytes of new memory in the first and the second run: bytes that kernels are unlikely to write.
 _FILLS = (0xA5, 0x5C)
 _LIBC = ctypes.CDLL(None)
@@ -44,12 +45,37 @@ class OpaqueFound:
     why: str
 
 
-class RunTwice:
-    """Wraps kernels: each runs twice on copies before its actual call.
+@dataclass(frozen=True)
+class Unsteady:
+    """The op at `ordinal` differs from itself: `how`, and what would make it deterministic (`remedy`)."""
 
-    `ordinals` are the ops to check, None for all. With `patience_s` the replay is stopped after that many seconds, or
-    once enough was found. `opaque` lists the opaque results; `unsteady` maps the ordinal of each op that differs
-    otherwise to how it differs.
+    ordinal: int
+    kernel_id: int
+    how: str
+    remedy: str
+
+
+def named(found: Iterable[Unsteady], describe: Callable[[int], tuple[str, str]]) -> tuple[str, ...]:
+    """Sentences that name nondeterministic ops, one for each operator; `describe` says what an ordinal is."""
+    groups: dict[int, list[Unsteady]] = {}
+    for each in sorted(found, key=lambda each: each.ordinal):
+        groups.setdefault(each.kernel_id, []).append(each)
+    sentences = []
+    for first, *more in list(groups.values())[:_MOST_REPORTED]:
+        others = f"; {len(more)} more of its calls, up to ordinal {more[-1].ordinal}, differ, too" if more else ""
+        name = describe(first.ordinal)[0]
+        sentences.append(f"ordinal {first.ordinal} ({name}): {first.how}{others}; {first.remedy}")
+    if len(groups) > _MOST_REPORTED:
+        sentences.append(f"and {len(groups) - _MOST_REPORTED} more operators")
+    return tuple(sentences)
+
+
+class RunTwice:
+    """Wraps kernels: each runs twice on copies before its actual call, or more often with `repeats`.
+
+    `ordinals` are the ops to check, None for all. With `patience_s` the replay is stopped after that many seconds; with
+    `unless_found_by` at that ordinal, if nothing was found before it. `opaque` lists the opaque results; `unsteady` has
+    each op that differs otherwise, by ordinal; `reached` is the ordinal that the search came to.
     """
 
     reason = ""
@@ -59,22 +85,28 @@ class RunTwice:
         generators: Sequence[torch.Generator | None],
         ordinals: Collection[int] | None = None,
         patience_s: float | None = None,
+        *,
+        unless_found_by: int | None = None,
+        repeats: int = 1,
     ) -> None:
         self.opaque: list[OpaqueFound] = []
-        self.unsteady: dict[int, str] = {}
+        self.unsteady: dict[int, Unsteady] = {}
         self.given_up = ""
+        self.reached = 0
+        self._remedies: dict[int, str] = {}  # by kernel id
+        self._unless_found_by, self._repeats = unless_found_by, repeats
         self._generators = [generator for generator in dict.fromkeys(generators) if generator is not None]
         self._ordinals = ordinals
         self._patience_s = patience_s
         self._began = time.monotonic()
 
-    def named(self, describe: Callable[[int], tuple[str, str]]) -> tuple[str, ...]:
-        """Sentences that name ops whose results differ from run to run; `describe` says what an ordinal is."""
-        found = (f"ordinal {ordinal} ({describe(ordinal)[0]}): {how}" for ordinal, how in self.unsteady.items())
-        return (*found, *([self.given_up] if self.given_up else []))
-
     def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
-        if not site.fills or site.once or (self._ordinals is not None and site.ordinal not in self._ordinals):
+        if (
+            not site.fills
+            or site.once
+            or _only_views(site)
+            or (self._ordinals is not None and site.ordinal not in self._ordinals)
+        ):
             return None
         return None, _Twice(self, site)
 
@@ -83,23 +115,36 @@ class RunTwice:
 
     def look(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the op of a site twice on copies, and record the differences."""
+        self.reached = site.ordinal
+        if self._unless_found_by is not None and site.ordinal >= self._unless_found_by and not self.found:
+            raise StopReplay
         if self._patience_s is not None and time.monotonic() - self._began > self._patience_s:
-            self.given_up = f"the search was given up at ordinal {site.ordinal}, after {self._patience_s:.0f} s"
+            self.given_up = (
+                f"the search for nondeterministic ops was given up at ordinal {site.ordinal}, after "
+                f"{self._patience_s:.0f} s"
+            )
             raise StopReplay
         try:
             first = self._run(site, args, kwargs, _FILLS[0], {})
             lengths = first.lengths()
             if any(device.type != "cpu" for device in lengths):  # its memory can be filled once its length is known
                 first = self._run(site, args, kwargs, _FILLS[0], lengths)
-            second = self._run(site, args, kwargs, _FILLS[1], lengths)
+            for _ in range(self._repeats):
+                second = self._run(site, args, kwargs, _FILLS[1], lengths)
+                how = self._compare(site, first, second)
+                if how:
+                    remedy = self._remedies.get(site.kernel_id)
+                    if remedy is None:
+                        remedy = self._remedies[site.kernel_id] = self._remedy(site, args, kwargs, lengths)
+                    self.unsteady[site.ordinal] = Unsteady(site.ordinal, site.kernel_id, how, remedy)
+                    break
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError):
             return  # the actual call raises it too, and reports where
-        for (label, place), value in first.values.items():
-            if (label, place) in second.values:
-                self._compare(site, label, value, second.values[label, place])
-        if self._patience_s is not None and len(self.unsteady) >= _MOST_REPORTED:
-            self.given_up = f"the search ended there, at ordinal {site.ordinal}"
-            raise StopReplay
+
+    @property
+    def found(self) -> bool:
+        """Whether anything was."""
+        return bool(self.opaque or self.unsteady)
 
     def _run(
         self,
@@ -114,21 +159,46 @@ class RunTwice:
         with self._undrawn(), _new_memory_filled(fill, lengths):
             return _Run.of(site, site.original(*copies, **named), copies, named)
 
-    def _compare(self, site: CallSite, label: int | str, first: torch.Tensor, second: torch.Tensor) -> None:
-        if first.dtype != second.dtype or first.shape != second.shape:
-            self.unsteady.setdefault(site.ordinal, "its results have other shapes")
-            return
-        one, other = _elements(first), _elements(second)
-        unequal = one != other
-        if not unequal.any():
-            return
-        why = _explained(one, other, unequal)
-        if why is not None and isinstance(label, int):
-            self.opaque.append(OpaqueFound(site.ordinal, site.kernel_id, label, why))
-            return
-        difference = _difference(first, second)
-        if difference is not None:
-            self.unsteady.setdefault(site.ordinal, difference)
+    def _compare(self, site: CallSite, first: _Run, second: _Run) -> str:
+        """How two runs differ; "" if only in what makes results opaque, which is kept."""
+        how = ""
+        for (label, place), one in first.values.items():
+            other = second.values.get((label, place))
+            if other is None:
+                continue
+            if one.dtype != other.dtype or one.shape != other.shape:
+                how = how or "its results have other shapes"
+                continue
+            if _same_bytes(one, other):
+                continue
+            why = _explained(_elements(one), _elements(other))
+            if why is not None and isinstance(label, int):
+                self.opaque.append(OpaqueFound(site.ordinal, site.kernel_id, label, why))
+            else:
+                how = how or _difference(one, other)
+        return how
+
+    def _remedy(
+        self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: dict[torch.device, list[int]]
+    ) -> str:
+        """What would make a nondeterministic op deterministic, found by trying it."""
+        name = site.kernel.schema.name
+        instead = ""
+        if any(part in name for part in _ATTENTION):
+            instead = " (or run it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
+        try:
+            with _deterministic():
+                first = self._run(site, args, kwargs, _FILLS[0], lengths)
+                same = not any(
+                    self._compare(site, first, self._run(site, args, kwargs, _FILLS[0], lengths)) for _ in range(4)
+                )
+        except RuntimeError as error:
+            if "CUBLAS_WORKSPACE_CONFIG" in str(error):
+                return "set CUBLAS_WORKSPACE_CONFIG=:4096:8 and torch.use_deterministic_algorithms(True)"
+            return f"PyTorch has no deterministic kernel for it{instead}"
+        if same:
+            return f"torch.use_deterministic_algorithms(True) makes it deterministic{instead}"
+        return f"torch.use_deterministic_algorithms(True) does not make it deterministic{instead}"
 
     @contextmanager
     def _undrawn(self) -> Iterator[None]:
@@ -190,6 +260,23 @@ class _Run:
         return found
 
 
+def _only_views(site: CallSite) -> bool:
+    """Whether an op computes nothing: all that it returns are views of its arguments."""
+    returns = site.kernel.schema.returns
+    views = all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return bool(returns) and views and not site.effects.writes and not site.effects.unsure
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before = torch.get_deterministic_debug_mode()
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 @contextmanager
 def _new_memory_filled(fill: int, lengths: dict[torch.device, list[int]]) -> Iterator[None]:
     """Fill memory allocated inside with this byte: everything from malloc, and storages of these lengths from caching
@@ -214,8 +301,21 @@ def _elements(tensor: torch.Tensor) -> np.ndarray:
     return np.frombuffer(row_major_bytes(tensor), np.uint8)
 
 
-def _explained(one: np.ndarray, other: np.ndarray, unequal: np.ndarray) -> str | None:
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal bit for bit, compared where they are if that is cheap."""
+    if one.is_contiguous() and other.is_contiguous() and not (one.is_conj() or one.is_neg() or one.is_quantized):
+        length = one.numel() * one.element_size()
+        parts = [
+            byte_tensor(each.untyped_storage())[int(each.storage_offset()) * each.element_size() :][:length]
+            for each in (one, other)
+        ]
+        return torch.equal(*parts)
+    return bool((_elements(one) == _elements(other)).all())
+
+
+def _explained(one: np.ndarray, other: np.ndarray) -> str | None:
     """Why two runs may differ in these bytes; None if it is nondeterminism."""
+    unequal = one != other
     unwritten = (one == _FILLS[0]) & (other == _FILLS[1])
     rest = unequal & ~unwritten
     if not rest.any():
@@ -240,11 +340,11 @@ def _mapped() -> tuple[np.ndarray, np.ndarray]:
     return bounds[:, 0], bounds[:, 1]
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
-    """How far apart two results of one op are; None if they are numerically equal."""
+def _difference(one: torch.Tensor, other: torch.Tensor) -> str:
+    """How far apart two results of one op are; "" if they are numerically equal."""
     unequal = (one != other) & ~(one.isnan() & other.isnan())
     count = int(unequal.sum())
     if not count:
-        return None
+        return ""
     largest = float((one.to(torch.float64) - other.to(torch.float64)).abs().nan_to_num().max())
     return f"{count} of {one.numel()} elements differ, by at most {largest:.3g}"

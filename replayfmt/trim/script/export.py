@@ -106,7 +106,7 @@ def script_with_data(
             watcher = _Hashing(plan, cast(Copier, events), schedule, kept, digests=False, references=False)
             twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
             verification, divergence = plan.watch(watcher, kept.stop, verify, twice=twice)
-            if not plan.learn(twice) and (divergence is None or not plan.find_opaque(divergence.seen_at + 1)):
+            if not plan.learn(twice) and (divergence is None or not plan.explain(divergence.seen_at + 1, verify)):
                 break
         if divergence is not None:
             raise ReplayMismatch(f"{reader.path}: its replay differs from the capture: {divergence}")

@@ -82,7 +82,7 @@ def write_vectors(
         make()  # refuse as much as possible before anything runs
         verification = show_ops(plan, ordinals, make, verify, twice=search)
         writer = writers[0]
-        writer.finish(searches[0].unsteady)
+        writer.finish({ordinal: each.how for ordinal, each in searches[0].unsteady.items()})
         left_out = tuple(writer.sentence(record) for record in records if record.ordinal in writer.problems)
         made_up = plan.synthesis.reason or None
         _write_json(
