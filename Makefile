@@ -26,7 +26,7 @@ DEMO      := build/demo
 PYTEST    = $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test check serving fuzz exact sanitize bench wheel lint picture help
+.PHONY: demo test check serving fuzz exact sanitize bench gpu wheel lint picture help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark, dump and report it'
 	@echo 'make test    the whole test suite'
@@ -36,6 +36,7 @@ help:
 	@echo 'make sanitize run the native recorder under AddressSanitizer and ThreadSanitizer (docs/recorders.md)'
 	@echo 'make serving capture and replay vLLM, in an environment of its own (docs/serving.md)'
 	@echo 'make bench   measure everything into one table (benchmarks/README.md explains it)'
+	@echo 'make gpu     check OpReplay on your GPU in under eight minutes (docs/devices.md); DEVICE=cpu tries the check itself'
 	@echo 'make wheel   a wheel that carries the recorder in C++ built, for machines without a compiler (docs/recorders.md)'
 	@echo 'make picture run the demo and keep docs/memory.svg, which README.md shows'
 	@echo 'make lint    ruff and mypy'
@@ -108,6 +109,17 @@ serving: $(SERVED)
 
 bench: $(BENCHABLE)
 	$(BIN)/python benchmarks/run.py
+
+# Nothing is installed: it runs with the environment where that is there, else with $(PYTHON). NATIVE is a folder with
+# the recorder's libraries, as `python -m replayfmt.native FOLDER` builds them; STEPS chooses steps.
+DEVICE  ?= cuda
+STEPS   ?=
+SECONDS ?= 470
+OUT     ?= build/gpu
+NATIVE  ?=
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu/check.py --device=$(DEVICE) \
+	    --steps='$(STEPS)' --seconds=$(SECONDS) --out='$(OUT)' $(if $(NATIVE),--native='$(NATIVE)')
 
 # For the PyTorch of $(VENV), and for those of more interpreters: make wheel ALSO='/opt/a/bin/python /opt/b/bin/python'.
 ALSO ?=

@@ -1,0 +1,176 @@
+"""make gpu: tried without a GPU, and what becomes of its rows when steps fail, hang or are ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks/gpu"
+VERDICTS = {"met", "missed", "not measured", "no goal"}
+
+
+def module(name: str) -> ModuleType:
+    """One of the folder's modules that need nothing of what steps import."""
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = found  # dataclasses look there
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture
+def goals() -> ModuleType:
+    return module("goals")
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    found = module("check")
+    monkeypatch.delitem(sys.modules, "goals", raising=False)
+    return found
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def judged(rows: list[dict[str, Any]]) -> None:
+    """Every figure has a verdict that follows from its goal, and one that was not measured has the reason."""
+    for row in rows:
+        assert row["verdict"] in VERDICTS and (row["measured"] is None) == (row["verdict"] == "not measured"), row
+        assert row["measured"] is not None or row["details"]["reason"], row
+        has_goal = row["at_most"] is not None or row["at_least"] is not None
+        assert (row["met"] is not None) == (has_goal and row["measured"] is not None), row
+
+
+@pytest.mark.slow
+def test_every_figure_has_a_row_without_a_gpu_too(tmp_path: Path, goals: ModuleType) -> None:
+    arguments = [f"OUT={tmp_path}", "DEVICE=cpu", "SECONDS=3000", f"VENV={sys.prefix}"]
+    done = subprocess.run(
+        ["make", "gpu", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GPU_CHECK_PATIENCE": "10"},
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(tmp_path)
+    figures, steps = [row for row in rows if "what" in row], [row for row in rows if "outcome" in row]
+    log = (tmp_path / "steps.log").read_text()[-8000:]
+    assert [(row["step"], row["outcome"]) for row in steps] == [(name, "done") for name in goals.STEPS], log
+    assert sorted(row["what"] for row in figures) == sorted(goals.FIGURES)
+    judged(figures)
+    for row in figures:
+        if row["unit"] == goals.YES and row["measured"] is not None:
+            assert row["measured"] == 1, row
+        elif row["measured"] is None:  # nothing but the hardware is missing
+            assert "GPU" in row["details"]["reason"] or "energy" in row["what"], (row, log)
+    summary = (tmp_path / "summary.txt").read_text()
+    assert summary in done.stdout and len(summary.splitlines()) < 60 and "device cpu" in summary
+    assert (tmp_path / "table.md").read_text().startswith("| what | measured | target | met |")
+
+
+STEPS = """
+import json, sys, time
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+from goals import FIGURES
+first, *others = [figure for figure in FIGURES.values() if figure.step == sys.argv[1]]
+print(json.dumps(first.row(1, {})), flush=True)
+print('{"what": "half a li', flush=True)
+if sys.argv[1] == "capture":
+    time.sleep(600)
+sys.exit(3 if sys.argv[1] == "streams" else 0)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The check with steps that tell one figure each; `capture` then hangs, and `streams` fails."""
+    for name in ("check.py", "goals.py"):
+        (tmp_path / "benchmarks/gpu").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "benchmarks/gpu" / name).write_bytes((FOLDER / name).read_bytes())
+    (tmp_path / "benchmarks/gpu/steps.py").write_text(STEPS)
+    return tmp_path
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(folder / "benchmarks/gpu/check.py"), "--device=cpu", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_step_that_hangs_or_fails_stops_no_other_and_keeps_what_it_told(folder: Path) -> None:
+    process = started(folder, "--steps=capture streams probes", "--patience=0.15")
+    said = process.communicate()[0]
+    assert process.returncode == 0 and "not measured" in said
+    rows = rows_of(folder / "build/gpu")
+    outcomes = {row["step"]: row["outcome"] for row in rows if "outcome" in row}
+    assert "over its limit" in outcomes["capture"] and "exit code 3" in outcomes["streams"]
+    assert outcomes["probes"] == "done"
+    figures = [row for row in rows if "what" in row]
+    judged(figures)
+    measured = {row["step"] for row in figures if row["measured"] is not None}
+    assert {"capture"} <= measured
+    (reason,) = {row["details"]["reason"] for row in figures if row["step"] == "capture" and row["measured"] is None}
+    assert "the step did not come so far: it was over its limit" in reason
+
+
+def test_what_was_measured_is_kept_when_the_check_itself_is_killed(folder: Path) -> None:
+    process = started(folder, "--steps=capture")
+    results = folder / "build/gpu/results.jsonl"
+    while not results.exists() or not results.read_text():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (row,) = rows_of(folder / "build/gpu")
+    assert row["step"] == "capture" and row["measured"] == 1
+
+
+def test_a_step_that_there_is_not_is_wrong_usage(folder: Path) -> None:
+    process = started(folder, "--steps=speed_of_light")
+    assert "no such step: speed_of_light" in process.communicate()[1] and process.returncode == 2
+
+
+def test_the_summary_names_the_missed_goals_and_counts_reasons(check: ModuleType, goals: ModuleType) -> None:
+    names = list(goals.FIGURES)
+    rows = [
+        {"step": goals.FIGURES[name].step, **goals.FIGURES[name].row(*found)}
+        for name, found in zip(
+            names,
+            [(1, {"machine": {"gpu": "H100", "torch": "2.11.0"}}), (0, {}), (None, {"reason": "it needs a GPU"})],
+            strict=False,
+        )
+    ]
+    text = check.summary(rows, 12.3)
+    assert text.startswith("OpReplay on gpu H100 · torch 2.11.0")
+    assert f"{names[1]}: 0 (1: yes), goal ≥ 1" in text and "1 × it needs a GPU" in text
+    assert f"| {names[1]} | 0 (1: yes) | ≥ 1 | **no** |" in check.table(rows)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[gw3] [ 12%] PASSED tests/accelerator/test_gpu_graphs.py::test_a[native-two words] ",
+        "tests/accelerator/test_gpu_graphs.py::test_a[native-two words] PASSED [ 12%]",
+    ],
+)
+def test_outcomes_of_tests_are_read_as_pytest_says_them(line: str) -> None:
+    text = (FOLDER / "code_steps.py").read_text()
+    found = dict[str, Any]()
+    exec("import re\n" + text[text.index("_WORDS =") : text.index("\n\n# ---")], found)
+    matched = found["_OUTCOME"].search(line.rstrip())
+    assert (matched["first"] or matched["second"]) == "tests/accelerator/test_gpu_graphs.py::test_a[native-two words]"
+    assert (matched["outcome"] or matched["then"]) == "PASSED"
