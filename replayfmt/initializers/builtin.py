@@ -11,10 +11,11 @@ from replayfmt.errors import UsageError
 from replayfmt.pytorch.tensors.dtypes import INTEGERS
 
 from .demands import Role
-from .floats import DEFAULT_MEAN, DEFAULT_STD, FLOATS, synthesize
+from .floats import DEFAULT_MEAN, DEFAULT_STD, FLOATS, float_bounds, synthesize
 from .initializer import Initializer
 from .integers import fill_integers
 from .request import Request
+from .roles import positive_definite_views
 from .serving.attention import PAGED_ATTENTION
 from .serving.caches import CACHE_INDICES, POSITIONS, SLOT_MAPPING
 from .serving.cpu_engines import CPU_ENGINES
@@ -65,17 +66,28 @@ def _float(request: Request) -> torch.Tensor:
 
 def _bounded_float(request: Request) -> torch.Tensor:
     assert request.demand is not None
-    low, high = request.demand.low or 0.0, 1.0 if request.demand.high is None else request.demand.high
     if request.tensor.dtype.is_complex:
         return _float(request)
     values = torch.empty(request.tensor.sizes, dtype=torch.float32)
-    values.uniform_(low, high, generator=request.generator)
+    values.uniform_(*float_bounds(request.demand), generator=request.generator)
     return values.to(request.tensor.dtype)
 
 
+def _positive_definite(request: Request) -> torch.Tensor:
+    """Where ops want such matrices the identity and a little that is symmetric; elsewhere as usual."""
+    content = _float(request)
+    for each in positive_definite_views(request):
+        matrices = content.as_strided(each.sizes, each.strides, each.offset)
+        matrices.copy_((matrices + matrices.mH) / (10 + each.sizes[-1]))
+        matrices.diagonal(dim1=-2, dim2=-1).add_(1)
+    return content
+
+
 def _integers(request: Request) -> torch.Tensor:
+    """In floating point too, where the program makes integers of it."""
     assert request.demand is not None
-    return fill_integers(request.tensor.dtype, request.tensor.elements, request.demand, request.seed)
+    dtype = request.tensor.dtype if request.tensor.dtype in INTEGERS else torch.int64
+    return fill_integers(dtype, request.tensor.elements, request.demand, request.seed).to(request.tensor.dtype)
 
 
 def _bytes(request: Request) -> torch.Tensor:
@@ -110,19 +122,22 @@ BUILT_IN: tuple[Initializer, ...] = (
     EXPERT_IDS,
     EXPERT_WEIGHTS,
     *RAGGED,
+    Initializer("positive definite", _positive_definite, dtypes=FLOATS, roles=frozenset({Role.positive_definite}),
+                description="where an op factors it, matrices near the identity"),
     Initializer("recipe", _recipe, dtypes=FLOATS, accepts=_has_recipe,
                 description="with a recipe in the capture, by its seed and statistics"),
     Initializer("recorded range", _recorded_range, dtypes=INTEGERS, accepts=_has_range,
                 description="with a recipe in the capture, evenly between its smallest and largest"),
     Initializer("unread", _bytes, accepts=_is_unread, description="never read before it is written; any bytes"),
-    Initializer("index", _integers, dtypes=INTEGERS, roles=frozenset({Role.index, Role.highest, Role.distinct}),
+    Initializer("index", _integers, dtypes=INTEGERS | FLOATS,
+                roles=frozenset({Role.index, Role.highest, Role.distinct}),
                 description="uniform among the values in range for every use"),
-    Initializer("mask", _integers, dtypes=INTEGERS, roles=frozenset({Role.mask}),
+    Initializer("mask", _integers, dtypes=INTEGERS | FLOATS, roles=frozenset({Role.mask}),
                 description="as many true elements as captured results have, else all or none, whichever keeps "
                 "data alive"),
-    Initializer("offsets", _integers, dtypes=INTEGERS, roles=frozenset({Role.offsets}),
+    Initializer("offsets", _integers, dtypes=INTEGERS | FLOATS, roles=frozenset({Role.offsets}),
                 description="from 0 in even steps to the end of what they point into"),
-    Initializer("lengths", _integers, dtypes=INTEGERS, roles=frozenset({Role.lengths}),
+    Initializer("lengths", _integers, dtypes=INTEGERS | FLOATS, roles=frozenset({Role.lengths}),
                 description="decreasing, with the captured sum"),
     Initializer("bounded", _integers, dtypes=INTEGERS, roles=frozenset({Role.bounded}),
                 description="ones, or the nearest value in range"),

@@ -22,6 +22,7 @@ class Role(IntEnum):
     lengths = 5  # adds up to `total`, the largest is `high`, never rises
     highest = 6  # an index, and `high` occurs
     distinct = 7  # `total` different values
+    positive_definite = 8  # floating point: symmetric matrices in the last two dimensions
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,18 @@ class Demand:
 
 @dataclass(frozen=True)
 class DemandStep:
-    """One step of a computation: `what` with the integer `by`.
+    """One step of a computation: `what` with the number `by`.
 
     add, multiply, floor_divide, remainder; running_sum of up to `by` elements.
     """
 
     what: str
-    by: int
+    by: float
 
 
-def pull_back(demand: Demand, steps: tuple[DemandStep, ...]) -> Demand | None:
-    """The demand on content x that makes steps(x) satisfy `demand`; None if these steps do not determine it."""
+def pull_back(demand: Demand, steps: tuple[DemandStep, ...], *, integral: bool = True) -> Demand | None:
+    """The demand on content x that makes steps(x) satisfy `demand`; None if these steps do not determine it.
+    `integral`: x are integers."""
     if not steps or demand.role is Role.number:
         return demand
     if demand.role not in (Role.index, Role.bounded):
@@ -64,7 +66,9 @@ def pull_back(demand: Demand, steps: tuple[DemandStep, ...]) -> Demand | None:
         if before is None:
             return None
         low, high = before
-    role = Role.bounded if any(step.what == "running_sum" for step in steps) else demand.role
+        if integral:
+            low, high = _up(low), _down(high)
+    role = Role.bounded if not integral or any(step.what == "running_sum" for step in steps) else demand.role
     return replace(demand, role=role, low=None if low == -math.inf else low, high=None if high == math.inf else high)
 
 
@@ -74,9 +78,9 @@ def _before(step: DemandStep, low: float, high: float) -> tuple[float, float] | 
         case "add":
             return low - by, high - by
         case "multiply" if by > 0:
-            return _up(low / by), _down(high / by)
+            return low / by, high / by
         case "multiply" if by < 0:
-            return _up(high / by), _down(low / by)
+            return high / by, low / by
         case "floor_divide" if by > 0:
             return low * by, high * by + by - 1
         case "remainder" if by > 0:
@@ -85,7 +89,7 @@ def _before(step: DemandStep, low: float, high: float) -> tuple[float, float] | 
             return max(0.0, low), min(by - 1, high)
         case "running_sum" if by > 0 and high >= 0:
             # A sum of up to `by` elements, none of them negative, is at least the first of them.
-            return max(0.0, low), _down(high / by)
+            return max(0.0, low), high / by
     return None
 
 

@@ -22,6 +22,8 @@ import torch
 from replayfmt.format.model import Recipe, Statistics
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
+from .demands import Demand
+
 # The default where nothing is known: normal, and small enough that deep stacks of layers stay finite.
 DEFAULT_MEAN = 0.0
 DEFAULT_STD = 0.02
@@ -53,6 +55,14 @@ _LOST = 0.02  # the share of a law that may lie beyond the ends
 _ROUNDING = 1e-6  # what sums of very many elements may be off by
 _FEW = 4096  # this many elements miss the mean and deviation of their distribution by chance alone
 _COMPLEX_PART = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def float_bounds(demand: Demand) -> tuple[float, float]:
+    """Between which numbers elements that must satisfy a demand are drawn."""
+    low, high = demand.low, demand.high
+    if low is None:
+        return (0.0, 1.0) if high is None else (high - 1, high)
+    return (low, low + 1) if high is None else (low, high)
 
 
 def contradiction(recipe: Recipe) -> str | None:

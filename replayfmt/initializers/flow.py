@@ -1,7 +1,7 @@
-"""How integers pass from one tensor to the next: copied, moved, shifted, summed up.
+"""How elements pass from one tensor to the next: copied, moved, shifted, scaled, summed up.
 
-For each op that reads content, this module says how its results depend on it. Content that cannot be followed further
-is `lost`: it may still depend on the content, in a way that cannot be followed.
+For each op that reads content, this module says how its results depend on it. Integers that cannot be followed further
+may still decide which memory is read, so that is said too (`followed`). Floating-point numbers are let go there.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ _MOVING = {
     "topk": ("self",), "max": ("self", "other"), "min": ("self", "other"), "amax": ("self",), "amin": ("self",),
     "cummax": ("self",), "cummin": ("self",), "kthvalue": ("self",), "median": ("self",), "mode": ("self",),
     "_unique": ("self",), "_unique2": ("self",), "unique_consecutive": ("self",), "repeat_interleave": ("self",),
+    "floor": ("self",), "ceil": ("self",), "round": ("self",), "trunc": ("self",),
     "diag_embed": ("self",), "unfold_copy": ("self",), "take_along_dim": ("self",), "copy": ("src",),
     "nan_to_num": ("self",), "embedding": ("weight",),
 }
@@ -81,10 +82,14 @@ def passed_on(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Passed]
     if base in _SEALED:
         return
     in_place = call.name.endswith("_") and not call.name.endswith("__")
-    places: list[tuple[int | None, str]] = [(index, "") for index in _results(call)]
+    places: list[tuple[int | None, str]] = [
+        (index, "")
+        for index, each in enumerate(call.results)
+        if isinstance(each, TensorInfo) and _carries(tensor, each)
+    ]
     if in_place:
         target = call.tensor("self")
-        places = [(None, "self")] if target is not None and _counts(target) else []
+        places = [(None, "self")] if target is not None and _carries(tensor, target) else []
     if base in _WHOLE and argument == "self" or base == "copy" and argument == "src":
         yield from (Passed(result, written, whole=_all_of(call, tensor, result, written)) for result, written in places)
     elif argument in _MOVING.get(base, ()):
@@ -92,21 +97,18 @@ def passed_on(call: Call, argument: str, tensor: TensorInfo) -> Iterator[Passed]
         yield from (Passed(result, written) for result, written in places[:1])
     elif base in _MOVING or (base == "copy" and argument == "self"):
         return
-    else:
+    elif is_integral(tensor.dtype):
         step = _step(call, base, argument, tensor)
         for result, written in places:
             yield Passed(result, written, (step,) if step is not None else (), followed=step is not None)
+    elif not in_place:  # what an optimizer does to its state, step after step, leaves it what it was
+        steps = _scaled(call, base, argument)
+        yield from (Passed(result, written, steps) for result, written in places if steps)
 
 
-def _results(call: Call) -> Iterator[int]:
-    """The results that hold integers; a result of another dtype is a number or a truth value."""
-    for index, each in enumerate(call.results):
-        if isinstance(each, TensorInfo) and _counts(each):
-            yield index
-
-
-def _counts(tensor: TensorInfo) -> bool:
-    return is_integral(tensor.dtype) and tensor.dtype is not torch.bool
+def _carries(tensor: TensorInfo, result: TensorInfo) -> bool:
+    """Whether a result can hold a tensor's elements: numbers made of integers and truth values are safe anyway."""
+    return result.dtype is not torch.bool and (is_integral(result.dtype) or not is_integral(tensor.dtype))
 
 
 def _all_of(call: Call, tensor: TensorInfo, result: int | None, written: str) -> bool:
@@ -136,6 +138,27 @@ def _step(call: Call, base: str, argument: str, tensor: TensorInfo) -> DemandSte
         case "remainder" if other and argument == "self":
             return DemandStep("remainder", other)
     return None
+
+
+def _scaled(call: Call, base: str, argument: str) -> tuple[DemandStep, ...]:
+    """The steps that turn floating-point elements into the result's; none if they are not known."""
+    other, alpha = call.number("other"), call.number("alpha", 1)
+    if argument != "self" or alpha is None or call.arguments.get("rounding_mode") is not None:
+        return ()
+    match base:
+        case "add" if other is not None:
+            return (DemandStep("add", other * alpha),)
+        case "sub" if other is not None:
+            return (DemandStep("add", -other * alpha),)
+        case "rsub" if other is not None and alpha:
+            return (DemandStep("multiply", -alpha), DemandStep("add", other))
+        case "mul" if other:
+            return (DemandStep("multiply", other),)
+        case "div" if other:
+            return (DemandStep("multiply", 1 / other),)
+        case "neg":
+            return (DemandStep("multiply", -1),)
+    return ()
 
 
 def _summed(call: Call, base: str, tensor: TensorInfo) -> int:

@@ -67,6 +67,11 @@ class Call:
         value = self.arguments.get(argument, default)
         return value if isinstance(value, int) else default
 
+    def number(self, argument: str, default: float | None = None) -> float | None:
+        """An argument that is a real number; `default` if it was not given."""
+        value = self.arguments.get(argument, default)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+
     def result(self, index: int) -> TensorInfo | None:
         """A tensor result."""
         value = self.results[index] if index < len(self.results) else None

@@ -1,7 +1,8 @@
-"""What an operator's schema says about the integers it reads: an index into a dimension, an offset, a length, a mask.
+"""What operators ask of the elements they read, by operator and argument: the one table of their domains.
 
-Only PyTorch's own operators are known here. For another operator, an initializer has to say what its arguments must
-hold.
+Of integers, an index into a dimension, an offset, a length, a mask; of floating-point numbers, a range or a positive
+definite matrix. Only PyTorch's own operators are known here. For another operator, an initializer has to say what its
+arguments must hold.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from replayfmt.pytorch.tensors.dtypes import INTEGERS
 
 from .demands import Demand, Role
-from .request import TensorInfo, Use
+from .request import Request, TensorInfo, Use
 
 _MASKS = (torch.bool, torch.uint8)
 
@@ -132,9 +133,12 @@ def _unpooled(use: Use) -> Demand | None:
     return _index(use, prod(int(each) for each in numbers) if numbers else None, "the output")
 
 
-def _pooled(use: Use) -> Demand | None:
-    info = use.call.tensor("self")
-    return _index(use, None if info is None else prod(info.sizes[-2:]), "a plane of self")
+def _pooled(dims: int) -> Rule:
+    def rule(use: Use) -> Demand | None:
+        info = use.call.tensor("self")
+        return _index(use, None if info is None else prod(info.sizes[-dims:]), "a plane of self")
+
+    return rule
 
 
 def _counted(use: Use) -> Demand | None:
@@ -175,9 +179,9 @@ def _selecting(use: Use) -> Demand | None:
     if info is None or selected is None or not is_integral(use.tensor.dtype):
         return None if is_integral(use.tensor.dtype) else Demand(Role.number, why=f"a number for {use.call.name}")
     count = _size(selected, 0) or 0
-    if use.argument == "mask" and use.tensor.elements != info.elements:
-        repeats = info.elements // use.tensor.elements if use.tensor.elements else 0
-        if not repeats or repeats * use.tensor.elements != info.elements or count % repeats:
+    if use.argument == "mask":
+        repeats = prod(torch.broadcast_shapes(info.sizes, use.tensor.sizes)) // use.tensor.elements
+        if count % repeats:
             return None
         count //= repeats
     return Demand(Role.mask, 0, 1, total=count, why=f"what {use.call.name} selects {count} elements by")
@@ -252,6 +256,44 @@ _BAG_BACKWARD = (
 )
 
 
+def _segment_offsets(use: Use) -> Demand | None:
+    total = _size(use.call.tensor("data"), use.call.integer("axis", 0))
+    if total is None or len(use.tensor.sizes) != 1:
+        return None
+    return Demand(Role.offsets, 0, total, total=total, why=f"where segments of {total} begin in {use.call.name}")
+
+
+def _pivots(matrix: str) -> Rule:
+    """Rows of a matrix that were exchanged, counted from 1."""
+
+    def rule(use: Use) -> Demand | None:
+        rows = _size(use.call.tensor(matrix), -2)
+        return None if rows is None else Demand(Role.index, 1, rows, why=f"a row of {matrix} in {use.call.name}")
+
+    return rule
+
+
+def _ctc_input_lengths(use: Use) -> Demand | None:
+    longest = _size(use.call.tensor("log_probs"), 0)
+    why = f"lengths of up to {longest} in {use.call.name}"
+    return None if longest is None else Demand(Role.bounded, longest, longest, why=why)
+
+
+def _ctc_target_lengths(use: Use) -> Demand | None:
+    """The longest decides the size of a result (in the backward pass, of `log_alpha`)."""
+    alpha, targets = use.call.tensor("log_alpha") or use.call.result(1), use.call.tensor("targets")
+    size = _size(alpha, -1)
+    if size is None or targets is None:
+        return None
+    total = targets.elements if len(targets.sizes) == 1 else None
+    return Demand(Role.lengths, 0, (size - 1) // 2, total=total, why=f"lengths of targets in {use.call.name}")
+
+
+def _quantum(use: Use) -> Demand | None:
+    low, high = use.call.integer("quant_min"), use.call.integer("quant_max")
+    return Demand(Role.bounded, low, high, why=f"{use.argument} of {use.call.name}")
+
+
 def _cumulative(tokens: str, longest: str) -> Rule:
     """Where each sequence begins and ends among the tokens of a packed batch."""
 
@@ -282,7 +324,22 @@ def _between(low: float, high: float | None) -> Rule:
     return rule
 
 
-_POSITIVE, _SHARE = _between(0.5, 1.5), _between(0.0, 1.0)
+def _positive_definite(use: Use) -> Demand | None:
+    return Demand(Role.positive_definite, why=f"positive definite, as {use.argument} of {use.call.name}")
+
+
+def positive_definite_views(request: Request) -> list[TensorInfo]:
+    """The tensors on the requested storage that ops factor."""
+    uses = [(each.view, demand_of(each)) for each in request.uses]
+    views = [view for view, demand in uses if view and demand and demand.role is Role.positive_definite]
+    return [
+        replace(view, sizes=tuple(size if stride else 1 for size, stride in zip(view.sizes, view.strides, strict=True)))
+        for view in views
+        if len(view.sizes) > 1
+    ]
+
+
+_POSITIVE, _SHARE = _between(0.5, None), _between(0.0, 1.0)
 _ALONG = (
     "index_select",
     "index_add",
@@ -312,15 +369,25 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("take", "index"): _into_all("self"),
     ("put", "index"): _into_all("self"),
     **{(name, "indices"): _advanced for name in ("index", "_unsafe_index", "index_put", "_unsafe_index_put",
-                                                 "_index_put_impl", "_unsafe_masked_index")},
+                                                 "_index_put_impl", "_unsafe_masked_index",
+                                                 "_unsafe_masked_index_put_accumulate")},
+    **{(name, "mask"): _mask(True) for name in ("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate")},
     **{(name, "target"): _class for name in (
         "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward",
-        "nll_loss2d_backward", "cross_entropy_loss", "multi_margin_loss", "multi_margin_loss_backward")},
+        "nll_loss2d_backward", "cross_entropy_loss", "multi_margin_loss", "multi_margin_loss_backward",
+        "multilabel_margin_loss_forward", "multilabel_margin_loss_backward")},
+    **{(f"torch_nn::_linear_cross_entropy_batch_chunked{rest}", "target"): _into("linear_weight", 0)
+       for rest in ("", "_no_reduction")},
+    **{(name, "targets"): _into("log_probs", -1) for name in ("_ctc_loss", "_ctc_loss_backward")},
+    **{(name, "input_lengths"): _ctc_input_lengths for name in ("_ctc_loss", "_ctc_loss_backward")},
+    **{(name, "target_lengths"): _ctc_target_lengths for name in ("_ctc_loss", "_ctc_loss_backward")},
     ("one_hot", "self"): _one_hot,
     ("bincount", "self"): _counted,
     ("max_unpool2d", "indices"): _unpooled,
     ("max_unpool3d", "indices"): _unpooled,
-    ("max_pool2d_with_indices_backward", "indices"): _pooled,
+    **{(f"{name}_pool{dims}d{rest}_backward", "indices"): _pooled(dims)
+       for name, rest in (("max", "_with_indices"), ("adaptive_max", ""), ("fractional_max", "")) for dims in (2, 3)},
+    **{(name, "random_samples"): _between(0.0, 0.99) for name in ("fractional_max_pool2d", "fractional_max_pool3d")},
     ("masked_fill", "mask"): _mask(False),
     ("masked_scatter", "mask"): _mask(False),
     ("where", "condition"): _mask(True),
@@ -332,7 +399,11 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("argwhere", "self"): _selecting,
     **{(name, "self"): _distinct for name in ("_unique", "_unique2", "unique_consecutive")},
     ("repeat_interleave", "repeats"): _repeats,
-    ("segment_reduce", "lengths"): _segments,
+    **{(name, "lengths"): _segments for name in ("segment_reduce", "_segment_reduce_backward")},
+    **{(name, "offsets"): _segment_offsets for name in ("segment_reduce", "_segment_reduce_backward")},
+    ("linalg_lu_solve", "pivots"): _pivots("LU"),
+    ("linalg_ldl_solve", "pivots"): _pivots("LD"),
+    ("lu_unpack", "LU_pivots"): _pivots("LU_data"),
     ("_pack_padded_sequence", "lengths"): _packed,
     **{(name, argument): _cumulative(*tokens)
        for name in ("_flash_attention_forward", "_flash_attention_backward")
@@ -351,9 +422,21 @@ _RULES: dict[tuple[str, str], Rule] = {
                                               "_standard_gamma", "poisson")},
     ("normal", "std"): _POSITIVE,
     ("quantize_per_tensor", "scale"): _POSITIVE,
+    **{(f"fake_quantize_per_{kind}", argument): rule
+       for kind in ("tensor_affine_cachemask_tensor_qparams", "channel_affine_cachemask", "tensor_affine",
+                    "channel_affine")
+       for argument, rule in (("scale", _POSITIVE), ("zero_point", _quantum))},
     ("quantize_per_channel", "scales"): _POSITIVE,
-    **{(name, "self"): _SHARE for name in ("multinomial", "binary_cross_entropy", "binary_cross_entropy_backward")},
+    **{(name, "self"): _SHARE
+       for name in ("bernoulli", "multinomial", "binary_cross_entropy", "binary_cross_entropy_backward")},
+    **{(name, "target"): _SHARE for name in ("binary_cross_entropy", "binary_cross_entropy_backward")},
     ("bernoulli", "p"): _SHARE,
+    ("binomial", "prob"): _SHARE,
+    ("binomial", "count"): _POSITIVE,
+    ("_sample_dirichlet", "self"): _POSITIVE,
+    **{(name, "self"): _positive_definite for name in ("linalg_cholesky_ex", "cholesky", "cholesky_inverse")},
+    ("cholesky_solve", "input2"): _positive_definite,
+    ("_linalg_check_errors", "info"): _between(0, 0),
 }
 # fmt: on
 
@@ -377,6 +460,7 @@ _COMPUTING = {
     "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad",
     "native_batch_norm", "batch_norm", "_shape_as_tensor", "isfinite", "isinf", "atleast_1d", "select", "slice",
     "narrow", "set", "resize", "_index_put_impl", "_unsafe_index_put", "scatter_reduce", "index_reduce",
-    "take_along_dim", "put", "nonzero_static", "cross", "outer", "tensordot", "einsum",
+    "take_along_dim", "put", "nonzero_static", "cross", "outer", "tensordot", "einsum", "linspace", "logspace",
+    "bincount",
 }
 # fmt: on

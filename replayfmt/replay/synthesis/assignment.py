@@ -57,13 +57,13 @@ class Initialized:
 
 
 @dataclass
-class _Choice:
+class Chosen:
     """The initializer chosen for one import of content, and the content if it has already been made."""
 
     initializer: Initializer
     request: Request
     filled: Initialized
-    made: torch.Tensor | None = None
+    content: torch.Tensor | None = None
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Synthesis:
         self._reader = reader
         self._registry = registry
         self._captured_content = captured_content
-        self._choices: dict[tuple[int, int], _Choice] = {}
+        self._choices: dict[tuple[int, int], Chosen] = {}
         self._refused: dict[tuple[int, int], str] = {}
         self._notes: list[str] = []
         self._shared: dict[Any, Any] = {}
@@ -151,6 +151,10 @@ class Synthesis:
             parts.append(f"{states}, which the capture lacks, {'was' if one else 'were'} seeded")
         return " and ".join(parts)
 
+    def chosen(self, storage: int) -> Chosen | None:
+        """What was chosen for the first content of a storage; None if nothing was, or it needs none."""
+        return self._choices.get((storage, 0))
+
     def missing(self, storage: int, version: int) -> str | None:
         """Why a storage cannot be filled; None if it can be, or need not be."""
         return self._refused.get((storage, version))
@@ -160,7 +164,7 @@ class Synthesis:
         choice = self._choices.get((storage, version))
         if choice is None:
             return
-        content = choice.made
+        content = choice.content
         if content is None:
             try:
                 content = self._make(choice)
@@ -215,7 +219,7 @@ class Synthesis:
 
     def _demand(self, storage: int) -> Demand | Conflict | None:
         """The combined demand of all uses of a storage, None if one of them is not understood."""
-        return self._constants.get(storage) or _demanded(self._content_uses.of(storage))
+        return self._constants.get(storage) or _demanded(storage, self._content_uses.of(storage))
 
     def _find_constants(self, entrances: list[Entrance]) -> None:
         """Find a constant for integers from which indices are computed in ways that cannot be traced back: 1, else 0,
@@ -224,10 +228,10 @@ class Synthesis:
         decided: dict[int, Range] = {}
         for entrance in entrances:
             found = self._content_uses.of(entrance.storage)
-            demand = _demanded(found)
+            demand = _demanded(entrance.storage, found)
             if demand is None and _only_computed(found):
                 unsure.add(entrance.storage)
-            elif isinstance(demand, Demand) and demand.low is not None and demand.high is not None:
+            elif isinstance(demand, Demand) and demand.low is not None and demand.high is not None and _integers(found):
                 decided[entrance.storage] = Range(demand.low, demand.high)
         for number in (1, 0) if unsure else ():
             contents = decided | dict.fromkeys(unsure, Range(number, number))
@@ -347,7 +351,7 @@ class Synthesis:
 
     def _take(self, initializer: Initializer, request: Request, sought: _Sought) -> None:
         """Assign an initializer to a request; makes the content if it has to exist now. Raises Wrong."""
-        entrance, made, choices = sought.entrance, dict[str, torch.Tensor](), dict[tuple[int, int], _Choice]()
+        entrance, made, choices = sought.entrance, dict[str, torch.Tensor](), dict[tuple[int, int], Chosen]()
         eager = initializer.joint or is_integral(request.tensor.dtype)
         if eager and not (initializer.whole and not request.uses):
             made = by_label(initializer, request, called(initializer, request))
@@ -370,10 +374,10 @@ class Synthesis:
                 request.call.ordinal,
                 why,
             )
-            choices[info.storage, entrance.version] = _Choice(initializer, request, filled, made.get(label))
+            choices[info.storage, entrance.version] = Chosen(initializer, request, filled, made.get(label))
         self._choices |= choices
 
-    def _make(self, choice: _Choice) -> torch.Tensor:
+    def _make(self, choice: Chosen) -> torch.Tensor:
         content = by_label(choice.initializer, choice.request, called(choice.initializer, choice.request))
         label, info = choice.request.label, choice.request.tensor
         check(choice.initializer, choice.request, label, info, content[label], None)
@@ -385,7 +389,7 @@ class Synthesis:
         choice = self._choices.get((info.storage, 0))
         if choice is None:
             return self._captured_content(info)
-        if choice.made is None:
+        if choice.content is None:
             return None
         storage = new_storage(choice.filled.bytes, _HOST)
         self.fill(info.storage, 0, storage)
@@ -426,31 +430,40 @@ def _unsaved_states(reader: CaptureReader, scan: Scan) -> int:
     )
 
 
-def _own_demand(found: FoundUse) -> Demand | None:
-    """What a use demands of the content itself, None if unknown."""
+def _own_demand(found: FoundUse, *, integral: bool = True) -> Demand | None:
+    """What a use demands of the content itself, None if unknown. `integral`: the content are integers."""
     if found.demand is None or (not found.followed and found.demand.role is not Role.number):
         return None
-    return pull_back(found.demand, found.steps) if found.followed else found.demand
+    return pull_back(found.demand, found.steps, integral=integral) if found.followed else found.demand
+
+
+def _integers(found: list[FoundUse]) -> bool:
+    return all(is_integral(each.tensor.dtype) for each in found)
 
 
 def _only_computed(found: list[FoundUse]) -> bool:
     """Whether the demand on what the op reads is known for all uses, even if the demand on the original content is
     not."""
-    return all(
-        is_integral(each.tensor.dtype)
-        and each.demand is not None
-        and each.demand.role in (Role.number, Role.index, Role.bounded)
-        for each in found
+    return _integers(found) and all(
+        each.demand is not None and each.demand.role in (Role.number, Role.index, Role.bounded) for each in found
     )
 
 
-def _demanded(found: list[FoundUse]) -> Demand | Conflict | None:
-    """The combined demand of all uses, None if one of them is not understood."""
-    demands = [_own_demand(each) for each in found]
+def _demanded(storage: int, found: list[FoundUse]) -> Demand | Conflict | None:
+    """The combined demand of all uses, None if one of them is not understood. Floating-point content satisfies as many
+    as it can, in order: what cannot be followed seldom decides which memory is read."""
+    floating = any(each.tensor.storage == storage and not is_integral(each.tensor.dtype) for each in found)
+    demands = [_own_demand(each, integral=not floating) for each in found]
     known = [each for each in demands if each is not None]
-    if len(known) < len(demands):
-        return None
-    return combine(known) if known else Demand(Role.number)
+    if not floating:
+        if len(known) < len(demands):
+            return None
+        return combine(known) if known else Demand(Role.number)
+    together = Demand(Role.number)
+    for each in known:
+        both = combine([together, each])
+        together = together if isinstance(both, Conflict) else both
+    return together
 
 
 def _named(storages: list[int]) -> str:

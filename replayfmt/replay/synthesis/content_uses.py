@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ from replayfmt.format.slots import NodePlace, SlotLayout
 from replayfmt.initializers.demands import Demand, DemandStep, Role
 from replayfmt.initializers.flow import Passed, passed_on
 from replayfmt.initializers.request import Call, TensorInfo, Use
-from replayfmt.initializers.roles import base_name, demand_of, is_integral
+from replayfmt.initializers.roles import demand_of
+from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.schemas import parse_schema
 
 from ..planning.kernels import ResolvedKernel
@@ -29,26 +31,6 @@ from .calls import CapturedCalls
 # Content is not followed through more steps, or in more ways, than this.
 _MOST_STEPS = 12
 _MOST_WAYS = 16
-# Ops that overwrite everything in a tensor passed as this argument.
-_OVERWRITTEN = {
-    "copy",
-    "fill",
-    "zero",
-    "uniform",
-    "normal",
-    "random",
-    "exponential",
-    "geometric",
-    "cauchy",
-    "log_normal",
-    "bernoulli",
-    "_foreach_copy",
-    "_foreach_zero",
-    "resize",
-    "set",
-}
-
-
 # An op's signature, metadata ids and integers.
 Shapes = tuple[int, tuple[int, ...], tuple[int, ...]]
 # Which tensor slots of ops of these shapes make demands, and which.
@@ -285,7 +267,7 @@ class ContentUses:
         for index, place in enumerate(layout.results):
             if place.node.kind is ValueKind.tensor:
                 alike.results[index] = place.tensor_slot
-        shared = {each.storage for each in call.results if isinstance(each, TensorInfo)}
+        shared = {each.storage for each in leaves(call.results) if isinstance(each, TensorInfo)}
         for place in layout.args:
             if place.node.kind is ValueKind.tensor:
                 alike.named[place.node.name] = place.tensor_slot
@@ -308,15 +290,18 @@ class ContentUses:
             return _Argument(name, position, slot, True, False, None, ())
         argument = None if schema is None else next((each for each in schema.arguments if each.name == name), None)
         alias = None if argument is None else argument.alias_info
-        base = base_name(call.name)
+        known = operator_named(call.name)
         # Without results in the capture (imports of single calls) nothing can read the view either.
         if alias is not None and not alias.is_write and (tensor.storage in shared or not call.results):
             return _Argument(name, position, slot, False, False, None, ())  # a view of it
         writes = alias is not None and alias.is_write
-        if writes and ((argument is not None and argument.is_out) or (base in _OVERWRITTEN and name == "self")):
+        if writes and (
+            (argument is not None and argument.is_out)
+            or (name == "self" and (known.overwrites_self or known.moves_memory))
+        ):
             return _Argument(name, position, slot, False, True, None, ())
         demand = demand_of(Use(call, name, position, tensor, tensor))
-        passed = tuple(passed_on(call, name, tensor)) if is_integral(tensor.dtype) else ()
+        passed = tuple(passed_on(call, name, tensor))
         return _Argument(
             name, position, slot, True, writes and any(each.written == name for each in passed), demand, passed
         )
@@ -357,6 +342,13 @@ def _after(way: Way, passed: Passed, tensor: TensorInfo, target: TensorInfo) -> 
         elif way.here is not None and _same_place(way.here, tensor):
             there = way.there
     return Way(way.origin, steps, True, target if there is not None else None, there)
+
+
+def leaves(value: Any) -> list[Any]:
+    """A value, or everything in a tuple, but nothing for None."""
+    if isinstance(value, tuple):
+        return [leaf for each in value for leaf in leaves(each)]
+    return [] if value is None else [value]
 
 
 def _same_place(one: TensorInfo, other: TensorInfo) -> bool:

@@ -21,7 +21,7 @@ from replayfmt.pytorch import operators
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
 from .calls import CapturedCalls
-from .content_uses import Asking, dense
+from .content_uses import Asking, dense, leaves
 
 
 class Range(NamedTuple):
@@ -89,7 +89,7 @@ class IndexRanges:
             if is_integral(target.dtype):
                 self._write(target, _TRUTH if target.dtype is torch.bool else result_range(call, self._range_of, 0))
             return
-        shared = {each.storage for each in _leaves(tuple(call.arguments.values())) if isinstance(each, TensorInfo)}
+        shared = {each.storage for each in leaves(tuple(call.arguments.values())) if isinstance(each, TensorInfo)}
         for index, result in enumerate(call.results):
             if isinstance(result, TensorInfo) and is_integral(result.dtype) and result.storage not in shared:
                 self._write(result, _TRUTH if result.dtype is torch.bool else result_range(call, self._range_of, index))
@@ -156,7 +156,7 @@ def result_range(call: Call, range_of: RangeOf, index: int) -> Range | None:
     if base in _CHOSEN and index == 0:
         if call.arguments.get("accumulate") or call.arguments.get("reduce"):
             return None
-        return _joined([each for name in _CHOSEN[base] for each in _leaves(call.arguments.get(name))], range_of)
+        return _joined([each for name in _CHOSEN[base] for each in leaves(call.arguments.get(name))], range_of)
     one, other = range_of(call.arguments.get("self")), range_of(call.arguments.get("other"))
     alpha = call.integer("alpha", 1) or 0
     match base:
@@ -221,14 +221,8 @@ def _written(call: Call) -> list[TensorInfo]:
             each.name for each in call.schema.arguments if each.alias_info is not None and each.alias_info.is_write
         }
         names.update(operator.quiet_writes)
-    found = [leaf for name in names for leaf in _leaves(call.arguments.get(name))]
+    found = [leaf for name in names for leaf in leaves(call.arguments.get(name))]
     return [each for each in found if isinstance(each, TensorInfo)]
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, tuple):
-        return [leaf for each in value for leaf in _leaves(each)]
-    return [] if value is None else [value]
 
 
 def _joined(values: list[Any], range_of: RangeOf) -> Range | None:

@@ -39,6 +39,7 @@ from ..selection import Kept, Wanted, resolve
 from ..stripping import Absent
 from ..trimming import Prediction, Verify, predict, refuse_incomplete, refuse_unsupported, rename
 from ..writing import Writing
+from .content import Made, made_inputs
 from .events import ScriptEvents
 from .file import FRAME, ScriptFile
 from .text import BodyWriter, Changes, ScriptBody
@@ -79,7 +80,8 @@ def synthesized_script(
         on_prediction(predict(reader, kept, schedule, content=False))
         events = ScriptEvents(reader)
         Writing(cast(Copier, events), schedule, kept, Absent(reader), annotate=False).finish()
-        _write(partial, out, events, schedule, kept, wanted, None, {}, numbers=False, code=allow_code)
+        made = made_inputs(reader, kept, schedule)
+        _write(partial, out, events, schedule, kept, wanted, None, {}, numbers=False, code=allow_code, made=made)
         return ScriptResult(out, kept.ops, len(events.inputs), None, 0)
 
 
@@ -208,8 +210,9 @@ def _write(
     *,
     numbers: bool,
     code: bool,
+    made: dict[int, Made] | None = None,
 ) -> list[Array]:
-    """Write the script; returns the contents of its data file."""
+    """Write the script; returns the contents of its data file. `made`: see ScriptFile."""
     triton = TritonSections(events.reader, code, FRAME)
     body: ScriptBody = BodyWriter(events, _changes(events.reader), triton).write()
     if data is None:  # the generator's state is unknown, so it is seeded
@@ -217,7 +220,7 @@ def _write(
             number for number, each in enumerate(events.reader.generators) if each is not None and each.default
         )
     beside = None if data is None else os.path.relpath(data, os.path.dirname(os.path.abspath(out)))
-    file = ScriptFile(events, body, _settings(schedule), hashes, numbers=numbers, triton=triton)
+    file = ScriptFile(events, body, _settings(schedule), hashes, numbers=numbers, triton=triton, made=made or {})
     arrays = file.arrays() if data is not None else []
     Path(partial).write_text(file.text(wanted, kept, beside), encoding="utf-8")
     return arrays

@@ -9,6 +9,7 @@ from replayfmt.format.model import TensorValue
 
 from ..safetensors import Array
 from ..selection import Kept, Wanted
+from .content import Made
 from .events import Input, ScriptEvents, ScriptOp
 from .text import ScriptBody
 from .triton_sections import TritonSections
@@ -46,13 +47,24 @@ def load(storage, number):
 '''
 
 _SYNTHESIZE = '''
-def synthesize(storage, nbytes, dtype, device):
-    """A fresh storage: normally distributed where elements are floating, zeros (valid indices) where they are not."""
-    tensor = torch.zeros(nbytes // dtype.itemsize + 1, dtype=dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        real = torch.float64 if dtype.is_complex else torch.float32
-        tensor = torch.randn(len(tensor), dtype=real, generator=torch.Generator().manual_seed(storage)).to(dtype)
+def synthesize(storage, nbytes, dtype, device, make=None):
+    """A fresh storage of what `make` gives for a number of elements and a generator; without it, of zeros."""
+    n = nbytes // dtype.itemsize
+    tensor = torch.zeros(n + 1, dtype=dtype)
+    if make is not None:
+        tensor[:n] = make(n, torch.Generator().manual_seed(storage))
     return tensor.view(torch.uint8)[:nbytes].to(device, copy=True).untyped_storage()
+'''
+
+_POSITIVE_DEFINITE = '''
+def positive_definite(n, g, views):
+    """Matrices near the identity in these views (sizes, strides, offset), small numbers elsewhere."""
+    content = torch.randn(n, generator=g) * 0.02
+    for view in views:
+        matrices = content.as_strided(*view)
+        matrices.copy_((matrices + matrices.mT) / (10 + matrices.shape[-1]))
+        matrices.diagonal(dim1=-2, dim2=-1).add_(1)
+    return content
 '''
 
 _MAIN = '''
@@ -101,12 +113,12 @@ if __name__ == "__main__":
 
 
 # All names that a script has besides those of its kernels and the numbered ones in `run`.
-FRAME = f"{_VIEW}{_LOAD}{_SYNTHESIZE}{_MAIN} DATA STATES CONTENT EXPECTED"
+FRAME = f"{_VIEW}{_LOAD}{_SYNTHESIZE}{_POSITIVE_DEFINITE}{_MAIN} DATA STATES CONTENT EXPECTED"
 
 
 class ScriptFile:
     """Builds a script. `hashes` are the expected results, by ordinal and slot; `numbers` says whether captured numbers
-    are results of these inputs."""
+    are results of these inputs; `made` is how inputs are made where there is no data, by storage."""
 
     def __init__(
         self,
@@ -117,10 +129,12 @@ class ScriptFile:
         *,
         numbers: bool,
         triton: TritonSections,
+        made: dict[int, Made],
     ) -> None:
         self._numbers, self._triton = numbers, triton
         self._events, self._body, self._settings, self._hashes = events, body, settings, hashes
         used = set(body.first_uses)
+        self._made = made
         self._inputs = [each for each in events.inputs if each.storage in used]
 
     def arrays(self) -> list[Array]:
@@ -172,6 +186,8 @@ class ScriptFile:
         head += [f"g{number} = {self._generator(number)}" for number in sorted(body.generators)]
         if data is None:
             helpers = "\n" + _VIEW + "\n" + _SYNTHESIZE
+            if any("positive_definite(" in each.expression for each in self._made.values()):
+                helpers += "\n" + _POSITIVE_DEFINITE
         else:
             helpers = "\n" + _VIEW + "\n" + _LOAD
         after = self._triton.sections()
@@ -206,13 +222,17 @@ class ScriptFile:
             note = f"  # s{each.storage}: {each.length:,} bytes, first used as {first.meta.dtype.name}[{sizes}]"
             if data is not None and each.data is not None:
                 lines.append(f"        on(CONTENT['storage_{each.storage}'], {each.length}, {device(place)}),{note}")
-            else:
-                made = dtype(first.meta.dtype)
+            elif data is not None:
                 lines.append(
-                    f"        synthesize({each.storage}, {each.length}, {made}, {device(place)}),{note}"
-                    if data is None
-                    else f"        on(torch.zeros({each.length}, dtype=torch.uint8), "
-                    f"{each.length}, {device(place)}),{note}"
+                    f"        on(torch.zeros({each.length}, dtype=torch.uint8), {each.length}, {device(place)}),{note}"
+                )
+            else:
+                made = self._made.get(each.storage)
+                how = f", lambda n, g: {made.expression}" if made is not None and made.expression else ""
+                of = dtype(first.meta.dtype) if made is None else str(made.dtype)
+                why = f"; {comment(made.why)}" if made is not None and made.why else ""
+                lines.append(
+                    f"        synthesize({each.storage}, {each.length}, {of}, {device(place)}{how}),{note}{why}"
                 )
         return [*lines, "    ]"]
 
