@@ -170,6 +170,14 @@ class CaptureWriter:
         long."""
         return self._define(FILE_RANGES, given)
 
+    def embed_range(self, number: int, payload: int) -> bool:
+        """Give a range that is in use already the bytes that it refers to. False if there are too many definitions for
+        that: the last frame of definitions, which holds all of them, says so."""
+        if self._definitions.encoded_bytes > MAX_BODY_BYTES:
+            return False
+        self._definitions.give_payload(number, payload)
+        return True
+
     def recipe(self, recipe: Recipe) -> int:
         """The id of a recipe. Raises ValueError if its statistics count more elements than it has."""
         return self._define(RECIPES, recipe)

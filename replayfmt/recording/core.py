@@ -263,7 +263,8 @@ class Core:
                 self.stop()
                 self.storages.drain()
                 for change in self.contents.changed_files():
-                    self.records.unsupported("file_changed", "", f"the file {change} while it was captured")
+                    said = f"the file {change} while it was captured; --file-policy=capture-ranges embeds what is used"
+                    self.records.unsupported("file_changed", "", said)
                 self.buffer.flush()
                 self.writer.close(time.perf_counter_ns() - self.started)
             except Exception as error:

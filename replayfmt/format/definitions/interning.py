@@ -132,6 +132,13 @@ class InternedDefinitions:
                 known = self._ids[key] = self._add(family, values, nested)
         return known
 
+    def give_payload(self, number: int, payload: int) -> None:
+        """Give a file's range a payload afterwards. Raises ValueError for one of another length."""
+        self.require("range", number)
+        if self.payload_bytes(payload) != self._columns["range_bytes"][number - 1]:
+            raise ValueError(f"a payload of another length than range {number}")
+        self._columns["range_payload"][number - 1] = payload
+
     def _numbers(self, values: tuple[int | float | str, ...]) -> tuple[int | float, ...]:
         return tuple([self.string(value) if isinstance(value, str) else value for value in values])
 

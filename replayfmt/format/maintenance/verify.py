@@ -157,7 +157,7 @@ class Verifier:
     def _verify_consolidated(self, position: int, header: FrameHeader, body: bytes, where: str) -> None:
         consolidated = Definitions()
         consolidated.add(body, header.minor, where, self._lengths.before(position))
-        if self._counts[position] != self._definitions.counts or not consolidated.same_as(self._definitions):
+        if self._counts[position] != self._definitions.counts or not consolidated.consolidates(self._definitions):
             raise InvalidCapture(f"{where}: the consolidated definitions differ from those of the frames before it")
 
     def _verify_summary(self, header: FrameHeader, body: bytes, where: str) -> None:

@@ -2,16 +2,19 @@
 
 A storage belongs to a file if it is an untouched mapping of it (file_mappings.py), or if its content equals a range of
 a file that the user named (known_files.py), or, if mappings cannot be read, of the file in its `filename`. Files that a
-capture refers to instead of embedding them must still be unchanged at its end: `changed` reports those that are not.
+capture refers to instead of embedding them must still be unchanged at its end: what was removed or replaced is embedded
+then, from a descriptor that was kept, and `changed` reports the others. Memory that the program may write, and the file
+with it, is embedded at once.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +32,8 @@ from .storage_content import content_hash, embed, is_monotonous
 
 DIGESTING = "file-digest"  # prefix of the names of the threads that hash files
 _PROGRESS_FROM_BYTES = 1 << 30
+_KEPT_OPEN = 64  # files
+_FROM_DESCRIPTOR = 128  # so that the program's own descriptors get the numbers that they would have
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,59 @@ class _Place:
     offset: int
 
 
+class _Referenced:
+    """A file that the capture refers to: its ranges by id, as (offset, length), and a descriptor of it while that is
+    open, else -1."""
+
+    def __init__(self, place: _Place, *, keep: bool) -> None:
+        self.place = place
+        self.ranges: dict[int, tuple[int, int]] = {}
+        self._descriptor = -1
+        if keep:
+            with suppress(OSError):  # then it is looked at again at the end
+                opened = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    self._descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, _FROM_DESCRIPTOR)
+                finally:
+                    os.close(opened)
+
+    def change(self) -> str:
+        """What happened to the file at its path, "" if it is what it was."""
+        try:
+            status = os.stat(self.place.path)
+        except OSError as error:
+            return f"can no longer be found: {error.strerror}"
+        if (status.st_dev, status.st_ino) != (self.place.identity.device, self.place.identity.inode):
+            return "was replaced by another file"
+        return "" if self._is(status) else "was modified"
+
+    def _is(self, status: os.stat_result) -> bool:
+        return identity_of(status) == self.place.identity and status.st_size == self.place.file_bytes
+
+    def embed(self, writer: CaptureWriter) -> bool:
+        """Embed the ranges as they were, although the path has another file or none; False if that is not possible."""
+        if self._descriptor < 0 or not self._is_open():
+            return False
+        with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+            for number, (offset, length) in self.ranges.items():
+                with view[offset : offset + length] as part:
+                    if not writer.embed_range(number, writer.payload(part)):
+                        return False
+        return self._is_open()
+
+    def _is_open(self) -> bool:
+        """Whether the descriptor is still the unchanged file: the program may have closed it, and opened another."""
+        try:
+            return self._is(os.fstat(self._descriptor))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        if self._descriptor >= 0 and self._is_open():
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
 class FileBackedStorages:
     """The files of one capture. Callers hold the recorder's lock."""
 
@@ -62,7 +120,7 @@ class FileBackedStorages:
         self._mappings = FileMappings()
         self._known_files = KnownFiles(options.known_files)
         self._ids: dict[tuple[str, FileIdentity], int] = {}
-        self._referenced: dict[tuple[str, FileIdentity], int] = {}  # length of each file whose content is not embedded
+        self._referenced: dict[tuple[str, FileIdentity], _Referenced] = {}
         self._names: dict[str, list[str]] = {}  # by redacted name: the paths that have it
 
     def find(self, storage: torch.UntypedStorage, length: int, foreign: bool) -> FoundRange | None:
@@ -75,7 +133,8 @@ class FileBackedStorages:
             mapped = self._mappings.find(storage.data_ptr(), length)
         if mapped is not None:
             place = _Place(mapped.path, mapped.file_bytes, mapped.identity, format_of(mapped.path), mapped.offset)
-            number = self._range(place, storage, length)
+            writable = mapped.mapping.shared and mapped.mapping.writable
+            number = self._range(place, storage, length, embedded=writable)
             if number is not None:
                 return FoundRange(number, mapped)
         named = self._named(storage, length)
@@ -95,17 +154,12 @@ class FileBackedStorages:
     def changed(self) -> list[str]:
         """One message for each referenced file that has changed since, saying what happened to it."""
         sentences = []
-        for (path, identity), length in self._referenced.items():
-            shown = self._shown(path)
-            try:
-                status = os.stat(path)
-            except OSError as error:
-                sentences.append(f"{shown} can no longer be found: {error.strerror}")
-                continue
-            if (status.st_dev, status.st_ino) != (identity.device, identity.inode):
-                sentences.append(f"{shown} was replaced by another file")
-            elif identity_of(status) != identity or status.st_size != length:
-                sentences.append(f"{shown} was modified")
+        for each in self._referenced.values():
+            change = each.change()
+            if change and not each.embed(self._writer):
+                sentences.append(f"{self._shown(each.place.path)} {change}")
+            each.close()
+        self._referenced.clear()
         return sentences
 
     # ------------------------------------------------------------------------------------------------------ by content
@@ -132,8 +186,11 @@ class FileBackedStorages:
 
     # ------------------------------------------------------------------------------------------------------- recording
 
-    def _range(self, place: _Place, storage: torch.UntypedStorage, length: int) -> int | None:
-        """The id of a range, after applying the policy. None: it cannot be referred to."""
+    def _range(
+        self, place: _Place, storage: torch.UntypedStorage, length: int, *, embedded: bool = False
+    ) -> int | None:
+        """The id of a range, after applying the policy. None: it cannot be referred to. `embedded`: its bytes have to
+        be in the capture."""
         if not _storable(place.path):
             return None
         if self._policy == "fail":
@@ -143,10 +200,15 @@ class FileBackedStorages:
                 "capture with another file policy, or load the content from elsewhere"
             )
         file = self._file(place)
-        payload = 0
-        if self._policy == "capture-ranges":
-            payload = embed(self._writer, storage)
-        return self._writer.range(FileRange(file, place.offset, length, payload))
+        embedded |= self._policy == "capture-ranges"
+        payload = embed(self._writer, storage) if embedded and self._policy != "capture-all" else 0
+        number = self._writer.range(FileRange(file, place.offset, length, payload))
+        if self._policy == "reference" and not payload:
+            key = place.path, place.identity
+            if key not in self._referenced:
+                self._referenced[key] = _Referenced(place, keep=len(self._referenced) < _KEPT_OPEN)
+            self._referenced[key].ranges[number] = place.offset, length
+        return number
 
     def _file(self, place: _Place) -> int:
         key = (place.path, place.identity)
@@ -158,8 +220,6 @@ class FileBackedStorages:
                 self._shown(place.path), place.file_bytes, place.identity, digest, payload, place.format
             )
             number = self._ids[key] = self._writer.file(file)
-            if self._policy == "reference":
-                self._referenced[key] = place.file_bytes
         return number
 
     def _opened(self, place: _Place) -> OpenedFile:
