@@ -87,7 +87,8 @@ class Initializer:
         if self.op is not None:
             parts.append(self.op + (f"({', '.join(self.arguments)})" if self.arguments else ""))
         if self.dtypes:
-            known = {FLOATS: "floating point", INTEGERS: "integers"}.get(self.dtypes)
+            named = {FLOATS: "floating point", INTEGERS: "integers", FLOATS | INTEGERS: "integers or floating point"}
+            known = named.get(self.dtypes)
             names = sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             parts.append(known or " or ".join(names))
         if self.roles:

@@ -450,17 +450,17 @@ def _only_computed(found: list[FoundUse]) -> bool:
 
 
 def _demanded(storage: int, found: list[FoundUse]) -> Demand | Conflict | None:
-    """The combined demand of all uses, None if one of them is not understood. Floating-point content satisfies as many
-    as it can, in order: what cannot be followed seldom decides which memory is read."""
+    """The combined demand of all uses, None if one of them is not understood. Floating-point content satisfies those
+    that go with the ones before: it seldom decides which memory is read."""
     floating = any(each.tensor.storage == storage and not is_integral(each.tensor.dtype) for each in found)
     demands = [_own_demand(each, integral=not floating) for each in found]
     known = [each for each in demands if each is not None]
+    if len(known) < len(demands) and not floating:
+        return None
     if not floating:
-        if len(known) < len(demands):
-            return None
         return combine(known) if known else Demand(Role.number)
-    together = Demand(Role.number)
-    for each in known:
+    together = known[0] if known else Demand(Role.number)
+    for each in known[1:]:
         both = combine([together, each])
         together = together if isinstance(both, Conflict) else both
     return together
