@@ -98,6 +98,14 @@ _LEVELS = ("auto", "leaf", "launching", "root")
     "*.ARG=VALUE applies to any operator. Each use is a warning. Repeatable.",
 )
 @click.option(
+    "--number-default",
+    "number_defaults",
+    multiple=True,
+    metavar="OP.ARG=NUMBER",
+    help="Use NUMBER (or a list such as [2,3]) for the argument ARG of OP where the trace has no value: traces of "
+    "PyTorch before 2.0 have none. *.ARG=NUMBER applies to any operator. Each use is a warning. Repeatable.",
+)
+@click.option(
     "--graph-capture",
     "graph_captures",
     multiple=True,
@@ -133,6 +141,7 @@ def cli(
     allowed: tuple[str, ...],
     aliases: tuple[str, ...],
     string_defaults: tuple[str, ...],
+    number_defaults: tuple[str, ...],
     graph_captures: tuple[str, ...],
     rank: str | None,
     form: str,
@@ -159,7 +168,7 @@ def cli(
             "unique": unique,
             "rewrite": rewrite,
             "libraries": _libraries(allowed, op_libraries),
-            "names": _names(aliases, string_defaults),
+            "names": _names(aliases, string_defaults, number_defaults),
             "force": force,
             "progress": on_bytes,
             "on_record": on_record,
@@ -218,10 +227,10 @@ def _libraries(allowed: tuple[str, ...], op_libraries: tuple[str, ...]) -> OpLib
     return libraries
 
 
-def _names(aliases: tuple[str, ...], string_defaults: tuple[str, ...]) -> TracedNames:
+def _names(aliases: tuple[str, ...], string_defaults: tuple[str, ...], number_defaults: tuple[str, ...]) -> TracedNames:
     from replayfmt.pytorch.traced_names import parsed
 
-    return parsed(aliases, string_defaults)
+    return parsed(aliases, string_defaults, number_defaults)
 
 
 def _check_report(report: str, trace: str, output: str, force: bool) -> None:

@@ -40,6 +40,7 @@ from .common.arguments import (
 from .common.json_stream import JsonStream
 from .common.operators import Choice, FoundOperator, Operators
 from .common.report import Entry, ImportReport
+from .common.results import infer, refusal
 from .common.schema_types import ArgumentType, schema_type
 from .common.synthesis import ImportedSession, imported_session, plain_device
 from .common.trace_files import Progress, TraceFile
@@ -165,10 +166,15 @@ class _Writer:
             self._unsupported(call, count, choice.reason, choice.detail)
             return
         missing = [*call.problems, *binding.missing]
+        doubtful = ""
+        if not missing:
+            schema = choice.operator.schema
+            impossible, doubtful = refusal(schema, infer(schema, binding.arguments))
+            missing += [impossible] if impossible else []
         if missing:
             self._unsupported(call, count, "import_incomplete", "; ".join(missing))
             return
-        assumed = [*choice.assumed, *binding.assumed]
+        assumed = [*choice.assumed, *binding.assumed, *([doubtful] if doubtful else [])]
         self.placed |= not isinstance(own, dict) and _on_device(binding)
         note: dict[str, Any] = {"import": "inferred" if assumed else "exact", "count": count}
         if assumed:

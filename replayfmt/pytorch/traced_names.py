@@ -1,8 +1,8 @@
-"""Traces' names of operators, and replacements for the strings that they drop: built-in tables, and the user's.
+"""Traces' names of operators, and replacements for strings and numbers that they lack: built-in tables, and the user's.
 
-A trace may name an operator otherwise than the library that is here, and the profiler drops the strings that an
-operator was given. What is put in their place may be wrong: every use of a string default, and of an alias that is
-another operator's name, is a warning of the import.
+A trace may name an operator otherwise than the library that is here, the profiler drops the strings that an operator
+was given, and older ones its numbers. What is put in their place may be wrong: every use of a default, and of an alias
+that is another operator's name, is a warning of the import.
 """
 
 from __future__ import annotations
@@ -77,12 +77,16 @@ class TracedNames:
     """The tables for one import, the user's entries first."""
 
     def __init__(
-        self, aliases: Mapping[str, str] | None = None, string_defaults: Mapping[tuple[str, str], str] | None = None
+        self,
+        aliases: Mapping[str, str] | None = None,
+        string_defaults: Mapping[tuple[str, str], str] | None = None,
+        number_defaults: Mapping[tuple[str, str], str] | None = None,
     ) -> None:
-        """`aliases`: from a traced name to an operator's. `string_defaults`: by operator (ANY: of whatever name) and
-        argument."""
+        """`aliases`: from a traced name to an operator's. `string_defaults` and `number_defaults`: by operator (ANY: of
+        whatever name) and argument; numbers and lists of them as text."""
         self._aliases = {name: _Given(operator) for name, operator in (_aliases | dict(aliases or {})).items()}
         self._strings = {key: _Given(value) for key, value in (_strings | dict(string_defaults or {})).items()}
+        self._numbers = {key: _Given(value) for key, value in dict(number_defaults or {}).items()}
 
     def meant(self, name: str) -> tuple[str, ...]:
         """The names under which to look for a traced one, in order."""
@@ -106,11 +110,9 @@ class TracedNames:
 
     def string(self, operator: str, argument: str) -> StringDefault | None:
         """What stands for a string argument that the trace does not have; None if nothing is known."""
-        for key in ((operator, argument), (ANY, argument)):
-            given = self._strings.get(key)
-            if given is not None:
-                given.used = True
-                return StringDefault(given.value, "as you said", False)
+        given = _said(self._strings, operator, argument)
+        if given is not None:
+            return StringDefault(given, "as you said", False)
         known = STRING_DEFAULTS.get((operator, argument))
         if known is not None:
             return StringDefault(known, "the table of string defaults has this", False)
@@ -121,6 +123,10 @@ class TracedNames:
             else StringDefault(known, "the table of string defaults has this for arguments of that name", True)
         )
 
+    def number(self, operator: str, argument: str) -> str | None:
+        """What the user says that a number, or a list of them, was which the trace does not have."""
+        return _said(self._numbers, operator, argument)
+
     def unused(self) -> list[str]:
         """A sentence for each entry of the user's that nothing needed."""
         found = [
@@ -128,11 +134,28 @@ class TracedNames:
             for name, given in self._aliases.items()
             if not given.used and name not in _aliases
         ]
-        return found + [
-            f"--string-default {operator}.{argument}={given.value}: no call lacks that string"
-            for (operator, argument), given in self._strings.items()
-            if not given.used and (operator, argument) not in _strings
-        ]
+        return (
+            found
+            + [
+                f"--string-default {operator}.{argument}={given.value}: no call lacks that string"
+                for (operator, argument), given in self._strings.items()
+                if not given.used and (operator, argument) not in _strings
+            ]
+            + [
+                f"--number-default {operator}.{argument}={given.value}: no call lacks that number"
+                for (operator, argument), given in self._numbers.items()
+                if not given.used
+            ]
+        )
+
+
+def _said(table: Mapping[tuple[str, str], _Given], operator: str, argument: str) -> str | None:
+    """The user's entry for an operator's argument, or for that argument of any operator."""
+    given = table.get((operator, argument)) or table.get((ANY, argument))
+    if given is None:
+        return None
+    given.used = True
+    return given.value
 
 
 _aliases: dict[str, str] = {}
@@ -171,11 +194,34 @@ def parse_string_default(text: str) -> tuple[tuple[str, str], str]:
     return (found["operator"], found["argument"]), found["value"]
 
 
-def parsed(aliases: Iterable[str] = (), string_defaults: Iterable[str] = ()) -> TracedNames:
+_SEPARATORS = re.compile(r"[\[\](),\s]+")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?\Z|[+-]?(inf|nan)\Z|(true|false)\Z", re.IGNORECASE)
+
+
+def parse_number_default(text: str) -> tuple[tuple[str, str], str]:
+    """((operator, argument), value) of `OPERATOR.ARGUMENT=VALUE`, a number or a list of them. Raises UsageError."""
+    found = _DEFAULT.match(text)
+    words = _SEPARATORS.split(found["value"].strip("[]() ")) if found is not None else [""]
+    if (
+        found is None
+        or not (found["operator"] == ANY or _OPERATOR.match(found["operator"]))
+        or not all(_NUMBER.match(word) for word in words)
+    ):
+        raise UsageError(
+            f"--number-default={text}: expected OPERATOR.ARGUMENT=NUMBER, such as aten::clamp.min=0 or "
+            "aten::view.size=[12,-1], or *.eps=1e-5 for any operator"
+        )
+    return (found["operator"], found["argument"]), found["value"]
+
+
+def parsed(
+    aliases: Iterable[str] = (), string_defaults: Iterable[str] = (), number_defaults: Iterable[str] = ()
+) -> TracedNames:
     """The tables with a command line's entries. Raises UsageError if one is wrong, or given twice."""
     return TracedNames(
         _table("--op-alias", map(parse_op_alias, aliases)),
         _table("--string-default", map(parse_string_default, string_defaults)),
+        _table("--number-default", map(parse_number_default, number_defaults)),
     )
 
 

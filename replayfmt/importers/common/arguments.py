@@ -312,7 +312,7 @@ class Reader:
             binding.missing.append(f"{name}: {by} holds only a part of it ({_short(recorded.shown)})")
             return
         if recorded.form is Form.hidden:
-            self._default(binding, schema, argument, f"{by} does not record the values of numbers")
+            self._default(binding, schema, argument, f"{by} does not record the values of numbers", given=True)
             return
         if recorded.form is Form.unrecorded:
             self._unrecorded(binding, schema, argument, kind, by)
@@ -344,17 +344,31 @@ class Reader:
             what = "long lists" if str(kind) == "Tensor[]" else "arguments"
             self._default(binding, schema, argument, f"{by} does not record {what} of type {kind}")
 
-    def _default(self, binding: Binding, schema: torch.FunctionSchema, argument: Any, why: str) -> None:
+    def _default(
+        self, binding: Binding, schema: torch.FunctionSchema, argument: Any, why: str, *, given: bool = False
+    ) -> None:
+        """Take what is known instead of an argument. `given`: it was, so that None cannot be meant."""
         kind = schema_type(argument)
+        numeric = kind.base in ("int", "float", "number", "bool", "complex")
+        said = self._names.number(schema.name, argument.name) if numeric else None
+        if said is not None:
+            value, problem = decode(kind, parse(said))
+            if problem:
+                binding.missing.append(f"{argument.name}: --number-default says {problem}")
+                return
+            binding.arguments.append((argument.name, value))
+            binding.assumed.append(Guess(f"{argument.name}={said}: {why}; as you said"))
+            return
         known = self._names.string(schema.name, argument.name) if kind.base == "str" and not kind.depth else None
         if known is not None and not (known.by_name and argument.has_default_value()):
             binding.arguments.append((argument.name, known.value))
             binding.assumed.append(Guess(f"{argument.name}={known.value!r}: {why}; {known.source}"))
-        elif argument.has_default_value():
+        elif argument.has_default_value() and not (given and argument.default_value is None):
             # The operator fills it in; the value is only in the note.
             binding.assumed.append(f"{argument.name}={argument.default_value!r}: {why}; the schema's default")
         else:
-            binding.missing.append(f"{argument.name}: {why}, and it has no default")
+            hint = f"; --number-default={schema.name}.{argument.name}=VALUE says what it was" if numeric else ""
+            binding.missing.append(f"{argument.name}: {why}, and it has no default{hint}")
 
 
 def decode(kind: ArgumentType, recorded: Recorded) -> tuple[Bound, str]:

@@ -17,6 +17,7 @@ import torch
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_names import name_problem
 from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.plain_callables import parameter_names, schema_text
 from replayfmt.pytorch.registry import is_registered, overloads_of
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
@@ -28,6 +29,56 @@ from .schema_types import BASES, schema_type
 REGISTRY, TORCH_OPS, ATTRIBUTE = "the JIT registry", "torch.ops", "a module's attribute"
 # Names in traces for code that torch.compile generated: by version, a region, its autograd function, a graph's call.
 COMPILED_CODE = re.compile(r"Torch-Compiled Region|CompiledFunction(Backward)?\Z|## Call CompiledFxGraph")
+
+
+# Collectives are made of others: each of these namespaces calls those before it, and the functional ones each other.
+# What a backend or `record_param_comms` names is the lowest; `symm_mem` fuses collectives with other work.
+_COLLECTIVE_LAYERS = {
+    "c10d": 1,
+    "c10d_functional": 2,
+    "_c10d_functional": 2,
+    "_c10d_functional_autograd": 3,
+    "_dtensor": 4,
+    "symm_mem": 5,
+}
+FUSED_LAYER = 5
+
+
+def collective_layer(name: str) -> int:
+    """How far above the backend a collective's name (`c10d::send`, `nccl:all_reduce`) is."""
+    return _COLLECTIVE_LAYERS.get(name.partition("::")[0], 0)
+
+
+def is_part(layer: int, around: int) -> bool:
+    """Whether a collective of one layer is a part of the one of another around it; -1: there is none. Of two of `c10d`
+    the outer one was not over as the program began the inner one."""
+    return layer < around or (layer == around and layer != _COLLECTIVE_LAYERS["c10d"])
+
+
+def only_moves(name: str, schema: torch.FunctionSchema | None) -> bool:
+    """Whether an operator only allocates, makes views, or moves elements, as collectives do to prepare their
+    buffers."""
+    known = operator_named(name)
+    if known.idle or known.moves_elements or known.reads_nothing or known.copies >= 0:
+        return True
+    return schema is not None and _views_only(schema)
+
+
+def _views_only(schema: torch.FunctionSchema) -> bool:
+    return bool(schema.returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
+    )
+
+
+# What Inductor calls its kernels: by category and what they fuse, templates by what they compute.
+_GENERATED = re.compile(
+    r"triton_((poi|red|per|tem|for|mix|spl|unk|\w+_fused)_|((add|b|baddb|scaled_|grouped_|)mm|conv|flex)|\d+\Z)"
+)
+
+
+def is_generated_kernel(name: str) -> bool:
+    """Whether a Triton kernel is named like one that torch.compile generated."""
+    return _GENERATED.match(name) is not None
 
 
 @dataclass(frozen=True)
@@ -72,8 +123,7 @@ class FoundOperator:
     @property
     def only_views(self) -> bool:
         """Whether it returns only views of its arguments, and does not write to them."""
-        returns = self.schema.returns
-        return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        return _views_only(self.schema)
 
     @property
     def traceable(self) -> bool:

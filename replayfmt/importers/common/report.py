@@ -71,7 +71,7 @@ _STATUS_MEANINGS: dict[Status, str] = {
 _REST = {
     "cuda_graph": "graph launches",
     "collective": "collectives",
-    "triton_launch": "torch.compile's kernels",
+    "triton_launch": "Triton kernels",
     "outside_operator": "kernels without an operator",
     "no_schema": "operators unknown here",
     "import_incomplete": "incomplete calls",
@@ -82,8 +82,8 @@ _REST = {
 
 # What the importers' counts mean.
 _COUNTED = {
-    "events": "in the trace, of all kinds",
-    "operators": "calls of operators in it",
+    "events": "on the host: operators, wrappers and annotations",
+    "operators": "calls of operators in it: the sum of the next four",
     "taken": "those that became calls of the capture",
     "inside taken": "those that a call of the capture makes itself",
     "around taken": "those whose own calls became calls of the capture",
@@ -92,6 +92,7 @@ _COUNTED = {
     "annotations": "ranges that the program named",
     "device work": "kernels, copies and fills on devices",
     "nodes": "in the trace, of all kinds",
+    "without one": "pieces of work that no operator stands for; with those taken they are the calls above",
 }
 
 
@@ -99,11 +100,12 @@ _COUNTED = {
 class DeviceTime:
     """Total duration of the device work in a trace, over all streams. `lost_ns` is that of work which nothing in the
     trace launched, and which is not in the capture. `untimed` is the number of pieces without a duration; no figure
-    includes them."""
+    includes them. `untimed_ns` is the duration of the others of the same calls."""
 
     total_ns: int
     lost_ns: int = 0
     untimed: int = 0
+    untimed_ns: int = 0
 
 
 @dataclass
@@ -182,13 +184,12 @@ class ImportReport:
         if self.device_time is None:
             return 0, {}
         calls = 0
-        rest: Counter[str] = Counter(lost=self.device_time.lost_ns)
+        rest: Counter[str] = Counter(lost=self.device_time.lost_ns, untimed=self.device_time.untimed_ns)
         for entry in self.entries.values():
             if entry.status == "incomplete":
                 rest[entry.reason] += entry.device_ns or 0
             else:
                 calls += entry.device_ns or 0
-        rest["untimed"] = self.device_time.total_ns - calls - rest.total()
         return calls, {reason: nanoseconds for reason, nanoseconds in rest.most_common() if nanoseconds}
 
     def _device_row(self) -> dict[str, Any] | None:
@@ -269,6 +270,13 @@ class ImportReport:
             yield f"assumed       {op}, {counted(count, 'time')}: {sentence}"
         for (op, reason, detail), count in missing.most_common():
             yield f"incomplete    {op}, {counted(count, 'time')}: {reason}: {detail}"
+
+
+def most(counted: Counter[str], shown: int = 6) -> str:
+    """The most frequent names with their counts, and how many others there are."""
+    named = ", ".join(f"{count} {name}" for name, count in counted.most_common(shown))
+    more = len(counted) - shown
+    return named + (f" and {more} more" if more > 0 else "")
 
 
 def _sum(one: int | None, other: int | None) -> int | None:

@@ -6,6 +6,7 @@ that fails (the shape depends on the content, or the operator has no such kernel
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ import torch
 
 from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
-from replayfmt.pytorch.operators import acts_outside
+from replayfmt.pytorch.operators import acts_outside, operator_named
 from replayfmt.pytorch.registry import find_overload
 from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 from replayfmt.pytorch.tensors.memory import mark_view
+from replayfmt.pytorch.traced_names import Guess
 
 from .arguments import DefaultGenerator, DeviceName, TensorSpec
 from .values import Tensor, TracedStorage, bytes_needed, contiguous
@@ -48,10 +50,12 @@ class ResultShape:
 
 @dataclass(frozen=True)
 class Results:
-    """What a call returns: Same, Shape, None, and lists of these; or why that is unknown."""
+    """What a call returns: Same, Shape, None, and lists of these; or why that is unknown. `refused`: because the
+    operator does not take these arguments."""
 
     values: tuple[Any, ...] | None
     unknown: str = ""
+    refused: bool = False
 
 
 def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> Results:
@@ -74,13 +78,33 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
             positional, keywords = _arguments(schema, arguments, tensors)
             returned = overload(*positional, **keywords)
     except Exception as error:  # any operator may fail in any way without content
-        return Results(None, f"{type(error).__name__}: {error}".partition("\n")[0][:200])
+        told = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        return Results(None, told, _blames_arguments(error))
     storages: dict[int, int] = {}
     values = (returned,) if len(schema.returns) == 1 else tuple(returned)
     try:
         return Results(tuple(_described(value, tensors, storages) for value in values))
     except TypeError as error:
         return Results(None, str(error))
+
+
+# What operators say that need content, or a device, to be tried.
+_NEEDS_MEMORY = re.compile(r"\bmeta\b|fake|data.dependent|\bpin(ned|ning)?\b|not implemented", re.IGNORECASE)
+
+
+def _blames_arguments(error: Exception) -> bool:
+    """Whether an operator failed because of its arguments, not because they have no content here."""
+    return not isinstance(error, NotImplementedError) and not _NEEDS_MEMORY.search(f"{type(error).__name__} {error}")
+
+
+def refusal(schema: torch.FunctionSchema, results: Results) -> tuple[str, str]:
+    """What a call's trial without data says against it, as (why it is incomplete, what is doubtful about it): PyTorch's
+    own operators take the same arguments without data as with it, of others this is not certain."""
+    if not results.refused:
+        return "", ""
+    if operator_named(schema.name).own:
+        return f"the operator does not take these arguments: {results.unknown}", ""
+    return "", Guess(f"tried without data, the operator does not take these arguments: {results.unknown}")
 
 
 def _is_endless(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> bool:

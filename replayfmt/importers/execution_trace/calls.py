@@ -19,7 +19,7 @@ from replayfmt.pytorch.schemas import parse_schema, printed_schema
 
 from ..common.arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
 from ..common.operators import Choice, Operators
-from ..common.results import Results, Same, infer
+from ..common.results import Results, Same, infer, refusal
 from ..common.types import dtype_of
 from ..common.values import contiguous
 from .memory import NUMBERS, Allocations, MemoryMap, Placed
@@ -178,10 +178,13 @@ class NodeCalls:
             for name, value in step.binding.arguments
             if isinstance(value, float) and rounded(value)
         ]
-        if node.inputs.strides is None:
-            self._say_strides(step)
+        self._say_strides(step)
         if not step.binding.missing:
             self._numbers(step)
+        if self._full and not step.binding.missing:
+            impossible, doubtful = refusal(schema, self.inferred.tried(schema, step.binding.arguments)[0])
+            step.binding.missing += [impossible] if impossible else []
+            step.assumed += [doubtful] if doubtful else []
 
     def _choose(self, text: str) -> tuple[Choice, torch.FunctionSchema | None]:
         known = self._choices.get(text)
@@ -194,27 +197,33 @@ class NodeCalls:
         return known
 
     def _say_strides(self, step: NodeStep) -> None:
-        """Note where the strides of the arguments come from: older traces have none."""
+        """Note where the strides of the arguments come from: older traces have none, damaged ones impossible ones."""
+        lack = f"{BY} has none"
+        if step.node.inputs.strides is not None:
+            if all(tensor.strides is not None for tensor in step.given):
+                return
+            lack = f"{BY} has impossible ones"
         known: dict[Any, bool] = {
             (each.allocation, each.tensor.sizes, each.strides, each.tensor.offset): each.strides_known
             for each in step.given.values()
+            if each.tensor.strides is None
         }
         names: dict[str, set[str]] = {}
         for name, spec in _specs(step.binding):
-            if _strides_tell(spec):
-                computed = known.get((spec.identity, spec.sizes, spec.strides, spec.offset), False)
+            computed = known.get((spec.identity, spec.sizes, spec.strides, spec.offset))
+            if _strides_tell(spec) and computed is not None:
                 plain = spec.strides == contiguous(spec.sizes or ())
                 names.setdefault("computed" if computed else "contiguous" if plain else "alike", set()).add(name)
         if "contiguous" in names:
-            step.assumed.append(f"strides of {', '.join(sorted(names['contiguous']))}: {BY} has none; contiguous")
+            step.assumed.append(f"strides of {', '.join(sorted(names['contiguous']))}: {lack}; contiguous")
         if "alike" in names:
             step.assumed.append(
-                f"strides of {', '.join(sorted(names['alike']))}: {BY} has none; those of another "
+                f"strides of {', '.join(sorted(names['alike']))}: {lack}; those of another "
                 "tensor of these sizes on the same memory"
             )
         if "computed" in names:
             step.assumed.append(
-                f"strides of tensors that operators before this one returned: {BY} has none; "
+                f"strides of tensors that operators before this one returned: {lack}; "
                 "computed by running the operators without data"
             )
 
@@ -276,15 +285,22 @@ class Inferred:
     """The results of operators for given arguments, inferred once each."""
 
     def __init__(self) -> None:
-        self._inferred: dict[Any, list[TensorSpec] | None] = {}
+        self._inferred: dict[Any, tuple[Results, list[TensorSpec] | None]] = {}
 
     def of(self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> list[TensorSpec] | None:
         """Dtype, sizes, strides and offset of every returned tensor, including those in lists; None if PyTorch cannot
         infer them without data."""
+        return self.tried(schema, arguments)[1]
+
+    def tried(
+        self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]
+    ) -> tuple[Results, list[TensorSpec] | None]:
+        """The same with what came of trying the operator."""
         key = (schema.name, schema.overload_name, tuple((name, _key(value)) for name, value in arguments))
         if key not in self._inferred:
             given = [spec for _name, value in arguments for spec in _tensors(value)]
-            self._inferred[key] = _returned(infer(schema, arguments), given)
+            results = infer(schema, arguments)
+            self._inferred[key] = results, _returned(results, given)
         return self._inferred[key]
 
 

@@ -9,7 +9,6 @@ traced program. Storages that no call produced have no content in the trace.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from os import PathLike, fspath
@@ -24,7 +23,7 @@ from replayfmt.pytorch.traced_names import TracedNames
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators
 from ..common.rank_trace import RankTrace, rank_fields
-from ..common.report import ImportReport
+from ..common.report import ImportReport, most
 from ..common.synthesis import ImportedSession, imported_session
 from ..common.trace_files import Progress, others_note
 from ..rewrites.portable import REWRITES, Portable
@@ -100,22 +99,18 @@ def import_execution_trace(
 
 
 def _finish(report: ImportReport, trace: _Trace, selection: ChosenNodes, place: RankTrace | None) -> None:
-    report.counts["nodes"] = trace.nodes_read
+    report.counts = selection.counts()
     if trace.member and place is None:
         report.notes.append(others_note(trace.path, trace.member))
     if selection.dropped:
-        report.notes.append(f"no work, left out: {_most(selection.dropped)}")
+        report.notes.append(f"no work, left out: {most(selection.dropped)}")
+    if selection.in_collectives:
+        report.notes.append(f"inside collectives, as parts of them: {most(selection.in_collectives)}")
     if trace.version < (1, 1, 1):
         report.notes.append(
             f"schema {trace.schema} has no strides: they are computed where operators allow it, else assumed contiguous"
         )
     report.notes.append("tensors that no call produced have no content in the trace")
-
-
-def _most(counted: Counter[str]) -> str:
-    shown = ", ".join(f"{count} {name}" for name, count in counted.most_common(6))
-    more = len(counted) - 6
-    return shown + (f" and {more} more" if more > 0 else "")
 
 
 class _Trace:
@@ -130,7 +125,6 @@ class _Trace:
         self.version = (0, 0, 0)
         self.problems: list[str] = []
         self._broken: set[int] = set()  # entries that are not nodes, by their place in the file
-        self.nodes_read = 0
         self.rank: int | None = None
         self.world_size = 1
         self.groups: dict[str, dict[str, Any]] = {}
@@ -178,7 +172,6 @@ class _Trace:
                 f"{self.path}: not an execution trace: expected an object with a schema version and nodes"
                 + "".join(f"; {problem}" for problem in self.problems[:1])
             )
-        self.nodes_read = len(skeleton)
         return skeleton.select(roots=roots)
 
     def _groups(self, node: TraceNode) -> None:
@@ -213,7 +206,7 @@ class _Trace:
             if position == following:
                 yield node_of(row), position, True
                 following = next(chosen, None)
-            elif selection.inside[position] and str(row.get("name", "")).startswith(_TELLING):
+            elif selection.inside(position) and str(row.get("name", "")).startswith(_TELLING):
                 yield node_of(row), position, False
 
 

@@ -12,7 +12,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -20,8 +20,9 @@ import torch
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.pytorch.operators import operator_named, tells_allocator
+from replayfmt.pytorch.schemas import parse_schema
 
-from ..common.operators import COMPILED_CODE
+from ..common.operators import COMPILED_CODE, FUSED_LAYER, collective_layer, is_part, only_moves
 from .copies import KeptCopies
 from .nodes import USER_SCOPE, TraceNode, communication, operator_name
 
@@ -96,6 +97,18 @@ def kind_of(node: TraceNode) -> Kind:
 
 _WORK = frozenset({Kind.operator, Kind.collective, Kind.triton})
 Path = tuple[tuple[int, str], ...]
+_MOST_AROUND = 64  # marks, and wrappers, around one node; in real traces there are fewer than ten
+
+
+class _Fate(IntEnum):
+    """What became of a node."""
+
+    wrapper = 0
+    mark = 1
+    taken = 2
+    inside = 3  # of a taken node
+    around = 4  # an operator replaced by its callees
+    idle = 5
 
 
 @dataclass
@@ -103,10 +116,10 @@ class ChosenNodes:
     """`chosen` has the position of every node that is imported, in the order of the trace, `scopes` for each the marks
     around it, outermost first (an index into `paths`, which have the position and the name of each mark). `within`
     likewise tells the names of what is around it and is neither a mark nor an operator (into `wrapped`). `dropped`
-    counts what did no work, by name, `wrappers` what only contains others. `inside` is 1 at the position of everything
-    within a chosen node. `before` names for some chosen nodes the id of the one that they ran before, whatever their
-    own says. `ordered`: the trace has the chosen nodes in the order in which they ran. `problems` are sentences on what
-    is wrong with the trace."""
+    counts what did no work, by name, `in_collectives` operators that a collective represents. `fates` says what became
+    of each node. `before` names for some chosen nodes the id of the one that they ran before, whatever their own says.
+    `ordered`: the trace has the chosen nodes in the order in which they ran. `problems` are sentences on what is wrong
+    with the trace."""
 
     chosen: array = field(default_factory=lambda: array("q"))
     scopes: array = field(default_factory=lambda: array("q"))
@@ -114,11 +127,15 @@ class ChosenNodes:
     within: array = field(default_factory=lambda: array("q"))
     wrapped: list[tuple[str, ...]] = field(default_factory=lambda: [()])
     dropped: Counter[str] = field(default_factory=Counter)
-    wrappers: Counter[str] = field(default_factory=Counter)
-    inside: bytearray = field(default_factory=bytearray)
+    in_collectives: Counter[str] = field(default_factory=Counter)
+    fates: bytearray = field(default_factory=bytearray)
     before: dict[int, int] = field(default_factory=dict)
     ordered: bool = True
     problems: list[str] = field(default_factory=list)
+
+    def inside(self, position: int) -> bool:
+        """Whether a node is within a chosen one."""
+        return self.fates[position] == _Fate.inside
 
     def path_of(self, position: int) -> Path:
         """The marks around a chosen node."""
@@ -127,6 +144,32 @@ class ChosenNodes:
     def wrappers_of(self, position: int) -> tuple[str, ...]:
         """The names of the wrappers around a chosen node, outermost first."""
         return self.wrapped[self.within[bisect_left(self.chosen, position)]]
+
+    def counts(self) -> dict[str, int]:
+        """How many nodes there are, and how many of each fate: the operators are the sum of the four after them."""
+        found = Counter(self.fates)
+        fates = (_Fate.taken, _Fate.inside, _Fate.around, _Fate.idle)
+        return {
+            "nodes": len(self.fates),
+            "operators": sum(found[fate] for fate in fates),
+            "taken": found[_Fate.taken],
+            "inside taken": found[_Fate.inside],
+            "around taken": found[_Fate.around],
+            "no work": found[_Fate.idle],
+            "wrappers": found[_Fate.wrapper],
+            "annotations": found[_Fate.mark],
+        }
+
+
+_COMPUTES = 1 << len(Kind)  # bits of what is below a node, after those of the kinds
+_LAYER = _COMPUTES << 1
+
+
+def _bits(*kinds: Kind) -> int:
+    return sum(1 << kind for kind in kinds)
+
+
+_WORK_BITS = _bits(*_WORK)
 
 
 class Skeleton:
@@ -138,9 +181,10 @@ class Skeleton:
         self._forward, self._kinds, self._names = array("q"), array("b"), array("q")
         self._made_first, self._made = array("q", [0]), array("q")  # storages an operator returns, not given to it
         self._out_first, self._out = array("q", [0]), array("q")  # every storage it returns
+        self._own = array("q")  # the node's bits
         self._name_ids: dict[str, int] = {}
         self._texts: list[str] = []
-        self._ways: dict[tuple[str, str], bool] = {}
+        self._ways: dict[str, tuple[bool, bool]] = {}
         self._transparent = array("b")
         self._kept = KeptCopies()
         self._handled = set[int]()  # ids of what Python handled
@@ -160,8 +204,15 @@ class Skeleton:
         self._names.append(self._name(node.name))
         if node.name in _IN_PYTHON:
             self._handled.add(node.parent)
-        transparent = kind is Kind.operator and (node.id in self._handled or self._gives_way(node.schema))
+        gives_way, moves = self._ways_of(node.schema) if kind is Kind.operator else (False, False)
+        transparent = kind is Kind.operator and (node.id in self._handled or gives_way)
         self._transparent.append(transparent)
+        bits = 1 << kind
+        if (kind is Kind.operator and not moves) or kind is Kind.triton:
+            bits |= _COMPUTES
+        elif kind is Kind.collective:
+            bits |= _LAYER << collective_layer(node.schema or node.name)
+        self._own.append(bits)
         if kind in (Kind.operator, Kind.collective):
             returned = [tensor.storage for _position, tensor in node.outputs.tensors if tensor.elements]
             self._out.extend(returned)
@@ -178,11 +229,17 @@ class Skeleton:
             self._texts.append(text)
         return number
 
-    def _gives_way(self, schema: str) -> bool:
-        key = operator_name(schema)
-        if key not in self._ways:
-            self._ways[key] = gives_way(*key)
-        return self._ways[key]
+    def _ways_of(self, text: str) -> tuple[bool, bool]:
+        """Whether an operator works by calling others, and whether it only moves elements."""
+        known = self._ways.get(text)
+        if known is None:
+            try:
+                schema = parse_schema(text)
+            except (RuntimeError, ValueError):
+                schema = None
+            name, overload = operator_name(text)
+            known = self._ways[text] = gives_way(name, overload), only_moves(name, schema)
+        return known
 
     def _damage(self, positions: Mapping[int, int]) -> Iterator[str]:
         """Sentences about nodes that are inconsistent."""
@@ -201,26 +258,16 @@ class Skeleton:
         if lost:
             yield f"operators whose parents are not in the trace: {lost}; treated as outermost"
 
-    def _positions_differ(self, position: int) -> bool:
-        """Whether a node is not its own parent, as the trace's root is."""
-        return self._ids[position] != self._parents[position]
-
     def select(self, *, roots: bool = False) -> ChosenNodes:
         """Choose the nodes. With `roots`, the outermost operators. Raises InvalidCapture if parents form a cycle."""
-        positions = {number: position for position, number in enumerate(self._ids)}
-        children: dict[int, list[int]] = defaultdict(list)
-        tops: list[int] = []
-        for position, parent in enumerate(self._parents):
-            above = positions.get(parent)
-            (tops if above is None or above == position else children[above]).append(position)
-        walk = _NodeWalk(self, children, positions, roots)
-        walk.problems += self._damage(positions)
-        walk.visit(tops)
-        if walk.seen != len(self._ids):
+        walk = _NodeWalk(self, roots)
+        if len(walk.order) != len(self._ids):
             raise InvalidCapture(
-                f"{self._path}: {len(self._ids) - walk.seen} nodes of the execution trace are their "
+                f"{self._path}: {len(self._ids) - len(walk.order)} nodes of the execution trace are their "
                 "own ancestors; the trace is damaged"
             )
+        walk.problems += self._damage(walk.positions)
+        walk.visit()
         return walk.finish()
 
 
@@ -229,94 +276,140 @@ def _integer(value: object) -> int:
 
 
 class _NodeWalk:
-    """From the roots down, in the order of the trace."""
+    """From the roots down, in the order of the trace.
 
-    def __init__(
-        self, skeleton: Skeleton, children: dict[int, list[int]], positions: dict[int, int], roots: bool
-    ) -> None:
-        self._of, self._children, self._positions, self._roots = skeleton, children, positions, roots
-        self.seen = 0
+    `order` has every node after the one around it, with all that is below it until `_end`, so that questions about
+    what is below a node need no search: a trace may nest as deep as it is long.
+    """
+
+    def __init__(self, skeleton: Skeleton, roots: bool) -> None:
+        self._of, self._roots = skeleton, roots
         self._found: list[int] = []
-        self._in_compiled: set[int] = set()
-        self._selection = ChosenNodes(inside=bytearray(len(skeleton)))
+        self._selection = ChosenNodes(fates=bytearray(len(skeleton)))
         self.problems = self._selection.problems
-
-    def visit(self, tops: Iterable[int]) -> None:
-        of = self._of
-        stack = list(tops)
+        self.positions = {number: position for position, number in enumerate(skeleton._ids)}
+        self._children: dict[int, list[int]] = defaultdict(list)
+        self._above = array("q")
+        self._tops: list[int] = []
+        for position, parent in enumerate(skeleton._parents):
+            above = self.positions.get(parent, position)
+            self._above.append(-1 if above == position else above)
+            (self._tops if above == position else self._children[above]).append(position)
+        self.order, self._place, self._end = array("q"), array("q", bytes(8 * len(skeleton))), array("q")
+        stack = self._tops[::-1]
         while stack:
             position = stack.pop()
-            self.seen += 1
+            self._place[position] = len(self.order)
+            self.order.append(position)
+            stack += reversed(self._children.get(position, ()))
+        self._end = array("q", range(1, len(self.order) + 1))  # by place in the order
+        self._below_bits = array("q", bytes(8 * len(skeleton)))
+        for place in range(len(self.order) - 1, -1, -1):
+            position = self.order[place]
+            above = self._above[position]
+            if above >= 0:
+                self._below_bits[above] |= self._below_bits[position] | skeleton._own[position]
+                around = self._place[above]
+                self._end[around] = max(self._end[around], self._end[place])
+        self._returns: dict[int, list[int]] | None = None
+
+    def visit(self) -> None:
+        of, fates, dropped = self._of, self._selection.fates, self._selection.dropped
+        stack = [(position, -1, False) for position in self._tops]  # with the collective and the compiled code around
+        while stack:
+            position, layer, compiled = stack.pop()
             kind = Kind(of._kinds[position])
             below = self._children.get(position, [])
             if kind is Kind.compiled:
-                if position not in self._in_compiled and not self._any_below(position, {Kind.triton}):
-                    self._found.append(position)
-                self._in_compiled.update(self._below(position))
+                if not compiled and not self._any_below(position, _bits(Kind.triton)):
+                    self._take(position)
+                compiled = True
             if kind in (Kind.container, Kind.mark, Kind.compiled) or (
-                kind is Kind.hidden and self._operators_below(position)
+                kind is Kind.hidden and self._any_below(position, _WORK_BITS)
             ):
-                self._selection.wrappers[of._texts[of._names[position]]] += 1
-                stack += below
-            elif kind is Kind.operator and not self._roots and of._transparent[position]:
-                stack += self._through(position, below)
+                if fates[position] != _Fate.taken:
+                    fates[position] = _Fate.mark if kind is Kind.mark else _Fate.wrapper
+            elif kind is Kind.operator and not self._roots and of._transparent[position] and self._covered(position):
+                idle = not self._any_below(position, _WORK_BITS)
+                fates[position] = _Fate.idle if idle else _Fate.around
+                dropped[of._texts[of._names[position]]] += idle
+            elif kind is Kind.collective:
+                below, layer = self._collective(position, below, layer)
             else:
                 if kind is Kind.idle:
-                    self._selection.dropped[of._texts[of._names[position]]] += 1
+                    fates[position] = _Fate.idle
+                    dropped[of._texts[of._names[position]]] += 1
                 else:
-                    self._found.append(position)
+                    self._take(position)
                 self._close(position)
+                below = []
+            stack += ((each, layer, compiled) for each in below)
+        self._selection.dropped = +dropped
 
-    def _through(self, position: int, below: list[int]) -> list[int]:
-        """The nodes that replace an operator which gives way; the operator itself if they are not all of its work."""
-        of = self._of
-        made = set(of._made[of._made_first[position] : of._made_first[position + 1]])
-        handled = of._ids[position] in of._handled
-        if made <= self._returned_below(position) and (not handled or self._any_below(position, _WORK | {Kind.idle})):
-            if not self._operators_below(position):
-                self._selection.dropped[of._texts[of._names[position]]] += 1
-            return below
+    def _take(self, position: int) -> None:
         self._found.append(position)
+        self._selection.fates[position] = _Fate.taken
+
+    def _collective(self, position: int, below: list[int], around: int) -> tuple[list[int], int]:
+        """Take a collective, unless it is a part of the one around it. One that was still going on as the program
+        went on has the program's operators below it: these are returned."""
+        of, names = self._of, self._selection.in_collectives
+        layer = (of._own[position] // _LAYER).bit_length() - 1
+        if is_part(layer, around):
+            self._selection.fates[position] = _Fate.inside
+        else:
+            self._take(position)
+        others = sum(_LAYER << each for each in range(1, FUSED_LAYER + 1) if not is_part(each, layer))
+        if layer < FUSED_LAYER and self._any_below(position, _COMPUTES | others):
+            return below, max(layer, around)
         self._close(position)
-        return []
+        for each in self._below(position):
+            if of._kinds[each] in (Kind.operator, Kind.triton):
+                names[of._texts[of._names[each]]] += 1
+        return [], around
+
+    def _covered(self, position: int) -> bool:
+        """Whether an operator that gives way may: the nodes below it returned all that it returned."""
+        of = self._of
+        if of._ids[position] in of._handled and not self._any_below(position, _WORK_BITS | _bits(Kind.idle)):
+            return False
+        made = of._made[of._made_first[position] : of._made_first[position + 1]]
+        if made and self._returns is None:
+            self._returns = defaultdict(list)
+            for place, each in enumerate(self.order):
+                for storage in of._out[of._out_first[each] : of._out_first[each + 1]]:
+                    self._returns[storage].append(place)
+        first, end = self._place[position] + 1, self._end[self._place[position]]
+        for storage in made:
+            assert self._returns is not None
+            places = self._returns[storage]
+            found = bisect_left(places, first)
+            if found == len(places) or places[found] >= end:
+                return False
+        return True
 
     def _below(self, position: int) -> Iterable[int]:
-        stack = list(self._children.get(position, ()))
-        while stack:
-            each = stack.pop()
-            yield each
-            stack += self._children.get(each, ())
+        place = self._place[position]
+        return self.order[place + 1 : self._end[place]]
 
     def _close(self, position: int) -> None:
         """A chosen node represents everything below it."""
+        fates = self._selection.fates
         for each in self._below(position):
-            self.seen += 1
-            self._selection.inside[each] = 1
+            fates[each] = _Fate.inside
         for copy in self._of._kept.of(self._of._ids[position]):
-            self._selection.inside[copy] = 0
             self._selection.before[copy] = self._of._ids[position]
-            self._found.append(copy)
+            self._take(copy)
 
-    def _operators_below(self, position: int) -> bool:
-        return self._any_below(position, _WORK)
-
-    def _any_below(self, position: int, kinds: Collection[Kind]) -> bool:
-        return any(self._of._kinds[each] in kinds for each in self._below(position))
-
-    def _returned_below(self, position: int) -> set[int]:
-        of = self._of
-        return {
-            storage
-            for each in self._below(position)
-            for storage in of._out[of._out_first[each] : of._out_first[each + 1]]
-        }
+    def _any_below(self, position: int, bits: int) -> bool:
+        return bool(self._below_bits[position] & bits)
 
     def finish(self) -> ChosenNodes:
         selection, of = self._selection, self._of
         selection.chosen = array("q", sorted(self._found))
         latest: dict[int, int] = {}
+        marks, wrappers, forward = self._around()
         known: dict[Path, int] = {(): 0}
-        named: dict[tuple[str, ...], int] = {(): 0}
         carried: dict[int, Path] = {}
         main = min(filter(None, of._threads), default=0)
         for position in selection.chosen:
@@ -324,52 +417,57 @@ class _NodeWalk:
             if of._kinds[position] != Kind.compiled:  # recorded after its callees
                 selection.ordered &= number >= latest.get(thread, 0)
                 latest[thread] = number
-            path = self._path_of(position, on_main=thread == main)
+            path, works_for = marks[position], self.positions.get(forward[position], -1)
+            if (
+                forward[position] and works_for >= 0
+            ):  # at the top of its thread: the thread that it works for is inside of something, too
+                mark = ((works_for, of._texts[of._names[works_for]]),) if of._kinds[works_for] == Kind.mark else ()
+                path = (marks[works_for] + mark + path)[:_MOST_AROUND]
             # A thread of autograd's engine is inside of what the thread that it works for does, until it works for
             # another one.
-            path = carried[thread] = carried.get(thread, ()) if path is None else path
+            if not path and not forward[position] and thread != main:
+                path = carried.get(thread, ())
+            carried[thread] = path
             if path not in known:
                 known[path] = len(selection.paths)
                 selection.paths.append(path)
             selection.scopes.append(known[path])
-            wrappers = self._wrappers_of(position)
-            if wrappers not in named:
-                named[wrappers] = len(selection.wrapped)
-                selection.wrapped.append(wrappers)
-            selection.within.append(named[wrappers])
+            selection.within.append(wrappers[position])
         return selection
 
-    def _wrappers_of(self, position: int) -> tuple[str, ...]:
-        of = self._of
-        names: list[str] = []
-        above = self._positions.get(of._parents[position])
-        # Wrappers form no cycles: every node here was reached from a root.
-        while above is not None and of._positions_differ(above):
-            name = of._texts[of._names[above]]
-            wraps = of._kinds[above] in (Kind.container, Kind.compiled) and name not in _IN_PYTHON
-            if wraps and not _ROOTS.match(name):
-                names.append(name)
-            above = self._positions.get(of._parents[above])
-        return tuple(reversed(names))
+    def _around(self) -> tuple[list[Path], array, array]:
+        """For each node the marks around it, the number of its wrappers in `wrapped`, and the id of the node of
+        another thread that it works for, 0 if there is none."""
+        of, wrapped = self._of, self._selection.wrapped
+        named: dict[tuple[str, ...], int] = {(): 0}
+        marks: list[Path] = [()] * len(of)
+        wrappers, forward = array("q", bytes(8 * len(of))), array("q", of._forward)
+        left_out = 0
+        for position in self.order:
+            above = self._above[position]
+            if above < 0:
+                continue
+            forward[position] = forward[position] or forward[above]
+            marks[position], wrappers[position] = marks[above], wrappers[above]
+            name, kind = of._texts[of._names[above]], of._kinds[above]
+            if kind == Kind.mark:
+                full = len(marks[above]) >= _MOST_AROUND
+                left_out += full
+                marks[position] = marks[above] if full else self._under(marks, above, name)
+            elif kind in (Kind.container, Kind.compiled) and name not in _IN_PYTHON and not _ROOTS.match(name):
+                around = wrapped[wrappers[above]]
+                if of._ids[above] != of._parents[above] and len(around) < _MOST_AROUND:
+                    inner = (*around, name)
+                    if inner not in named:
+                        named[inner] = len(wrapped)
+                        wrapped.append(inner)
+                    wrappers[position] = named[inner]
+        if left_out:
+            self.problems.append(f"marks nested more than {_MOST_AROUND} deep: the deeper ones are left out")
+        return marks, wrappers, forward
 
-    def _path_of(self, position: int, *, on_main: bool) -> Path | None:
-        """The marks around a node, outermost first; None if its thread does not show them."""
-        of = self._of
-        marks: list[tuple[int, str]] = []
-        forward = 0
-        crossed = False
-        visited: set[int] = set()
-        here: int | None = position
-        while here is not None and here not in visited:
-            visited.add(here)
-            name = of._texts[of._names[here]]
-            if of._kinds[here] == Kind.mark:
-                marks.append((here, name))
-            forward = forward or of._forward[here]
-            above = self._positions.get(of._parents[here])
-            if above is None or above == here or _ROOTS.match(of._texts[of._names[above]]):
-                # At the top of its thread: the thread that it works for is inside of something, too.
-                above = self._positions.get(forward) if forward and not crossed else None
-                crossed = True
-            here = above
-        return tuple(reversed(marks)) if marks or forward or on_main else None
+    def _under(self, marks: list[Path], mark: int, name: str) -> Path:
+        """The path of everything directly inside a mark, made once."""
+        first = self._children[mark][0]
+        known = marks[first]
+        return known if known and known[-1][0] == mark else (*marks[mark], (mark, name))

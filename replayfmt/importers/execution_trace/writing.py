@@ -74,9 +74,13 @@ class GraphWriter:
             self._unsupported(step, moment, "unknown_work", _NO_OPERATOR)
         self._communication.pop(step.node.thread, None)
         memory = self._calls.memory
-        for placed in (*step.given.values(), *step.returned.values()):
-            if memory.allocations.last[placed.allocation] <= memory.steps:
-                self._storages.pop(placed.allocation, None)
+        over = [
+            storage
+            for placed in (*step.given.values(), *step.returned.values())
+            if memory.allocations.last[placed.allocation] <= memory.steps
+            and (storage := self._storages.pop(placed.allocation, None)) is not None
+        ]
+        self._capture.release(over, moment)
 
     # ------------------------------------------------------------------------------------------------------- operators
 

@@ -20,7 +20,7 @@ from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 from ..common.arguments import DeviceName, Form, Reader, Recorded, TensorSpec
 from ..common.operators import Choice, FoundOperator, Operators
 from ..common.report import Status
-from ..common.results import Results, infer, shapes
+from ..common.results import Results, infer, refusal, shapes
 from ..common.schema_types import schema_type
 from .arguments import (
     Geometry,
@@ -137,8 +137,13 @@ class EventCalls:
             self._results[key] = infer(choice.operator.schema, bound)
             for shape in shapes(self._results[key].values or ()):
                 self._returned[shape.sizes].add(shape.dtype)
+        results = self._results[key]
+        impossible, doubtful = refusal(choice.operator.schema, results)
+        if impossible:
+            return ResolvedCall(kind.name, None, reason="import_incomplete", detail=impossible, signature=shown)
+        assumed += [doubtful] if doubtful else []
         return ResolvedCall(
-            kind.name, choice.operator, tuple(bound), self._results[key], tuple(dict.fromkeys(assumed)), signature=shown
+            kind.name, choice.operator, tuple(bound), results, tuple(dict.fromkeys(assumed)), signature=shown
         )
 
     def _with_dtypes(self, recorded: Recorded, read: Read, hints: Hints) -> Recorded:

@@ -106,6 +106,7 @@ COLLECTIVE_FIELDS = (
 # What launches of kernels that torch.compile generated say besides their inputs.
 TRITON_FIELDS = ("kernel_backend", "kernel_file", "kernel_hash", "kernel_kwargs", "grid", "num_warps", "num_stages")
 _LATEST = 1 << 62
+NO_TIME = -_LATEST
 _DECIMAL = re.compile(r"(-?\d{1,19})(\.\d+)?\Z")
 _NO_FIELDS = "without the fields that events have were left out"
 
@@ -142,7 +143,8 @@ class Launches:
 
 @dataclass
 class DeviceWork:
-    """Work on a device: kernels, copies, fills. `kind` indexes `work`; -1: no such id, or no duration."""
+    """Work on a device: kernels, copies, fills. `kind` indexes `work`; -1: no such id, or no duration; `start` may be
+    NO_TIME."""
 
     start: array = field(default_factory=_q)
     duration: array = field(default_factory=_q)
@@ -262,7 +264,7 @@ class TraceEvents:
                 self._op(event, category in ANNOTATION_CATEGORIES, max(0, duration))
             if duration < 0:
                 done = "taken as moments" if category in ANNOTATION_CATEGORIES else "left out"
-                self.problems[f"of category {category} have no duration, or one below zero; they were {done}"] += 1
+                self.problems[f"of category {category} have no duration, or an impossible one; they were {done}"] += 1
         elif category in LAUNCH_CATEGORIES:
             self.device_type = _DEVICE_TYPES.get(category.partition("_")[0], self.device_type)
             self._launch(event)
@@ -357,10 +359,14 @@ class TraceEvents:
 
     def _work(self, event: dict[str, Any], category: str) -> None:
         arguments = event.get("args") or {}
-        start = nanoseconds(event["ts"])
+        try:
+            start = nanoseconds(event["ts"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            start = NO_TIME  # its launch says what it belongs to
+            self.problems[f"of category {category} have no beginning, or an impossible one; it is not known"] += 1
         duration = _duration(event)
         if duration < 0:
-            self.problems[f"of category {category} have no duration, or one below zero; it is not known"] += 1
+            self.problems[f"of category {category} have no duration, or an impossible one; it is not known"] += 1
         kind = WorkKind(
             str(event["name"]),
             category.lower(),
@@ -412,8 +418,11 @@ def nanoseconds(microseconds: Any) -> int:
 
 
 def _duration(event: dict[str, Any]) -> int:
-    """The duration in nanoseconds; -1 if missing or negative. Raises as `nanoseconds` does."""
-    return max(-1, nanoseconds(event["dur"])) if event.get("dur") is not None else -1
+    """The duration in nanoseconds; -1 if it is missing, negative, or not a time."""
+    try:
+        return max(-1, nanoseconds(event["dur"])) if event.get("dur") is not None else -1
+    except (ValueError, OverflowError, TypeError):
+        return -1
 
 
 def integer(value: Any) -> int:

@@ -23,9 +23,9 @@ from replayfmt.pytorch.operators import operator_named, tells_allocator
 from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.json_stream import JsonStream
-from ..common.operators import Operators, without_overload
+from ..common.operators import Operators, collective_layer, only_moves, without_overload
 from ..common.rank_trace import MOST_RANKS, RankTrace, rank_fields
-from ..common.report import ImportReport
+from ..common.report import ImportReport, most
 from ..common.synthesis import ImportedSession, imported_session
 from ..common.trace_files import Progress, TraceFile, others_note
 from ..rewrites.foreign import SCHEMAS
@@ -185,7 +185,7 @@ def _traits_of(kind: OpKind, operators: Operators) -> EventTraits:
     if kind.annotation and not name.startswith("nccl:"):
         return EventTraits(EventRole.annotation)
     if name == "record_param_comms" or name.startswith(_COLLECTIVE) or operator_named(name).collective:
-        return EventTraits(EventRole.collective)
+        return EventTraits(EventRole.collective, layer=collective_layer(name))
     if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::") or tells_allocator(name):
         return EventTraits(EventRole.wrapper)
     candidates = [each for each in operators.candidates(kind.name)[0] if each.dispatched]
@@ -195,7 +195,14 @@ def _traits_of(kind: OpKind, operators: Operators) -> EventTraits:
         return EventTraits(EventRole.unknown)  # its callees can be called again, it cannot
     idle = operator_named(name).idle or all(each.only_views for each in candidates)
     composite = name not in _COMPUTING and all(each.composite for each in candidates)
-    return EventTraits(EventRole.operator, composite, not idle, name in _MOVES, "convolution" in name)
+    return EventTraits(
+        EventRole.operator,
+        composite,
+        not idle,
+        name in _MOVES,
+        "convolution" in name,
+        all(only_moves(name, each.schema) for each in candidates),
+    )
 
 
 def _count(
@@ -210,7 +217,7 @@ def _count(
     roles = np.asarray([traits[kind].role for kind in events.ops.kind], np.int64)
     chosen = np.zeros(len(roles), bool)
     chosen[selection.chosen] = True
-    called = np.isin(roles, [int(EventRole.operator), int(EventRole.unknown), int(EventRole.collective)])
+    called = chosen | np.isin(roles, [int(EventRole.operator), int(EventRole.unknown), int(EventRole.collective)])
     inside = called & ~chosen & (selection.stands_in >= 0)
     above = bytearray(len(roles))  # something inside was chosen
     parents = compact(tree.parent)
@@ -225,7 +232,7 @@ def _count(
         "inside taken": int(inside.sum()),
         "around taken": int((called & ~chosen & around).sum()),
         "no work": int((called & ~chosen & ~inside & ~around).sum()),
-        "wrappers": int((roles == EventRole.wrapper).sum()),
+        "wrappers": int(((roles == EventRole.wrapper) & ~chosen).sum()),
         "annotations": int((roles == EventRole.annotation).sum()),
         "device work": len(events.work.start),
         "other events": events.others.total(),
@@ -235,6 +242,13 @@ def _count(
             "other events are not calls: "
             + ", ".join(f"{count} {category}" for category, count in events.others.most_common())
         )
+    within = np.flatnonzero(inside)
+    within = within[roles[selection.stands_in[within]] == EventRole.collective]
+    parts = Counter(
+        events.kinds[events.ops.kind[index]].name for index in within[roles[within] != EventRole.collective].tolist()
+    )
+    if parts:
+        report.note(f"inside collectives, as parts of them: {most(parts)}")
     report.notes.append(
         f"level {level}: "
         + {

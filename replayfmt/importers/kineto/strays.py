@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..common.operators import COMPILED_CODE
+from ..common.operators import COMPILED_CODE, is_generated_kernel
 from ..common.report import ImportReport
 from .events import TraceEvents
 from .tree import Captured, Tree
@@ -77,7 +77,7 @@ def unclaimed_work(events: TraceEvents, tree: Tree, work_of: np.ndarray, report:
                 work=work,
             )
         else:
-            reason = "triton_launch" if names[0].startswith("triton_") else "outside_operator"
+            reason = "triton_launch" if is_generated_kernel(names[0]) else "outside_operator"
             yield Stray(names[0], reason, "launched by no operator that the trace shows", *place, work=work)
 
 
@@ -88,7 +88,7 @@ def captured_outside(events: TraceEvents, tree: Tree, captured: Captured) -> Ite
         if tree.launch_op[launch] < 0:
             work = launches.work[launch]
             name = names[launches.name[launch]] if work < 0 else events.launch_kinds[work].name
-            reason = "triton_launch" if name.startswith("triton_") else "outside_operator"
+            reason = "triton_launch" if is_generated_kernel(name) else "outside_operator"
             yield Stray(
                 name,
                 reason,

@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from ..common.operators import FUSED_LAYER, is_part
 from .events import TraceEvents
 from .links import ROUNDING_NS, link
 
@@ -36,13 +37,16 @@ class EventRole(IntEnum):
 class EventTraits:
     """What the selection has to know of an event's kind. `composite`: its kernel only calls other operators; `works`:
     it does more than to allocate or to make views. `moves`: it only fills or copies memory. `computes`: it may compute
-    outside of the operators that it calls; where those only move memory, it does."""
+    outside of the operators that it calls; where those only move memory, it does. `prepares`: it moves elements, as
+    collectives do inside. `layer` is that of a collective."""
 
     role: EventRole
     composite: bool = False
     works: bool = True
     moves: bool = False
     computes: bool = False
+    prepares: bool = False
+    layer: int = -1
 
 
 @dataclass
@@ -214,14 +218,13 @@ def select(
                 wanted[index] = leaves[index]
     else:
         wanted = _leaves(order, parents, direct.tobytes(), kinds, traits)
-    for index in _outermost_collectives(order, parents, roles):
-        wanted[index] = True
+    going_on = _collectives(order, parents, kinds, traits, wanted)
     chosen = array("q")
     stands_in = array("q", (-1,)) * len(parents)
     for index in order:
         parent = parents[index]
         around = stands_in[parent] if parent >= 0 else -1
-        if around >= 0:
+        if around >= 0 and not (going_on[around] and wanted[index]):
             stands_in[index] = around
         elif wanted[index] and roles[index] != EventRole.annotation:
             stands_in[index] = index
@@ -229,16 +232,29 @@ def select(
     return ChosenEvents(np.asarray(chosen, np.int64), np.asarray(stands_in, np.int64))
 
 
-def _outermost_collectives(order: array, parents: array, roles: bytes) -> list[int]:
-    inside = bytearray(len(parents))
-    found = []
+def _collectives(
+    order: array, parents: array, kinds: Sequence[int], traits: Sequence[EventTraits], wanted: bytearray
+) -> bytearray:
+    """Want the collectives that are no part of another one, and only these. Returns which of them were still going on
+    as the program went on: operators of the program are inside them."""
+    others = bytearray(len(parents))  # below are wanted operators that compute, or a collective of its own
+    around = array("b", (-1,)) * len(parents)  # the layer of the collective that an event is, or is inside of
     for index in order:
+        each, parent = traits[kinds[index]], parents[index]
+        around[index] = outer = around[parent] if parent >= 0 else -1
+        if each.role is EventRole.collective:
+            wanted[index] = not is_part(each.layer, outer)
+            around[index] = max(outer, each.layer)
+        others[index] = wanted[index] and not each.prepares and each.role is not EventRole.wrapper
+    inner = bytearray(len(parents))
+    for index in reversed(order):
         parent = parents[index]
-        within = parent >= 0 and inside[parent]
-        if roles[index] == EventRole.collective and not within:
-            found.append(index)
-        inside[index] = within or roles[index] == EventRole.collective
-    return found
+        if parent >= 0:
+            inner[parent] |= inner[index] or others[index]
+    return bytearray(
+        inner[index] and traits[kind].role is EventRole.collective and traits[kind].layer < FUSED_LAYER
+        for index, kind in enumerate(kinds)
+    )
 
 
 def _launching(order: array, parents: array, roles: bytes, direct: np.ndarray) -> bytearray:

@@ -16,6 +16,7 @@ from replayfmt.format.model import Device
 from replayfmt.format.records.builder import Moment
 
 from ..common.arguments import DefaultGenerator, TensorSpec
+from ..common.operators import is_generated_kernel
 from ..common.report import DeviceTime, Entry, ImportReport
 from ..common.results import realize
 from ..common.synthesis import ImportedSession
@@ -25,7 +26,7 @@ from ..rewrites.rewriting import Rewritten
 from .arguments import has_lists, read_arguments, signature_text
 from .calls import EventCalls, Hints, Placement, ResolvedCall
 from .device_work import device_kernel_table
-from .events import OpKind, TraceEvents
+from .events import NO_TIME, OpKind, TraceEvents
 from .scopes import AnnotationScopes
 from .strays import Stray, captured_outside, compiled_regions, unclaimed_work
 from .tree import Captured, ChosenEvents, EventRole, EventTraits, Level, Tree, compact
@@ -63,6 +64,7 @@ class _Group:
     work: list[int]
     host_times: list[int]  # of each call, in nanoseconds
     device_times: list[int | None]  # None: no device work, or its time is unknown
+    known_ns: int  # of all its device work whose time is known
 
     @property
     def count(self) -> int:
@@ -119,6 +121,7 @@ class _Writing:
     # ------------------------------------------------------------------------------------------------------------ order
 
     def write(self, on_record: Callable[[int, int], None] | None) -> None:
+        self.report.device_time = self._device_time()
         self._resolve_all()
         groups = self._alike() if self.trace.unique else None
         strays = self._strays()
@@ -146,7 +149,7 @@ class _Writing:
                 self._scope(index, begins=code == _BEGIN)
             if on_record is not None and not done % 1024:
                 on_record(done, len(order))
-        self.report.device_time = self._device_time()
+        self.report.counts["without one"] = sum(map(len, strays))
         table = device_kernel_table(self.events, self.trace.devices)
         if table is not None:
             self.session.attachment(ROLE, "device kernels", table)
@@ -180,7 +183,8 @@ class _Writing:
         device_ns = self._device_ns(work)
         ops = self.events.ops
         host_ns = self.events.durations.get(index, ops.duration[index])
-        return _Group(index, self._resolve(index, placement, work), placement, work, [host_ns], [device_ns])
+        call = self._resolve(index, placement, work)
+        return _Group(index, call, placement, work, [host_ns], [device_ns], self._known_ns(work))
 
     def _alike(self) -> dict[int, _Group]:
         """One for all calls that are alike, by the first one's index."""
@@ -191,12 +195,17 @@ class _Writing:
             if known is not group:
                 known.host_times += group.host_times
                 known.device_times += group.device_times
+                known.known_ns += group.known_ns
         return {group.index: group for group in alike.values()}
 
     def _device_ns(self, work: Sequence[int]) -> int | None:
         """The total duration of pieces of device work; None if there are none, or a duration is unknown."""
         times = [self.events.work.duration[each] for each in work]
         return sum(times) if times and min(times) >= 0 else None
+
+    def _known_ns(self, work: Sequence[int]) -> int:
+        """The total duration of those pieces of device work that have one."""
+        return sum(max(self.events.work.duration[each], 0) for each in work)
 
     def _work(self, index: int) -> list[int]:
         """The device work that an event represents, in the order of the trace."""
@@ -229,12 +238,15 @@ class _Writing:
         if self.trace.traits[number].role is EventRole.collective:
             call = self._collective(index, kind)
         elif self.trace.traits[number].role is EventRole.wrapper:
-            triton = kind.name.startswith("triton_") or kind.triton is not None
+            generated = is_generated_kernel(kind.name)
+            triton = generated or kind.triton is not None
             call = ResolvedCall(
                 kind.name,
                 None,
                 reason="triton_launch" if triton else "outside_operator",
                 detail="a kernel that torch.compile generated"
+                if generated
+                else "a Triton kernel that torch.compile did not generate: one of the program's or of a library"
                 if triton
                 else "device work without an operator was launched in it",
                 signature=signature_text(read_arguments(kind).arguments) if triton else "",
@@ -379,7 +391,7 @@ class _Writing:
             "device_kernels": [
                 kind.row()
                 | {"device": self._device_name(kind.device)}
-                | {"start_ns": self.events.work.start[each] - self._base, "duration_ns": time}
+                | {"start_ns": self._device_start(each), "duration_ns": time}
                 for each, kind, time in zip(work[:_SHOWN_KERNELS], kinds, times, strict=False)
             ]
         }
@@ -389,6 +401,10 @@ class _Writing:
         if streams:
             annotation["stream"] = streams[0] if len(streams) == 1 else streams
         return annotation
+
+    def _device_start(self, work: int) -> int | None:
+        start = self.events.work.start[work]
+        return None if start == NO_TIME else start - self._base
 
     def _device_name(self, number: int) -> str | None:
         return str(self.trace.devices[number]) if number in self.trace.devices else None
@@ -432,8 +448,14 @@ class _Writing:
             ordinal,
             group.count,
             group.host_ns,
-            group.device_ns,
+            self._timed(group.device_ns, group.known_ns),
         )
+
+    def _timed(self, device_ns: int | None, known_ns: int) -> int | None:
+        """The device time of calls, None if it is not known as a whole: then what is known of it is the report's."""
+        if device_ns is None and self.report.device_time is not None:
+            self.report.device_time.untimed_ns += known_ns
+        return device_ns
 
     # ----------------------------------------------------------------------------------------------------------- strays
 
@@ -456,7 +478,7 @@ class _Writing:
         host_times, device_times = [each.duration for each in alike], [self._device_ns(each.work) for each in alike]
         host_ns, device_ns = _total(host_times), _total(device_times)
         moment = Moment(
-            first.start - self._base,
+            max(first.start - self._base, 0),
             None if host_ns is None else host_ns // count,
             self._thread(first.thread),
             self._scopes.at(first.scope, first.start),
@@ -472,7 +494,7 @@ class _Writing:
             ordinal,
             count,
             host_ns,
-            device_ns,
+            self._timed(device_ns, sum(self._known_ns(each.work) for each in alike)),
         )
 
     # ----------------------------------------------------------------------------------------------------------- scopes
