@@ -22,7 +22,7 @@ from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYO
 from replayfmt.pytorch.tensors.memory import mark_view
 from replayfmt.pytorch.traced_names import Guess
 
-from .arguments import DefaultGenerator, DeviceName, TensorSpec
+from .arguments import DefaultGenerator, DeviceName, ReturnedStorage, TensorSpec
 from .values import Tensor, TracedStorage, bytes_needed, contiguous
 
 _MOST_RESULTS = 100_000
@@ -94,7 +94,9 @@ _NEEDS_MEMORY = re.compile(r"\bmeta\b|fake|data.dependent|\bpin(ned|ning)?\b|not
 
 def _blames_arguments(error: Exception) -> bool:
     """Whether an operator failed because of its arguments, not because they have no content here."""
-    return not isinstance(error, NotImplementedError) and not _NEEDS_MEMORY.search(f"{type(error).__name__} {error}")
+    if isinstance(error, NotImplementedError | TypeError):  # an argument that only stands for a value
+        return False
+    return not _NEEDS_MEMORY.search(f"{type(error).__name__} {error}")
 
 
 def refusal(schema: torch.FunctionSchema, results: Results) -> tuple[str, str]:
@@ -162,6 +164,8 @@ def _on_meta(value: Any, tensors: list[torch.Tensor]) -> Any:
         return TORCH_MEMORY_FORMAT[value]
     if isinstance(value, DeviceName):
         return torch.device("meta")
+    if isinstance(value, ReturnedStorage):
+        raise TypeError("its storage is not known before it returns")
     return None if isinstance(value, DefaultGenerator) else value
 
 
