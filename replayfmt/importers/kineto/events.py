@@ -362,6 +362,8 @@ class TraceEvents:
         try:
             start = nanoseconds(event["ts"])
         except (KeyError, TypeError, ValueError, OverflowError):
+            if max(integer(arguments.get("correlation")), _external(arguments)) <= 0:
+                raise
             start = NO_TIME  # its launch says what it belongs to
             self.problems[f"of category {category} have no beginning, or an impossible one; it is not known"] += 1
         duration = _duration(event)
