@@ -5,7 +5,9 @@
 
 #include <bit>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <utility>
 
 #include "operator.h"
 #include "session.h"
@@ -134,7 +136,9 @@ class HotCall {
     for (const auto& [impl, tensor] : written_) {
       if (Storage* storage = session_.storage_of(impl)) {
         storage->note_written(tensor);
-        storage->unwritten = false;
+        if (std::exchange(storage->unwritten, false)) {
+          storage->sampled = std::string();
+        }
       } else {
         writes_for_python_ = true;
       }
@@ -229,6 +233,9 @@ class HotCall {
       storage = &session_.add(made.impl, id, bytes, false, true);
       storage->generated = op_.generated;
       storage->unwritten = unwritten && bytes != 0 && made.impl->device_type() != at::kMeta;
+      if (storage->unwritten) {
+        storage->sampled = sample(*made.impl);
+      }
       const int64_t birth[] = {id, bytes, made.meta->second.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
       session_.births.add(birth);
     }

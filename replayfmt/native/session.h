@@ -18,9 +18,11 @@
 #include <atomic>
 #include <bit>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -107,6 +109,7 @@ struct Storage {
   bool new_views;          // it may be seen in other ways than so far
   bool unwritten = false;  // nothing was written to it: it may be filled, and nothing else
   bool generated = false;  // generated code allocated it
+  std::string sampled;     // of unwritten host memory: some of its bytes, as they were when it was handed out
   Views views;
 
   void note_written(int64_t tensor) {
@@ -166,6 +169,22 @@ class HostRanges {
   std::array<std::multimap<uintptr_t, Range>, 65> by_length_;
   size_t size_ = 0;
 };
+
+// Some of a storage's bytes, at places that depend on its length alone; none if it is not in host memory. As in
+// recording/storages/storage_content.py.
+inline std::string sample(const c10::StorageImpl& storage) {
+  constexpr size_t whole_bytes = 1024, words = 32, word_bytes = 8;
+  const size_t length = storage.nbytes();
+  const char* bytes = storage.device_type() == at::kCPU ? static_cast<const char*>(storage.data()) : nullptr;
+  if (bytes == nullptr || length <= whole_bytes) {
+    return bytes == nullptr ? std::string() : std::string(bytes, length);
+  }
+  std::string made(words * word_bytes, '\0');
+  for (size_t word = 0; word < words; word++) {
+    std::memcpy(&made[word * word_bytes], bytes + word * ((length - word_bytes) / (words - 1)), word_bytes);
+  }
+  return made;
+}
 
 class Session {
  public:
@@ -339,9 +358,10 @@ class Session {
     return found ? found->views.find(meta_numbered(meta), offset) : 0;
   }
 
-  // Id, bytes, views and written views of a storage, whether nothing was written to it, and whether generated code
-  // allocated it; Python has a tracker of it from now on. None where it is not known. `id`: 0 where Python does not know
-  // it. `forget`: it is not known here any more, as where nothing was written to it, because Python looks after it then.
+  // Id, bytes, views and written views of a storage, its sample if nothing was written to it (else None), and whether
+  // generated code allocated it; Python has a tracker of it from now on. None where it is not known. `id`: 0 where
+  // Python does not know it. `forget`: it is not known here any more, as where nothing was written to it, because Python
+  // looks after it then.
   py::object take(uintptr_t address, int64_t id, bool forget) {
     std::optional<Storage> taken;  // a copy: making objects of Python may run anything
     std::vector<std::array<int64_t, 3>> written;
@@ -362,7 +382,8 @@ class Session {
     for (const View& view : taken->views) {
       views.append(py::make_tuple(view.meta->second.id, view.offset, view.tensor));
     }
-    return py::make_tuple(taken->id, taken->bytes, views, written, taken->unwritten, taken->generated);
+    const py::object sampled = taken->unwritten ? py::object(py::bytes(taken->sampled)) : py::none();
+    return py::make_tuple(taken->id, taken->bytes, views, written, sampled, taken->generated);
   }
 
   // Tensor id, meta id and offset of each view of a storage that was written since the last time.

@@ -77,6 +77,9 @@ _DO_WORK_THEMSELVES = frozenset(
 # Those that do so on the host where no gradient is wanted, and consist of parts elsewhere.
 _IN_PARTS_FOR_GRADIENTS = frozenset({"aten::max_pool1d"})
 
+# Composites whose results C++ code fills through addresses, in part, beside their parts.
+_FILL_RESULTS_THEMSELVES = frozenset({"aten::_pad_packed_sequence"})
+
 # ------------------------------------------------------------- what is read and written; names as aten has them
 
 # Results are memory that has not been written.
@@ -106,8 +109,10 @@ _LOOKS = frozenset({
 # Notify the allocator which stream uses memory.
 _TELLS_ALLOCATOR = frozenset({"record_stream"})
 _RESIZES = frozenset({"resize_", "resize_as_", "_resize_output_"})
+# Give a tensor other memory, and look at nothing of what it had.
+_ATTACHES_MEMORY = frozenset({"set_"})
 # Change what memory a tensor stands for, or how much.
-_MOVES_MEMORY = _RESIZES | {"set_", "resize_storage_bytes_"}
+_MOVES_MEMORY = _RESIZES | _ATTACHES_MEMORY | {"resize_storage_bytes_"}
 # Make arguments that they write longer, at their first call: what they were given is gone afterwards.
 _GROWS_ARGUMENTS = frozenset({"_fused_moving_avg_obs_fq_helper"})
 # In place, and still no more than another view on the same memory.
@@ -335,26 +340,30 @@ _OPAQUE_RESULTS: dict[str, dict[int, str]] = {
 class Operator:
     """What is known of one operator besides its schema.
 
-    `own`, `in_parts`, `in_parts_for_gradients`: see the namespaces above. `empty`: its results are unwritten memory.
-    `idle`: it only allocates, looks at metadata, or names what is there. `copies`: index of the argument that it copies
-    as it is, -1 for none. `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation.
-    `only_with`: (argument, the flag without which it is not used), `unread_with`: (argument, the flag with which it is
-    not read), `read_for_result`: by argument, (the flags of the results that are wanted, the place of the one for which
-    it is read). `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it
-    computes may depend on autocast. `for_gradients`: index of the result that it computes only where an input requires
-    gradients, and leaves empty otherwise; -1 for none. `makes_tensor_of`: the list argument of which PyTorch's
-    composite around it makes a tensor without an operator; "" for none. `moves_elements`: it moves, repeats or chooses
-    elements and computes nothing with them (as does one that `copies`); `chooses`: of its first argument it reads what
-    it returns; `puts`: (argument, whether it adds to what is there), of its first it writes as much as this one holds.
+    `own`, `in_parts`, `in_parts_for_gradients`, `fills_results`: see the namespaces above. `empty`: its results are
+    unwritten memory. `idle`: it only allocates, looks at metadata, or names what is there. `attaches_memory`: it
+    gives its first argument other memory. `copies`: index of the argument that it copies as it is, -1 for none.
+    `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation. `only_with`:
+    (argument, the flag without which it is not used), `unread_with`: (argument, the flag with which it is not read),
+    `read_for_result`: by argument, (the flags of the results that are wanted, the place of the one for which it is
+    read). `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it
+    computes may depend on autocast. `for_gradients`: index of the result that it computes only where an input
+    requires gradients, and leaves empty otherwise; -1 for none. `makes_tensor_of`: the list argument of which
+    PyTorch's composite around it makes a tensor without an operator; "" for none. `moves_elements`: it moves, repeats
+    or chooses elements and computes nothing with them (as does one that `copies`); `chooses`: of its first argument
+    it reads what it returns; `puts`: (argument, whether it adds to what is there), of its first it writes as much as
+    this one holds.
     """
 
     own: bool
     in_parts: bool
     in_parts_for_gradients: bool
+    fills_results: bool
     empty: bool
     idle: bool
     reads_nothing: bool
     moves_memory: bool
+    attaches_memory: bool
     resizes: bool
     grows_arguments: bool
     changes_view: bool
@@ -393,10 +402,12 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         own=namespace in OWN,
         in_parts=namespace in _IN_PARTS and name not in _DO_WORK_THEMSELVES | _IN_PARTS_FOR_GRADIENTS,
         in_parts_for_gradients=name in _IN_PARTS_FOR_GRADIENTS,
+        fills_results=name in _FILL_RESULTS_THEMSELVES,
         empty=named in _EMPTY,
         idle=named in _IDLE,
         reads_nothing=named in _READS_NOTHING,
         moves_memory=named in _MOVES_MEMORY,
+        attaches_memory=named in _ATTACHES_MEMORY,
         resizes=named in _RESIZES,
         grows_arguments=named in _GROWS_ARGUMENTS,
         changes_view=named in _VIEWS_IN_PLACE,

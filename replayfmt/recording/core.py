@@ -155,6 +155,7 @@ class Core:
             self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit, native=native
         )
         self.storages.settle = self.wait_for_devices
+        self.storages.readable = lambda: not (self.graph_captures or self._in_unseen_capture())
         self.storages.unexplained.expected = self._expects_unwritten
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
         self.numeric = NumericState(self.records)
@@ -162,6 +163,8 @@ class Core:
             tell_what_changes(native, self.numeric, self.scopes, self.thread_watch)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
         digests = self.digests if options.digests != "none" else None
+        if digests is not None:
+            self.storages.digest_written = digests.written_ranges
         self.outside = Outside(self.records, self.metas, self.storages, digests)
         self.calls = CallRecorder(
             self.buffer,

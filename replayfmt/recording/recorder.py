@@ -462,6 +462,10 @@ class Recorder:
         """A value left the device for the host outside any op."""
         self._tell(lambda core: core.outside.host_read(method, tensor))
 
+    def filled(self, result: Any) -> None:
+        """A composite of PyTorch's own may have filled what it returned through addresses."""
+        self._tell(lambda core: core.outside.filled(result))
+
     def watch(self, storage: torch.UntypedStorage) -> None:
         """Others may write to a storage from now on: its content is checked before each use."""
         self._tell(lambda core: core.outside.shared(storage))

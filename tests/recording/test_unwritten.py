@@ -127,22 +127,44 @@ def kept_in_part(values: torch.Tensor) -> torch.Tensor:
     return kept
 
 
+USES: dict[str, Any] = {
+    "sum": a_sum,
+    "copy": kept_in_place_of_another,
+    "copy to a part": kept_in_part,
+    "keep": lambda values: values,
+    "write in place": lambda values: values.mul_(0),
+    "tolist": lambda values: values.tolist() and None,
+    "numpy": lambda values: values.numpy().sum() and None,
+    "item": lambda values: values[2].item() and None,
+    "choose": lambda values: torch.where(values > 0, 1.0, 2.0),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "use",
-    [
-        a_sum,
-        kept_in_place_of_another,
-        kept_in_part,
-        lambda values: values,
-        lambda values: values.mul_(0),
-        lambda values: values.tolist() and None,
-        lambda values: values.numpy().sum() and None,
-        lambda values: values[2].item() and None,
-        lambda values: torch.where(values > 0, 1.0, 2.0),
-    ],
-)
-def test_what_is_computed_from_unwritten_memory_and_then_used_is_an_unseen_write(capture: Capture, use: Any) -> None:
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_what_is_computed_from_memory_that_nobody_wrote_replays_as_it_was(capture: Capture, use: Any) -> None:
+    kept = []
+
+    def program() -> Any:
+        leave_behind(3.0)
+        kept.append(use(torch.empty(7) * 2 + 1))
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    [first, *_] = captured.records(RecordKind.storage_import)
+    assert first.argument("reason") == "uninitialized_read"
+    leave_behind(2.0)
+    captured.replays()
+
+
+@pytest.mark.slow
+@pytest.mark.recorder("python")  # the native one looks at memory in C++
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_where_nobody_can_know_who_wrote_it_the_use_is_an_unseen_write(
+    capture: Capture, use: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the memory of devices."""
+    monkeypatch.setattr("replayfmt.recording.storages.identity.sample", lambda storage: b"")
     kept = []
 
     def program() -> Any:
@@ -166,21 +188,30 @@ def test_an_unexplained_result_that_is_overwritten_is_none_any_more(capture: Cap
     captured.replays()
 
 
-def test_what_something_unseen_wrote_replays_as_it_was_though_it_came_to_nothing_known(capture: Capture) -> None:
-    """A kernel that no mode sees fills the memory, an elementwise operator reads it: the report comes with the use."""
-    import ctypes
-
+@pytest.mark.parametrize("elements", [5, 4000])
+@pytest.mark.parametrize("use", [lambda given: given + 1, lambda given: given.sum(), lambda given: given.clone()])
+def test_what_something_unseen_wrote_is_an_unseen_write(capture: Capture, elements: int, use: Any) -> None:
     def program() -> Any:
-        given = torch.empty(5)
-        ctypes.memset(given.data_ptr(), 0, 20)
-        shifted = given + 1
-        return shifted.sum()
+        leave_behind(1e30)
+        given = torch.empty(elements)
+        ctypes.memset(given.data_ptr(), 63, 4 * elements)
+        return use(given) * 2
 
     captured = capture(program, digests="ops")
     assert captured.unsupported() == {"unseen_write": 1}
     [record] = [r for r in captured.records(RecordKind.unsupported)]
-    assert record.argument("op") == "aten::add"
-    assert str(record.argument("detail")).endswith("and what comes of it is used by aten::sum")
+    assert "something that the capture does not see has written it" in str(record.argument("detail"))
+
+
+def test_what_something_unseen_wrote_beside_a_captured_write_is_one(capture: Capture) -> None:
+    def program() -> Any:
+        leave_behind(1e30)
+        given = torch.empty(8)
+        given[:4] = 1
+        ctypes.memset(given.data_ptr() + 16, 63, 16)
+        return given * 2
+
+    assert capture(program).unsupported() == {"unseen_write": 1}
 
 
 def test_the_tensor_that_a_composite_makes_of_a_list_is_no_unseen_write(capture: Capture) -> None:
@@ -303,15 +334,20 @@ def test_what_overwrites_a_part_of_a_copy_does_not_read_the_rest(capture: Captur
 
 def test_what_adds_to_a_part_of_a_copy_reads_it(capture: Capture) -> None:
     def program() -> Any:
-        leave_behind(1e30)
+        leave_behind(3.0)
         return torch.index_put(torch.empty(4), [torch.arange(4)], torch.ones(4), accumulate=True)
 
-    assert capture(program).unsupported() == {"unseen_write": 1}
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    leave_behind(2.0)
+    captured.replays()
 
 
 def warm_up() -> torch.Tensor:
     leave_behind(1e30)
-    return torch.empty(4, 4) @ torch.ones(4, 4)
+    written = torch.empty(4, 4)
+    ctypes.memset(written.data_ptr(), 63, 64)
+    return written @ torch.ones(4, 4)
 
 
 def test_in_a_scope_where_it_is_expected_unwritten_memory_is_read_as_it_is(capture: Capture) -> None:
@@ -363,4 +399,30 @@ def test_arguments_that_a_kernel_makes_longer_are_recorded_as_they_were_given(ca
 
     captured = capture(program)
     assert not captured.unsupported()
+    captured.replays()
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_a_composite_of_pytorchs_fills_through_an_address_replays(
+    capture: Capture, batch_first: bool, grad: bool
+) -> None:
+    rnn = torch.nn.utils.rnn
+    x = torch.randn(6, 3, 4, requires_grad=grad)
+
+    def program() -> Any:
+        results = []
+        for lengths in ([6, 4, 2], [3, 3, 3]):
+            leave_behind(1e30)
+            packed = rnn.pack_padded_sequence(x, lengths)
+            out, found = rnn.pad_packed_sequence(packed, batch_first=batch_first)
+            assert found.tolist() == lengths
+            results += [found - 1, out]
+            if grad:
+                out.sum().backward()
+        return results
+
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    leave_behind(2.0)
     captured.replays()

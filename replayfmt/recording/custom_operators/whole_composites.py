@@ -6,6 +6,9 @@ memory itself. During a capture, such operators have kernels for the autograd ke
 if the recorder is the first to see it. Otherwise (in other threads, under modes and transforms of the program, for
 tensors with their own dispatch) they run the function as usual. Calls from C++ behave the same.
 
+A few composites of PyTorch's own fill what they return through addresses, beside their parts. They run in parts as
+usual; afterwards their results enter the capture as they are.
+
 Libraries may be loaded during the capture. New operators are looked for after an extension is loaded, after a kernel is
 registered from Python, and when an operator is first looked up in `torch.ops`.
 """
@@ -44,6 +47,10 @@ class RecorderForComposites(Protocol):
 
     def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
         """Do something whose failure ends the recording, not the program."""
+        ...
+
+    def filled(self, result: Any) -> None:
+        """A composite of PyTorch's own may have filled what it returned through addresses."""
         ...
 
 
@@ -94,7 +101,8 @@ class WholeComposites:
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE.name):
             if name not in self._seen:
                 self._seen.add(name)
-                if not operator_named(name.partition(".")[0]).in_parts:
+                operator = operator_named(name.partition(".")[0])
+                if not operator.in_parts or operator.fills_results:
                     self._register(name)
 
     def _register(self, name: str) -> None:
@@ -117,7 +125,8 @@ class WholeComposites:
 
     def _kernel(self, name: str) -> Callable[..., Any]:
         recorder = self._recorder
-        depends = operator_named(name.partition(".")[0]).in_parts_for_gradients
+        known = operator_named(name.partition(".")[0])
+        depends = known.in_parts_for_gradients
 
         @functools.cache
         def registered() -> torch._ops.OpOverload:
@@ -129,6 +138,11 @@ class WholeComposites:
         def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             operator = registered()
             try:
+                if known.fills_results:
+                    result = operator._op_dk(_COMPOSITE, *args, **kwargs)
+                    if recorder.sees_first():
+                        recorder.attempt(recorder.filled, result)
+                    return result
                 if (
                     recorder.sees_first()
                     and torch._C._functorch.peek_interpreter_stack() is None

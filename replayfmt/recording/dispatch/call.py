@@ -49,7 +49,7 @@ class CallValues:
 class OpCall:
     """A call that is being recorded."""
 
-    __slots__ = ("__weakref__", "args", "contents", "generators", "kernel", "kwargs", "ran", "values")
+    __slots__ = ("__weakref__", "args", "contents", "generators", "kernel", "kwargs", "places", "ran", "values")
 
     def __init__(
         self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], *, ran: bool = False
@@ -61,4 +61,5 @@ class OpCall:
         self.kwargs = kwargs
         self.values = CallValues()
         self.generators: list[torch.Generator] = []
+        self.places: Any = None  # where it writes, if that is a part of partly unwritten memory (partial_writes.py)
         self.contents: list[tuple[TensorUse, int | None]] = []  # the content of its assumed arguments before it ran

@@ -23,17 +23,18 @@ from ..state.autocast import autocast_below_mode
 from ..state.numeric_state import NumericState
 from ..state.randomness import Generators, drawn_from, unknown_generators
 from ..storages.identity import Storages
-from ..storages.storage_content import content_of
+from ..storages.storage_content import content_of, sample
 from ..storages.trackers import Tracker
 from ..storages.unexplained import Unwritten
 from ..stream.buffer import RecordBuffer, packer
-from ..stream.digesting import Digests
+from ..stream.digesting import LISTED, Digests
 from ..stream.records import Records, Unrepresentable
 from ..stream.tensor_metas import TensorMetas
 from .arguments import Encoder, StructureEncoder, build_nodes
 from .call import CallValues, OpCall, TensorUse
 from .handles import Handles
 from .kernels import CapturedKernel, tensors_in
+from .partial_writes import Places, places_written
 from .unpacked import Unpacked
 from .wrappers import is_wrapper
 
@@ -129,6 +130,8 @@ class CallRecorder:
             if kernel.operator.casts_inside:
                 self._numeric.check_autocast(autocast(kernel.own))
         self._gather(call)
+        if kernel.writes and kernel.operator.writes_some and not call.ran:
+            self._before_partial_write(call)
         if kernel.assumed and self._storages.compares and drawn is None:
             uses = [use for use in call.values.uses if use.argument in kernel.assumed]
             call.contents = [(use, content_of(use.storage)) for use in uses]
@@ -139,6 +142,23 @@ class CallRecorder:
         if kernel.random and kernel.draws(args, kwargs):
             self._note_draws(call, drawn is None)
         return call
+
+    def _before_partial_write(self, call: OpCall) -> None:
+        """A call is about to write a part of a tensor: find out which, if its memory is partly unwritten. If digests
+        could not list what is written then, the rest enters as it is."""
+        use = next((use for use in call.values.uses if use.argument == 0), None)
+        state = None if use is None else use.tracker.state
+        if use is None or state is None or state.coverage is None:
+            return
+        region = self._metas.params[use.meta].region(int(offset_of(use.tensor)))
+        places = places_written(call.kernel, call.args, call.kwargs, region)
+        if places is not None:
+            after = state.coverage.copy()
+            after.write_places(region, places)
+            if len(after.ranges()) <= LISTED:
+                call.places = places
+                return
+        self._storages.enter_unwritten(use.tracker, use.storage, call.kernel.name)
 
     def being_written(self) -> set[int]:
         """The addresses of storages that calls in progress on the complete path write: a replay does not have what they
@@ -198,6 +218,7 @@ class CallRecorder:
         storage = storage_of(tensor)
         zero = is_zerotensor(tensor)
         storages = self._storages
+        meta, offset = self._metas.of(tensor, zero), int(offset_of(tensor))
         tracker = entered_before = storages.tracker_of(storage)
         if tracker is None:
             tracker = storages.enter(storage, dtype_of(tensor))
@@ -207,13 +228,23 @@ class CallRecorder:
             kernel = call.kernel
             reads = shape_of(tensor).numel() != 0 and kernel.reads(index, call.args, call.kwargs)
             as_is = kernel.operator.packs or (kernel.arguments[index].written and not kernel.own)
-            unwritten = Unwritten.as_is if as_is else Unwritten.passed_on if kernel.elementwise else Unwritten.unseen
+            copied = index == kernel.operator.copies
+            unwritten = (
+                Unwritten.as_is
+                if as_is
+                else Unwritten.copied
+                if copied
+                else Unwritten.passed_on
+                if kernel.elementwise
+                else Unwritten.unseen
+            )
             if self._listed and kernel.own and self._holds_list(tensor, storage):
                 unwritten = Unwritten.explained
-            tracker = storages.use(tracker, storage, reads, kernel.name, unwritten)
+            region = self._metas.params[meta].region(offset)
+            tracker = storages.use(tracker, storage, reads, kernel.name, unwritten, region)
         if tracker.imports and not call.kernel.own and not (tracker.state is not None and tracker.state.arbitrary):
             self._handles.check_content(tensor)
-        meta, number = self._view(tracker, tensor, zero)
+        number = storages.view(tracker, meta, offset, self._metas.params[meta].item)
         return TensorUse(index, tensor, storage, tracker, number, meta)
 
     def _holds_list(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
@@ -359,19 +390,18 @@ class CallRecorder:
                 if use.argument not in writes:
                     continue
                 if unknown:
-                    self._storages.wrote_anything(use.tracker, use.storage, touched=all(unknown))
+                    self._copied(call, use, unknown)
                 else:
-                    self._wrote(use.tensor, kernel.writes_all(use.argument))
+                    self._wrote(use.tensor, kernel.writes_all(use.argument), call.places)
         elif unknown:
-            touched = kernel.operator.writes_some or all(unknown)
             for use in values.uses:
-                self._storages.wrote_anything(use.tracker, use.storage, touched=touched)
+                self._copied(call, use, unknown)
         elif kernel.in_place_view or kernel.namespace != "aten":
             for use in call.values.uses:
                 state = use.tracker.state
                 length = use.storage.nbytes()
                 if length != (use.tracker.size if state is None else state.length):
-                    self._storages.resized(use.tracker, length)
+                    self._storages.resized(use.tracker, length, sample(use.storage))
         self._storages.unexplained.pass_on(
             kernel,
             [(use.argument, use.tracker) for use in call.values.uses],
@@ -384,23 +414,36 @@ class CallRecorder:
             for tensor in tensors_in(kernel.argument(index, args, kwargs)):
                 self._wrote(tensor, kernel.writes_all(index))
 
-    def _unknown_in(self, call: OpCall) -> list[bool]:
-        """For each storage with unwritten bytes that a call copies: whether any of its bytes were written."""
+    def _unknown_in(self, call: OpCall) -> list[TensorUse]:
+        """The tensors with unwritten bytes that a call copies."""
         unknown = []
         for use in call.values.uses:
             if use.argument == call.kernel.operator.copies and use.tracker.size == -1:
                 region = self._metas.params[use.meta].region(int(offset_of(use.tensor)))
                 if not use.tracker.reproducible(region):
-                    coverage = use.tracker.state.coverage if use.tracker.state is not None else None
-                    unknown.append(coverage is None or coverage.touched)
+                    unknown.append(use)
         return unknown
 
-    def _wrote(self, tensor: torch.Tensor, everything: bool) -> None:
+    def _copied(self, call: OpCall, use: TensorUse, sources: list[TensorUse]) -> None:
+        """A call copied tensors with unwritten bytes to this one, which is as unwritten from now on."""
+        state = sources[0].tracker.state
+        if len(sources) == 1 and state is not None and state.coverage is not None and not use.tracker.alias:
+            region = self._metas.params[sources[0].meta].region(int(offset_of(sources[0].tensor)))
+            written = state.coverage.written(region) if state.coverage.exact else None
+            if written is not None and not call.kernel.operator.writes_some:
+                to = self._metas.params[use.meta].region(int(offset_of(use.tensor)))
+                self._storages.copied(use.tracker, use.storage, to, written, state)
+                return
+        coverages = [None if each.tracker.state is None else each.tracker.state.coverage for each in sources]
+        touched = call.kernel.operator.writes_some or all(each is None or each.touched for each in coverages)
+        self._storages.wrote_anything(use.tracker, use.storage, touched=touched)
+
+    def _wrote(self, tensor: torch.Tensor, everything: bool, places: Places | None = None) -> None:
         storage = storage_of(tensor)
         tracker = self._storages.tracker_of(storage)
         if tracker is not None:
             meta, number = self._view(tracker, tensor, is_zerotensor(tensor))
-            self._storages.wrote(tracker, storage, number, meta, int(offset_of(tensor)), everything)
+            self._storages.wrote(tracker, storage, number, meta, int(offset_of(tensor)), everything, places)
 
     # --------------------------------------------------------------------------------------------------------- digests
 
@@ -428,6 +471,8 @@ class CallRecorder:
         meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
         if tracker.reproducible(self._metas.params[meta].region(offset)):
             self._digests.record(tracker, storage, meta, offset, ordinal, result)
+        elif tracker.state is not None and tracker.state.coverage is not None:
+            self._digests.written_ranges(tracker, storage, ordinal)
 
 
 def _dtype_beside(call: OpCall) -> torch.dtype | None:

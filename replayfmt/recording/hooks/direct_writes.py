@@ -15,6 +15,7 @@ import torch
 
 from ..dispatch.kernels import tensors_in
 from ..frames import leave_no_frames
+from ..storages.storage_content import sample
 from .patches import Patch, Patched, PatchSet, StandIn
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def storage_resized(core: Core, storage: torch.UntypedStorage) -> None:
     """A storage was reallocated outside any op."""
     tracker = core.storages.tracker_of(storage)
     if tracker is not None and tracker.size != storage.nbytes():
+        if not tracker.alias:
+            core.storages.measure(tracker, storage, sample(storage))
         core.storages.use(tracker, storage, False, "resize_")
 
 

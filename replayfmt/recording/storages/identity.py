@@ -11,9 +11,11 @@ outside, marked as written) have `size` -1 and a `State`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from replayfmt.format.codes import StorageOrigin
@@ -24,14 +26,17 @@ from ..stream.records import Records, Unrepresentable
 from ..stream.tensor_metas import MetaParams, TensorMetas
 from .addresses import HostMemory
 from .content import UNREADABLE, FirstContent, FirstContents
-from .coverage import ByteRegion, Coverage
+from .coverage import ByteRegion
 from .native_trackers import NativeTracker, adopted
 from .recipes import is_synthesized
-from .storage_content import content_number
+from .storage_content import content_number, sample
 from .trackers import ATTRIBUTE, GENERATED, State, Tracker, has_bytes
 from .unexplained import Unexplained, Unwritten
 
 RELEASE_BATCH = 64
+_ENTERS_BYTES = 1 << 28  # unwritten memory larger than this is left out of digests rather than embedded
+# Why bytes that nothing wrote enter: an op reads them, or declares that it writes them.
+_AS_IT_IS = ("uninitialized_read", "written_argument")
 _CPU = torch.device("cpu")
 
 
@@ -67,6 +72,9 @@ class Storages:
         self._memory = HostMemory(self.live)
         self.unexplained = Unexplained(records)
         self.settle: Callable[[], None] = lambda: None  # waits for the devices: copies to the host may be under way
+        self.readable: Callable[[], bool] = lambda: True  # whether memory of devices can be read now
+        # Records digests of what captured ops wrote of a storage whose content is about to enter.
+        self.digest_written: Callable[[Tracker, torch.UntypedStorage], None] = lambda _tracker, _storage: None
         self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
 
     # -------------------------------------------------------------------------------------------------------- identity
@@ -80,15 +88,15 @@ class Storages:
         found = adopted(self._native, storage)
         if found is None:
             return None
-        number, length, views, written, unwritten, generated = found
+        number, length, views, written, sampled, generated = found
         tracker = self.live[number] = self._track(storage, number, length)
         self._memory.add(tracker)
         assert isinstance(tracker, NativeTracker)
         tracker.take_over(views, written)
         if generated:
             setattr(storage, GENERATED, True)
-        if unwritten:
-            self._begin_coverage(tracker, length)
+        if sampled is not None:
+            self._begin_coverage(tracker, length, sampled)
         return tracker
 
     def adopt_all(self) -> None:
@@ -176,12 +184,12 @@ class Storages:
             return self._bear(storage, length, device, StorageOrigin.op, 0, readable)
         tracker = self._bear(storage, length, device, StorageOrigin.uninitialized, 0, readable)
         if length and readable:
-            self._begin_coverage(tracker, length)
+            self._begin_coverage(tracker, length, sample(storage))
         return tracker
 
-    def _begin_coverage(self, tracker: Tracker, length: int) -> None:
-        """Nothing has been written to it."""
-        self.state(tracker).coverage = Coverage(length)
+    def _begin_coverage(self, tracker: Tracker, length: int, sampled: bytes) -> None:
+        """Nothing has been written to it. `sampled`: as it is (`sample`)."""
+        self.state(tracker).begin_coverage(length, sampled)
         tracker.size = -1
 
     def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, reason: str = "first_use") -> Tracker:
@@ -327,36 +335,22 @@ class Storages:
         reads: bool,
         op: str,
         unwritten: Unwritten = Unwritten.unseen,
+        region: ByteRegion | None = None,
     ) -> Tracker:
-        """Before an op (or the recorder) uses it. Returns the tracker to use from here on."""
+        """Before an op (or the recorder) uses it. `region`: the bytes that it reads, if not all. Returns the tracker to
+        use from here on."""
         state = tracker.state
         length = storage.nbytes()
         if state is not None and state.alias_of is not None:
-            return self._use_alias(tracker, state, storage, reads, op, unwritten)
-        if length != (tracker.size if state is None else state.length):
-            self._records.storage_resize(tracker.id, length)
-            self.resized(tracker, length)
-            state = tracker.state
+            return self._use_alias(tracker, state, storage, reads, op, unwritten, region)
+        self.measure(tracker, storage, b"")
+        state = tracker.state
         if state is None:
             return tracker
         if state.outside is not None and length:
             self._enter_again(tracker, state, storage, state.outside)
-        if reads and length and state.coverage is not None and not state.coverage.touched:
-            unwritten = self.unexplained.way(unwritten)
-            if state.windowed:
-                self._enter_again(tracker, state, storage, "outside_write")
-            elif unwritten is Unwritten.explained:
-                self._enter_again(tracker, state, storage, "unseen_write")
-            elif unwritten is Unwritten.unseen:
-                self.unexplained.unwritten(tracker, length, op)
-                self._enter_again(tracker, state, storage, "unseen_write")
-            else:
-                if self._content:  # without content it stays unwritten
-                    reason = "written_argument" if unwritten is Unwritten.as_is else "unseen_write"
-                    self._enter_again(tracker, state, storage, reason)
-                if unwritten is Unwritten.passed_on:
-                    self.unexplained.note_unwritten(tracker, length, op)
-        elif reads and unwritten is not Unwritten.passed_on:
+        partly = reads and length and self._reads_unwritten(tracker, state, storage, op, unwritten, region)
+        if reads and not partly and unwritten is not Unwritten.passed_on:
             self.unexplained.report(tracker, op)
         if state.watched and length:
             content = content_number(storage, state.mapped)
@@ -365,8 +359,82 @@ class Storages:
             state.content = content
         return tracker
 
+    def measure(self, tracker: Tracker, storage: torch.UntypedStorage, sampled: bytes) -> None:
+        """Record its length if that has changed. `sampled`: as it was right after that; empty if nobody looked then."""
+        state, length = tracker.state, storage.nbytes()
+        if length != (tracker.size if state is None else state.length):
+            self._records.storage_resize(tracker.id, length)
+            self.resized(tracker, length, sampled)
+
+    def _reads_unwritten(
+        self,
+        tracker: Tracker,
+        state: State,
+        storage: torch.UntypedStorage,
+        op: str,
+        unwritten: Unwritten,
+        region: ByteRegion | None,
+    ) -> bool:
+        """If an op reads bytes that no captured op wrote, these enter as they are, because what is computed from them
+        depends on them. Returns whether it does."""
+        coverage = state.coverage
+        if coverage is None:
+            return False
+        if coverage.covers(region or ByteRegion(0, (state.length,), (1,), 1)):
+            if coverage.complete:
+                state.coverage = None
+                tracker.settle()
+            return False
+        unwritten = self.unexplained.way(unwritten)
+        if state.windowed:
+            self._enter_again(tracker, state, storage, "outside_write")
+            return True
+        if coverage.touched and (not self._contents.exact or not self.readable()):
+            return False  # as if it were written: nothing is compared, or nothing can be read
+        if unwritten is Unwritten.explained:
+            self._enter_again(tracker, state, storage, "unseen_write")
+            return True
+        alone = state.was_left_alone(storage)
+        if unwritten is Unwritten.copied:
+            if alone is not False:
+                return False  # the copy is as unwritten as this
+            unwritten = Unwritten.unseen
+        if unwritten is Unwritten.as_is or alone or (alone is None and coverage.touched):
+            if self._content:  # without content it stays unwritten
+                reason = "written_argument" if unwritten is Unwritten.as_is else "uninitialized_read"
+                self._enter_again(tracker, state, storage, reason)
+        elif alone is None and unwritten is Unwritten.passed_on:
+            if self._content:
+                self._enter_again(tracker, state, storage, "unseen_write")
+            self.unexplained.note_unwritten(tracker, state.length, op)
+        else:
+            self.unexplained.unwritten(tracker, state.length, op, changed=alone is False)
+            self._enter_again(tracker, state, storage, "unseen_write")
+        return True
+
+    def filled(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
+        """C++ code of PyTorch's own may have written what no captured op did: that enters as it is."""
+        state = tracker.state
+        if state is not None and state.coverage is not None and not state.was_left_alone(storage):
+            self._enter_again(tracker, state, storage, "unseen_write")
+
+    def enter_unwritten(self, tracker: Tracker, storage: torch.UntypedStorage, op: str) -> None:
+        """`op` is about to write a part of it, so that the rest could not be told from it: the rest enters."""
+        state = tracker.state
+        if state is not None and self._contents.exact and state.length <= _ENTERS_BYTES and self.readable():
+            if state.was_left_alone(storage) is False:
+                self.unexplained.unwritten(tracker, state.length, op, changed=True)
+            self._enter_again(tracker, state, storage, "uninitialized_read")
+
     def _use_alias(
-        self, tracker: Tracker, state: State, storage: torch.UntypedStorage, reads: bool, op: str, unwritten: Unwritten
+        self,
+        tracker: Tracker,
+        state: State,
+        storage: torch.UntypedStorage,
+        reads: bool,
+        op: str,
+        unwritten: Unwritten,
+        region: ByteRegion | None,
     ) -> Tracker:
         base = state.alias_of
         assert base is not None
@@ -375,7 +443,8 @@ class Storages:
             # The storage it shared memory with is gone, so it is recorded on its own from now on.
             delattr(storage, ATTRIBUTE)
             return self.enter(storage, None)
-        self.use(base, memory, reads, op, unwritten)
+        shifted = None if region is None else replace(region, start=region.start + state.delta)
+        self.use(base, memory, reads, op, unwritten, shifted)
         return tracker
 
     def _enter_again(
@@ -386,36 +455,39 @@ class Storages:
         reason: str,
         dtype: torch.dtype | None = None,
     ) -> None:
-        unwritten = reason in ("unseen_write", "written_argument")
+        if reason in _AS_IT_IS and state.coverage is not None and state.coverage.touched:
+            self.digest_written(tracker, storage)
+        unwritten = reason == "unseen_write" or reason in _AS_IT_IS
         version = tracker.imports if unwritten else max(tracker.imports, 1)
         tracker.imports = version + 1
-        content = self._contents.again(storage, self._dtype(tracker) if dtype is None else dtype)
+        content = self._contents.again(storage, self.dtype(tracker) if dtype is None else dtype)
         self._records.storage_import(tracker.id, content, version, reason)
         self._note_content(tracker, content)
         state.outside = state.unexplained = None
-        state.arbitrary = reason == "written_argument"
+        state.arbitrary = reason in _AS_IT_IS
         if self._native is not None:
             self._native.forget_marked(storage._cdata)
         state.coverage = None
         self.synchronize(tracker, storage)
         tracker.settle()
 
-    def _dtype(self, tracker: Tracker) -> torch.dtype | None:
+    def dtype(self, tracker: Tracker) -> torch.dtype | None:
         """The dtype that a storage is used as: integers if any of its views is, bytes only if all are. None: it has no
         views."""
         dtypes = [self._metas.params[meta].dtype for meta, _ in tracker.views]
         dtypes = [dtype for dtype in dtypes if dtype is not torch.uint8] or dtypes
         return next((dtype for dtype in dtypes if not is_synthesized(dtype)), dtypes[0] if dtypes else None)
 
-    def resized(self, tracker: Tracker, length: int) -> None:
-        """Its length changed. Added bytes are unwritten."""
+    def resized(self, tracker: Tracker, length: int, sampled: bytes) -> None:
+        """Its length changed. Added bytes are unwritten. `sampled`: as it was right after that (empty: unknown)."""
         state = self.state(tracker)
         before, state.length = state.length, length
         if length > before:
-            coverage = Coverage(length)
-            if before and (state.coverage is None or state.coverage.touched):
-                coverage.write(ByteRegion(0, (before,), (1,), 1))
-            state.coverage = coverage
+            touched = before and (state.coverage is None or state.coverage.touched)
+            state.begin_coverage(length, sampled)
+            if touched:
+                assert state.coverage is not None
+                state.coverage.write(ByteRegion(0, (before,), (1,), 1))
         elif length == 0:
             state.coverage = None
             tracker.written = None
@@ -430,16 +502,40 @@ class Storages:
         state = self.state(tracker)
         if state.alias_of is not None:
             tracker, state = state.alias_of, self.state(state.alias_of)
-        state.coverage = Coverage(state.length)
-        state.coverage.touched = touched
+        state.begin_coverage(state.length, b"")
+        assert state.coverage is not None
+        state.coverage.touched, state.coverage.exact = touched, False
         tracker.written = None
         tracker.size = -1
         self.synchronize(tracker, storage)
 
-    def wrote(
-        self, tracker: Tracker, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int, everything: bool
+    def copied(
+        self, tracker: Tracker, storage: torch.UntypedStorage, region: ByteRegion, written: np.ndarray, source: State
     ) -> None:
-        """A captured op wrote to a view. `everything`: to every element of it."""
+        """A captured op copied to a region what is written in part: by element, where `written` says so."""
+        state = self.state(tracker)
+        if state.coverage is None:
+            state.begin_coverage(state.length, b"")
+            assert state.coverage is not None
+            if region.once().dense() != (0, state.length):
+                state.coverage.write(ByteRegion(0, (state.length,), (1,), 1))
+        state.coverage.assign(region, written)
+        state.coverage.touched |= bool(written.any())
+        state.sampled = sample(storage) if source.sampled else b""
+        tracker.size = -1
+        self.synchronize(tracker, storage)
+
+    def wrote(
+        self,
+        tracker: Tracker,
+        storage: torch.UntypedStorage,
+        tensor: int,
+        meta: int,
+        offset: int,
+        everything: bool,
+        places: np.ndarray | Sequence[ByteRegion] | None = None,
+    ) -> None:
+        """A captured op wrote to a view: to every element of it (`everything`) or to these places (None: unknown)."""
         state = self.state(tracker)
         if state.alias_of is not None:
             memory = state.alias_of()
@@ -451,18 +547,20 @@ class Storages:
             return
         length = storage.nbytes()
         if length != state.length:
-            self.resized(tracker, length)  # the op itself resized it, as it will on replay
+            self.resized(tracker, length, sample(storage))  # the op itself resized it, as it will on replay
         tracker.note_written(tensor, meta, offset)
         if state.coverage is not None:
+            region = self._metas.params[meta].region(offset)
             if everything:
-                params = self._metas.params[meta]
-                state.coverage.write(params.region(offset))
-                if state.coverage.complete:
-                    state.coverage = None
-                    tracker.settle()
-                    tracker.publish(meta, offset, tensor)
+                state.coverage.write(region)
+            elif places is not None:
+                state.coverage.write_places(region, places)
             else:
-                state.coverage.touched = True
+                state.coverage.touched, state.coverage.exact = True, False
+            if state.coverage.complete:
+                state.coverage = None
+                tracker.settle()
+                tracker.publish(meta, offset, tensor)
         if everything and state.unexplained is not None:
             self.unexplained.wrote(tracker, self._metas.params[meta].region(offset))
         self.synchronize(tracker, storage)

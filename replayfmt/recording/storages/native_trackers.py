@@ -78,8 +78,8 @@ class NativeTracker(Tracker):
                     self.session.publish(self.address, self.id, size, new_views, other_meta, other_offset, number)
 
 
-def adopted(session: Any, storage: torch.UntypedStorage) -> tuple[int, int, Any, Any, bool, bool] | None:
-    """Id, bytes, views and writes of a storage that was created on the hot path, whether nothing was written to it, and
-    whether generated code allocated it; None for any other."""
-    found: tuple[int, int, Any, Any, bool, bool] | None = session.take(storage._cdata, 0, False)
+def adopted(session: Any, storage: torch.UntypedStorage) -> tuple[int, int, Any, Any, bytes | None, bool] | None:
+    """Id, bytes, views and writes of a storage that was created on the hot path, a sample of its memory as it was then
+    if nothing was written to it since, and whether generated code allocated it; None for any other."""
+    found: tuple[int, int, Any, Any, bytes | None, bool] | None = session.take(storage._cdata, 0, False)
     return found

@@ -4,10 +4,13 @@ a value in it was read by the host.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from replayfmt.pytorch.tensors.looks import is_zerotensor, offset_of, storage_of
 
+from ..dispatch.kernels import tensors_in
 from ..dispatch.wrappers import plain_parts
 from ..stream.digesting import Digests
 from ..stream.records import Records
@@ -40,6 +43,14 @@ class Outside:
                 stays = False
         return stays
 
+    def filled(self, result: Any) -> None:
+        """A composite of PyTorch's own returned, whose C++ code may have filled results through addresses."""
+        for plain in (part for tensor in tensors_in(result) for part in plain_parts(tensor)):
+            storage = storage_of(plain)
+            tracker = self._storages.tracker_of(storage)
+            if tracker is not None:
+                self._storages.filled(tracker, storage)
+
     def shared(self, storage: torch.UntypedStorage) -> None:
         """Others may write to a storage from now on. An unknown storage is checked when it is imported."""
         tracker = self._storages.tracker_of(storage)
@@ -65,11 +76,12 @@ class Outside:
             tracker = self._storages.tracker_of(storage)
             if tracker is None or is_zerotensor(plain):
                 continue
-            if tracker.size != storage.nbytes():
-                tracker = self._storages.use(tracker, storage, False, method)
-                self._storages.unexplained.report(tracker, method)
             meta, offset = self._metas.of(plain), int(offset_of(plain))
             params = self._metas.params[meta]
+            if tracker.size != storage.nbytes():
+                reads = method not in _SHARING
+                tracker = self._storages.use(tracker, storage, reads, method, region=params.region(offset))
+                self._storages.unexplained.report(tracker, method)
             number, digest = self._storages.view(tracker, meta, offset, params.item), None
             if self._digests is not None and tracker.reproducible(params.region(offset)):
                 number, digest = self._digests.of_view(tracker, storage, meta, offset)

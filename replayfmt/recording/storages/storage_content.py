@@ -10,16 +10,19 @@ import ctypes
 import errno
 import mmap
 
+import numpy as np
 import torch
 import xxhash
 
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.pytorch.tensors.memory import call_undispatched, storage_bytes
+from replayfmt.pytorch.tensors.memory import call_undispatched, host_view, storage_bytes
 
 from .file_mappings import MappedRange
 
 _POPULATE_READ = 22  # Linux's MADV_POPULATE_READ: bring pages into memory as reading does, or fail
 UNREADABLE_CONTENT = -1
+_SAMPLED_WHOLE = 1024  # bytes: up to here a sample is all of a storage; as in native/session.h
+_SAMPLED_WORDS = 32  # of 8 bytes each, evenly spaced, from a larger one
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -50,6 +53,28 @@ def content_number(storage: torch.UntypedStorage, mapped: MappedRange | None) ->
     """A number that identifies a storage's content. In a file's memory (`mapped`), only written pages are read."""
     fingerprint = None if mapped is None else mapped.fingerprint()
     return content_hash(storage) if fingerprint is None else fingerprint
+
+
+def sample(storage: torch.UntypedStorage) -> bytes:
+    """Some of a storage's bytes, at places that depend on its length alone; none if it is not in host memory."""
+    length = storage.nbytes()
+    if storage.device.type != "cpu" or not length:
+        return b""
+    content = host_view(storage)
+    if length <= _SAMPLED_WHOLE:
+        return bytes(content)
+    return np.ndarray((_SAMPLED_WORDS, 8), np.uint8, content, 0, (_sample_step(length), 1)).tobytes()
+
+
+def sampled_places(length: int) -> list[tuple[int, int, int]]:
+    """Where the bytes of such a sample come from: (first byte in the sample, first byte in the storage, bytes)."""
+    if length <= _SAMPLED_WHOLE:
+        return [(place, place, 1) for place in range(length)]
+    return [(8 * word, _sample_step(length) * word, 8) for word in range(_SAMPLED_WORDS)]
+
+
+def _sample_step(length: int) -> int:
+    return (length - 8) // (_SAMPLED_WORDS - 1)
 
 
 def embed(writer: CaptureWriter, storage: torch.UntypedStorage) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from .coverage import ByteRegion, Coverage
 from .file_mappings import MappedRange
-from .storage_content import content_number
+from .storage_content import content_number, sample, sampled_places
 
 ATTRIBUTE = "_opreplay"
 GENERATED = "_opreplay_generated"  # an attribute of storages that generated code allocated
@@ -41,6 +41,7 @@ class State:
         "mapped",
         "opaque",
         "outside",
+        "sampled",
         "synthesized",
         "unexplained",
         "unreadable",
@@ -51,6 +52,7 @@ class State:
     def __init__(self, length: int) -> None:
         self.length = length  # bytes
         self.coverage: Coverage | None = None  # not None: at least partly uninitialized
+        self.sampled = b""  # some of its bytes, as they were when nothing had written it; none: not known
         self.watched = False  # compared with `content` at each use
         self.windowed = False  # the program has a window on it (an array, a capsule), through which it may write
         self.content: int | None = None  # what to compare with, as of the last captured write or import
@@ -63,6 +65,25 @@ class State:
         self.opaque = False  # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
         self.delta = 0
+
+    def begin_coverage(self, length: int, sampled: bytes) -> None:
+        """Nothing has been written to it, or to what was added to it. `sampled`: as it was then."""
+        self.coverage, self.sampled = Coverage(length), sampled
+
+    def was_left_alone(self, storage: torch.UntypedStorage) -> bool | None:
+        """Whether what no captured op wrote is as it was when the storage was handed out: then nothing unseen wrote it
+        either, as far as the sample tells. None if nobody can know."""
+        if not self.sampled or self.coverage is None or storage.nbytes() != self.coverage.length:
+            return None
+        now, before = sample(storage), self.sampled
+        if now == before or not self.coverage.touched:
+            return now == before
+        if not self.coverage.exact:
+            return None
+        return all(
+            now[at : at + size] == before[at : at + size] or self.coverage.holds_any(begin, begin + size)
+            for at, begin, size in sampled_places(self.coverage.length)
+        )
 
 
 Written = dict[int, tuple[int, int]]  # by tensor id: meta id and offset

@@ -1,11 +1,13 @@
 """Values from memory that was never written, as far as the capture knows: reported where they matter.
 
 If memory from `torch.empty` is read before a captured op wrote it, then either something unseen wrote it, or its
-content is meaningless. Some programs compute with such memory only for the shape of the result
-(`torch.ones_like(parameter * 2)`, before the parameter has values). So an elementwise operator may read it as it is:
-its content is imported, and the operator's result is unexplained as well. If any other operator reads such values, or
-they still exist at the end, they count as an unseen write. If they are released or overwritten before that, they did no
-harm. Where the user expects such reads, in the scopes of `reads_unwritten`, the content is imported and that is all.
+content is meaningless. A sample of its bytes, taken when it was handed out, tells which (identity.py). Without a sample
+(memory of devices, storages resized unseen), nobody knows. Some programs compute with such memory only for the shape
+of the result (`torch.ones_like(parameter * 2)`, before the parameter has values). So an elementwise operator may read
+it as it is: its content is imported, and the operator's result is unexplained as well. If any other operator reads such
+values, or they still exist at the end, they count as an unseen write. If they are released or overwritten before that,
+they did no harm. Where the user expects such reads, in the scopes of `reads_unwritten`, the content is imported and
+that is all.
 """
 
 from __future__ import annotations
@@ -19,6 +21,11 @@ from .coverage import ByteRegion
 from .trackers import Origin, State, Tracker
 
 _REASON = "unseen_write"
+_CHANGED = "; since it was handed out, something that the capture does not see has written it"
+_UNKNOWN = (
+    "; whether something unseen wrote it cannot be known for this memory. If the program reads what nobody wrote, as "
+    "warm-ups do, name the scope in which it does: --reads-unwritten=SCOPE"
+)
 
 
 class Unwritten(Enum):
@@ -28,6 +35,7 @@ class Unwritten(Enum):
     as_is = auto()  # no reason to refuse: the op declares that it writes it, say
     explained = auto()  # a PyTorch composite wrote it, with the arguments of another op; or the user expects it
     passed_on = auto()  # not yet: the op's result is unexplained as well
+    copied = auto()  # none: the op copies bytes, and its copy is as unwritten as they are
 
 
 class Unexplained:
@@ -39,12 +47,12 @@ class Unexplained:
 
     def way(self, given: Unwritten) -> Unwritten:
         """How to treat a use, given how its op alone would be treated."""
-        counts = given in (Unwritten.unseen, Unwritten.passed_on)
+        counts = given in (Unwritten.unseen, Unwritten.passed_on, Unwritten.copied)
         return Unwritten.explained if counts and self.expected is not None and self.expected() else given
 
-    def unwritten(self, tracker: Tracker, length: int, op: str) -> None:
-        """`op` reads `length` bytes that were never written."""
-        self._records.unsupported(_REASON, op, _read(tracker, length))
+    def unwritten(self, tracker: Tracker, length: int, op: str, *, changed: bool) -> None:
+        """`op` reads `length` bytes that were never written. `changed`: they are not as they were handed out."""
+        self._records.unsupported(_REASON, op, f"{_read(tracker, length)}{_CHANGED if changed else _UNKNOWN}")
 
     def note_unwritten(self, tracker: Tracker, length: int, op: str) -> None:
         """`op`, which is elementwise, reads them: this storage is unexplained from now on."""
@@ -97,7 +105,7 @@ class Unexplained:
 
 
 def _read(tracker: Tracker, length: int) -> str:
-    return f"storage {tracker.id} ({length} bytes) is read before any captured op wrote it"
+    return f"storage {tracker.id} ({length} bytes) is read before any captured op wrote all of what is read"
 
 
 def _owner(tracker: Tracker) -> Tracker:

@@ -15,6 +15,7 @@ from replayfmt.format.records.digest import TensorDigest
 from replayfmt.pytorch.tensors.digests import digest_view
 from replayfmt.pytorch.tensors.memory import call_undispatched
 
+from ..storages.coverage import Coverage
 from ..storages.identity import Storages
 from ..storages.trackers import State, Tracker
 from .buffer import RecordBuffer
@@ -23,6 +24,9 @@ from .tensor_metas import MetaParams, TensorMetas
 
 _REPEATED_BYTES = 1 << 20  # a view that repeats its elements is digested as it is up to this size
 _VIEWS = 64  # written views of one storage that are digested one by one
+LISTED = 64  # written ranges of a partly written storage, where an op chooses what it writes
+_RANGES = 1024  # written ranges of one storage that are digested
+_NOT_AS_MEMORY = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 class Digests:
@@ -33,6 +37,7 @@ class Digests:
         self._records = records
         self._metas = metas
         self._storages = storages
+        self.left_out: set[int] = set()  # storages of which some written bytes were not digested
         self._fresh_from = 1  # storages with ids from here on were allocated after the last sweep
 
     def sweep(self, being_written: Collection[int] = ()) -> None:
@@ -45,10 +50,14 @@ class Digests:
             storage = tracker()
             if storage is None or storage._cdata in being_written:
                 continue
-            views = self._written_views(number, tracker)
-            if views:
-                for meta, offset in views.values():
-                    self.record(tracker, storage, meta, offset, -1, -1)
+            state = tracker.state
+            if state is not None and state.coverage is not None and not self._written_whole(tracker, state.coverage):
+                if tracker.written and not state.opaque and state.outside is None and not tracker.written_outside:
+                    self.written_ranges(tracker, storage)
+                tracker.written = None
+                continue
+            for meta, offset in self._written_views(number, tracker).values():
+                self.record(tracker, storage, meta, offset, -1, -1)
         self._fresh_from = newest
 
     def _written_views(self, number: int, tracker: Tracker) -> dict[int, tuple[int, int]]:
@@ -70,11 +79,28 @@ class Digests:
         for tensor, (meta, offset) in written.items():
             if params[meta].region(offset).dense() == (0, state.length):
                 return {tensor: (meta, offset)}
-        if len(written) > _VIEWS and state.coverage is None:
-            return first
-        kept = list(written.items())[:_VIEWS]
-        coverage = state.coverage
-        return {t: (m, o) for t, (m, o) in kept if coverage is None or coverage.covers(params[m].region(o))}
+        return written if len(written) <= _VIEWS else first
+
+    def _written_whole(self, tracker: Tracker, coverage: Coverage) -> bool:
+        """Whether all that was written of a partly written storage are a few views, and each of them is written."""
+        written, params = tracker.written or {}, self._metas.params
+        return len(written) <= _VIEWS and all(coverage.covers(params[m].region(o)) for m, o in written.values())
+
+    def written_ranges(self, tracker: Tracker, storage: torch.UntypedStorage, of: int = -1) -> None:
+        """Digest what was written of a partly written storage, range by range."""
+        state = tracker.state
+        if state is None or state.coverage is None:
+            return
+        ranges = state.coverage.ranges()
+        dtype = self._storages.dtype(tracker)
+        if not state.coverage.exact or len(ranges) > _RANGES:
+            self.left_out.add(tracker.id)
+        for begin, end in ranges[:_RANGES]:
+            kept = dtype
+            if kept is None or kept in _NOT_AS_MEMORY or begin % kept.itemsize or end % kept.itemsize:
+                kept = torch.uint8
+            meta = self._metas.row(kept, (end - begin) // kept.itemsize, storage.device)
+            self.record(tracker, storage, meta, begin // kept.itemsize, of, -1)
 
     def record(
         self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, of: int, result: int

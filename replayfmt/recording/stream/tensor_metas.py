@@ -68,6 +68,12 @@ class TensorMetas:
         number = self.ids.get(key)
         return self._add(key) if number is None else number
 
+    def row(self, dtype: torch.dtype, elements: int, device: torch.device) -> int:
+        """The meta id of so many elements side by side."""
+        key = (dtype, torch.Size((elements,)), (1,), device, 0)
+        number = self.ids.get(key)
+        return self._add(key) if number is None else number
+
     def _add(self, key: Key) -> int:
         dtype, sizes, strides, device, bits = key
         flags = TensorFlag(bits)

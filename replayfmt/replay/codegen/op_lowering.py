@@ -30,6 +30,7 @@ from .operations import (
     MustRaise,
     PassAddresses,
     TakeApart,
+    Unattached,
     storage_of,
 )
 
@@ -134,7 +135,13 @@ class OpLine:
         values: list[Any] = []
         slot_names: list[str] = []
         for operand, what in template.operands:
-            if operand is Operand.tensor:
+            if operand is Operand.tensor and what == 0 and operator_named(template.kernel.schema.name).attaches_memory:
+                # What it stood for does not matter, and may be gone.
+                unattached = text.constant(Unattached(lowering.view(first).dtype))
+                name = f"{unattached}({lowering.storage(frame.storages[first], ordinal)})"
+                slot_names.append(name)
+                values.append(None)
+            elif operand is Operand.tensor:
                 name = (
                     protected.get(what)
                     or names.get(frame.keys[first + what])
@@ -230,6 +237,8 @@ class OpLine:
         effects = self.template.effects
         for slot, result in [*effects.rebinds, *((slot, None) for slot in effects.reshapes)]:
             here = first + slot
+            if slot == 0 and operator_named(self.template.kernel.schema.name).attaches_memory:
+                continue
             key, storage = frame.keys[here], frame.storages[here]
             if result is not None and frame.keys[first + result] == key:
                 continue

@@ -69,6 +69,18 @@ class View:
         return (last + 1) * self.dtype.itemsize
 
 
+class Unattached:
+    """Makes a tensor without elements for an operator that attaches it to other memory; `base` names its device."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty((0,), dtype=self.dtype, device=base.device)
+
+
 class Zeros:
     """Makes a tensor without bytes that reads as zeros, as used by forward-mode autograd."""
 
