@@ -403,6 +403,17 @@ __attribute__((visibility("default"))) void opreplay_watch_enter() { self()->cov
 
 __attribute__((visibility("default"))) void opreplay_watch_leave() { self()->covered--; }
 
+// Whether a thread that does not take part is inside an operator.
+__attribute__((visibility("default"))) int opreplay_watch_running() {
+  const uint64_t capture = active.load();
+  for (Thread* thread = threads.load(); thread; thread = thread->next.load()) {
+    if (thread->inside.load() != kNothing && thread->hook.load() != capture && thread->part.load() != capture) {
+      return 1;
+    }
+  }
+  return 0;
+}
+
 // Hand over what was counted since the last time, of up to `capacity` threads. The number of threads that counted.
 __attribute__((visibility("default"))) int opreplay_watch_collect(OpReplayCounted* out, int capacity) {
   int found = 0;

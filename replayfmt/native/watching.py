@@ -156,6 +156,10 @@ class ThreadWatch:
         """Whether there is anything to collect."""
         return self._library is not None and self._watching and self._library.opreplay_watch_collect(None, 0) > 0
 
+    def running(self) -> bool:
+        """Whether a thread that does not take part is inside an operator that began while the watch was on."""
+        return self._library is not None and self._watching and bool(self._library.opreplay_watch_running())
+
     def collect(self) -> list[Unseen]:
         """What was counted since the last call, by thread."""
         if self._library is None or not self._watching:

@@ -184,6 +184,9 @@ class Core:
         self.look: Callable[[], None] = lambda: None  # finds threads that began unseen
         self.flushing = FlushTimes(native)
         self.on = False
+        self.joining = False  # threads are joining the capture: recording begins for all of them at once
+        self.several = False  # more than one thread of the program has joined
+        self.in_flight = 0  # ops that ended while recording is on, and began before it was
         self.finished = False  # recording stopped for good: closed, failed, or past its stop
         self.closed = False  # the file is no longer touched, nothing is reported
         self.failure: OpReplayError | None = None
@@ -216,6 +219,8 @@ class Core:
     @_attempted
     def begins(self) -> bool:
         """Whether recording has begun, or begins with what is about to happen. Ops decide for themselves."""
+        if self.joining:
+            return False
         if self.implicit is not None and not (self.options.starts_late and self._waits()):
             self.resume()
         return self.on
@@ -398,9 +403,21 @@ class Core:
         with self.lock:
             if self.on:
                 self.records.unsupported(problem.reason, kernel.name, problem.detail)
-                for index in kernel.writes:
-                    for tensor in tensors_in(kernel.argument(index, args, kwargs)):
-                        self.outside.written(tensor)
+                self._written_unseen(kernel, args, kwargs)
+
+    def _written_unseen(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for index in kernel.writes:
+            for tensor in tensors_in(kernel.argument(index, args, kwargs)):
+                self.outside.written(tensor)
+
+    @_attempted
+    def began_earlier(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An op ended that is not recorded, because recording had not begun when it did. If it has by now, what the op
+        wrote is imported at its next use."""
+        with self.lock:
+            if self.on:
+                self.in_flight += 1
+                self._written_unseen(kernel, args, kwargs)
 
     @_attempted
     def unreachable_op(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -163,16 +163,19 @@ class Recorder:
             ProgramReplacement(self._on_replacement),
             *([] if core.streams is None else [StreamTrace(self, core.streams, core.lock)]),
         ]
+        core.joining = True
         for patches in self._patches:
             patches.install()
-        if self._implicit_scope is not None:
-            core.implicit = ImplicitScope(self._implicit_scope)
-        elif not self.options.starts_late:
-            core.resume()
         if self.options.steps is not None:
             self._step_hook = register_optimizer_step_post_hook(self._step_ended)
         self._termination.install(only_default=True)
         self._threads.install()
+        if self._implicit_scope is not None:
+            core.implicit = ImplicitScope(self._implicit_scope)
+        core.joining = False
+        if core.implicit is None and not self.options.starts_late:
+            core.resume()
+        core.attempt(self._threads.started)
         core.look = self._threads.look
         self._flusher = threading.Thread(target=self._flush_loop, name=FLUSHING, daemon=True)
         self._flusher.start()
@@ -267,6 +270,12 @@ class Recorder:
             patches.remove()
         self._termination.remove()
         _set_inactive(self)
+
+    @property
+    def in_flight(self) -> int:
+        """How many operators of other threads began before recording did and ended later: they are not recorded, and
+        what they wrote is imported."""
+        return 0 if self._core is None else self._core.in_flight
 
     @property
     def failure(self) -> Exception | None:

@@ -247,3 +247,69 @@ def test_the_example_of_the_document_works(tmp_path: Path, monkeypatch: pytest.M
         assert replayfmt.run("server.0.opreplay").outcome == "ok"
     finally:
         requests.close()
+
+
+BUSY = """
+import os, signal, sys, threading
+from queue import SimpleQueue
+import torch
+import replayfmt
+
+torch.set_num_threads(1)
+ended = threading.Event()
+
+def work(seed):
+    weight = torch.full((16, 16), 0.01 * (seed + 1))
+    x, total = torch.ones(4, 16), torch.zeros(16)
+    while not ended.is_set():
+        y = (x @ weight).relu()
+        total.add_(y.sum(0))
+        x = torch.tanh(y + x)
+
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(int(sys.argv[1]))]
+for thread in threads:
+    thread.start()
+events = SimpleQueue()
+
+def say(event):
+    events.put(event)
+    raise SystemExit("what the program's function raises is its own matter")
+
+requests = replayfmt.request_capture("{number}.opreplay", on_event=say, signal=signal.SIGUSR1)
+for number in range(int(sys.argv[2])):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    print(events.get(), flush=True)
+    ended.wait(0.05)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    print(events.get(), flush=True)
+ended.set()
+for thread in threads:
+    thread.join()
+requests.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recorder", ["native", "python"])
+@pytest.mark.parametrize("workers", [1, 8])
+def test_a_busy_server_is_captured_from_one_moment_on_in_all_its_threads(
+    tmp_path: Path, workers: int, recorder: str
+) -> None:
+    captures = 4
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY, str(workers), str(captures)],
+        cwd=tmp_path,
+        env={**os.environ, "OPREPLAY_RECORDER": recorder},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    told = r"opreplay: capture to \d.opreplay is complete( \(without \d+ ops? that ran when it began\))?"
+    assert len(lines) == 2 * captures and all(re.fullmatch(told, line) for line in lines[1::2]), lines
+    assert done.stderr.count("on_event raised SystemExit") == 2 * captures
+    for number in range(captures):
+        with replayfmt.open(tmp_path / f"{number}.opreplay") as capture:
+            assert not capture.summary.unsupported
+        assert replayfmt.run(tmp_path / f"{number}.opreplay", verify="bitwise").outcome == "ok"

@@ -84,7 +84,7 @@ class RecordingMode(TorchDispatchMode):
         if kernel.action is not Action.record and not core.attempt(kernel.has_own_kernel, args, kwargs):
             return self._special(kernel, args, kwargs)
         if not core.on and not core.attempt(self._begins):
-            return kernel.call(*args, **kwargs)
+            return self._before_start(kernel, args, kwargs)
         if core.options.stop_op is not None and core.attempt(self._ends):
             return kernel.call(*args, **kwargs)
         key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
@@ -99,8 +99,10 @@ class RecordingMode(TorchDispatchMode):
     def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a kernel that no dispatcher calls, and record it. Returns its result."""
         core = self.core
-        if core.finished or (not core.on and not core.attempt(self._begins)):
+        if core.finished:
             return kernel.call(*args, **kwargs)
+        if not core.on and not core.attempt(self._begins):
+            return self._before_start(kernel, args, kwargs)
         if core.options.stop_op is not None and core.attempt(self._ends):
             return kernel.call(*args, **kwargs)
         return self.record(kernel, args, kwargs)
@@ -147,11 +149,17 @@ class RecordingMode(TorchDispatchMode):
         core.pump()
         return result
 
+    def _before_start(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = kernel.call(*args, **kwargs)
+        if self.core.on:
+            self.core.began_earlier(kernel, args, kwargs)
+        return result
+
     def _begins(self) -> bool:
         """Before recording has begun: whether it begins with this op."""
         core, options = self.core, self.core.options
         with core.lock:
-            if core.finished:
+            if core.finished or core.joining:
                 return False
             core.ops_seen += 1
             waits_for_scope = options.start_scope is not None and not self._inside_start()

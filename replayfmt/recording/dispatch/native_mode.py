@@ -40,14 +40,15 @@ _MAKES_FAKE_TENSORS = tuple(os.path.join("torch", "_subclasses", name) for name 
 
 class _Begun:
     """A call in progress. `kernel`: only the name, if Python has no such operator. `call`: None if there is nothing to
-    record but `problem`. `drawing`: the lock is held."""
+    record but `problem`. `early`: recording had not begun. `drawing`: the lock is held."""
 
-    __slots__ = ("args", "call", "drawing", "kernel", "kwargs", "problem")
+    __slots__ = ("args", "call", "drawing", "early", "kernel", "kwargs", "problem")
 
     def __init__(self, kernel: CapturedKernel | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kernel, self.args, self.kwargs = kernel, args, kwargs
         self.call: OpCall | None = None
         self.problem: Unrepresentable | None = None
+        self.early = False
         self.drawing = False
 
 
@@ -135,6 +136,8 @@ class NativeMode(ObservingMode):
             core.pump()
         elif isinstance(begun.kernel, str):
             core.unreachable_op(begun.kernel, begun.args, begun.kwargs, result)
+        elif begun.early:
+            core.began_earlier(begun.kernel, begun.args, begun.kwargs)
         elif begun.problem is not None:
             core.unsupported_op(begun.kernel, begun.args, begun.kwargs, begun.problem)
         elif begun.kernel.action is Action.scope_enter:
@@ -308,7 +311,8 @@ class NativeMode(ObservingMode):
                 begun.problem = Unrepresentable("collective", detail or "")
             return begun
         if not core.on and not core.attempt(self._begins):
-            return _ALONE
+            begun.early = core.joining or core.several
+            return begun if begun.early else _ALONE
         if core.options.stop_op is not None and core.attempt(self._ends):
             return _ALONE
         key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)

@@ -18,7 +18,7 @@ from typing import Any
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.arguments import check_function, count_of, path_of
-from replayfmt.format.printable import tell
+from replayfmt.format.printable import counted, tell
 
 from ..options import CaptureOptions
 from ..recorder import Recorder
@@ -43,6 +43,7 @@ class CaptureRequests:
         self._recorder: Recorder | None = None
         self._path = ""
         self._count = 0
+        self._in_flight = 0  # operators that the last capture is without, because they ran when it began
         self._pid = os.getpid()
         self._closed = False
         # Putting anything here wakes the thread. Not an Event: see FlushTimes.
@@ -95,6 +96,7 @@ class CaptureRequests:
             if recorder is None:
                 raise CaptureFailed("no capture is running; start one first")
             recorder.close()
+            self._in_flight = recorder.in_flight
             return self._path
 
     def close(self) -> None:
@@ -134,22 +136,28 @@ class CaptureRequests:
                 if wanted is (self.path is None):
                     self._attempt(self._start_and_say if wanted else self._stop_and_say)
 
-    def _attempt(self, step: Callable[[], None]) -> None:
-        """Do it, and report the error if it fails."""
+    def _attempt(self, step: Callable[[], str]) -> None:
+        """Do it, and report what came of it."""
         try:
-            step()
+            event = step()
         except NothingCaptured as error:
-            self._say(f"opreplay: {error}")
+            event = str(error)
         except OpReplayError as error:
-            self._say(f"opreplay: {error.status}: {error}")
+            event = f"{error.status}: {error}"
         except Exception as error:
-            self._say(f"opreplay: {CaptureFailed.status}: the capture failed: {error!r}")
+            event = f"{CaptureFailed.status}: the capture failed: {error!r}"
+        try:
+            self._say(f"opreplay: {event}")
+        except BaseException as error:  # the program's function raised; the next request is answered all the same
+            tell(f"opreplay: on_event raised {error!r} when told: {event}")
 
-    def _start_and_say(self) -> None:
-        self._say(f"opreplay: capture to {self.start()} begins")
+    def _start_and_say(self) -> str:
+        return f"capture to {self.start()} begins"
 
-    def _stop_and_say(self) -> None:
-        self._say(f"opreplay: capture to {self.stop()} is complete")
+    def _stop_and_say(self) -> str:
+        path = self.stop()
+        running = f" (without {counted(self._in_flight, 'op')} that ran when it began)" if self._in_flight else ""
+        return f"capture to {path} is complete{running}"
 
 
 def request_capture(

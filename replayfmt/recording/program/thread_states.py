@@ -120,6 +120,7 @@ class NextStep:
         self._argument = object()
         self._calibrating = True
         self._slots: list[_Slot] = []
+        self._ident_word: int | None = None
         if _has_lists:
             self._calibrate()
         self._calibrating = False
@@ -137,6 +138,10 @@ class NextStep:
             done = (held is None and _give(slot, state, self._address, id(self._argument))) or done
             done = done or held == self._address
         return done
+
+    def ident(self, state: ThreadState) -> int | None:
+        """The thread's ident; None if it is not known where this interpreter keeps it."""
+        return None if self._ident_word is None else state.words[self._ident_word]
 
     def is_blocked(self, state: ThreadState) -> bool:
         """Whether functions set by others are in the way in all places."""
@@ -183,6 +188,8 @@ class NextStep:
     def _find_slots(self, done: Any) -> None:
         try:
             state, mine = _current(), {self._address, id(self._argument)}
+            words = list(_words(state))
+            self._ident_word = words.index(_thread.get_ident()) if _thread.get_ident() in words else None
             for setter in filter(None, _setters):
                 setter(state, self._address, id(self._argument))
                 words = list(_words(state))
@@ -191,6 +198,18 @@ class NextStep:
                     self._slots.append(_Slot(setter, words.index(self._address), words.index(id(self._argument))))
         finally:
             done.release()
+
+
+def how_it_ran(native_id: int) -> str | None:
+    """Text that changes whenever a thread runs; None while it runs or could, or if the system does not tell. A thread
+    that waits for the interpreter's lock wakes every few milliseconds."""
+    try:
+        with open(f"/proc/self/task/{native_id}/status", encoding="utf-8", errors="replace") as file:
+            lines = dict(line.split(":\t", 1) for line in file if ":\t" in line)
+        switches = lines["voluntary_ctxt_switches"] + lines["nonvoluntary_ctxt_switches"]
+    except (OSError, KeyError):
+        return None
+    return None if lines["State"][0] == "R" else switches
 
 
 def _raise_at_next_step(error: BaseException) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from threading import get_ident
@@ -25,7 +26,7 @@ from ..hooks.patches import Patch, PatchSet
 from ..interrupts import is_interrupt
 from ..storages.external_files import DIGESTING
 from .presence import Presence, leave_finished
-from .thread_states import NextStep, own_id, thread_states, undisturbed
+from .thread_states import NextStep, how_it_ran, own_id, thread_states, undisturbed
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -40,6 +41,8 @@ _STARTERS = (
     ("threading", "_start_new_thread"),
     ("threading", "_start_joinable_thread"),
 )
+_WAITING_S = 0.05  # a thread that has not run for so long waits for something, and joins when it goes on
+_LONGEST_JOINING_S = 3.0
 _PATIENCE = 10_000  # steps allowed to a thread that is to leave but is inside an operator of the former capture
 
 
@@ -54,6 +57,7 @@ class Threads:
         self._late: set[int] = set()  # state ids of threads that began unseen
         self._late_idents: set[int] = set()
         self._installed = False
+        self._at_start: list[str] = []  # sentences to tell once recording is on
         presence.opened = self._settle
         self._patches = PatchSet(
             [
@@ -70,7 +74,8 @@ class Threads:
     # --------------------------------------------------------------------------------------------------- start and stop
 
     def install(self) -> None:
-        """Start with the calling thread and all others."""
+        """Start with the calling thread and all others. Operators that threads call until this returns are not
+        recorded: recording begins for all threads at once, at `started`."""
         global _current
         self._installed = True  # from the first step on there is something to remove
         self._patches.install()
@@ -79,18 +84,59 @@ class Threads:
         inside = _in_backward_pass()
         self.core.thread_watch.begin(self._presence.mode, not inside and self._presence.may_be_quiet())
         if inside:  # it joins when the pass is over, as other threads do
-            self._tell("the capture began inside a backward pass: what is left of the pass is not recorded")
+            self._at_start.append("the capture began inside a backward pass: what is left of the pass is not recorded")
         else:
             self._handled.add(own_id())
             self._carrying.add(own_id())
             self._presence.show()
         if not _next_step().available and threading.active_count() > 1:
-            self._tell(
+            self._at_start.append(
                 "this Python interpreter gives no access to threads that ran before the capture began: their "
                 "work is not recorded"
             )
         self.core.attempt(self._tell_of_backward_passes)
         self.core.attempt(self._meet, False)
+        self.core.attempt(self._wait_until_joined)
+
+    def _wait_until_joined(self) -> None:
+        """Wait for the threads that were asked to join, each at the end of the operator in which it is. Nothing that
+        was counted until then is missing from the capture."""
+        begun = time.monotonic()
+        ran: dict[int, tuple[str | None, float]] = {}  # by state id: how the thread ran, and since when that is so
+        while absent := self._absent():
+            now = time.monotonic()
+            for number, native_id in absent.items():
+                how = how_it_ran(native_id) if native_id else ""
+                if number not in ran or how is None or how != ran[number][0]:
+                    ran[number] = how, now
+            waits = now - max(ran[number][1] for number in absent) > _WAITING_S
+            late = now - begun > _LONGEST_JOINING_S
+            if late and self.core.thread_watch.running():
+                self._at_start.append(
+                    "an operator that began before the capture was not over "
+                    f"{_LONGEST_JOINING_S:.0f} seconds later: what it does is not recorded"
+                )
+                break
+            if late or (waits and not self.core.thread_watch.running()):
+                break
+            time.sleep(0.001)
+        self.core.thread_watch.collect()
+
+    def _absent(self) -> dict[int, int | None]:
+        """The threads that were asked and have not joined: the system's ids, where they are known, by state id."""
+        known: dict[int, threading.Thread] = getattr(threading, "_active", {})
+        return {
+            state.id: getattr(known.get(_next_step().ident(state) or 0), "native_id", None)
+            for state in thread_states()
+            if state.id in self._handled and state.id not in self._carrying
+        }
+
+    def started(self) -> None:
+        """Recording is on, or begins with the next op."""
+        sentences, self._at_start = self._at_start, []
+        for sentence in sentences:
+            self._tell(sentence)
+        self._meet(late=False)
 
     def look(self) -> None:
         """Find the threads that began unseen. Costs a few microseconds per thread."""
@@ -196,6 +242,7 @@ class Threads:
             self._late_idents.add(ident)
         if number not in self._carrying:
             self._carrying.add(number)
+            self.core.several = True
             self.core.scopes.contexts.pop(ident, None)  # of a thread that had this ident before
             self._presence.join()
             self._settle()
@@ -245,7 +292,7 @@ class Threads:
         for ident, frame in frames.items():
             codes = {inner.f_code for inner, _line in traceback.walk_stack(frame)}
             if ident != get_ident() and _run_backward.__code__ in codes:
-                self._tell(
+                self._at_start.append(
                     "a backward pass began in another thread before the capture: its remaining work is not recorded"
                 )
 
