@@ -8,6 +8,7 @@ import sys
 import click
 
 from replayfmt.recording.options import (
+    CHILDREN,
     COMPILED,
     DIGESTS,
     FILE_POLICIES,
@@ -142,6 +143,14 @@ _COUNT = click.IntRange(min=0)
     "results (docs/recorders.md); auto is native if the library can be built.  [default: OPREPLAY_RECORDER, or auto]",
 )
 @click.option(
+    "--children",
+    type=click.Choice(CHILDREN),
+    default="note",
+    show_default=True,
+    help="Child processes: say in the capture which of them worked, or also capture what multiprocessing runs in them, "
+    "each into a file beside FILE, NAME.PID.opreplay (record).",
+)
+@click.option(
     "--mark",
     "marks",
     multiple=True,
@@ -186,6 +195,7 @@ def cli(
     reads_unwritten: tuple[str, ...],
     native: str | None,
     recorder: str | None,
+    children: str,
     marks: tuple[str, ...],
     module_scopes: bool,
     start_op: int | None,
@@ -219,6 +229,7 @@ def cli(
         reads_unwritten=reads_unwritten,
         native=native,
         recorder=recorder,
+        children=children,
         force=force,
         start_op=start_op,
         stop_op=stop_op,

@@ -226,6 +226,9 @@ class Node:
             yield from child.preorder()
 
 
+CHILD_WORK = "child_work"  # the reason of unsupported records about child processes
+
+
 @dataclass(frozen=True)
 class Signature:
     """The constant part of a record. `kernel` is a kernel id for ops, otherwise 0."""
@@ -240,6 +243,14 @@ class Signature:
     def nodes(self) -> tuple[Node, ...]:
         """Every node of arguments, then results, in pre-order."""
         return tuple(node for top in (*self.args, *self.results) for node in top.preorder())
+
+    @cached_property
+    def unseen(self) -> bool:
+        """Whether its records are of work that no replay does, and that may have written any memory. What child
+        processes do (`child_work`) writes none of the memory in the capture."""
+        if self.kind is RecordKind.unsupported:
+            return not any(node.name == "reason" and node.constant == CHILD_WORK for node in self.args)
+        return self.kind is RecordKind.collective
 
 
 # ------------------------------------------------------------------------------------------------------ decoded values

@@ -18,9 +18,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pthread.h>
+#include <unistd.h>
 #ifdef __linux__
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 #include <algorithm>
@@ -91,6 +91,9 @@ void met();
 std::atomic<int>* inside_of_this();
 Watch watch{{kNeverQuiet}, inside_of_this, settle_late, listen, met};
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+std::atomic<int64_t>* ran_in_child = nullptr;  // of a forked child: set where it runs an operator; its parent has it, too
+std::atomic<int64_t>* children = nullptr;      // memory that forked children share: how many there were, then for each its
+size_t most_children = 0;                      // process id and whether it ran an operator
 bool forked = false;  // then the callback stays: PyTorch's lock around callbacks may be held for ever
 
 thread_local Thread* own = nullptr;
@@ -235,6 +238,9 @@ void count(Thread* thread, const at::RecordFunction& function, uint64_t capture)
 std::unique_ptr<at::ObserverContext> started(const at::RecordFunction& function) {
   const uint64_t capture = active.load(std::memory_order_relaxed);
   if (capture == 0) {
+    if (ran_in_child && function.operator_name().has_value()) {
+      ran_in_child->store(1, std::memory_order_relaxed);
+    }
     return nullptr;
   }
   const char* name = function.name();
@@ -380,6 +386,13 @@ __attribute__((visibility("default"))) void opreplay_watch_end() {
 // nothing. (Where RecordFunction was off, PyTorch takes its lock around callbacks to turn it on, as for a backward pass.)
 __attribute__((visibility("default"))) void opreplay_watch_forked() {
   forked = true;
+  if (children) {
+    const auto number = static_cast<size_t>(children[0].fetch_add(1));
+    if (number < most_children) {
+      children[1 + 2 * number].store(getpid());
+      ran_in_child = &children[2 + 2 * number];
+    }
+  }
   active.store(0);
   opreplay_watch_loud();
   for (Thread* thread = threads.load(); thread; thread = thread->next.load()) {
@@ -412,6 +425,12 @@ __attribute__((visibility("default"))) int opreplay_watch_running() {
     }
   }
   return 0;
+}
+
+// Children that are forked from now on say in this memory, which they share, whether they run operators.
+__attribute__((visibility("default"))) void opreplay_watch_children(void* shared, uint64_t words) {
+  children = static_cast<std::atomic<int64_t>*>(shared);
+  most_children = (words - 1) / 2;
 }
 
 // Hand over what was counted since the last time, of up to `capacity` threads. The number of threads that counted.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,8 +76,13 @@ class ThreadWatch:
         hook, and nobody else needs RecordFunction callbacks in it now: if there are none, PyTorch's RecordFunction is
         turned off in it until `loud`, because calling ours there would be for nothing."""
         if self._library is not None:
+            _children.share(self._library)
             self._library.opreplay_watch_begin(ctypes.c_void_p(id(mode)), int(may_be_quiet))
             self._watching = True
+
+    def ran_in_child(self, pid: int) -> bool | None:
+        """Whether a forked child has run an operator; None if that is not known."""
+        return None if self._library is None else _children.ran(pid)
 
     def loud(self) -> bool:
         """Turn RecordFunction on again, in the calling thread at once, and in others at their next `settle` or
@@ -174,6 +180,26 @@ class ThreadWatch:
                 for entry in counted[: min(number, _AT_ONCE)]
             ]
         return found
+
+
+class _Children:
+    """Memory that this process shares with the children that it forks: see `opreplay_watch_children`."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 16 * mmap.PAGESIZE)
+        self._words = (ctypes.c_int64 * (len(self._memory) // 8)).from_buffer(self._memory)
+
+    def share(self, library: ctypes.PyDLL) -> None:
+        library.opreplay_watch_children(self._words, ctypes.c_uint64(len(self._words)))
+
+    def ran(self, pid: int) -> bool | None:
+        for place in range(1, min(2 * self._words[0], len(self._words) - 2), 2):
+            if self._words[place] == pid:
+                return bool(self._words[place + 1])
+        return None
+
+
+_children = _Children()
 
 
 def thread_watch(choice: str) -> ThreadWatch:

@@ -20,7 +20,7 @@ import torch
 
 from replayfmt.errors import CaptureFailed, OpReplayError
 from replayfmt.format.kept_attachments import KeptAttachments
-from replayfmt.format.model import Session
+from replayfmt.format.model import CHILD_WORK, Session
 from replayfmt.format.printable import tell
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
@@ -181,9 +181,11 @@ class Core:
             opaque=OpaqueResults(options.opaque_results),
             threads=self.threads,
         )
+        self.children: Callable[[], list[str]] = list  # sentences about child processes that worked
         self.look: Callable[[], None] = lambda: None  # finds threads that began unseen
         self.flushing = FlushTimes(native)
         self.on = False
+        self.began = False  # it has been on
         self.joining = False  # threads are joining the capture: recording begins for all of them at once
         self.several = False  # more than one thread of the program has joined
         self.in_flight = 0  # ops that ended while recording is on, and began before it was
@@ -211,7 +213,7 @@ class Core:
                 if self.options.starts_late:
                     self.thread_watch.collect()  # nothing before this point is recorded
                 self.scopes.record_open()
-                self.on = True
+                self.on = self.began = True
                 self.records.begin()
                 if self.native is not None:
                     self.native.hot = allowed(self.options) and not self.calls.some_replaced
@@ -273,6 +275,8 @@ class Core:
                 for change in self.contents.changed_files():
                     said = f"the file {change} while it was captured; --file-policy=capture-ranges embeds what is used"
                     self.records.unsupported("file_changed", "", said)
+                for sentence in self.children() if self.began else ():
+                    self.records.unsupported(CHILD_WORK, "", sentence)
                 self.buffer.flush()
                 self.writer.close(time.perf_counter_ns() - self.started)
             except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from replayfmt.errors import UsageError
@@ -24,6 +24,7 @@ DIGESTS = ("live", "ops", "none")
 COMPILED = ("kernels", "keep", "eager")
 NATIVE = ("auto", "off")
 RECORDERS = ("auto", "native", "python")
+CHILDREN = ("note", "record")
 
 _LIMITS = ("start_op", "stop_op", "start_scope", "stop_scope")
 
@@ -64,7 +65,9 @@ class CaptureOptions:
     is entered for the first time, and stops for good when the second is next left; `NAME#N` means the scope of that
     name that begins as number N, counted from 0 and from the start of the capture. `steps`: `A:B` records the steps A
     up to, not including, B of a training loop, counted from 0; a step ends when the `step()` of a PyTorch optimizer
-    returns. `force` overwrites an existing file. `chunk_records`: records per frame.
+    returns. `children`: `note` says in the capture which child processes worked, `record` also captures what
+    multiprocessing runs in them, each into a file beside: `NAME.PID.opreplay`. `force` overwrites an existing file.
+    `chunk_records`: records per frame.
     """
 
     payload: str = "full"
@@ -87,6 +90,7 @@ class CaptureOptions:
     start_scope: str | None = None
     stop_scope: str | None = None
     steps: str | None = None
+    children: str = "note"
     force: bool = False
     chunk_records: int = CHUNK_RECORDS
 
@@ -103,6 +107,7 @@ class CaptureOptions:
             ("compiled", COMPILED),
             ("native", NATIVE),
             ("recorder", RECORDERS),
+            ("children", CHILDREN),
         ):
             if getattr(self, name) is not None or not name.startswith("file"):
                 choice_of(name, getattr(self, name), allowed)
@@ -194,6 +199,10 @@ class CaptureOptions:
     def limited(self) -> bool:
         """Whether only part of the program is recorded."""
         return any(getattr(self, name) is not None for name in (*_LIMITS, "steps"))
+
+    def unlimited(self) -> CaptureOptions:
+        """The same, for all of a program."""
+        return replace(self, start_op=None, stop_op=None, start_scope=None, stop_scope=None, steps=None)
 
     def progress(self) -> ProgramProgress:
         """The progress of a program that has not begun."""

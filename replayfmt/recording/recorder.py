@@ -39,7 +39,7 @@ from .hooks.direct_writes import DirectWrites
 from .hooks.host_reads import HostReads
 from .hooks.undispatched import Hooks
 from .options import CaptureOptions
-from .program.children import AfterFork
+from .program.children import AfterFork, ChildrenSeen, child_path
 from .program.dynamo import keep_dynamo_out
 from .program.presence import HookPresence, ModePresence, Presence
 from .program.replacement import ProgramReplacement
@@ -62,6 +62,7 @@ Patches = (
     | Construction
     | ProgramReplacement
     | StreamTrace
+    | ChildrenSeen
 )
 _active: Recorder | None = None
 _activation = threading.Lock()
@@ -76,10 +77,11 @@ class Recorder:
         options: CaptureOptions | None = None,
         implicit_scope: str | None = None,
         on_replacement: Callable[[str], None] | None = None,
+        children: ChildrenSeen | None = None,
     ) -> None:
         """`implicit_scope`: the name of the scope around everything, if the program has no scopes of its own.
         `on_replacement(function)` closes the capture; `function` is the name of the one by which the program replaces
-        itself."""
+        itself. `children`: those that its owner sees, from before the capture on."""
         self.path = path_of("path", path)
         if options is not None:
             check_kind("options", options, CaptureOptions)
@@ -89,6 +91,7 @@ class Recorder:
         self._patches: list[Patches] = []
         self._on_replacement = on_replacement or self._close_for_replacement
         self._after_fork: AfterFork | None = None
+        self._children = children
         self._threads: Threads | None = None
         self._flusher: threading.Thread | None = None
         self._closed = False
@@ -163,6 +166,10 @@ class Recorder:
             ProgramReplacement(self._on_replacement),
             *([] if core.streams is None else [StreamTrace(self, core.streams, core.lock)]),
         ]
+        if self._children is None:
+            self._children = ChildrenSeen(os.path.abspath(self.path), self.options)
+            self._patches.append(self._children)
+        core.children = self._about_children
         core.joining = True
         for patches in self._patches:
             patches.install()
@@ -270,6 +277,27 @@ class Recorder:
             patches.remove()
         self._termination.remove()
         _set_inactive(self)
+
+    def _about_children(self) -> list[str]:
+        """A sentence for each child process that worked."""
+        core, children = self._core, self._children
+        assert core is not None and children is not None
+        records = self.options.children == "record"
+
+        def ran(pid: int) -> bool | None:
+            file = child_path(children.path, pid)
+            if records and children.by_multiprocessing(pid):
+                return os.path.exists(file) or os.path.exists(f"{file}.partial")
+            return core.thread_watch.ran_in_child(pid)
+
+        found = []
+        for pid, what in children.worked(ran).items():
+            did = "ran" if ran(pid) else "may have run"
+            beside = records and children.by_multiprocessing(pid)
+            file = os.path.basename(child_path(self.path, pid))
+            where = f"its own capture is {file}" if beside else "none of its work is recorded here"
+            found.append(f"the child process {pid} ({what}) {did} operators; {where}")
+        return found
 
     @property
     def in_flight(self) -> int:

@@ -555,6 +555,7 @@ class Plan(Preparation):
             notes=(*self.notes, *self._content.notes, *(self.substitution.notes if self.substitution else ())),
             verdicts=verdicts,
             unsupported=self.work.unsupported,
+            elsewhere=self.elsewhere,
             left_out=left_out,
             opaque_results=self.opaque_results(),
             execution=self._executions,

@@ -137,6 +137,8 @@ class Preparation:
             self.findings = (*self.findings, *(each for each in found.sentences if each not in self.findings))
             self._refuse(False, keep_going, "no op was run")
         self._draw_notes = findings.notes
+        self.elsewhere = tuple(findings.elsewhere)
+        """What child processes did that the capture does not hold."""
         self.generators: tuple[torch.Generator | None, ...] = map_generators(
             reader.generators, self.device_map, bool(findings.notes)
         )

@@ -79,6 +79,7 @@ def _left_out(result: ReplayResult) -> list[str]:
     """What the capture holds besides ops that was not replayed."""
     records = f"{result.unsupported} unsupported record{'s' if result.unsupported > 1 else ''}"
     lines = [f"not replayed: {records}, whose work cannot be replayed"] if result.unsupported else []
+    lines += [f"not in the capture: {each}" for each in result.elsewhere]
     if result.left_out:
         count = len(result.left_out)
         records = f"{count} records other than ops" if count > 1 else "1 record other than an op"
@@ -93,6 +94,8 @@ def _verification(result: ReplayResult) -> list[str]:
         compared = verification.scalars or verification.structures
         return [*lines, f"  compared: {verification.compared}"] if compared else lines
     found = {"ok": "verified", "mismatched": "differs", "incomplete": "verified, the part that ran"}
+    if result.elsewhere:
+        found["ok"] = "verified, without the work of child processes"
     return [
         f"{found[result.outcome]}: {verification.mode}",
         *(f"  why: {reason}" for reason in verification.reasons),
@@ -196,6 +199,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         "notes": list(result.notes),
         "findings": list(plan.findings),
         "unsupported": result.unsupported,
+        "elsewhere": list(result.elsewhere),
         "left_out": list(result.left_out),
         "verdicts": result.totals() or None,
     }

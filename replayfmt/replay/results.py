@@ -155,9 +155,9 @@ class ReplayResult:
 
     `outcome` is `ok` if everything in the capture was replayed and nothing differs, `incomplete` if something was left
     out: ops whose verdict says so, `unsupported` records, or what `left_out` names, which are records that are
-    not ops. `nondeterministic` names the ops that differ from themselves on the same inputs. `scope_ns` maps scope
-    paths to the time spent inside them, where that was requested. `execution` counts how
-    often the plan ran its ops by then: the first one is cold.
+    not ops. `nondeterministic` names the ops that differ from themselves on the same inputs, `elsewhere` says what
+    child processes did, which is no part of the capture. `scope_ns` maps scope paths to the time spent inside them,
+    where that was requested. `execution` counts how often the plan ran its ops by then: the first one is cold.
     """
 
     outcome: Literal["ok", "mismatched", "incomplete"]
@@ -173,6 +173,7 @@ class ReplayResult:
     scope_ns: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unsupported: int = 0
+    elsewhere: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     opaque_results: tuple[OpaqueResult, ...] = ()
     execution: int = 1
@@ -181,6 +182,8 @@ class ReplayResult:
     def verified(self) -> str:
         """One line: what was verified, and of how much of the capture; never more than the outcome says."""
         text = self.verification.text
+        if self.elsewhere and self.verification.mode != "none":
+            text = f"this process alone: {text}"
         if self.outcome == "mismatched":
             return f"differs: {text}"
         return text if self.outcome == "ok" or self.verification.mode == "none" else f"the part that ran: {text}"

@@ -305,7 +305,7 @@ class Planner:
             if frame.storages[frame.tensor_first[row]] not in self._there:
                 self._schedule.dropped.add(ordinal)
         elif kind is RecordKind.unsupported:
-            if self._schedule.kept_unsupported is None:
+            if self._schedule.kept_unsupported is None and self._record(frame, row).signature.unseen:
                 self._schedule.kept_unsupported = ordinal
         elif kind in (RecordKind.storage_import, RecordKind.storage_resize, RecordKind.storage_release):
             record = self._record(frame, row)

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import replayfmt
 from replayfmt.recording.program.children import AfterFork, ChildrenSeen
 from replayfmt.recording.program.interpreters import runs_python_program
 
@@ -74,12 +76,74 @@ def test_workers_forked_and_spawned_children_run_as_ever_and_are_not_recorded(tm
     assert not {"aten::lgamma.default", "aten::erfinv.default"} & set(captured.op_names)
     assert captured.op_names.count("aten::cumsum.default") == 1, "the parent's, not the child's"
     said, note = done.stderr.splitlines()  # and no child says anything of the capture
-    assert "unsupported: none" in said
+    assert "unsupported: child_work 5" in said, "one of the six ran no operator"
     assert (
         note.startswith("opreplay-capture: note: 6 child processes seen: ")
         and "child processes are not recorded" in note
     )
     assert "multiprocessing" in note and "running __main__:in_child" in note and "(forked)" in note
+
+
+WORKING = """
+import multiprocessing, sys
+import torch
+
+class Multiplies(multiprocessing.get_context(sys.argv[1]).Process):
+    def run(self):
+        print(float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()), flush=True)
+
+def multiply():
+    print(float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()), flush=True)
+
+def idle():
+    print("idle", flush=True)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    print(float(torch.ones(2).sum()), flush=True)
+    for process in (context.Process(target=idle), context.Process(target=multiply), Multiplies()):
+        process.start()
+        process.join()
+        assert process.exitcode == 0 and "run" not in vars(process)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_capture_and_its_replay_say_which_children_worked_and_each_can_be_captured_beside(tmp_path, tools, method):
+    (tmp_path / "working.py").write_text(WORKING)
+    done = capture(tmp_path, "--children=record", "-o", "x.opreplay", "working.py", method)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain(tmp_path, "working.py", method).stdout
+    files = sorted(path.name for path in tmp_path.glob("*.opreplay"))
+    assert len(files) == 3 and files[-1] == "x.opreplay", "that of the process, and of the two children that worked"
+    for name in files[:-1]:
+        assert "aten::mm.default" in Captured(tmp_path / name).op_names
+        assert tools("run", "--verify=bitwise", tmp_path / name).code == 0
+    replayed = tools("run", "--verify=bitwise", tmp_path / "x.opreplay")
+    assert replayed.code == 0
+    assert "verified, without the work of child processes: bitwise" in replayed.out
+    lines = [line for line in replayed.out.splitlines() if line.startswith("not in the capture: ")]
+    assert len(lines) == 2 and all("ran operators" in line for line in lines), "the third was idle"
+    assert all(any(name in line for line in lines) for name in files[:-1])
+    assert Captured(tmp_path / "x.opreplay").summary.unsupported == {"child_work": 2}
+
+
+def test_from_python_too_a_capture_says_which_children_worked(tmp_path):
+    with replayfmt.capture(tmp_path / "x.opreplay"):
+        torch.ones(2).sum()
+        for works in (False, True):
+            pid = os.fork()
+            if pid == 0:
+                if works:
+                    torch.ones(2).sum()
+                os._exit(0)
+            os.waitpid(pid, 0)
+    with replayfmt.open(tmp_path / "x.opreplay") as opened:
+        assert opened.summary.unsupported == {"child_work": 1}
+    result = replayfmt.run(tmp_path / "x.opreplay")
+    assert result.outcome == "ok" and result.verified.startswith("this process alone: ")
+    assert f"not in the capture: the child process {pid} (forked) ran operators" in str(result)
 
 
 FORKED_INSIDE = """
@@ -244,6 +308,6 @@ def test_a_python_command_that_may_have_done_the_work_is_named_beside_the_few_op
     done = capture(tmp_path, "-o", "engine.opreplay", "engine.py")
     assert done.returncode == 0, done.stderr
     said, note = done.stderr.splitlines()
-    assert "2 ops" in said and "unsupported: none" in said
+    assert "2 ops" in said and "unsupported: child_work 1" in said
     assert note.startswith("opreplay-capture: note: 1 child process seen: ") and "-S -m worker)" in note
-    assert "capture the command of each with its own opreplay-capture" in note
+    assert "the command of each other one with its own opreplay-capture" in note

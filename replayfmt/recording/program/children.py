@@ -1,9 +1,10 @@
-"""Child processes of the program under capture: they never record, and a capture without ops lists those it saw.
+"""Child processes of the program under capture: they do not record into its file, which says which of them worked.
 
 A forked child inherits the recorder, its mode, its patches and its file descriptor. Right after the fork, before any of
 the program's code runs in the child, `AfterFork` disables all of them. So DataLoader workers run at full speed, the
 parent's file is never written, and a child that leaves the parent's `with` block does so quietly. A spawned child
-starts fresh and knows nothing of the capture. `ChildrenSeen` notes process ids and commands.
+starts fresh and knows nothing of the capture. `ChildrenSeen` notes process ids and commands. With `--children=record`
+what multiprocessing runs in a child is captured there, into a file of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
+from replayfmt.errors import NothingCaptured
+from replayfmt.format.printable import tell
+
+from ..hooks.import_watch import Watch
 from ..hooks.patches import Patch, PatchSet
+from ..options import CaptureOptions
 from .interpreters import runs_python_program
 
+IMPLICIT_SCOPE = "execute"  # the scope of a program without scopes of its own
+_MULTIPROCESSING = "multiprocessing"
 _in_child: list[Callable[[], None]] = []
 _registered = False
 
@@ -57,8 +65,11 @@ class ChildrenSeen:
     that C libraries start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "", options: CaptureOptions | None = None) -> None:
+        """Of the capture to `path`, which with these options may record them."""
         self.seen: dict[int, str] = {}
+        self.path = path
+        self._recorded = options.unlimited() if options is not None and options.children == "record" else None
         self._own: set[int] = set()  # idents of threads that start processes for the recorder
         self._workers: set[int] = set()
         forks = functools.partial(self._returning_pid, lambda _arguments: ("forked", True))
@@ -103,6 +114,19 @@ class ChildrenSeen:
         workers = {pid: what for pid, what in self.seen.items() if pid in self._workers}
         return _listed(workers) if workers else ""
 
+    def worked(self, ran: Callable[[int], bool | None]) -> dict[int, str]:
+        """The children that ran operators, or may have, with what is known of them. `ran` says it of a forked child,
+        where that is known."""
+        return {
+            pid: what
+            for pid, what in self.seen.items()
+            if (found := ran(pid)) or (found is None and pid in self._workers)
+        }
+
+    def by_multiprocessing(self, pid: int) -> bool:
+        """Whether multiprocessing started it: only such children can be captured."""
+        return self.seen[pid].startswith(_MULTIPROCESSING)
+
     def _note(self, pid: object, what: str, works: bool) -> None:
         if isinstance(pid, int) and pid > 0 and get_ident() not in self._own:
             self.seen[pid] = what
@@ -135,8 +159,14 @@ class ChildrenSeen:
         @functools.wraps(original)
         def start(process: Any) -> None:
             target = _target(process)  # gone once it runs
-            original(process)
-            self._note(process.pid, f"multiprocessing {process.name}{target}", True)
+            if self._recorded is not None:
+                process.run = RecordedRun(process, self.path, self._recorded)
+            try:
+                original(process)
+            finally:
+                if self._recorded is not None:
+                    del process.run
+            self._note(process.pid, f"{_MULTIPROCESSING} {process.name}{target}", True)
 
         return start
 
@@ -167,3 +197,48 @@ def _command(arguments: Any) -> str:
     else:
         text = shlex.join(os.fsdecode(part) for part in arguments)
     return text if len(text) <= _COMMAND_LENGTH else text[: _COMMAND_LENGTH - 1] + "…"
+
+
+class RecordedRun:
+    """What a child that multiprocessing starts runs in place of its process's `run`: the same, under a capture. It is
+    pickled with the process where the child is spawned."""
+
+    def __init__(self, process: Any, path: str, options: CaptureOptions) -> None:
+        self._process, self._path, self._options = process, path, options
+
+    def __call__(self) -> None:
+        vars(self._process).pop("run", None)
+        recorders: list[Any] = []
+        watch = Watch("torch", lambda _torch: self._start(recorders))
+        try:
+            self._process.run()
+        finally:
+            watch.stop()
+            for recorder in recorders:
+                _complete(recorder)
+
+    def _start(self, recorders: list[Any]) -> None:
+        from ..recorder import Recorder
+
+        try:
+            recorder = Recorder(child_path(self._path, os.getpid()), self._options, IMPLICIT_SCOPE)
+            recorder.start()
+        except Exception as error:
+            tell(f"opreplay: the child process {os.getpid()} is not captured: {error}")
+        else:
+            recorders.append(recorder)
+
+
+def _complete(recorder: Any) -> None:
+    try:
+        recorder.close()
+    except NothingCaptured:
+        pass  # the capture of its parent says that there is no file
+    except Exception as error:
+        tell(f"opreplay: the capture of the child process {os.getpid()} is not complete: {error}")
+
+
+def child_path(path: str, pid: int) -> str:
+    """Where the capture of a child goes: beside its parent's."""
+    root, extension = os.path.splitext(path)
+    return f"{root}.{pid}{extension}"

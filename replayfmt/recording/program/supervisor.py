@@ -27,7 +27,7 @@ from replayfmt.native.ending import prepare
 
 from ..hooks.import_watch import Watch
 from ..options import CaptureOptions
-from .children import AfterFork, ChildrenSeen
+from .children import IMPLICIT_SCOPE, AfterFork, ChildrenSeen
 from .marks import Mark, Marks
 from .replacement import ProgramReplacement
 from .running import Program, compile_source
@@ -37,8 +37,6 @@ from .torch_first import TorchFirst
 if TYPE_CHECKING:
     from ..recorder import Recorder
     from .module_scopes import ModuleScopes
-
-IMPLICIT_SCOPE = "execute"  # the scope of a program without scopes of its own
 
 
 def output_path(template: str, environment: dict[str, str], pid: int) -> str:
@@ -88,7 +86,7 @@ class CapturedProgram:
         self._module_scopes: ModuleScopes | None = None
         self._recorder: Recorder | None = None
         self._failure: OpReplayError | None = None
-        self._children = ChildrenSeen()
+        self._children = ChildrenSeen(self._path, options)
         self._after_fork = AfterFork(self._forget)
         self._termination = Termination(self._finish)
         self._replacement = ProgramReplacement(self._replaced)
@@ -130,7 +128,7 @@ class CapturedProgram:
 
             # Marks are scopes of the program's own.
             implicit = None if self._marks.marks or self._options.start_scope is not None else IMPLICIT_SCOPE
-            recorder = Recorder(self._path, self._options, implicit, self._replaced)
+            recorder = Recorder(self._path, self._options, implicit, self._replaced, self._children)
             with self._children.own():  # the compiler that builds part of the recorder
                 recorder.start()
             self._recorder = recorder
@@ -225,8 +223,7 @@ class CapturedProgram:
         else:
             if summary:
                 _say(f"opreplay-capture: {summary}")
-            workers = self._children.workers()
-            if workers:
+            if self._options.children == "note" and (workers := self._children.workers()):
                 _say(f"opreplay-capture: note: {workers}{self._about_children()}")
         for sentence in self._marks.never_called():
             _say(f"opreplay-capture: warning: {sentence}")
@@ -278,8 +275,8 @@ class CapturedProgram:
         if not self._children.seen:
             return ""
         return (
-            ", and child processes are not recorded: capture the command of each with its own opreplay-capture, call "
-            "replayfmt.capture in functions that multiprocessing runs, or have the program do its work in one process"
+            ", and child processes are not recorded: capture those of multiprocessing with --children=record, and the "
+            "command of each other one with its own opreplay-capture"
         )
 
 

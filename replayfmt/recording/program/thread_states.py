@@ -155,28 +155,31 @@ class NextStep:
 
     def _step(self, _argument: Any, _frame: Any, _event: int, _value: Any) -> int:
         # No exception may leave this function: the interpreter's behaviour would be undefined, and ends the process.
+        if self._calibrating:
+            return 0
         later: BaseException | None = None
         try:
-            done = not self._calibrating and self._function()
-        except BaseException as error:
-            done, later = True, error
-        try:
-            if done:
-                self._take_off()
+            # First, because another thread may set them again while the function runs, for the next step.
+            self._replace(self._address, None, None)
         except Exception:
             return 0  # it is tried again at the thread's next step
+        except BaseException as error:
+            later = error
+        try:
+            if not self._function():
+                self._replace(None, self._address, id(self._argument))
         except BaseException as error:
             later = error
         if later is not None:
             _raise_at_next_step(later)
         return 0
 
-    def _take_off(self) -> None:
-        """Removes the functions from the calling thread."""
+    def _replace(self, held: int | None, function: int | None, argument: int | None) -> None:
+        """Put another function in the place of the one that the calling thread has."""
         state = _current()
         for slot in self._slots:
-            if slot.held(_words(state)) == self._address:
-                slot.setter(state, None, None)
+            if slot.held(_words(state)) == held:
+                slot.setter(state, function, argument)
 
     def _calibrate(self) -> None:
         """Find the words, in a separate thread: the program may have set functions for this one."""

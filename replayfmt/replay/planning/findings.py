@@ -28,7 +28,7 @@ _OPEN_KINDS = (ValueKind.opaque, ValueKind.process_group)
 
 class Findings:
     """The findings of one plan. `refused` has the reason for every op signature that cannot be run, by id; `notes` say
-    what a user has to know about those that can."""
+    what a user has to know about those that can, `elsewhere` what child processes did."""
 
     def __init__(
         self, reader: CaptureReader, devices: DeviceMap, kernels: tuple[ResolvedKernel | str | None, ...], scan: Scan
@@ -37,6 +37,7 @@ class Findings:
         self.refused: dict[int, str] = {}
         self.sentences: list[str] = []
         self.notes: list[str] = []
+        self.elsewhere: list[str] = []
 
     def collect(self, *, unsupported: bool = True) -> None:
         """Check everything the scan saw; without `unsupported`, those records are left to the caller."""
@@ -57,6 +58,9 @@ class Findings:
         groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
         for number, signature in self._signatures(RecordKind.unsupported):
             texts = {node.name: str(node.constant) for node in signature.args}
+            if not signature.unseen:
+                self.elsewhere.append(texts.get("detail", ""))
+                continue
             groups[texts.get("reason", ""), texts.get("op", ""), texts.get("detail", "")].append(number)
         for number, _signature in self._signatures(RecordKind.collective):
             groups["collective", "", "collectives are not replayed yet"].append(number)

@@ -44,18 +44,14 @@ def orders_streams(reader: CaptureReader) -> bool:
     )
 
 
-# Work that no replay does. No record says what memory it wrote: it may have written any.
-_UNSEEN = (RecordKind.unsupported, RecordKind.collective)
-
-
 def unseen_before(reader: CaptureReader, stop: int) -> Iterator[int]:
     """The records before an ordinal that may have written anything, the last one first."""
-    kinds = np.array([0, *(signature.kind for signature in reader.signatures[1:])])
-    if stop < 1 or not np.isin(kinds, _UNSEEN).any():
+    unseen = np.array([signature is not None and signature.unseen for signature in reader.signatures])
+    if stop < 1 or not unseen.any():
         return
     for index in range(reader.frame_of(stop - 1), -1, -1):
         frame = reader.frame(index)
-        rows = np.flatnonzero(np.isin(kinds[frame.signature[: stop - frame.first_ordinal]], _UNSEEN))
+        rows = np.flatnonzero(unseen[frame.signature[: stop - frame.first_ordinal]])
         yield from (rows[::-1] + frame.first_ordinal).tolist()
 
 
@@ -87,6 +83,6 @@ def count_work(reader: CaptureReader, scan: Scan) -> Work:
             scopes += calls
         elif signature.kind in (RecordKind.digest, RecordKind.host_read):
             comparable += calls if any(node.name == "hash_low" for node in signature.args) else 0
-        elif signature.kind in (RecordKind.unsupported, RecordKind.collective):
+        elif signature.unseen:
             unsupported += calls
     return Work(ops, len(kernels), scopes, comparable, unsupported)
