@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--values", "--kernel-skeleton", "--attachment", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
         "--steps", "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
         "--section", "--tensors", "--predict", "--tool", "--launch", "--launches", "--records", "--max-bytes",
-        "--target", "--reads-unwritten", "--device-kernels", "--table", "--replayed", "--power-log",
+        "--target", "--reads-unwritten", "--children", "--device-kernels", "--table", "--replayed", "--power-log",
     ),
     "Scopes": ("--mark", "--module-scopes"),
     "Content": (

@@ -15,7 +15,7 @@ from typing import Any
 from replayfmt.format.codes import KernelKind, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.container.frames import MAX_NESTING
 from replayfmt.format.json_values import nested_deeper
-from replayfmt.format.model import Device, Session
+from replayfmt.format.model import CHILD_WORK, Device, Session
 from replayfmt.format.printable import counted, printable, scope_count
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
@@ -53,7 +53,7 @@ def obstacles(reader: CaptureReader) -> list[str]:
     found = []
     if not reader.complete:
         found.append("incomplete")
-    if reader.summary.unsupported:
+    if reader.summary.unsupported.keys() - {CHILD_WORK}:
         found.append("unsupported records")
     used = (signature for signature in reader.signatures[1:] if signature.kind == RecordKind.op)
     if any(node.kind == ValueKind.opaque for signature in used for node in signature.nodes):
@@ -333,7 +333,8 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
             if against
             else "nothing in the file prevents it"
             + ("; kernels with code of their own need --allow-code" if code.attachments else "")
-            + ("; content that was not captured is synthesized" if made_up else ""),
+            + ("; content that was not captured is synthesized" if made_up else "")
+            + ("; child processes worked, which it does not hold" if CHILD_WORK in summary.unsupported else ""),
         ),
     ]
 
