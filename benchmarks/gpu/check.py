@@ -45,18 +45,33 @@ def make_importable(site: Path, native: Path | None, python: str) -> dict[str, s
     tools = site / "opreplay_tools"
     if not tools.is_symlink():
         tools.symlink_to(ROOT / "tools")
+    cache = _cache_of_this_user(site.parent)
     if native is not None:
-        built = ROOT / "replayfmt/native/built"
-        built.mkdir(exist_ok=True)
-        for library in native.glob("*.so"):
-            if not (built / library.name).exists():
-                shutil.copy2(library, built)
-    folders = [ROOT, site, HERE, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        built = cache / "opreplay/native"
+        built.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for library in native.glob("*.so"):  # their names say what they were built from, and for which PyTorch
+            shutil.copyfile(library, built / library.name)
+    folders = [ROOT, site, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "PYTHONUNBUFFERED": "1",
+        "XDG_CACHE_HOME": str(cache),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # ExecutionTraceObserver announces each start as a warning
     }
+
+
+def _cache_of_this_user(otherwise: Path) -> Path:
+    """Where libraries that were built stay for the next run; below `otherwise` where the user's own cannot be
+    written."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    found = given if given.is_absolute() else Path(os.path.expanduser("~"), ".cache")
+    with contextlib.suppress(OSError):
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(found, os.W_OK):
+            return found
+    found = otherwise / "cache"
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
 
 
 class Check:

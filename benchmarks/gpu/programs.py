@@ -87,12 +87,12 @@ def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
 
 
 class Model(nn.Module):
-    def __init__(self, llama: bool, dtype: torch.dtype) -> None:
+    def __init__(self, llama: bool, dtype: torch.dtype, layers: int = SIZE.layers) -> None:
         super().__init__()
         self.llama = llama
         self.tokens = nn.Embedding(SIZE.vocabulary, SIZE.width)
         self.positions = None if llama else nn.Embedding(SIZE.length, SIZE.width)
-        self.blocks = nn.ModuleList(Block(llama) for _ in range(SIZE.layers))
+        self.blocks = nn.ModuleList(Block(llama) for _ in range(layers))
         self.norm = (nn.RMSNorm if llama else nn.LayerNorm)(SIZE.width)
         self.to(DEVICE, dtype)
         angles = torch.outer(torch.arange(SIZE.length), 10_000.0 ** (-torch.arange(0, HEAD, 2) / HEAD))
@@ -117,13 +117,21 @@ class Model(nn.Module):
 class Training:
     """A training step with AdamW. `math`: with attention whose backward pass is deterministic on a GPU, too."""
 
-    def __init__(self, llama: bool, *, math: bool = False, dtype: torch.dtype = torch.bfloat16, batch: int = 0) -> None:
+    def __init__(
+        self,
+        llama: bool,
+        *,
+        math: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        batch: int = SIZE.batch,
+        layers: int = SIZE.layers,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Model(llama, dtype)
+        self.model = Model(llama, dtype, layers)
         self.run: nn.Module = self.model
         # Fused, AdamW counts its steps on the device; otherwise on the host.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=not llama)
-        self.given = torch.randint(SIZE.vocabulary, (batch or SIZE.batch, SIZE.length)).to(DEVICE)
+        self.given = torch.randint(SIZE.vocabulary, (batch, SIZE.length)).to(DEVICE)
         self.at, self.math = torch.arange(SIZE.length, device=DEVICE), math
 
     def step(self) -> None:

@@ -194,3 +194,20 @@ def test_rows_have_the_devices_time_and_say_where_it_waited_for_the_host(rows):
     assert report.context["event_pair_ns"] == EVENT_NS
     (warning,) = (each for each in report.context["warnings"] if "waited for the host" in each)
     assert "while 1 op ran" in warning and "_local_scalar_dense" in warning
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inputs", ["hot", "cold"])
+def test_a_gpu_is_busy_while_ops_are_issued_unless_they_wait_for_it(tools, tmp_path, inputs):
+    path, out = tmp_path / "gpu.opreplay", tmp_path / "results.json"
+    with replayfmt.capture(path, digests="none"):
+        x = torch.ones(64, device="cuda")
+        x.mul_(2)
+        torch.sin(x).view(8, 8).sum().item()
+    assert tools("benchmark", "--per-op", f"--inputs={inputs}", f"--benchmark-out={out}", path).code == 0
+    rows = {row["op"]: row for row in json.loads(out.read_text())["benchmarks"]}
+    waited = {name for name, row in rows.items() if "device_waited" in row}
+    assert waited == {"aten::_local_scalar_dense.default"}
+    assert rows["aten::view.default"]["launches"] is False
+    assert not any("launches" in rows[f"aten::{name}"] for name in ("mul_.Tensor", "sin.default", "sum.default"))

@@ -202,6 +202,8 @@ def test_a_peak_of_runs_that_differ_is_doubtful_and_not_kept(tmp_path, small):
     peak = peaks.of_bandwidth()
     assert peak.doubts == ("half of its runs took 100% longer than the fastest",) and not kept.exists()
     assert peaks.of_bandwidth() is peak, "measured once for a report"
+    placed = place(CallWork(None, "", 1000, 1000, "", "other operator", ""), 1_000, peaks)
+    assert placed is not None and placed.fields()["peaks_doubtful"] is True
     (warning,) = peak_caveats(peaks.rows())
     assert "the peak of cpu (bandwidth) is doubtful" in warning and "100% longer" in warning
     (line,) = map(peak_line, peaks.rows())

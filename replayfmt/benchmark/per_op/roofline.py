@@ -37,6 +37,8 @@ class RooflinePlace:
 
     def fields(self) -> dict[str, Any]:
         """For a row."""
+        peaks = [peak for peak in (self.peak_flops, self.peak_bandwidth) if peak is not None]
+        doubtful = {"peaks_doubtful": True} if any(peak.doubts for peak in peaks) else {}
         return {
             "bound": self.bound,
             "share_of_roof": self.of_roof,
@@ -44,6 +46,7 @@ class RooflinePlace:
             "peak_flops_source": None if self.peak_flops is None else self.peak_flops.source,
             "peak_bandwidth": self.peak_bandwidth.per_second,
             "peak_bandwidth_source": self.peak_bandwidth.source,
+            **doubtful,
         }
 
 
