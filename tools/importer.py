@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -273,6 +274,7 @@ def _progress() -> Iterator[tuple[Callable[[int, int], None] | None, Callable[[i
 
 def main() -> None:
     """The console script."""
+    gc.set_threshold(100_000, 50, 50)  # millions of objects, hardly any of them in a cycle
     run_tool(cli)
 
 

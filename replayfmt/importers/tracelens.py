@@ -229,7 +229,7 @@ class _Writer:
 
         arguments = [(name, value(each)) for name, each in binding.arguments]
         # The IR has no results, and no other call uses them.
-        ordinal = self._capture.op(choice.operator.kernel(), arguments, None, Moment(), note)
+        ordinal = self._capture.op(choice.operator.kernel, arguments, None, Moment(), note)
         self._capture.release(list(dict.fromkeys(storages.values())))
         return ordinal
 

@@ -237,7 +237,7 @@ def _scalar_fits(base: str, recorded: Recorded) -> int | None:
     if recorded.form is Form.text:
         if base in ("str", "Device"):
             return 3
-        readers = {"ScalarType": dtype_of, "Layout": layout_of, "MemoryFormat": memory_format_of}
+        readers: dict[str, Any] = {"ScalarType": dtype_of, "Layout": layout_of, "MemoryFormat": memory_format_of}
         if base in readers:
             return 3 if readers[base](value) else None
         return 1 if base in ("Generator", "Any", "Stream", "Storage") else None
@@ -417,7 +417,8 @@ def _decode_scalar(base: str, recorded: Recorded) -> Any:
         if base == "Storage":
             return RETURNED_STORAGE
         if base in ("ScalarType", "Layout", "MemoryFormat"):
-            found = {"ScalarType": dtype_of, "Layout": layout_of, "MemoryFormat": memory_format_of}[base](value)
+            readers: dict[str, Any] = {"ScalarType": dtype_of, "Layout": layout_of, "MemoryFormat": memory_format_of}
+            found = readers[base](value)
             return _WRONG if found is None else found
         return _WRONG
     if recorded.form is not Form.number:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -133,6 +134,7 @@ class FoundOperator:
             for each in self.schema.arguments
         )
 
+    @cached_property
     def kernel(self) -> Kernel:
         """The kernel as a capture names it."""
         return Kernel(self.name, self.overload, printed_schema(self.schema))

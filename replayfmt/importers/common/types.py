@@ -7,6 +7,8 @@ PyTorch's scalar type names (`Long`, `BFloat16`) and Python's (`torch.int64`, `i
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from replayfmt.format.codes import DType, Layout, MemoryFormat
 
 # fmt: off
@@ -44,6 +46,7 @@ _BY_NAME = {dtype.name.lower(): dtype for dtype in DType if dtype}
 _PREFIXES = ("c10::", "at::", "std::", "torch.", "thrust::", "const ", "::")
 
 
+@lru_cache(maxsize=4096)
 def dtype_of(name: str) -> DType | None:
     """The dtype of a type name, None if it is not a known dtype.
 

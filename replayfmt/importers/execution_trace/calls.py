@@ -72,6 +72,7 @@ class NodeCalls:
         self._full = allocations is not None
         self.memory = MemoryMap(allocations)
         self.inferred = inferred or Inferred()
+        self._changed: dict[str, bool] = {}
         self._choices: dict[str, tuple[Choice, torch.FunctionSchema | None]] = {}
 
     @property
@@ -80,9 +81,10 @@ class NodeCalls:
 
     def step(self, node: TraceNode) -> NodeStep:
         """The next chosen node."""
-        self.memory.access(*self._effects(node))
+        kind = kind_of(node)
+        self.memory.access(*self._effects(node, kind))
         given = self.memory.take(tensor for _position, tensor in node.inputs.tensors)
-        step = NodeStep(node, kind_of(node), {each.tensor: each for each in given})
+        step = NodeStep(node, kind, {each.tensor: each for each in given})
         step.assumed += [
             f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
             f"which {BY} does not show"
@@ -114,11 +116,11 @@ class NodeCalls:
         """Handle a node within a chosen one: the memory it allocates belongs to no other node any more."""
         self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
 
-    def _effects(self, node: TraceNode) -> tuple[list[TracedTensor], list[TracedTensor]]:
+    def _effects(self, node: TraceNode, kind: Kind) -> tuple[list[TracedTensor], list[TracedTensor]]:
         """The tensors that a node reads, and those that it writes; if it does not say which, all of them."""
         given = node.inputs.tensors
         everything = [tensor for _position, tensor in given]
-        if kind_of(node) is not Kind.operator:
+        if kind is not Kind.operator:
             return [], everything
         schema = self._choose(node.schema)[1]
         if schema is None:
@@ -165,7 +167,7 @@ class NodeCalls:
         assert step.choice.operator is not None
         schema = step.choice.operator.schema
         unknown: list[str] = []
-        if traced is not None and printed_schema(traced) != printed_schema(schema):
+        if traced is not None and self._differ(node.schema, traced, schema):
             recorded, unknown = _by_name(traced, schema, recorded)
         step.binding = self._reader.bind(schema, recorded, by=BY)
         step.binding.missing += unknown
@@ -185,6 +187,12 @@ class NodeCalls:
             impossible, doubtful = refusal(schema, self.inferred.tried(schema, step.binding.arguments)[0])
             step.binding.missing += [impossible] if impossible else []
             step.assumed += [doubtful] if doubtful else []
+
+    def _differ(self, text: str, traced: torch.FunctionSchema, here: torch.FunctionSchema) -> bool:
+        known = self._changed.get(text)
+        if known is None:
+            known = self._changed[text] = printed_schema(traced) != printed_schema(here)
+        return known
 
     def _choose(self, text: str) -> tuple[Choice, torch.FunctionSchema | None]:
         known = self._choices.get(text)

@@ -9,7 +9,8 @@ traced program. Storages that no call produced have no content in the trace.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import takewhile
 from os import PathLike, fspath
 from pathlib import Path
@@ -36,6 +37,7 @@ from .writing import GraphWriter
 
 KIND = "execution-trace"
 _PASSES = 3
+_MOST_KEPT = 1 << 16  # nodes, of some kilobytes each
 
 
 def import_execution_trace(
@@ -125,6 +127,8 @@ class _Trace:
         self.version = (0, 0, 0)
         self.problems: list[str] = []
         self._broken: set[int] = set()  # entries that are not nodes, by their place in the file
+        self._length = 0
+        self._kept: list[TraceNode] | None = []  # all nodes, if there are few
         self.rank: int | None = None
         self.world_size = 1
         self.groups: dict[str, dict[str, Any]] = {}
@@ -141,7 +145,12 @@ class _Trace:
         progress = self._progress
         if progress is None:
             return None
-        return lambda done, length: progress((number * length + done) // _PASSES, length)
+
+        def share(done: int, length: int) -> None:
+            self._length = length
+            progress((number * length + done) // _PASSES, length)
+
+        return share
 
     def select(self, *, roots: bool) -> ChosenNodes:
         """The first pass. Raises InvalidCapture if the file is not an execution trace."""
@@ -163,6 +172,10 @@ class _Trace:
                     self.problems.append(f"entry {entry} of the nodes was passed over: {error}")
                     continue
                 skeleton.add(node)
+                if self._kept is not None:
+                    self._kept.append(node)
+                    if len(self._kept) > _MOST_KEPT:
+                        self._kept = None
                 if self.rank is None:
                     self.rank = rank_said(node)
                 if node.name == "## process_group:init ##":
@@ -197,17 +210,33 @@ class _Trace:
     def _wanted(self, selection: ChosenNodes, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
         chosen = iter(selection.chosen)
         following = next(chosen, None)
-        position = entry = -1
+        for position, node in enumerate(self._again(number)):
+            if position == following:
+                yield node(), position, True
+                following = next(chosen, None)
+            elif selection.inside(position) and (inner := node()).name.startswith(_TELLING):
+                yield inner, position, False
+
+    def _again(self, number: int) -> Iterator[Callable[[], TraceNode]]:
+        """Every node once more, as a function that returns it."""
+        if self._kept is not None:
+            share = self._share(number)
+            for position, node in enumerate(self._kept):
+                if share is not None and not position % 1024:
+                    share(self._length * position // len(self._kept), self._length)
+                yield partial(_itself, node)
+            if share is not None:
+                share(self._length, self._length)
+            return
+        entry = -1
         for key, row in self._rows(number):
             entry += key == "nodes"
-            if key != "nodes" or entry in self._broken:
-                continue
-            position += 1
-            if position == following:
-                yield node_of(row), position, True
-                following = next(chosen, None)
-            elif selection.inside(position) and str(row.get("name", "")).startswith(_TELLING):
-                yield node_of(row), position, False
+            if key == "nodes" and entry not in self._broken:
+                yield partial(node_of, row)
+
+
+def _itself(node: TraceNode) -> TraceNode:
+    return node
 
 
 def _by_id(

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import mul
 from typing import Any
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
@@ -48,6 +49,7 @@ def schema_version(text: object, path: str) -> tuple[int, int, int]:
     return version
 
 
+@lru_cache(maxsize=4096)
 def operator_name(schema: str) -> tuple[str, str]:
     """(`aten::add_`, `Tensor`) of `aten::add_.Tensor(Tensor(a!) self, ...) -> Tensor(a!)`; "" without an overload."""
     name, _separator, overload = schema.partition("(")[0].partition(".")
@@ -235,8 +237,7 @@ class TracedTensor:
         """Where its memory ends, in bytes from the start of its storage, with these strides."""
         if not self.elements:
             return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.sizes, strides, strict=True))
-        return (self.offset + last + 1) * self.item_bytes
+        return (self.offset + sum(map(mul, self.sizes, strides)) - sum(strides) + 1) * self.item_bytes
 
 
 def traced_tensor(value: object, sizes: object, strides: object, type_name: str) -> TracedTensor | None:
@@ -304,16 +305,17 @@ def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[Recorded]:
 
 def _recorded(value: object, sizes: object, strides: object, kind: str, reader: TensorReader) -> Recorded:
     head, inner = _wrapped(kind)
-    shown = json.dumps(value)
     if head == "Tensor":
         tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
+        if tensor is not None and tensor.defined:
+            return Recorded(Form.tensor, tensor=reader.spec(tensor))
+        shown = json.dumps(value)
         if tensor is None:
             return Recorded(Form.truncated, shown=shown)
-        if not tensor.defined:
-            # Tensors without a storage (sparse, nested, of symbolic sizes) have a dtype anyway.
-            undefined = tensor.type_name.startswith("nullptr")
-            return NOTHING if undefined else Recorded(Form.truncated, shown=f"a tensor without a storage: {shown}")
-        return Recorded(Form.tensor, tensor=reader.spec(tensor), shown=shown)
+        # Tensors without a storage (sparse, nested, of symbolic sizes) have a dtype anyway.
+        undefined = tensor.type_name.startswith("nullptr")
+        return NOTHING if undefined else Recorded(Form.truncated, shown=f"a tensor without a storage: {shown}")
+    shown = json.dumps(value)
     if isinstance(value, list):
         if len(value) >= _CUT_LIST_ITEMS:
             return Recorded(Form.truncated, shown=f"a list of which {len(value)} items are recorded")

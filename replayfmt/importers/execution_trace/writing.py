@@ -105,7 +105,7 @@ class GraphWriter:
                     self._capture.enter(each[1], moment)
             assumed += self._told
             note: dict[str, Any] = {"import": "inferred" if assumed else "exact", **self._around}
-            kernel = choice.operator.kernel()
+            kernel = choice.operator.kernel
             rewritten = self._portable.rewrite(kernel, arguments, results) if self._portable is not None else None
             if isinstance(rewritten, Rewritten):
                 ordinal = self._rewritten(rewritten, moment, assumed)

@@ -330,7 +330,7 @@ class _Writing:
         where = next((tensor.meta.device for tensor in tensors if tensor.meta.sizes), None)
         where = where if where is not None else tensors[0].meta.device if tensors else self._factory_device(call)
         results = realize(call.results, tensors, where)
-        kernel = call.operator.kernel()
+        kernel = call.operator.kernel
         rewritten = self.trace.portable.rewrite(kernel, arguments, results) if self.trace.portable is not None else None
         if isinstance(rewritten, str):
             annotation["not_rewritten"] = rewritten
