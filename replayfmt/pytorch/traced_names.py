@@ -31,11 +31,40 @@ ALIASES: dict[str, str] = {
     "FlashAttnFuncBackward": "flash_attn::_flash_attn_backward",
     "FlashAttnVarlenFunc": "flash_attn::_flash_attn_varlen_forward",
     "FlashAttnVarlenFuncBackward": "flash_attn::_flash_attn_varlen_backward",
+    "aten::_cat": "aten::cat",
+    "aten::_s_where": "aten::where",
+    "aten::thnn_conv2d_forward": "aten::_slow_conv2d_forward",
+    "aten::thnn_conv2d_backward": "aten::_slow_conv2d_backward",
     "torchvision::_new_nms": "torchvision::nms",
     "fbgemm::batched_unary_embeddings": "fbgemm::batched_unary_embeddings_forward",
     # vLLM changed the spelling.
     "_rocm_C::wvSplitK": "_rocm_C::wvSpltK",
     "_rocm_C::wvSpltK": "_rocm_C::wvSplitK",
+}
+
+_CONVOLUTION = "PyTorch 1.11 replaced it with aten::convolution_backward, which takes the operator's input as well"
+# Operators of PyTorch's that are gone, and what has come of them where that takes other arguments.
+REMOVED: dict[str, str] = {
+    **{
+        f"aten::{library}_{kind}_backward{part}": _CONVOLUTION
+        for library in ("cudnn", "miopen", "mkldnn", "slow", "thnn")
+        for kind in ("convolution", "convolution_transpose", "depthwise_convolution", "conv_transpose2d", "conv3d")
+        for part in ("", "_input", "_weight", "_bias", "_weights")
+    },
+    **dict.fromkeys(
+        (f"aten::{name}" for name in ("thnn_conv_depthwise2d_forward", "thnn_conv_depthwise2d_backward")),
+        "PyTorch 1.10 replaced it with aten::_conv_depthwise2d and aten::convolution_backward",
+    ),
+    "aten::_convolution_nogroup": "PyTorch 1.10 replaced it with aten::convolution",
+    "aten::symeig": "PyTorch 2.0 replaced it with aten::linalg_eigh",
+    "aten::eig": "PyTorch 1.11 replaced it with aten::linalg_eig",
+    "aten::solve": "PyTorch 1.11 replaced it with aten::linalg_solve, whose arguments are the other way round",
+    "aten::lstsq": "PyTorch 1.11 replaced it with aten::linalg_lstsq, whose arguments are the other way round",
+    "aten::matrix_rank": "PyTorch 1.11 replaced it with aten::linalg_matrix_rank",
+    **dict.fromkeys(
+        (f"aten::{name}" for name in ("fft", "ifft", "rfft", "irfft", "_fft_with_size")),
+        "PyTorch 1.8 replaced it with the aten::fft_ operators on complex tensors",
+    ),
 }
 
 # The strings that are passed most often, by operator and argument. Of ANY: only where the schema has no default.

@@ -30,6 +30,7 @@ _SHOWN_PROBLEMS = 20
 _DOUBLE_DIGITS = 16  # with the point, 15 digits: those that a double always holds
 # Possessive quantifiers: strings of millions of characters keep no backtracking positions.
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
+_WHOLE_STRING = re.compile(_STRING, re.DOTALL)
 _STRUCTURE = re.compile(rf'{_STRING}|["{{}}\[\]]', re.DOTALL)
 _NEXT_ENTRY = re.compile(r'[\]}"\w,]\s*\{\s*"(?:ph|name|cat|id|op_name)"\s*:')
 _TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*+[}}\]])", re.DOTALL)
@@ -293,8 +294,11 @@ class JsonStream:
     def _extent(self) -> int | None:
         """The end of the value that begins here, by its brackets; None if it is not in the buffer."""
         first = self._text[self._place]
+        if first == '"':
+            found = _WHOLE_STRING.match(self._text, self._place)
+            return found.end() if found else None
         if first not in "{[":
-            found = re.compile(r"[,}\]\s]").search(self._text, self._place) if first != '"' else None
+            found = re.compile(r"[,}\]\s]").search(self._text, self._place)
             return found.start() if found else None
         depth = 0
         for found in _STRUCTURE.finditer(self._text, self._place):
@@ -326,7 +330,7 @@ class JsonStream:
                 value = self._decoder.decode(text)
             except (ValueError, RecursionError):
                 continue
-            self._note(kind, f"an entry with a {kind} was read as if it were right", offset)
+            self._note(kind, f"an entry that is not JSON ({kind}) was read as if it were right", offset)
             self._place = end
             return True, value
         self._note("skipped", f"an entry is not JSON: {self._shown()}", offset)

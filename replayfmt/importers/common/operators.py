@@ -22,7 +22,7 @@ from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.plain_callables import parameter_names, schema_text
 from replayfmt.pytorch.registry import is_registered, overloads_of
 from replayfmt.pytorch.schemas import parse_schema, printed_schema
-from replayfmt.pytorch.traced_names import TracedNames
+from replayfmt.pytorch.traced_names import REMOVED, TracedNames
 
 from .arguments import Form, Recorded, score
 from .schema_types import BASES, schema_type
@@ -198,6 +198,8 @@ class Operators:
         found = self._registered(name)
         if found:
             return found, ""
+        if name in REMOVED:
+            return [], f"no operator {name} is registered here: {REMOVED[name]}"
         why = self._libraries.provide(name, lambda: bool(self._registered(name)))
         found = self._registered(name)
         return found, "" if found else f"no operator {name} is registered here, {why}"

@@ -32,10 +32,13 @@ LAUNCH_CATEGORIES = frozenset(
         "privateuse1_runtime",
         "privateuse1_driver",
         "mtia_runtime",
+        "hpu_op",
         "Runtime",
         "runtime",
     }
 )
+# Runtimes of other accelerators (Gaudi's, MLU's) are called alike.
+_LAUNCHES = re.compile(r"[a-z]\w*_(runtime|driver)\Z")
 DEVICE_CATEGORIES = frozenset(
     {
         "kernel",
@@ -77,7 +80,7 @@ OTHER_CATEGORIES = frozenset(
 _READ_CATEGORIES = OPERATOR_CATEGORIES | ANNOTATION_CATEGORIES | LAUNCH_CATEGORIES | DEVICE_CATEGORIES
 OPERATOR_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?\Z")
 # What the runtime that launched work calls its devices; CUDA and HIP are both `cuda` to PyTorch.
-_DEVICE_TYPES = {"xpu": "xpu", "mtia": "mtia", "privateuse1": "privateuseone"}
+_DEVICE_TYPES = {"cuda": "cuda", "hip": "cuda", "xpu": "xpu", "mtia": "mtia", "hpu": "hpu"}
 RECORDED_FIELDS = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
 _OLD_FIELDS = {
     "Input Dims": "Input dims",
@@ -105,6 +108,7 @@ COLLECTIVE_FIELDS = (
 
 # What launches of kernels that torch.compile generated say besides their inputs.
 TRITON_FIELDS = ("kernel_backend", "kernel_file", "kernel_hash", "kernel_kwargs", "grid", "num_warps", "num_stages")
+_MOST_UNKNOWN = 16  # categories that are named
 _LATEST = 1 << 62
 NO_TIME = -_LATEST
 _DECIMAL = re.compile(r"(-?\d{1,19})(\.\d+)?\Z")
@@ -190,7 +194,7 @@ class WorkKind:
 
 class TraceEvents:
     """Everything in a trace that the import needs. `problems` counts errors in events, `others` the events that are not
-    calls, by category."""
+    calls, `unknown` those of which nothing is known, by category."""
 
     def __init__(self) -> None:
         self.ops, self.launches, self.work = OpEvents(), Launches(), DeviceWork()
@@ -205,6 +209,7 @@ class TraceEvents:
         self.device_type = "cuda"
         self.problems: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
+        self.unknown: Counter[str] = Counter()
         self._begun: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._kind_ids: dict[Any, int] = {}
         self._work_ids: dict[Any, int] = {}
@@ -265,15 +270,22 @@ class TraceEvents:
             if duration < 0:
                 done = "taken as moments" if category in ANNOTATION_CATEGORIES else "left out"
                 self.problems[f"of category {category} have no duration, or an impossible one; they were {done}"] += 1
-        elif category in LAUNCH_CATEGORIES:
-            self.device_type = _DEVICE_TYPES.get(category.partition("_")[0], self.device_type)
+        elif category in LAUNCH_CATEGORIES or (
+            isinstance(category, str) and category not in OTHER_CATEGORIES and _LAUNCHES.match(category)
+        ):
+            runtime, separator, _rest = category.partition("_")
+            if separator:
+                self.device_type = _DEVICE_TYPES.get(runtime, "privateuseone")  # what other packages' devices are
             self._launch(event)
         elif category in DEVICE_CATEGORIES:
             self._work(event, str(category))
         elif isinstance(category, str) and category in OTHER_CATEGORIES:
             self.others[category] += 1
         elif category != "":
-            self.problems[f"are of category {str(category)[:60]!r}, which is not known; they were left out"] += 1
+            name = str(category)[:60]
+            if name in self.unknown or len(self.unknown) < _MOST_UNKNOWN:
+                self.unknown[name] += 1
+            self.problems[f"are of category {name!r}, which is not known; they were left out"] += 1
 
     def _paired(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """The span completed by an end event (ph E); None for a begin event."""

@@ -136,6 +136,7 @@ def import_kineto(
                 if level == "launching" and events.ops.start
                 else ""
             )
+            + (f"; events of unknown categories were left out: {most(events.unknown)}" if events.unknown else "")
         )
     report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
     report.notes += graph_notes

@@ -1,0 +1,78 @@
+"""Files of other makers and other devices: read where they hold the same, named where they do not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from in_process import Tools
+
+from .conftest import Import
+from .traces import ADD, MM, kernel, launch, op, tensor, trace
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"SQLite format 3\0" + bytes(80), "SQLite"),
+        (b"\x0a\x80\x02\x08\x01\x12\x09/host:CPU" + bytes(300), "XPlane"),
+        (b"\x07\x0a\x050.0.4\x40\x08\x01\x12\x09[pytorch|", "Chakra execution trace in protobuf"),
+        (b'{"version": "0.0.4"}\n{"id": "1", "name": "x", "type": "COMP_NODE"}', "Chakra execution trace in JSON"),
+        (b'{"rocprofiler-sdk-tool": [{"metadata": {}}]}', "rocprofv3"),
+        (b'"Index","KernelName","gpu-id","queue-id"\n0,"gemm",0,0\n', "rocprof's table"),
+        (b'"Kind","Agent_Id","Kernel_Name"\n"KERNEL_DISPATCH",1,"gemm"\n', "rocprof's table"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_another_tools_intact_file_is_named_for_what_it_is(
+    content: bytes, told: str, packed: bool, tools: Tools, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    code, _out, err = tools("import", path, "-o", tmp_path / "out.opreplay")
+    assert code == 3 and err.startswith("UNIMPLEMENTED") and told in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", [r"C:\work\x.json", r"C:\Users\x\trace.json", r"\\host\share\q.json"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_path_with_single_backslashes_does_not_hide_the_trace(
+    name: str, first: bool, imported: Import, tmp_path: Path
+) -> None:
+    events = f'"traceEvents":{json.dumps([op("aten::mm", 10, 5, MM)])}'
+    named = f'"traceName":"{name}"'
+    path = tmp_path / "trace.json"
+    path.write_text("{" + ",".join([named, events] if first else [events, named]) + "}")
+    result = imported(path)
+    assert result.ops == ["aten::mm.default"] and len(result.report.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("category", "device"),
+    [("hpu_op", "hpu"), ("hpu_runtime", "hpu"), ("xpu_driver", "xpu"), ("mlu_runtime", "privateuseone")],
+)
+def test_launches_of_other_runtimes_are_launches(category: str, device: str, imported: Import) -> None:
+    events = [op("aten::mm", 10, 20, MM), launch(1, 12, name="synLaunch") | {"cat": category}, kernel(1, 40, 6)]
+    result = imported(events)
+    assert result.of("op")[0].device_duration_ns == 6000
+    (place,) = result.of("op")[0].annotation["device_kernels"]
+    assert str(place["device"]).startswith(device)
+
+
+def test_a_refusal_names_the_categories_that_are_not_known(tools: Tools, tmp_path: Path) -> None:
+    events = [op("aten::mm", 10, 20, MM), launch(1, 12) | {"cat": "newdevice_calls"}, kernel(1, 40, 6)]
+    code, _out, err = tools("import", trace(tmp_path / "t.json", events), "-o", tmp_path / "out.opreplay")
+    assert code == 1 and "unknown categories were left out: 1 newdevice_calls" in err
+
+
+def test_an_operator_that_pytorch_removed_is_explained(imported: Import) -> None:
+    name = "aten::cudnn_convolution_backward_weight"
+    (record,) = imported([op(name, 10, 20, [tensor("float", 4, 4)])]).of("unsupported")
+    assert "aten::convolution_backward" in str(record.argument("detail"))
+
+
+def test_an_operator_that_pytorch_renamed_is_the_new_one(imported: Import) -> None:
+    pair = tensor("float", 4)
+    result = imported([op("aten::_s_where", 10, 20, [tensor("bool", 4), pair, pair]), op("aten::add", 40, 5, ADD)])
+    assert result.ops == ["aten::where.self", "aten::add.Tensor"]
