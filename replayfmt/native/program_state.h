@@ -87,7 +87,7 @@ inline uint64_t general_settings() {
 }
 
 // Those that some ops depend on: number `index` of the settings that Python watches (state/numeric_state.py, WATCHED).
-constexpr size_t kWatched = 23;
+constexpr size_t kWatched = 25;
 
 inline uint8_t watched_setting(size_t index) {
   const auto& context = at::globalContext();
@@ -117,7 +117,9 @@ inline uint8_t watched_setting(size_t index) {
     case 19: return context.allowFP16AccumulationCuBLAS();
     case 20: return context.userEnabledCuDNN();
     case 21: return context.benchmarkCuDNN();
-    default: return context.deterministicCuDNN();
+    case 22: return context.deterministicCuDNN();
+    case 23: return static_cast<uint8_t>(at::globalContext().blasPreferredBackend());
+    default: return static_cast<uint8_t>(context.linalgPreferredBackend());
   }
 }
 

@@ -3,12 +3,15 @@ results."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import sys
 import time
 import uuid
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ _PROPERTIES = {
     "compute_units": "max_compute_units",
     "driver": "driver_version",
 }
+# What CUDA's libraries read from the environment when they are first used.
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 
 
 def cpu_model() -> str | None:
@@ -45,6 +50,7 @@ def library_versions() -> dict[str, str]:
     versions = {"torch_git": str(torch.version.git_version)}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
+        versions |= _wheels(torch.version.cuda.partition(".")[0])
     if torch.version.hip:
         versions["hip"] = torch.version.hip
     if torch.version.xpu:
@@ -57,7 +63,22 @@ def library_versions() -> dict[str, str]:
             versions["mkl"] = text
         elif "MKL-DNN" in text:
             versions["mkldnn"] = text
+    return versions | _variables()
+
+
+@functools.cache
+def _wheels(cuda: str) -> dict[str, str]:
+    """The versions of the wheels of CUDA's libraries, where these came as wheels. No library is asked."""
+    versions = {}
+    for name in ("nvidia-cublas", "nvidia-cudnn"):
+        for each in (name, f"{name}-cu{cuda}"):
+            with suppress(PackageNotFoundError):
+                versions[each] = version(each)
     return versions
+
+
+def _variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
 def cpu_capability() -> str:
@@ -78,6 +99,8 @@ def describe_device(device: torch.device) -> Device:
     if hasattr(properties, "major") and hasattr(properties, "minor"):
         fingerprint["capability"] = f"{properties.major}.{properties.minor}"
     fingerprint |= {name: getattr(properties, of) for name, of in _PROPERTIES.items() if hasattr(properties, of)}
+    if device.type == "cuda":  # programs may set them until they use the device
+        fingerprint |= _variables()
     text = json.dumps(fingerprint) if fingerprint else ""
     return Device(device.type, accelerators.index_of(device), accelerators.name_of(device), text)
 

@@ -93,6 +93,23 @@ def _reduced_precision(name: str, getter: str, attribute: str) -> Setting | None
     return Setting(name, read, write)
 
 
+def _preferred(library: str) -> Setting | None:
+    """The library that CUDA's matrix products (`blas`) or decompositions (`linalg`) prefer, by PyTorch's name."""
+    get = getattr(torch._C, f"_get_{library}_preferred_backend", None)
+    put = getattr(torch._C, f"_set_{library}_preferred_backend", None)
+    names = getattr(torch._C, f"_{library.capitalize()}Backend", None)
+    if not (get and put and names):
+        return None
+
+    def write(name: str) -> None:
+        if name not in names.__members__:
+            raise ValueError(f"expected one of {', '.join(names.__members__)}")
+        if torch.backends.cuda.is_built():  # nothing else has a choice
+            put(names.__members__[name])
+
+    return Setting(f"preferred_{library}", lambda: get().name, write)
+
+
 def _sdp_priority() -> Setting | None:
     get, put = getattr(torch._C, "_get_sdp_priority_order", None), getattr(torch._C, "_set_sdp_priority_order", None)
     if not (get and put):
@@ -163,6 +180,8 @@ _CANDIDATES: tuple[Setting | None, ...] = (
         "_get_cpu_allow_fp16_reduced_precision_reduction",
         "_set_cpu_allow_fp16_reduced_precision_reduction",
     ),
+    _preferred("blas"),
+    _preferred("linalg"),
     _c("cudnn_enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
     _c("cudnn_benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
     _c("cudnn_deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),

@@ -166,7 +166,7 @@ class Plan(Preparation):
     def differences(self) -> list[str]:
         """Why bitwise equality is not to be expected here. Asked for under the capture's settings."""
         if self._differences is None:
-            self._differences = environment_differences(self.reader.session, self.device_map)
+            self._differences = environment_differences(self.reader, self.device_map)
         stand_in = self.context.stand_in
         return self._differences if stand_in is None else [stand_in.reason, *self._differences]
 

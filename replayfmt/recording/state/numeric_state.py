@@ -26,6 +26,7 @@ _SMALLEST, _HALF = sys.float_info.min, 0.5  # their product is a denormal, unles
 _MATRIX = ("mm", "matmul", "linear", "dot", "mv", "addr", "attention", "addb", "cdist")
 _CONVOLUTION = ("conv",)
 _RECURRENT = ("lstm", "gru", "rnn")
+_LINALG = ("linalg", "cholesky", "svd", "lu_", "_lu", "qr", "eig", "inverse", "lstsq", "ormqr", "triangular_solve")
 _MKLDNN = _MATRIX + _CONVOLUTION + _RECURRENT + ("mkldnn",)
 _Affected = tuple[str, ...]
 
@@ -68,6 +69,8 @@ _WATCHED_CUDA: tuple[tuple[_Affected, Callable[[], Any]], ...] = (
     (_CONVOLUTION + _RECURRENT + ("batch_norm", "cudnn"), _getter("_get_cudnn_enabled")),
     (_CONVOLUTION + ("batch_norm", "cudnn"), _getter("_get_cudnn_benchmark")),
     (_CONVOLUTION + _RECURRENT + ("batch_norm", "cudnn"), _getter("_get_cudnn_deterministic")),
+    (_MATRIX, _getter("_get_blas_preferred_backend")),
+    (_LINALG, _getter("_get_linalg_preferred_backend")),
 )
 
 

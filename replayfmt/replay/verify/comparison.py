@@ -8,6 +8,7 @@ must match exactly. The replay's clock is stopped during comparisons, so their t
 from __future__ import annotations
 
 import cmath
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from typing import Any
 
 import torch
 
-from replayfmt.format.codes import DType
-from replayfmt.format.model import Session
+from replayfmt.format.codes import DType, RecordKind
 from replayfmt.format.policies import TRIMMED_ELSEWHERE
+from replayfmt.format.reader import CaptureReader
 from replayfmt.format.records.digest import TensorDigest
 from replayfmt.pytorch.environment import describe_device, session_fields
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
@@ -260,14 +261,15 @@ def _scalar_distance(expected: Any, got: Any) -> str | None:
     return None
 
 
-def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
+def environment_differences(reader: CaptureReader, devices: DeviceMap) -> list[str]:
     """Why results on this machine may differ from the captured ones bit for bit; empty if they should not."""
-    here = session_fields()
+    session, here = reader.session, session_fields()
     differences = []
 
     def compare(name: str, captured: Any, present: Any) -> None:
         if captured != present:
-            differences.append(f"{name} {present} here, {captured} in the capture")
+            one, other = ("unset" if each is None else each for each in (present, captured))
+            differences.append(f"{name} {one} here, {other} in the capture")
 
     compare("torch", session.torch_version, here["torch_version"])
     for name in sorted({*session.libraries, *here["libraries"]}):
@@ -281,7 +283,12 @@ def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
         if captured.kind != target.type:
             differences.append(f"{captured} is replayed on {target}")
         elif captured.kind != "cpu":
-            compare(f"{captured}:", f"{captured.name} {captured.fingerprint}", f"{present.name} {present.fingerprint}")
+            compare(f"{captured}:", captured.name, present.name)
+            facts, facts_here = (_facts(each.fingerprint) for each in (captured, present))
+            for name in sorted({*facts, *facts_here}):
+                compare(f"{captured}: {name}", facts.get(name), facts_here.get(name))
+    if any(target is not None and target.type == "cuda" for target in devices.targets) and tunes_convolutions(reader):
+        differences.append("torch.backends.cudnn.benchmark chooses the kernels of convolutions by their speed")
     elsewhere = session.policies.get(TRIMMED_ELSEWHERE)
     if elsewhere is not None:
         differences.append(f"its content comes from a replay that need not equal the capture ({elsewhere})")
@@ -289,6 +296,28 @@ def environment_differences(session: Session, devices: DeviceMap) -> list[str]:
     if captured_threads is not None:
         compare("threads", captured_threads, torch.get_num_threads())
     return differences
+
+
+def _facts(fingerprint: str) -> dict[str, Any]:
+    """What a device's fingerprint says, by name; a file may hold any text."""
+    try:
+        facts = json.loads(fingerprint or "{}")
+    except (ValueError, RecursionError):
+        facts = None
+    return facts if isinstance(facts, dict) else {"fingerprint": fingerprint}
+
+
+def tunes_convolutions(reader: CaptureReader) -> bool:
+    """Whether cuDNN may have chosen the kernels of the capture's convolutions by their speed."""
+    name = "cudnn_benchmark"
+    changed = any(
+        signature is not None
+        and signature.kind is RecordKind.global_state
+        and any(node.name == name for node in signature.args)
+        for signature in reader.signatures
+    )
+    convolves = any(kernel is not None and "conv" in kernel.name for kernel in reader.kernels)
+    return convolves and (changed or bool(reader.session.settings.get(name)))
 
 
 def decide(asked: VerifyMode, differences: list[str], comparable: int, why_nothing: str) -> Verification:
