@@ -12,6 +12,9 @@ from on_device import devices_as_they_were, recorder  # noqa: F401 - fixtures of
 
 import replayfmt
 from replayfmt import Plan
+from replayfmt.pytorch.tensors import digests
+from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
+from replayfmt.pytorch.tensors.memory import undispatched
 
 
 def test_the_peak_of_a_devices_memory_is_measured_or_said_not_to_be(
@@ -47,3 +50,55 @@ def test_the_memory_of_a_capture_is_what_the_devices_allocator_counts_in_a_repla
     assert captured["peak_bytes"] == (2 * 8 + 1) * 4 << 10
     assert measured["allocator_peak_bytes"] == captured["peak_bytes"]
     assert measured["allocator_minus_captured_bytes"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("kilobytes", [1, 300, 3000])
+def test_a_digest_of_a_devices_tensor_is_the_hosts_however_large_it_is_and_however_it_lies(
+    dtype: torch.dtype, kilobytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_PIECE_BYTES", 1 << 20)
+    rows = (kilobytes << 10) // (100 * dtype.itemsize)
+    host = torch.randn(rows, 10, 10).mul(3).to(dtype)
+    there = host.to("sim:0")
+    for view in (lambda t: t, lambda t: t.permute(2, 0, 1), lambda t: t[:, 3:7], lambda t: t[1::2, :, 5]):
+        with undispatched():
+            found, expected = digest_tensor(view(there)), digest_tensor(view(host))
+            assert hash_tensor(view(there)) == (expected.hash_low, expected.hash_high)
+        for name in ("hash_low", "hash_high", "elements", "nan", "inf", "min", "max", "sample"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert found.mean == pytest.approx(expected.mean) and found.l2 == pytest.approx(expected.l2)
+
+
+def test_digests_take_no_more_of_a_devices_memory_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_PIECE_BYTES", 1 << 16)
+    there = torch.randn(1000, 1000, device="sim:1").t()
+    torch.sim.reset_peak_memory_stats(1)  # type: ignore[attr-defined]
+    before = torch.sim.max_memory_allocated(1)  # type: ignore[attr-defined]
+    with undispatched():
+        digest_tensor(there)
+        hash_tensor(there)
+    assert torch.sim.max_memory_allocated(1) - before <= 2 << 16  # type: ignore[attr-defined]
+
+
+def test_what_a_program_writes_after_a_scope_does_not_reach_the_digests_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_PIECE_BYTES", 1 << 12)
+    path = tmp_path / "a.opreplay"
+    other = torch.Stream("sim:0")
+    with replayfmt.capture(path):
+        with replayfmt.scope("step"):
+            x = torch.arange(100_000.0, device="sim:0") * 2
+            y = x[: 100_000 - 1 : 3] + 1
+        x.zero_()
+        y.zero_()
+        other.wait_stream(torch.accelerator.current_stream())
+        with other, replayfmt.scope("aside"):
+            z = x + 3
+        z.record_stream(other)
+        torch.accelerator.current_stream().wait_stream(other)
+        z.zero_()
+    with Plan(path) as plan:
+        result = plan.execute(verify="bitwise")
+    assert result.outcome == "ok" and result.verification.digests >= 3

@@ -21,6 +21,7 @@ import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.format.records.digest import Sample, TensorDigest, sample_positions
+from replayfmt.native.block_statistics import BLOCK_ELEMENTS
 from replayfmt.pytorch.tensors import digests
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 
@@ -42,6 +43,7 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
+PIECE_BYTES = digests._PIECE_BYTES
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
     "transposed": lambda t: t.view(300, -1).t(),
@@ -129,6 +131,38 @@ def test_blocks_and_rows_of_any_length_add_up() -> None:
         numbers[:300_000].view(100_000, 3)[:, 1],
     ):
         assert_same(digest_tensor(tensor), by_definition(tensor))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([*DTYPES, torch.complex32]),
+    layout=st.sampled_from([name for name in LAYOUTS if name != "none"]),
+    rows=st.integers(1, 5),
+    piece_bytes=st.integers(16, 30_000),
+)
+def test_a_digest_in_pieces_as_a_devices_is_that_of_the_whole(
+    dtype: torch.dtype, layout: str, rows: int, piece_bytes: int
+) -> None:
+    tensor = LAYOUTS[layout](bits(9_000 * rows, dtype))
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = digest_tensor(tensor)
+        patched.setattr(digests, "_PIECE_BYTES", piece_bytes)
+        patched.setattr(digests, "_comes_in_pieces", lambda _tensor: True)
+        assert_same(digest_tensor(tensor), expected)
+        assert hash_tensor(tensor) == (expected.hash_low, expected.hash_high)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_statistics_in_pieces_of_whole_blocks_are_those_of_the_whole_to_the_last_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.randn(500_001).mul(100).to(dtype)
+    expected = digest_tensor(tensor)
+    monkeypatch.setattr(digests, "_PIECE_BYTES", 2 * BLOCK_ELEMENTS * dtype.itemsize)
+    monkeypatch.setattr(digests, "_comes_in_pieces", lambda _tensor: True)
+    assert digest_tensor(tensor) == expected
+    assert PIECE_BYTES == 16 << 20 and PIECE_BYTES % (BLOCK_ELEMENTS * 16) == 0
 
 
 @settings(max_examples=40, deadline=None)

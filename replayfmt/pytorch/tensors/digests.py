@@ -1,6 +1,7 @@
 """Computing the digest of a tensor (see replayfmt.format.records.digest for what it holds).
 
-Everything is computed on the host. What was computed for the same bytes before is not computed again: bytes are known
+Everything is computed on the host. Large tensors of other devices come there in pieces, through one pinned buffer; the
+digest is the same. What was computed for the same bytes before is not computed again: bytes are known
 by their hash, so nothing depends on noticing what wrote them. Call inside `undispatched()`.
 """
 
@@ -21,11 +22,14 @@ from replayfmt.format.records.digest import Sample, TensorDigest, sample_positio
 from .dtypes import DTYPE_CODE
 from .elements import Dims, array_of, in_memory_order, merged, pieces
 from .memory import host_view, make_view
-from .statistics import Statistics, reader, statistics
+from .staging import fetched, row_major_pieces
+from .statistics import Statistics, Totals, add, figures, reader, statistics
 
 _GATHERED_ELEMENTS = 1 << 17  # hashed at once where they are scattered: enough that cache lines are read few times
+_PIECE_BYTES = 16 << 20  # of a device's tensor that are on the host at once: a multiple of BLOCK_ELEMENTS elements
 _REMEMBERED = 1024  # results; up to twice as many are kept, of some kilobytes each
 _LOW_HALF = (1 << 64) - 1
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ITEM_BYTES = {code: dtype.itemsize for dtype, code in DTYPE_CODE.items()}
 
 # Bit patterns without a number behind an element: hashed, never sampled.
@@ -41,7 +45,10 @@ _QUANTIZED_CARRIER = {DType.qint8: torch.int8, DType.quint8: torch.uint8, DType.
 
 def digest_tensor(tensor: torch.Tensor) -> TensorDigest:
     """Digest of a strided tensor's logical elements. Raises TypeError for any other layout and packed dtypes."""
-    host, code = _on_host(tensor)
+    tensor, code = _resolved(tensor)
+    if _comes_in_pieces(tensor):
+        return _digest_pieces(_bits(tensor), code)
+    host = _on_host(tensor, code)
     return _digest(host.untyped_storage(), code, host.shape, host.stride(), int(host.storage_offset()))
 
 
@@ -64,7 +71,13 @@ def digest_view(
 def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:
     """(low half, high half) of the hash that the digest of a tensor holds, which takes far less time than the digest.
     Raises TypeError as `digest_tensor` does."""
-    host, _code = _on_host(tensor)
+    tensor, code = _resolved(tensor)
+    if _comes_in_pieces(tensor):
+        running = xxhash.xxh3_128()
+        for piece in row_major_pieces(_bits(tensor), _PIECE_BYTES):
+            running.update(_array(piece).data)
+        return _halves(running.intdigest())
+    host = _on_host(tensor, code)
     if not host.numel():
         return _halves(_hash(b""))
     array = array_of(
@@ -79,8 +92,8 @@ def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def _on_host(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
-    """The same elements without lazy bits in host memory, and their dtype's code. Shares memory where that can be."""
+def _resolved(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
+    """The same elements without lazy bits, and their dtype's code. Shares memory where that can be."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"only strided tensors have a digest, not {tensor.layout}; digest its components")
     code = DTYPE_CODE[tensor.dtype]
@@ -91,16 +104,36 @@ def _on_host(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor._is_zerotensor():
         tensor = tensor.clone()
+    return tensor, code
+
+
+def _comes_in_pieces(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu" and tensor.numel() * tensor.element_size() > _PIECE_BYTES
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that has each element's bits as an integer (of 16 bytes: as they are)."""
+    carrier = _CARRIERS.get(tensor.element_size(), tensor.dtype)
+    return make_view(tensor.untyped_storage(), carrier, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def _array(piece: torch.Tensor) -> np.ndarray:
+    """The bits of a flat host tensor. Shares memory."""
+    return array_of(host_view(piece.untyped_storage()), piece.element_size(), ((piece.numel(), 1),), 0)
+
+
+def _on_host(tensor: torch.Tensor, code: DType) -> torch.Tensor:
+    """The same elements in host memory. Shares memory where that can be."""
     if tensor.device.type == "cpu":
-        return tensor, code
+        return tensor
     carrier = _carrier(tensor, code)
     if carrier is not None:
         tensor = make_view(
             tensor.untyped_storage(), carrier, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
     elif tensor.dtype is torch.complex32:  # PyTorch warns once of complex32, and that warning is the program's
-        return tensor.view(torch.float32).contiguous().cpu().view(torch.complex32), code
-    return tensor.contiguous().cpu(), code
+        return tensor.view(torch.float32).contiguous().cpu().view(torch.complex32)
+    return fetched(tensor)
 
 
 def _carrier(tensor: torch.Tensor, code: DType) -> torch.dtype | None:
@@ -127,6 +160,25 @@ def _digest(
     return _remembered(
         (content, code, logical), lambda: _compute(memory, array, content, code, logical, ordered, offset)
     )
+
+
+def _digest_pieces(bits: torch.Tensor, code: DType) -> TensorDigest:
+    """The digest of a device's elements, whose bits these are, read once and in pieces."""
+    running, totals = xxhash.xxh3_128(), Totals()
+    positions, sampled, start = _positions(bits.numel()), [], 0
+    numbers = code not in _PATTERNS
+    for piece in row_major_pieces(bits, _PIECE_BYTES):
+        array = _array(piece)
+        running.update(array.data)
+        if numbers:
+            here = positions[(positions >= start) & (positions < start + len(array))]
+            sampled.append(array[here - start])
+            if code is not DType.bool:
+                add(totals, array, code)
+        start += len(array)
+    low, high = _halves(running.intdigest())
+    found = figures(totals, code) if numbers and code is not DType.bool else (0, 0, None, None, None, None)
+    return TensorDigest(low, high, start, *found, _values(np.concatenate(sampled), code) if numbers else ())
 
 
 def _compute(
@@ -170,7 +222,11 @@ def _positions(elements: int) -> np.ndarray:
 def _sample(array: np.ndarray, code: DType) -> Sample:
     positions = _positions(array.size)
     places = positions if array.ndim == 1 else np.unravel_index(positions, array.shape)
-    values = reader(code)(array[places])
+    return _values(array[places], code)
+
+
+def _values(bits: np.ndarray, code: DType) -> Sample:
+    values = reader(code)(bits)
     if values.dtype.kind == "f":
         with np.errstate(all="ignore"):  # of signalling NaNs
             values = values.astype(np.float64)

@@ -18,6 +18,7 @@ from .memory import byte_tensor, fill_storage, host_view, new_storage
 PIECE_BYTES = 32 << 20
 # Pinning costs more than it gives for less.
 _WORTH_PINNING = 4 << 20
+_WORTH_PINNING_TO_READ = 256 << 10  # PyTorch keeps the memory: small tensors gain nothing by it
 
 # Fills a buffer with the content from a byte offset on.
 ReadPiece = Callable[[memoryview, int], None]
@@ -49,6 +50,42 @@ def pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
     for start in range(0, storage.nbytes(), PIECE_BYTES):
         piece = source[start : start + PIECE_BYTES].cpu()
         yield host_view(piece.untyped_storage())
+
+
+def row_major_pieces(tensor: torch.Tensor, most_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
+    """The elements of a device's tensor in row-major order, as flat host tensors of at most so many bytes, the same
+    memory for each: valid until the next one is asked for. Nothing else of that size is allocated, here or there.
+
+    Copies wait, on the current stream, as `.cpu()` does: what the program issued there before is done, and what it
+    issues next comes after.
+    """
+    most = most_bytes // tensor.element_size()
+    buffer = torch.empty((most,), dtype=tensor.dtype, pin_memory=pins_memory(tensor.device.type))
+    for part in _parts(tensor.view(-1) if tensor.is_contiguous() else tensor, most):
+        piece = buffer[: part.numel()]
+        piece.view(part.shape).copy_(part)
+        yield piece
+
+
+def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """The elements in row-major order, in views of at most `most`."""
+    if tensor.numel() <= most:
+        yield tensor
+        return
+    row = tensor.numel() // len(tensor)
+    if row > most:
+        for part in tensor:
+            yield from _parts(part, most)
+        return
+    for start in range(0, len(tensor), most // row):
+        yield tensor[start : start + most // row]
+
+
+def fetched(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of a device's tensor in host memory, which has arrived on return."""
+    if tensor.numel() * tensor.element_size() < _WORTH_PINNING_TO_READ or not pins_memory(tensor.device.type):
+        return tensor.contiguous().cpu()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def hash_storage(storage: torch.UntypedStorage) -> int:

@@ -109,12 +109,22 @@ def statistics(array: np.ndarray, code: DType) -> Statistics:
     """Statistics of the elements whose bits `array` holds, in its order; of complex elements those of their absolute
     values, without minimum and maximum."""
     totals = Totals()
+    add(totals, array, code)
+    return figures(totals, code)
+
+
+def add(totals: Totals, array: np.ndarray, code: DType) -> None:
+    """Add elements to what was added before. In pieces of a multiple of BLOCK_ELEMENTS the sum is that of the whole."""
     native, kind = _native, _KINDS.get(code)
     whole = native is not None and array.ndim == 1 and array.strides[0] == array.itemsize
     for piece in (array,) if whole else pieces(array, BLOCK_ELEMENTS):
         done = native.add(totals, piece.ctypes.data, len(piece), kind) if native and kind else 0
         if done < len(piece):
             _add(totals, piece[done:], code)
+
+
+def figures(totals: Totals, code: DType) -> Statistics:
+    """The statistics of what was added."""
     if not totals.finite:
         return totals.nan, totals.inf, None, None, None, None
     bounds = (None, None) if code in _COMPLEX else (totals.lowest, totals.highest)
