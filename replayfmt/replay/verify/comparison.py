@@ -284,9 +284,9 @@ def environment_differences(reader: CaptureReader, devices: DeviceMap) -> list[s
             differences.append(f"{captured} is replayed on {target}")
         elif captured.kind != "cpu":
             compare(f"{captured}:", captured.name, present.name)
-            facts, facts_here = (_facts(each.fingerprint) for each in (captured, present))
-            for name in sorted({*facts, *facts_here}):
-                compare(f"{captured}: {name}", facts.get(name), facts_here.get(name))
+            then, now = (_properties(each.fingerprint) for each in (captured, present))
+            for name in sorted({*then, *now}):
+                compare(f"{captured}: {name}", then.get(name), now.get(name))
     if any(target is not None and target.type == "cuda" for target in devices.targets) and tunes_convolutions(reader):
         differences.append("torch.backends.cudnn.benchmark chooses the kernels of convolutions by their speed")
     elsewhere = session.policies.get(TRIMMED_ELSEWHERE)
@@ -298,13 +298,13 @@ def environment_differences(reader: CaptureReader, devices: DeviceMap) -> list[s
     return differences
 
 
-def _facts(fingerprint: str) -> dict[str, Any]:
+def _properties(fingerprint: str) -> dict[str, Any]:
     """What a device's fingerprint says, by name; a file may hold any text."""
     try:
-        facts = json.loads(fingerprint or "{}")
+        properties = json.loads(fingerprint or "{}")
     except (ValueError, RecursionError):
-        facts = None
-    return facts if isinstance(facts, dict) else {"fingerprint": fingerprint}
+        properties = None
+    return properties if isinstance(properties, dict) else {"fingerprint": fingerprint}
 
 
 def tunes_convolutions(reader: CaptureReader) -> bool:
