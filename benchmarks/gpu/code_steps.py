@@ -209,7 +209,8 @@ def tests() -> None:
     """The tests that need a GPU; without one, only whether all of them are collected."""
     collected, passed = "tests marked gpu: all are collected", "tests marked gpu: passed, of those that ran"
     # Only files that have such tests: importing all others would take longer than running these.
-    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/*.py") if "mark.gpu" in path.read_text())
+    every = (path for path in ROOT.glob("tests/**/test_*.py") if "pytest.mark.gpu" in path.read_text())
+    files = sorted(str(path.relative_to(ROOT)) for path in every)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     if not ON_GPU:
         with telling(collected, passed):

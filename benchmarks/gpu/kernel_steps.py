@@ -27,6 +27,10 @@ def _training(path: Path) -> Training:
     return work
 
 
+# What torch.profiler names after the operator beneath, which launches the kernel.
+BENEATH = {"aten::_to_copy": "aten::copy_", "aten::clone": "aten::copy_", "aten::_safe_softmax": "aten::_softmax"}
+
+
 def _sum_us(rows: list[dict[str, Any]]) -> float:
     return sum(row["estimated_us"] for row in rows if row.get("estimated_us"))
 
@@ -36,7 +40,8 @@ def _by_name(rows: list[dict[str, Any]]) -> Counter[str]:
     found: Counter[str] = Counter()
     for row in rows:
         if row.get("estimated_us"):
-            found[row["op"].rpartition(".")[0] or row["op"]] += row["estimated_us"]
+            name = row["op"].rpartition(".")[0] or row["op"]
+            found[BENEATH.get(name, name)] += row["estimated_us"]
     return found
 
 
