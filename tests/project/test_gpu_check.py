@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,11 +86,12 @@ def test_every_figure_has_a_row_without_a_gpu_too(tmp_path: Path, goals: ModuleT
 
 
 STEPS = """
-import json, sys, time
+import importlib.util, json, sys, time
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 from goals import FIGURES
 first, *others = [figure for figure in FIGURES.values() if figure.step == sys.argv[1]]
-print(json.dumps(first.row(1, {})), flush=True)
+found = {name: importlib.util.find_spec(name) is not None for name in ("opreplay_tools", "from_a_wheel")}
+print(json.dumps(first.row(1, found)), flush=True)
 print('{"what": "half a li', flush=True)
 if sys.argv[1] == "capture":
     time.sleep(600)
@@ -137,6 +139,31 @@ def test_what_was_measured_is_kept_when_the_check_itself_is_killed(folder: Path)
     process.communicate()
     (row,) = rows_of(folder / "build/gpu")
     assert row["step"] == "capture" and row["measured"] == 1
+
+
+def test_a_bare_checkout_has_its_tools_the_wheels_beside_it_and_carried_libraries(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tools").mkdir()
+    (folder / "tools/__init__.py").touch()
+    (folder / ".whl").mkdir()
+    with zipfile.ZipFile(folder / ".whl/from_a_wheel-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("from_a_wheel.py", "")
+        wheel.writestr(
+            "from_a_wheel-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: from_a_wheel\nVersion: 1.0\n"
+        )
+        wheel.writestr("from_a_wheel-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("from_a_wheel-1.0.dist-info/RECORD", "")
+    carried, cache = folder / "carried", folder / "cache"
+    carried.mkdir()
+    (carried / "recorder-abc.so").write_bytes(b"library")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    process = started(folder, "--steps=probes", f"--native={carried}", f"--out={folder / 'out'}")
+    said = process.communicate()
+    assert process.returncode == 0, said
+    assert rows_of(folder / "out")[0]["details"] == {"opreplay_tools": True, "from_a_wheel": True}
+    assert (cache / "opreplay/native/recorder-abc.so").read_bytes() == b"library"
+    assert (cache / "opreplay/native").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_step_that_there_is_not_is_wrong_usage(folder: Path) -> None:
