@@ -32,6 +32,8 @@ COMPUTING |= {"_native_aot", "coor", "flex_gemm"}  # from PyTorch 2.15 on
 COLLECTIVES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 )
+# Of vLLM: they talk through memory that processes share, which other operators (`init_shm_manager`) set up before.
+_AMONG_PROCESSES = ("_C::shm_", "_C::init_shm_manager", "_C::join_shm_manager", "_C_custom_ar::")
 # Whose composites are what their parts are. Those of other packages are kernels: what their functions do to memory
 # themselves is seen in no part.
 _IN_PARTS = COMPUTING | {"prim", "static_runtime"}
@@ -424,7 +426,7 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         only_with=_ONLY_WITH.get(name),
         unread_with=_UNREAD_WITH.get(name),
         read_for_result=_READ_FOR_RESULT.get(name, {}),
-        collective=namespace in COLLECTIVES,
+        collective=namespace in COLLECTIVES or name.startswith(_AMONG_PROCESSES),
         maps_files=name in _MAPS_FILES,
         unchecked_view=name in _UNCHECKED_VIEWS,
         unchecked_nested=name in _UNCHECKED_NESTED,

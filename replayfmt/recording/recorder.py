@@ -34,6 +34,7 @@ from .dispatch.mode_stack import mode_stack, remove_finished_modes
 from .frames import in_recorders_work
 from .graphs.hooks import Graphs
 from .hooks import direct_writes
+from .hooks.collectives import DirectCollectives
 from .hooks.construction import Construction
 from .hooks.direct_writes import DirectWrites
 from .hooks.host_reads import HostReads
@@ -57,6 +58,7 @@ Patches = (
     | Graphs
     | HostReads
     | DirectWrites
+    | DirectCollectives
     | WholeComposites
     | DeclaredWork
     | Construction
@@ -160,6 +162,7 @@ class Recorder:
             Graphs(self),
             HostReads(self),
             DirectWrites(self),
+            DirectCollectives(self, lambda: core.records.told("collective")),
             *([Construction(self)] if hook is None else []),
             WholeComposites(self, core.look_again),
             DeclaredWork(self, core),

@@ -141,6 +141,31 @@ def test_an_object_made_before_the_capture_is_an_opaque_argument(capture: Captur
         assert any("address" in str(finding) for finding in refused.value.findings)
 
 
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_a_small_number_for_state_made_before_the_capture_is_an_opaque_argument(
+    capture: Capture, made_inside: bool
+) -> None:
+    with torch.library._scoped_library("managers", "DEF") as lib:
+        factors: list[float] = []
+        lib.define("make(Tensor weight) -> int")
+        lib.define("apply(int handle, Tensor x) -> Tensor")
+        lib.impl("make", lambda weight: (factors.append(float(weight)), len(factors) - 1)[1], "CPU")
+        lib.impl("apply", lambda handle, x: x * factors[handle], "CPU")
+        weight, x = torch.tensor(2.0), torch.ones(2)
+        handle = torch.ops.managers.make(weight)
+
+        def program() -> None:
+            x + 1
+            torch.ops.managers.apply(torch.ops.managers.make(weight) if made_inside else handle, x)
+
+        captured = capture(program, whole=("managers::*",))
+        found = [record.argument("detail") for record in captured.records(RecordKind.unsupported)]
+        if made_inside:
+            assert found == []
+        else:
+            assert "stands for state that another operator made before the capture began" in found[0]
+
+
 def test_a_table_of_addresses_is_an_opaque_argument(capture: Capture) -> None:
     def program() -> torch.Tensor:
         table = torch.tensor([0, torch.ops.addresses.make(torch.ones(3))])

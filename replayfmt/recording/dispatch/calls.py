@@ -124,6 +124,10 @@ class CallRecorder:
         and after. Raises Unrepresentable."""
         if kernel.unnameable:
             raise Unrepresentable("opaque_argument", kernel.unnameable)
+        if kernel.state_argument is not None:
+            self._handles.check_state(
+                kernel.state_argument, kernel.argument(kernel.indices[kernel.state_argument], args, kwargs)
+            )
         call = OpCall(kernel, args, kwargs, ran=drawn is not None)
         if drawn is None:
             self._numeric.check(kernel.name)
@@ -294,6 +298,8 @@ class CallRecorder:
         for index, value in enumerate(results):
             values.argument = index
             self._results.add(value, values, call)
+            if not kernel.own and type(value) is int:
+                self._handles.made(value)
         unchanged = self._compare(call) if call.contents else []
         kernel = call.kernel
         if self._threads:

@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 
+from replayfmt.pytorch.operators import COLLECTIVES
+
 _MOST_RANKS = 16
 
 
-def describe_collective(args: Iterable[Any]) -> str:
-    """The detail of a collective's record: its group, as far as it is known from the arguments, and what a replay would
-    need."""
+def describe_collective(name: str, args: Iterable[Any]) -> str:
+    """The detail of the record of a collective: its group, as far as it is known from the arguments, and what a replay
+    would need."""
+    if name.partition("::")[0] not in COLLECTIVES:
+        return (
+            "it talks to other processes through state that other operators made in all of them; collectives are not "
+            "replayed yet"
+        )
     group = next((found for value in args if (found := _group(value)) is not None), None)
     if group is None:
         return "collectives are not replayed yet; its process group is not known"

@@ -27,6 +27,7 @@ class Handles:
 
     def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}  # by address
+        self._made: set[int] = set()  # all integers that they returned
         self._storages: set[int] = set()  # storages of those tensors, by their identity
 
     def returned(self, value: int) -> torch.Tensor | None:
@@ -54,6 +55,20 @@ class Handles:
                 "an integer is the address of something in this process that no captured operator returned",
             )
         return tensor
+
+    def made(self, value: int) -> None:
+        """An operator library's operator returned an integer."""
+        self._made.add(value)
+
+    def check_state(self, name: str, value: object) -> None:
+        """Raises Unrepresentable if an argument with a name such as `handle` is a number that no captured operator
+        returned: a replay would use what is not there."""
+        if type(value) is int and 0 <= value < _LEAST_ADDRESS and value not in self._made:
+            raise Unrepresentable(
+                "opaque_argument",
+                f"its argument {name} ({value}) stands for state that another operator made before the capture began; "
+                "begin the capture before that",
+            )
 
     def stands_for(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is the recorder's own, in place of an address."""

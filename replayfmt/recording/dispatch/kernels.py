@@ -5,6 +5,7 @@ replayfmt.pytorch.operators.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -48,6 +49,9 @@ class Argument:
     keyword_only: bool
 
 
+_NAMES_STATE = re.compile(r"(\A|_)(handle|ptr|pointer|manager|comm)\Z")
+
+
 class CapturedKernel:
     """One operator overload. `id` is its kernel id in the capture, 0 until a call of it is recorded."""
 
@@ -77,6 +81,7 @@ class CapturedKernel:
         "random",
         "reads_nothing",
         "results",
+        "state_argument",
         "tensor_places",
         "unnameable",
         "view",
@@ -112,6 +117,9 @@ class CapturedKernel:
             if takes_numbers(func)
             else tuple(index for index, a in enumerate(schema.arguments) if isinstance(a.type, torch.TensorType))
         )
+        # The integer by which it finds state of its library that another operator made.
+        found = [name for name, text in types.items() if text == "int" and _NAMES_STATE.search(name)]
+        self.state_argument = found[0] if found and not self.own else None
         self.results = len(schema.returns)
         self.view = func.is_view
         self.in_place_view = torch.Tag.inplace_view in func.tags

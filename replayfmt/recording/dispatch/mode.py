@@ -204,7 +204,7 @@ class RecordingMode(TorchDispatchMode):
             assert kernel.parts is not None
             return self.run_inside(kernel.parts, (bool(core.attempt(kernel.parts.unmasks)), *args), kwargs)
         if kernel.action is Action.collective:
-            detail = core.attempt(describe_collective, (*args, *kwargs.values()))
+            detail = core.attempt(describe_collective, kernel.name, (*args, *kwargs.values()))
             return self._run_unsupported(kernel, args, kwargs, Unrepresentable("collective", detail or ""))
         result = kernel.call(*args, **kwargs)
         if kernel.action is Action.scope_enter:

@@ -307,7 +307,7 @@ class NativeMode(ObservingMode):
             if kernel.action is Action.decompose:
                 return _IN_PARTS
             if kernel.action is Action.collective:
-                detail = core.attempt(describe_collective, (*args, *kwargs.values()))
+                detail = core.attempt(describe_collective, kernel.name, (*args, *kwargs.values()))
                 begun.problem = Unrepresentable("collective", detail or "")
             return begun
         if not core.on and not core.attempt(self._begins):

@@ -250,7 +250,7 @@ def _region(
         if signature is not None and regions is None:
             note(region, signature, args)
         _mark(recorder, _written_arguments(region, args, kwargs))
-        return [(_storage(tensor), weakref.ref(tensor)) for tensor in _tensors((args, kwargs))]
+        return [(_storage(tensor), weakref.ref(tensor)) for tensor in tensors_of((args, kwargs))]
 
     def note(region: Any, signature: int, args: tuple[Any, ...]) -> None:
         native, number = recorder.native, id(region)
@@ -264,7 +264,7 @@ def _region(
         # A result may reuse the memory of an earlier result, or of an argument that has no other reference. What the
         # region passes through (a forward region returns what its backward needs) is unchanged.
         kept = {storage for storage, tensor in given or () if tensor() is not None}
-        _mark(recorder, (tensor for tensor in _tensors(results) if _storage(tensor) not in kept))
+        _mark(recorder, (tensor for tensor in tensors_of(results) if _storage(tensor) not in kept))
 
     return call
 
@@ -307,7 +307,7 @@ def _mark(recorder: RecorderForHooks, tensors: Iterable[torch.Tensor]) -> None:
 
 def _mark_all(recorder: RecorderForHooks, value: Any) -> bool:
     """Mark every tensor in a value. Returns whether nothing more need be said of their memory until it is used."""
-    return all([recorder.mark_outside_write(tensor) for tensor in _tensors(value)])
+    return all([recorder.mark_outside_write(tensor) for tensor in tensors_of(value)])
 
 
 def _written_indices(region: Any, args: tuple[Any, ...]) -> list[int] | None:
@@ -320,9 +320,9 @@ def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """The arguments that a region may write: those that Inductor names, else all."""
     indices = _written_indices(region, args)
     if indices is None:
-        yield from _tensors((args, kwargs))
+        yield from tensors_of((args, kwargs))
     else:
-        yield from _tensors([args[0][i] for i in indices if i < len(args[0])])
+        yield from tensors_of([args[0][i] for i in indices if i < len(args[0])])
 
 
 def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
@@ -418,7 +418,7 @@ def _script(recorder: RecorderForHooks, original: Function) -> Function:
                 f"torch.jit {getattr(region, 'name', type(region).__name__)}",
                 f"TorchScript ran {', '.join(hidden)}, which call no operators",
             )
-            _mark(recorder, _tensors(values))
+            _mark(recorder, tensors_of(values))
 
     return call
 
@@ -429,16 +429,16 @@ def _hiding_nodes() -> list[str]:
     return [] if graph is None else [kind for kind in _HIDING_NODES if graph.findAllNodes(kind)]
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in arguments or results: also inside lists, tuples, dicts and Triton's tensor descriptors."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(getattr(value, "base", None), torch.Tensor):
         yield value.base
 

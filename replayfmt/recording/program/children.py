@@ -10,6 +10,7 @@ what multiprocessing runs in a child is captured there, into a file of its own.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -218,10 +219,9 @@ class RecordedRun:
                 _complete(recorder)
 
     def _start(self, recorders: list[Any]) -> None:
-        from ..recorder import Recorder
-
         try:
-            recorder = Recorder(child_path(self._path, os.getpid()), self._options, IMPLICIT_SCOPE)
+            module: Any = importlib.import_module("replayfmt.recording.recorder")  # which needs torch, and this module
+            recorder = module.Recorder(child_path(self._path, os.getpid()), self._options, IMPLICIT_SCOPE)
             recorder.start()
         except Exception as error:
             tell(f"opreplay: the child process {os.getpid()} is not captured: {error}")

@@ -160,6 +160,10 @@ class Records:
             lambda: argument_nodes(RecordKind.unsupported, reason=reason, op=op, detail=detail),
         )
 
+    def told(self, reason: str) -> bool:
+        """Whether there is an unsupported record with this reason."""
+        return any(each[0] == reason for each in self._details)
+
     def begin(self) -> None:
         """Recording begins, or goes on."""
         for each in self.from_start:
