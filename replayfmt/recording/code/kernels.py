@@ -55,6 +55,7 @@ class CodeKernel(CapturedKernel):
         self.own = False
         self.operator = replace(operators.operator_named(self.name), casts_inside=False)
         self.unnameable = ""
+        self.state_argument = None
         self.arguments = tuple(
             Argument(each.name, each.alias_info is not None and each.alias_info.is_write, each.kwarg_only)
             for each in parsed.arguments
