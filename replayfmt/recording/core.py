@@ -491,6 +491,7 @@ class Core:
     def flush(self) -> None:
         """Look for threads that began unseen, and write what waits."""
         self.flushing.begin()
+        began = time.thread_time_ns()
         if not self.finished:
             self.look()
         if self.buffer.rows or self.storages.dead:
@@ -498,6 +499,7 @@ class Core:
                 if self.failure is None and not self.closed:
                     self.storages.drain(all_of_them=False)
                     self.buffer.flush()
+            self.flushing.begin(time.thread_time_ns() - began)
 
     # ----------------------------------------------------------------------------------------------------------- scopes
 

@@ -47,7 +47,6 @@ from .program.replacement import ProgramReplacement
 from .program.termination import Termination
 from .program.threads import FLUSHING, Threads
 from .state.streams import StreamTrace
-from .stream.flushing import PERIOD_NS
 from .stream.implicit_scope import ImplicitScope
 from .stream.records import Unrepresentable
 
@@ -66,6 +65,7 @@ Patches = (
     | StreamTrace
     | ChildrenSeen
 )
+_PATIENCE_S = 0.5  # for the recorder's own thread to end
 _active: Recorder | None = None
 _activation = threading.Lock()
 
@@ -216,7 +216,7 @@ class Recorder:
         if problem is not None and core.failure is None:
             raise CaptureFailed(f"{self.path}: the capture could not be ended in order: {problem!r}") from problem
         if self._flusher is not None and not self._forked and self._flusher is not threading.current_thread():
-            self._flusher.join(PERIOD_NS / 1e9)
+            self._flusher.join(_PATIENCE_S)
         if core.failure is not None:
             raise core.failure
         if not self._forked:

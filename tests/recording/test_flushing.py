@@ -59,6 +59,7 @@ def test_a_thread_that_records_writes_what_is_overdue(
     looked = []
     monkeypatch.setattr(Threads, "look", lambda self: looked.append(threading.get_ident()))
     monkeypatch.setattr(flushing, "_DUE_NS", 0 if is_due else _NEVER_NS)
+    monkeypatch.setattr(flushing, "_SHARE", 0)
     path = tmp_path / "1.opreplay"
     with replayfmt.capture(path):
         for turn in range(1, 4):
@@ -73,6 +74,7 @@ def test_the_recorders_thread_writes_where_nothing_more_is_recorded(
 ) -> None:
     monkeypatch.setattr(flushing, "_DUE_NS", _NEVER_NS)
     monkeypatch.setattr(flushing, "PERIOD_NS", 1_000_000)
+    monkeypatch.setattr(flushing, "_SHARE", 0)
     path = tmp_path / "1.opreplay"
     with replayfmt.capture(path):
         for turn in range(1, 4):

@@ -12,8 +12,9 @@ from typing import Any
 
 from replayfmt.native.hook import wait_to_flush
 
-PERIOD_NS = 500_000_000  # the recorder's thread writes if nobody has for so long
-_DUE_NS = 400_000_000  # a thread that records does
+PERIOD_NS = 100_000_000  # the recorder's thread writes if nobody has for so long: what a killed process loses
+_DUE_NS = 80_000_000  # a thread that records does
+_SHARE = 20  # writing takes at most one part in so many of the time: with many live tensors it is done less often
 
 
 class FlushTimes:
@@ -26,12 +27,13 @@ class FlushTimes:
         self._wake: SimpleQueue[None] = SimpleQueue()
         self.begin()
 
-    def begin(self) -> None:
-        """What waits is being written; the time to the next turn begins."""
+    def begin(self, took_ns: int = 0) -> None:
+        """What waits is being written, or was, with so much work of the processor; the time to the next turn begins."""
         now = time.perf_counter_ns()
-        self._due_ns = now + _DUE_NS
+        self._due_ns = now + max(_DUE_NS, _SHARE * took_ns)
+        self._late_ns = now + max(PERIOD_NS, _SHARE * took_ns)
         if self._native is not None:
-            self._native.flushing.expect(self._due_ns, now + PERIOD_NS)
+            self._native.flushing.expect(self._due_ns, self._late_ns)
 
     def overdue(self) -> bool:
         """Whether a thread that records is to write what waits."""
@@ -50,4 +52,4 @@ class FlushTimes:
             wait_to_flush(self._native)
         else:
             with suppress(Empty):
-                self._wake.get(timeout=PERIOD_NS / 1e9)
+                self._wake.get(timeout=max(0.001, (self._late_ns - time.perf_counter_ns()) / 1e9))
