@@ -27,6 +27,7 @@ from replayfmt.pytorch.traced_names import REMOVED, TracedNames
 from .arguments import Form, Recorded, score
 from .schema_types import BASES, schema_type
 
+REPLACED = "what --rewrite=portable replaces"
 REGISTRY, TORCH_OPS, ATTRIBUTE = "the JIT registry", "torch.ops", "a module's attribute"
 # Names in traces for code that torch.compile generated: by version, a region, its autograd function, a graph's call.
 COMPILED_CODE = re.compile(r"Torch-Compiled Region|CompiledFunction(Backward)?\Z|## Call CompiledFxGraph")

@@ -36,6 +36,7 @@ class Entry:
     assumed: tuple[str, ...] = ()
     reason: str = ""
     detail: str = ""
+    rewritten: bool = False  # replaced by other operators
     calls: int = 0
     first_ordinal: int | None = None
     host_ns: int | None = None
@@ -58,6 +59,8 @@ class Entry:
             row |= {"reason": self.reason, "detail": self.detail}
         else:
             row["found"] = self.found
+        if self.rewritten:
+            row["rewritten"] = True
         if self.assumed:
             row["assumed"] = list(self.assumed)
         return row
@@ -199,9 +202,14 @@ class ImportReport:
         return {
             "total_ns": self.device_time.total_ns,
             "calls_ns": calls,
+            "rewritten_ns": self._rewritten_ns(),
             "rest_ns": rest,
             "untimed": self.device_time.untimed,
         }
+
+    def _rewritten_ns(self) -> int:
+        """The device time, in the trace, of the calls that other operators replace."""
+        return sum(entry.device_ns or 0 for entry in self.entries.values() if entry.rewritten)
 
     def _device_lines(self) -> Iterator[str]:
         if self.device_time is None:
@@ -214,6 +222,10 @@ class ImportReport:
             return f"{nanoseconds / 1000:.1f} us" + (f" ({nanoseconds / total:.1%})" if total else "")
 
         yield f"device time   {total / 1000:.1f} us in the trace; the calls account for {shown(calls)}"
+        rewritten = self._rewritten_ns()
+        if rewritten:
+            own = f"{shown(calls - rewritten)} by the traced operators"
+            yield f"device ways   {own}, {shown(rewritten)} by replacements"
         for reason, nanoseconds in rest.items():
             yield f"device rest   {shown(nanoseconds)}: {_REST.get(reason, reason)}"
         if self.device_time.untimed:

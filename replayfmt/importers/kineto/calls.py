@@ -17,8 +17,8 @@ from replayfmt.format.codes import ITEM_BYTES, DType
 from replayfmt.pytorch.schemas import parse_schema
 from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
 
-from ..common.arguments import DeviceName, Form, Reader, Recorded, TensorSpec
-from ..common.operators import Choice, FoundOperator, Operators
+from ..common.arguments import DeviceName, Form, Reader, Recorded, TensorSpec, score
+from ..common.operators import REPLACED, Choice, FoundOperator, Operators
 from ..common.report import Status
 from ..common.results import Results, infer, refusal, shapes
 from ..common.schema_types import schema_type
@@ -121,7 +121,16 @@ class EventCalls:
         if choice.reason == "no_schema":
             choice = self._operators.by_types(kind.name, arguments)
         if choice.operator is None and choice.reason == "no_schema" and kind.name in self._foreign:
-            choice = Choice(FoundOperator(parse_schema(self._foreign[kind.name]), "what --rewrite=portable replaces"))
+            replaced = FoundOperator(parse_schema(self._foreign[kind.name]), REPLACED)
+            if score(replaced.schema, arguments) is None:
+                return ResolvedCall(
+                    kind.name,
+                    None,
+                    reason="import_incomplete",
+                    detail=f"--rewrite=portable knows {replaced.schema}, whose arguments are others",
+                    signature=shown,
+                )
+            choice = Choice(replaced)
         if choice.operator is None:
             return ResolvedCall(kind.name, None, reason=choice.reason, detail=choice.detail, signature=shown)
         binding = self._reader.bind(choice.operator.schema, arguments)

@@ -16,13 +16,13 @@ from replayfmt.format.model import Device
 from replayfmt.format.records.builder import Moment
 
 from ..common.arguments import DefaultGenerator, TensorSpec
-from ..common.operators import is_generated_kernel
+from ..common.operators import REPLACED, is_generated_kernel
 from ..common.report import DeviceTime, Entry, ImportReport
 from ..common.results import realize
 from ..common.synthesis import ImportedSession
 from ..common.values import Tensor, plain_tensor
 from ..rewrites.portable import Portable
-from ..rewrites.rewriting import Rewritten
+from ..rewrites.rewriting import CannotRewrite, Rewritten
 from .arguments import has_lists, read_arguments, signature_text
 from .calls import EventCalls, Hints, Placement, ResolvedCall
 from .device_work import device_kernel_table
@@ -308,12 +308,18 @@ class _Writing:
         if call.operator is not None:
             try:
                 ordinal = self._write_call(call, moment, annotation)
+            except CannotRewrite as error:
+                reason, detail = (
+                    "no_schema",
+                    f"no operator {call.name} is registered here, and it has no replacement: {error}",
+                )
+                annotation["import"] = "incomplete"
             except ValueError as error:
                 reason, detail = "import_incomplete", f"a capture cannot hold it: {error}"
                 annotation["import"] = "incomplete"
         if ordinal is None:
             ordinal = self.session.unsupported(reason, call.name, detail, moment, annotation)
-        self._report(group, ordinal, reason, detail)
+        self._report(group, ordinal, reason, detail, "rewritten" in annotation)
 
     @staticmethod
     def _triton(kind: OpKind) -> dict[str, Any]:
@@ -332,6 +338,8 @@ class _Writing:
         results = realize(call.results, tensors, where)
         kernel = call.operator.kernel
         rewritten = self.trace.portable.rewrite(kernel, arguments, results) if self.trace.portable is not None else None
+        if isinstance(rewritten, str) and call.operator.found == REPLACED:
+            raise CannotRewrite(rewritten)
         if isinstance(rewritten, str):
             annotation["not_rewritten"] = rewritten
             self.report.note(f"{kernel.qualified_name} stays as it is: {rewritten}")
@@ -425,7 +433,7 @@ class _Writing:
             names.append("graph launch")
         return names[::-1]
 
-    def _report(self, group: _Group, ordinal: int, reason: str, detail: str) -> None:
+    def _report(self, group: _Group, ordinal: int, reason: str, detail: str, rewritten: bool) -> None:
         call = group.call
         status = call.status if not reason else "incomplete"
 
@@ -440,6 +448,7 @@ class _Writing:
                 call.assumed,
                 reason,
                 detail,
+                rewritten,
             )
 
         self.report.add(

@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from .attention import ATTENTION
+from .engines import ENGINE_SCHEMAS
 from .rewriting import CannotRewrite, RewrittenCalls
 
 # By operator name. AITER's attention as xDiT calls it: [batch, length, heads, width], and its group norm.
-SCHEMAS = {
+SCHEMAS = ENGINE_SCHEMAS | {
     "aiter::fmha_v3_fwd": (
         "aiter::fmha_v3_fwd(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool is_causal, "
         "int window_size_left, int window_size_right, bool return_softmax_lse, bool return_dropout_randval, "

@@ -18,6 +18,7 @@ from replayfmt.format.model import Kernel
 
 from ..common.values import Tensor
 from .attention import ATTENTION
+from .engines import ENGINES
 from .foreign import FOREIGN
 from .fused import FUSED
 from .rewriting import Arguments, CannotRewrite, Rewritten, RewrittenCalls, tensors_in
@@ -248,4 +249,5 @@ _RULES: dict[str, Rule] = {
     **ATTENTION,
     **FUSED,
     **FOREIGN,
+    **ENGINES,
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
+from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch.registry import find_overload
 from replayfmt.pytorch.schemas import printed_schema
@@ -78,6 +79,10 @@ class RewrittenCalls:
         (result,) = calls.call(name, arguments)
         assert isinstance(result, Tensor)
         return result
+
+    def filled(self, count: int) -> Tensor:
+        """Ones, as many as that."""
+        return self.one("aten::new_ones", self=self._like, size=[count], dtype=DType.int64)
 
     def _inferred(self, found: Kernel, given: Arguments) -> list[Any]:
         tensors = [each for _name, value in given for each in tensors_in(value)]
