@@ -281,26 +281,27 @@ class Plan(Preparation):
                     self._content.end_verified(self.judge)
             result = self._result(verification, memory, times, kept_going, whole=only is None)
             self._shapes_checked = result.divergence is None and self._shapes(verify) is Shapes.all
-            given_up = ""
+            gaps: tuple[str, ...] = ()
             if result.divergence is not None and (bitwise or verification.mode != "none"):
                 stop = max(each.seen_at for each in self.judge.found) + 1
-                learned, given_up = self._explain(stop, tolerant=tolerant and bitwise)
+                learned, gaps = self._explain(stop, tolerant=tolerant and bitwise)
                 if learned:  # once more: what differs may be what cannot be compared, or only within tolerances
                     stack.close()
                     return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times, only)
-        result.nondeterministic = (*named(self._unsteady.values(), self.describe), *filter(None, (given_up,)))
+        found = named(self._unsteady.values(), self.describe)
+        result.nondeterministic = (*found, *gaps) if kept_going is None else found
         self._tell_tolerance(verification)
         return result
 
-    def _explain(self, stop: int, *, tolerant: bool) -> tuple[bool, str]:
-        """Run the ops before an ordinal twice, or more often; whether that explains a difference, and why the search
-        ended early."""
+    def _explain(self, stop: int, *, tolerant: bool) -> tuple[bool, tuple[str, ...]]:
+        """Run the ops before an ordinal twice, or more often; whether that explains a difference, and what the search
+        did not reach."""
         twice = self._run_twice(stop)
         learned, unsteady = self.learn(twice), self._learn_unsteady(twice)
         if not (learned or unsteady or twice.given_up):
             twice = self._run_twice(stop, repeats=_MORE_REPEATS)
             learned, unsteady = self.learn(twice), self._learn_unsteady(twice)
-        return learned or (tolerant and unsteady), twice.given_up
+        return learned or (tolerant and unsteady), tuple(filter(None, (twice.given_up, twice.left_out)))
 
     def _learn_unsteady(self, twice: RunTwice) -> bool:
         """Whether a search found nondeterministic ops that were not known."""
@@ -461,7 +462,8 @@ class Plan(Preparation):
         found = self.judge.found
         ordinals = range(self._searched if repeats == 1 else 0, self.reader.record_count)
         patience_s = max(_PATIENCE_S, _PATIENCE_RUNS * self._clock.elapsed_ns / 1e9)
-        twice = RunTwice(self.generators, ordinals, patience_s, unless_found_by=stop, repeats=repeats)
+        known = self._unsteady.keys()
+        twice = RunTwice(self.generators, ordinals, patience_s, known=known, unless_found_by=stop, repeats=repeats)
         context = replace(self.context, stand_in=twice, shapes=Shapes.unchecked, streams=None)
         scan = Scan(self.reader, self.effects, checks=False, window=self.window)
         self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)

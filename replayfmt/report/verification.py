@@ -75,6 +75,8 @@ def _verdict(row: Fields) -> tuple[bool, str]:
     compared = {name: verification.count(name) for name in _COMPARED}
     parts = [f"{count:,} {_COMPARED[name]}" for name, count in compared.items() if count]
     text = f"{mode}, on {devices}; compared: {', '.join(parts) or 'nothing'}"
+    if row.has("nondeterministic") and (names := row.texts("nondeterministic")):
+        text += f"; nondeterministic: {'; '.join(names)}"
     for name, what in (("unsupported", "records of work that cannot be replayed"), ("left_out", "records left out")):
         count = row.count(name) if name == "unsupported" else len(row.texts(name))
         text += f"; {count:,} {what}" if count else ""

@@ -21,6 +21,7 @@ from replayfmt.format.model import Record
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
+from replayfmt.replay.verify import run_twice
 
 from .conftest import Captured
 from .rewriting import rewrite
@@ -241,6 +242,20 @@ def test_many_independent_ones_are_found_at_once_and_named_by_operator(captured:
     result = executed(path)
     assert (result.outcome, result.verification.mode, len(result.nondeterministic)) == ("ok", "close", 2)
     assert "more of its calls, up to ordinal" in result.nondeterministic[0]
+
+
+def test_an_op_that_could_not_be_run_twice_is_no_silent_gap(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = captured(lambda: KEPT.extend(ops.noise(torch.rand(8) + 1) for _ in range(8)))
+
+    def no_memory(_clones: Any, _value: Any) -> None:
+        raise torch.OutOfMemoryError("no memory is left for a copy")
+
+    monkeypatch.setattr(run_twice.Clones, "of", no_memory)
+    result = executed(path)
+    assert result.outcome == "mismatched"
+    assert "could not be run twice: no memory is left for a copy" in result.nondeterministic[-1]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,11 @@ def test_what_was_not_replayed_is_said(measured: Measured, printed: dict[str, An
     assert "3 records of work that cannot be replayed; 1 records left out" in note.text
 
 
+def test_nondeterministic_operators_are_said(measured: Measured, printed: dict[str, Any], tmp_path: Path) -> None:
+    note = note_of(measured, printed | {"nondeterministic": ["ordinal 3 (a::b)"]}, tmp_path)
+    assert note.verified and note.text.endswith("; nondeterministic: ordinal 3 (a::b)")
+
+
 @pytest.mark.parametrize("what", ["missing", "empty", "other", "rejected", "session", "damaged"])
 def test_a_file_that_is_no_such_output_is_one_error_and_no_page(
     measured: Measured, printed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str

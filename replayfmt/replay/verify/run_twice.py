@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from replayfmt.errors import SubstitutionFailed
+from replayfmt.format.printable import printable
 from replayfmt.pytorch.tensors.memory import byte_tensor, new_storage, row_major_bytes
 
 from ..substitution.call_sites import CallSite
@@ -73,9 +74,10 @@ def named(found: Iterable[Unsteady], describe: Callable[[int], tuple[str, str]])
 class RunTwice:
     """Wraps kernels: each runs twice on copies before its actual call, or more often with `repeats`.
 
-    `ordinals` are the ops to check, None for all. With `patience_s` the replay is stopped after that many seconds; with
-    `unless_found_by` at that ordinal, if nothing was found before it. `opaque` lists the opaque results; `unsteady` has
-    each op that differs otherwise, by ordinal; `reached` is the ordinal that the search came to.
+    `ordinals` are the ops to check, None for all; but not those that are `known`. With `patience_s` the replay is
+    stopped after that many seconds; with `unless_found_by` at that ordinal, if nothing was found before it. `opaque`
+    lists the opaque results; `unsteady` has each op that differs otherwise, by ordinal; `reached` is the ordinal that
+    the search came to.
     """
 
     reason = ""
@@ -86,13 +88,16 @@ class RunTwice:
         ordinals: Collection[int] | None = None,
         patience_s: float | None = None,
         *,
+        known: Collection[int] = (),
         unless_found_by: int | None = None,
         repeats: int = 1,
     ) -> None:
         self.opaque: list[OpaqueFound] = []
         self.unsteady: dict[int, Unsteady] = {}
-        self.given_up = ""
+        self.given_up = ""  # why the search ended early
+        self.left_out = ""  # which op could not be run twice, and why
         self.reached = 0
+        self._known = known
         self._remedies: dict[int, str] = {}  # by kernel id
         self._unless_found_by, self._repeats = unless_found_by, repeats
         self._generators = [generator for generator in dict.fromkeys(generators) if generator is not None]
@@ -105,6 +110,7 @@ class RunTwice:
             not site.fills
             or site.once
             or _only_views(site)
+            or site.ordinal in self._known
             or (self._ordinals is not None and site.ordinal not in self._ordinals)
         ):
             return None
@@ -138,8 +144,10 @@ class RunTwice:
                         remedy = self._remedies[site.kernel_id] = self._remedy(site, args, kwargs, lengths)
                     self.unsteady[site.ordinal] = Unsteady(site.ordinal, site.kernel_id, how, remedy)
                     break
-        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError):
-            return  # the actual call raises it too, and reports where
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
+            # The actual call may raise it too, and reports where; memory for copies may be all that is missing.
+            reason = printable((str(error).splitlines() or [type(error).__name__])[0], 200)
+            self.left_out = self.left_out or f"the op at ordinal {site.ordinal} could not be run twice: {reason}"
 
     @property
     def found(self) -> bool:
