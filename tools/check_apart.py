@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 
@@ -12,6 +13,8 @@ from replayfmt.trim.trimming import Checked
 
 from .isolate import worker_command
 from .replay_flags import ReplayFlags
+
+_STATUS = re.compile(r"[A-Z_]+: ")
 
 
 def check_apart(path: str, flags: ReplayFlags) -> Checked:
@@ -26,10 +29,12 @@ def check_apart(path: str, flags: ReplayFlags) -> Checked:
             "is embedded in it may be addresses, or memory that a kernel left unwritten: also keep the op that "
             "returns it, or name its result with --opaque-result; --verify=none writes it anyway"
         )
+    said = [line.strip() for line in done.stderr.splitlines()] or ["it said nothing"]
+    at = next((index for index, line in enumerate(said) if _STATUS.match(line)), 0)  # after what imports print
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     row = next((each for each in rows if each["kind"] == "replay"), None)
     if row is None:
-        first, *findings = [line.strip() for line in done.stderr.splitlines()] or ["it said nothing"]
+        first, *findings = said[at:]
         status, _colon, message = first.partition(": ")
         if status == ReplayRefused.status:
             raise ReplayRefused(message, tuple(findings))
@@ -39,6 +44,6 @@ def check_apart(path: str, flags: ReplayFlags) -> Checked:
     opaque = tuple((*each["op"].rsplit(".", 1), each["result"], each["why"]) for each in row["opaque_results"])
     differs = None
     if row["divergence"] is not None:
-        message = next(iter(done.stderr.splitlines()), "")
+        message = said[at]
         differs = message.partition("differs from the capture: ")[2] or message
     return Checked(verification.text, differs, tuple(row["nondeterministic"]), opaque)

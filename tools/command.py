@@ -164,7 +164,7 @@ class _Output(FileIO):
 
 def _own_streams() -> None:
     """Install streams whose failures can be distinguished, and replace one that the process was started without
-    (`>&-`)."""
+    (`>&-`). What libraries print past Python goes to stderr: other programs read what the tool prints."""
     while os.open(os.devnull, os.O_RDWR) < 3:
         pass  # no file of the tool's may get the number of a stream that is missing: C++ code may write to it
     for name in ("stdout", "stderr"):
@@ -175,11 +175,12 @@ def _own_streams() -> None:
         # Characters that the encoding lacks are escaped: names come from anywhere.
         errors = "backslashreplace" if before.errors == "strict" else before.errors
         sys.stdout = TextIOWrapper(
-            BufferedWriter(_Output(before.fileno(), "w", closefd=False)),
+            BufferedWriter(_Output(os.dup(before.fileno()), "w", closefd=False)),
             before.encoding,
             errors,
             line_buffering=before.line_buffering,
         )
+        os.dup2(sys.stderr.fileno(), before.fileno())
 
 
 @contextmanager

@@ -73,7 +73,8 @@ def _isolate(context: click.Context, _parameter: click.Parameter, wanted: bool) 
     assert context.command.callback is not None
     command = worker_command(context.command.callback.__module__, *sys.argv[1:])
     with _ended_in_order(), tempfile.TemporaryDirectory(prefix="opreplay-") as notes:
-        code = subprocess.call(command, env={**os.environ, _NOTES: notes})  # kills it if an exception ends the wait
+        environment = {**os.environ, _NOTES: notes}
+        code = subprocess.call(command, stdout=sys.stdout, env=environment)  # kills it if an exception ends the wait
         if code < 0:
             report(ReplayFailed(_obituary(-code, Path(notes))))
             code = 1

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.regular_files import require_regular_file
+from replayfmt.pytorch.op_libraries import printing_aside
 
 from .initializer import Initializer
 from .registry import collecting
@@ -32,7 +33,7 @@ def load_initializers(path: str) -> tuple[Initializer, ...]:
     module = ModuleType(f"replayfmt initializers {next(_numbers)}: {path}")
     module.__file__ = path
     sys.modules[module.__name__] = module
-    with collecting() as found:
+    with collecting() as found, printing_aside():
         try:
             exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
         except OpReplayError as error:

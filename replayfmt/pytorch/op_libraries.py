@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -204,10 +206,16 @@ class OpLibraries:
         return LoadedLibrary(tuple(modules), "" if modules else "; ".join(problems))
 
 
+def printing_aside() -> AbstractContextManager[object]:
+    """What foreign code prints goes to stderr: what a tool prints on stdout is read by other programs."""
+    return redirect_stdout(sys.stderr)
+
+
 def _imported(name: str) -> tuple[list[ModuleType], list[str]]:
     """A module, or a sentence on why it cannot be imported; each in a list of its own."""
     try:
-        return [importlib.import_module(name)], []
+        with printing_aside():
+            return [importlib.import_module(name)], []
     except Exception as error:  # a foreign library may fail in any way
         return [], [f"{name} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]]
 

@@ -13,7 +13,7 @@ from typing import Any
 from replayfmt.errors import UsageError
 from replayfmt.format.arguments import texts_of
 from replayfmt.format.operator_names import name_problem
-from replayfmt.pytorch.op_libraries import OpLibraries
+from replayfmt.pytorch.op_libraries import OpLibraries, printing_aside
 from replayfmt.pytorch.operators import acts_outside
 
 FLAG = "--allow-import"
@@ -59,7 +59,8 @@ class AllowedImports:
 
     def _import(self, name: str) -> None:
         try:
-            importlib.import_module(name)
+            with printing_aside():
+                importlib.import_module(name)
         except Exception as error:  # a foreign library may fail in any way while it is imported
             if isinstance(error, ModuleNotFoundError) and self._libraries.modules_for(name):
                 return  # the namespace of a known library, which is imported when an operator needs it

@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from replayfmt.errors import UsageError
 from replayfmt.format.model import Kernel
 from replayfmt.format.regular_files import require_regular_file
+from replayfmt.pytorch.op_libraries import printing_aside
 from replayfmt.pytorch.registry import overloads_of
 from replayfmt.pytorch.triton.given_binaries import GivenCubin
 
@@ -268,7 +269,8 @@ def _import(path: str) -> ModuleType:
     try:
         # Not exec_module: it would write, and might use, cached bytecode next to a file that is being edited.
         code = loader.source_to_code(loader.get_data(path), path)
-        exec(code, module.__dict__)  # the user's file, named on the command line
+        with printing_aside():
+            exec(code, module.__dict__)  # the user's file, named on the command line
     except BaseException:
         sys.modules.pop(name, None)
         raise

@@ -1,0 +1,88 @@
+"""Modules, initializers and substitutions that print while they are loaded: stdout has the tool's output alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODULE = """
+import ctypes, torch
+print("noisy: using the plain backend")
+ctypes.CDLL(None).puts(b"noisy: from C")
+ctypes.CDLL(None).fflush(None)
+@torch.library.custom_op("noisy_imports::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+"""
+PROGRAM = "import torch, noisy_imports\nnoisy_imports.double(torch.ones(3)).sum()\n"
+INITIALIZER = """
+import torch
+from replayfmt.initializers import register
+print("noisy: initializers")
+@register("noisy_imports::double", argument="x")
+def content(request):
+    return torch.ones(request.tensor.sizes)
+"""
+SUBSTITUTION = "import torch\nprint('noisy: substitution')\ndef double(x):\n    return x + x\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("noisy")
+    for name, text in (
+        ("noisy_imports", MODULE),
+        ("program", PROGRAM),
+        ("initializer", INITIALIZER),
+        ("other", SUBSTITUTION),
+    ):
+        (folder / f"{name}.py").write_text(text)
+    assert tool(folder, "capture", "-o", "full.opreplay", "program.py").returncode == 0
+    assert tool(folder, "capture", "-o", "none.opreplay", "--payload=none", "program.py").returncode == 0
+    return folder
+
+
+def tool(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [Path(sys.executable).parent / f"opreplay-{name}", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        timeout=600,
+        check=False,
+    )
+
+
+ALLOW = "--allow-import=noisy_imports"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", ALLOW, "--format=jsonl", "full.opreplay"),
+        ("run", ALLOW, "--format=jsonl", "--isolate", "full.opreplay"),
+        ("run", ALLOW, "--format=jsonl", "--replay-initializer=initializer.py", "none.opreplay"),
+        ("run", ALLOW, "--format=jsonl", "--replay-kernel-substitution=noisy_imports::double=other.py:double",
+         "full.opreplay"),
+        ("benchmark", ALLOW, "--benchmark-format=json", "--benchmark-min-time=1x", "full.opreplay"),
+    ],
+)  # fmt: skip
+def test_stdout_is_json_alone(folder: Path, arguments: tuple[str, ...]) -> None:
+    done = tool(folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "noisy: using the plain backend" in done.stderr and "noisy: from C" in done.stderr
+    if "--benchmark-format=json" in arguments:
+        json.loads(done.stdout)
+    else:
+        assert all(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.slow
+def test_trim_checks_its_result_although_an_import_prints(folder: Path) -> None:
+    done = tool(folder, "trim", ALLOW, "--kernel=noisy_imports::*", "full.opreplay", "part.opreplay")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and (folder / "part.opreplay").exists()
