@@ -336,7 +336,7 @@ REFUSED = (
     ),
     unsupported("unseen_write", "aten::add", of(lambda: torch.empty(4) + 1), "read before any captured op wrote it"),
     unsupported(
-        "mkldnn_layout", "aten::_to_dense", of(lambda: torch.randn(4, 4).to_mkldnn().to_dense() + 1), "weight_prepack"
+        "mkldnn_layout", "aten::_to_dense", of(lambda: torch.randn(4, 4).to_mkldnn().to_dense() + 1), "to_mkldnn"
     ),
     unsupported("opaque_argument", "aten::fill_", of(_opaque)),
     unsupported(

@@ -32,9 +32,14 @@ _FALSE, _TRUE = Token(ValueKind.bool, 0), Token(ValueKind.bool, 1)
 _INT, _FLOAT, _COMPLEX = Token(ValueKind.int), Token(ValueKind.float), Token(ValueKind.complex)
 _TENSOR, _STORAGE, _GENERATOR = Token(ValueKind.tensor), Token(ValueKind.storage), Token(ValueKind.generator)
 
-_PACKED = (
-    "a tensor in oneDNN's own layout, which cannot be read; if Inductor packed a weight so when it froze a model "
-    "(freezing), torch._inductor.config.cpp.weight_prepack=False keeps it plain, from before the first model is frozen"
+_PACKED = "a tensor in oneDNN's own layout, which cannot be read: "
+_PACKED_BY_INDUCTOR = (
+    f"{_PACKED}Inductor packed it when it froze the model (freezing); torch._inductor.config.cpp.weight_prepack=False "
+    "keeps it plain, from before the first model is frozen"
+)
+_PACKED_BY_PROGRAM = (
+    f"{_PACKED}the program made it (Tensor.to_mkldnn(), torch.utils.mkldnn, torch.jit.optimize_for_inference); "
+    "capture the program without that step"
 )
 
 
@@ -140,7 +145,8 @@ class Encoder:
 
     def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues, call: OpCall) -> None:
         if isinstance(value, torch.Tensor) and layout_of(value) is TORCH_LAYOUT[Layout.mkldnn]:
-            raise Unrepresentable("mkldnn_layout", _PACKED)
+            inductors = call.kernel.name.startswith(("mkldnn::", "mkl::"))
+            raise Unrepresentable("mkldnn_layout", _PACKED_BY_INDUCTOR if inductors else _PACKED_BY_PROGRAM)
         try:
             if isinstance(value, torch.Tensor):
                 form, parts = call_undispatched(take_apart, value)
