@@ -17,7 +17,7 @@ _FUNCTION = re.compile(r"\.func\b")
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _GUARD = re.compile(r"@(!?)(%?[\w$]+)\s+")
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*.*?\*/)+", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+(.+?)\s+([A-Za-z_$%][\w$]*)\s*(\[\d+\])?\s*$", re.DOTALL)
+_PARAMETER = re.compile(r"\.param (.+?) ([A-Za-z_$%][\w$]*) ?(\[\d+\])?$")
 _LINES = (".loc", ".file", ".section", ".line")  # directives that end with their line
 
 
@@ -88,17 +88,21 @@ class PtxModule:
 
 def parse_ptx(text: str) -> PtxModule:
     """Parse a module. Raises PtxError with the line."""
-    version = re.search(r"^\s*\.version\s+(\d+)\.(\d+)", text, re.MULTILINE)
-    target = re.search(r"^\s*\.target\s+(\w+)", text, re.MULTILINE)
+    version = re.search(r"^[ \t]*\.version\s+(\d+)\.(\d+)", text, re.MULTILINE)
+    target = re.search(r"^[ \t]*\.target\s+(\w+)", text, re.MULTILINE)
     if version is None or target is None:
         raise PtxError("PTX: expected .version and .target; this is not PTX")
-    if not re.search(r"^\s*\.address_size\s+64\b", text, re.MULTILINE):
+    if not re.search(r"^[ \t]*\.address_size\s+64\b", text, re.MULTILINE):
         raise PtxError("PTX: expected .address_size 64")
     hidden = _without_comments(text)
-    entries = tuple(_entry(text, hidden, found) for found in _ENTRY.finditer(hidden))
+    entries: list[PtxEntry] = []
+    for found in _ENTRY.finditer(hidden):
+        if entries and found.start() < entries[-1].body_end:
+            raise PtxError(f"{_line(text, found.start())}: {found[1]} is an entry function inside {entries[-1].name}")
+        entries.append(_entry(text, hidden, found))
     if not entries:
         raise PtxError("PTX: expected an entry function (.entry), got none")
-    return PtxModule(text, (int(version[1]), int(version[2])), target[1], entries)
+    return PtxModule(text, (int(version[1][:9]), int(version[2][:9])), target[1], tuple(entries))
 
 
 def _without_comments(text: str) -> str:
@@ -107,7 +111,8 @@ def _without_comments(text: str) -> str:
     def blank(found: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", found[0])
 
-    return re.sub(r'//[^\n]*|/\*.*?\*/|"(?:[^"\\\n]|\\.)*"', blank, text, flags=re.DOTALL)
+    # What is not closed goes to the end: otherwise each of many would be followed there in vain.
+    return re.sub(r'//[^\n]*|/\*.*?(?:\*/|\Z)|"(?:[^"\\\n]|\\.)*"?', blank, text, flags=re.DOTALL)
 
 
 def _line(text: str, place: int) -> str:
@@ -136,10 +141,10 @@ def _entry(text: str, hidden: str, found: re.Match[str]) -> PtxEntry:
 
 def _parameters(text: str, listed: str, place: int) -> Iterator[PtxParameter]:
     for each in listed.split(","):
-        if each.strip():
-            found = _PARAMETER.match(each.strip())
+        if said := " ".join(each.split()):
+            found = _PARAMETER.match(said)
             if found is None:
-                raise PtxError(f"{_line(text, place)}: expected .param TYPE NAME, got {each.strip()!r}")
+                raise PtxError(f"{_line(text, place)}: expected .param TYPE NAME, got {said[:60]!r}")
             yield PtxParameter(found[1], found[2])
 
 
@@ -170,7 +175,7 @@ def _instructions(text: str, hidden: str, place: int, end: int, labels: dict[str
             semicolon = hidden.find(";", place, end)
             if semicolon < 0:
                 raise PtxError(f"{_line(text, place)}: expected a semicolon after {text[place : place + 40]!r}")
-            if hidden[place] != ".":
+            if hidden[place] not in ".;":
                 yield _instruction(text, hidden, place, semicolon + 1)
                 count += 1
             place = semicolon + 1
@@ -179,7 +184,7 @@ def _instructions(text: str, hidden: str, place: int, end: int, labels: dict[str
 def _instruction(text: str, hidden: str, begin: int, end: int) -> PtxInstruction:
     said = hidden[begin : end - 1]
     guard = _GUARD.match(said)
-    opcode, *rest = said[guard.end() if guard else 0 :].strip().split(None, 1)
+    opcode, *rest = said[guard.end() if guard else 0 :].split(None, 1) or [""]
     if not re.fullmatch(r"[a-z][\w.:]*", opcode):
         raise PtxError(f"{_line(text, begin)}: expected an instruction, got {said.strip()[:60]!r}")
     operands = tuple(_split(rest[0])) if rest else ()
