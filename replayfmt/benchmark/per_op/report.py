@@ -146,10 +146,10 @@ def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
     if outside:
         reasons = Counter(op.no_graph for op in outside)
         warnings.append(
-            f"{counted(len(outside), 'op')} could not be put into a graph, so measured call by call, with the gaps "
-            "between: " + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(_REASONS))
+            f"{counted(len(outside), 'op')} could not be put into a graph, so measured call by call: "
+            + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(_REASONS))
         )
-    exposed = [op for op in run.ops if op.exposed and op.graph_calls is None]
+    exposed = [op for op in run.ops if op.exposed]
     if exposed:
         warnings.append(
             f"the device waited for the host while {counted(len(exposed), 'op')} ran, so their times hold more than "
@@ -251,7 +251,7 @@ def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> d
     host = _mean(row, lambda op: op.host_ns)
     if host is not None:
         found["host_time"] = host
-    exposed = dict.fromkeys(op.exposed for op, _calls in row.members if op.exposed and op.graph_calls is None)
+    exposed = dict.fromkeys(op.exposed for op, _calls in row.members if op.exposed)
     if exposed:
         found["device_waited"] = "; ".join(exposed)
     if all(op.on_device is False for op, _calls in row.members):
