@@ -278,7 +278,7 @@ class Core:
                 for sentence in self.children() if self.began else ():
                     self.records.unsupported(CHILD_WORK, "", sentence)
                 self.buffer.flush()
-                self.writer.close(time.perf_counter_ns() - self.started)
+                self.writer.close(max(0, self.records.now()))
             except Exception as error:
                 if not self.failed(error):
                     raise
