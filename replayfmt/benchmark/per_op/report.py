@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.model import Session
+from replayfmt.format.policies import TRACED_DEVICE_NS
 from replayfmt.format.printable import counted, printable
 from replayfmt.replay.plan import Plan
 
@@ -71,6 +73,7 @@ def make_op_report(
         "unsupported": _unsupported(run),
         "captured_device_us": run.chosen.device_ns / 1e3 or None,
         "measured_captured_device_us": run.measured_device_ns / 1e3 if run.chosen.device_ns else None,
+        "traced_device_us": _traced_device_us(plan.reader.session),
         "estimated_us": None if total is None else total / 1e3,
         "calls": sum(row.calls for row in measured),
         "group_by": group_by,
@@ -99,6 +102,12 @@ def make_op_report(
         context["warnings"] += [*above_the_roof(reported), *peak_caveats(context["peaks"])]
     further = dict.fromkeys(quantity for op in run.ops for quantity in op.further)
     return Report(context, reported, tuple(further))
+
+
+def _traced_device_us(session: Session) -> float | None:
+    """The device time of the whole trace that a capture was imported from, in microseconds."""
+    known = session.policies.get(TRACED_DEVICE_NS)
+    return known / 1e3 if isinstance(known, int) and not isinstance(known, bool) and known > 0 else None
 
 
 def _unsupported(run: PerOpRun) -> dict[str, Any]:
