@@ -15,7 +15,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Selection": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
         "--values", "--kernel-skeleton", "--attachment", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
-        "--step", "--steps", "--time", "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top",
+        "--step", "--steps", "--time", "--replay-scope", "--op-filter", "--op-limit", "--op-instances",
+        "--group-by", "--top",
         "--rank",
         "--section", "--tensors", "--predict", "--tool", "--launch", "--launches", "--records", "--max-bytes",
         "--target", "--reads-unwritten", "--children", "--device-kernels", "--table", "--replayed", "--power-log",
