@@ -13,7 +13,7 @@ from replayfmt.errors import UsageError
 MOST_ITERATIONS = 1_000_000_000  # Google Benchmark's own limit
 MOST_SECONDS = 86_400  # a day; Google Benchmark has no limit for seconds
 _ITERATIONS = re.compile(r"\s*\+?0*(\d{1,10})x", re.ASCII)
-_SECONDS = re.compile(r"\s*\+?((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)s?", re.ASCII)
+_SECONDS = re.compile(r"\s*\+?((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)s?", re.ASCII)
 
 
 @dataclass(frozen=True)

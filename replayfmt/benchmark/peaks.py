@@ -32,7 +32,7 @@ from .meters.meter import Clock
 from .reports.machine import OtherWork
 from .reports.units import rate
 
-_RATE = re.compile(r"\s*(\d+\.?\d*|\.\d+)(?:[eE]\+?(\d{1,2}))?([kMGTP]?)\s*", re.ASCII)
+_RATE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:[eE]\+?(\d{1,2}))?([kMGTP]?)\s*", re.ASCII)
 _SCALE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 # Large enough to keep the whole device busy, small enough to take milliseconds.
 _WIDTH = {True: 8192, False: 1024}  # of the matrices: on accelerators, and on the host

@@ -18,7 +18,7 @@ from .min_time import MOST_SECONDS, MinTime, parse_min_time
 from .statistics import SMALLEST_FOR_INTERVAL, median_interval
 
 DEFAULT_PRECISION = "2%"
-_SHARE = re.compile(r"\s*(\d+\.?\d*|\.\d+)%\s*", re.ASCII)
+_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)%\s*", re.ASCII)
 # Looking costs a sort of all times so far: next look at this many times as many.
 _NEXT_LOOK = 1.2
 

@@ -9,6 +9,7 @@ graph. An argument of the kernel is a tensor on one of them and is named after i
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections import Counter
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from replayfmt.errors import InvalidCapture, OpReplayError
+from replayfmt.errors import CaptureFailed, InvalidCapture, OpReplayError
 
 from .attachments import BODY, METADATA, contents_of
 from .codes import KernelKind, RecordKind
@@ -47,13 +48,20 @@ def open_body(contents: Mapping[str, bytes]) -> CaptureReader:
     can be read, or if it holds anything but ops of operators and of kernels that are no graphs, and events."""
     if BODY not in contents:
         raise ValueError("the capture has no body of it")
-    with tempfile.TemporaryDirectory(prefix="opreplay-") as folder:
-        path = Path(folder, "body.opreplay")
-        path.write_bytes(contents[BODY])
-        try:
-            reader = open_capture(path)
-        except OpReplayError as error:
-            raise ValueError(f"its body cannot be read ({str(error).replace(str(path), 'body')})") from None
+    try:
+        with tempfile.TemporaryDirectory(prefix="opreplay-") as folder:
+            path = Path(folder, "body.opreplay")
+            path.write_bytes(contents[BODY])
+            try:
+                reader = open_capture(path)
+            except OpReplayError as error:
+                raise ValueError(f"its body cannot be read ({str(error).replace(str(path), 'body')})") from None
+    except OSError as error:
+        where = os.environ.get("TMPDIR") or "the folder for temporary files"
+        raise CaptureFailed(
+            f"the body of a graph needs {len(contents[BODY])} bytes of temporary space in {where}: {error.strerror}; "
+            "set TMPDIR to a folder with room"
+        ) from None
     try:
         _check(reader)
     except BaseException:

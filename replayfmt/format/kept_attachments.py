@@ -63,7 +63,11 @@ class KeptAttachments:
         try:
             with open_body({BODY: body}) as reader:
                 inside = [each for each in reader.attachments if each is not None]
-                return all(self._is_free_of_source(each.role, reader.payload(each.payload)) for each in inside)
+                # A body in a body is none that a replay would run.
+                return all(
+                    each.role != BODY and self._is_free_of_source(each.role, reader.payload(each.payload))
+                    for each in inside
+                )
         except ValueError:
             return False
 

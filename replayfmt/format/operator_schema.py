@@ -16,7 +16,7 @@ from functools import lru_cache
 _LONGEST = 1 << 16
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*::[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)?\Z")
 _ARGUMENT = re.compile(r"(?P<type>\S(?:.*\S)?)\s+(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<length>(?:\[\d*\])?)\Z")
-_ALIAS = re.compile(r"\(\s*([A-Za-z0-9_|*]+)\s*(!?)\s*(?:->\s*[A-Za-z0-9_|* ]*)?\)")
+_ALIAS = re.compile(r"\(\s*([A-Za-z0-9_|*]+)(?:\s*(!))?\s*(?:->[A-Za-z0-9_|*\s]*)?\)")
 _QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*+(?:"|\Z|\\\Z)|'(?:[^'\\]|\\.)*+(?:'|\Z|\\\Z))""", re.DOTALL)
 _UNNAMED = re.compile(r"\(\$\d+(!?)(?:\s*->\s*)?\)|(?<=[\]?])\((!?)\)(?=\[)")
 _AFTER_OPTIONAL = re.compile(r"\?(!|\([^()]*\))(?=\[)")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .attachments import contents_of
+from .attachments import BODY, attachments_of, contents_of
 from .codes import DType, KernelKind, RecordKind, StorageOrigin, ValueKind
 from .graphs import open_body
 from .model import StreamPlacement
@@ -124,9 +124,14 @@ def race_sentences(reader: CaptureReader, most: int = 100) -> list[str]:
     """The first races of a capture and of the bodies of its graphs, `most` at most, for people. A body that cannot be
     read has none: a replay refuses it. Raises InvalidCapture for a damaged frame."""
     found = [each.text(reader) for each in find_races(reader, most)]
+    judged: set[int] = set()  # many kernels may have one body
     for kernel in reader.kernels:
         if kernel is None or kernel.kind is not KernelKind.graph or not kernel.attachments or len(found) >= most:
             continue
+        bodies = {each.payload for each in attachments_of(reader, kernel) if each.role == BODY}
+        if bodies <= judged:
+            continue
+        judged |= bodies
         try:
             body = open_body(contents_of(reader, kernel))
         except ValueError:

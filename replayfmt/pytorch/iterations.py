@@ -30,7 +30,7 @@ _SHORT = re.compile(r"execute_context_(\d+)\((\d+)(?:_\d+)?\)_generation_(\d+)\(
 _OLDEST = re.compile(r"execute_new_(\d+)_cached_(\d+)\Z")
 _SGLANG = re.compile(r"step\[(\w+)((?:\s+\w+=\d+)*)\s*\]\Z")
 _ATOM = re.compile(r"(prefill|decode|eager_decode)\[(bs=\d+[^\[\]]*(?:\[[\d, ]*\][^\[\]]*)?)\]\Z")
-_FIELD = re.compile(r"(\w+)=(\[[\d, ]*\](?:\.\.\.\+\d+)?|\d+)")
+_FIELD = re.compile(r"(?<!\w)(\w+)=(\[[\d, ]*\](?:\.\.\.\+\d+)?|\d+)")
 _ENDLESS = re.compile(r"\d{19}")  # no batch has as many of anything
 _SUMS = re.compile(r"(sqsq|sqsk|sksk|sq|sk)(\d+)")
 _SGLANG_PHASES: dict[str, Phase] = {
@@ -116,7 +116,7 @@ def _sglang(found: re.Match[str], name: str) -> Iteration | None:
     phase = _SGLANG_PHASES.get(found[1].upper())
     if phase is None:
         return None
-    numbers = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", found[2])}
+    numbers = {key: int(value) for key, value in re.findall(r"(?<!\w)(\w+)=(\d+)", found[2])}
     size, tokens = numbers.get("bs"), numbers.get("toks")
     # Every request of a plain decode step has one new token.
     if tokens is None and found[1].upper() == "DECODE":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.definitions.signature_rules import argument_nodes
 from replayfmt.format.model import (
@@ -114,7 +115,8 @@ class Writing:
         while self._next < len(self._ordinals):
             last = self.write()
         for scope in self._schedule.ends:
-            assert last is not None
+            if last is None:
+                raise InvalidCapture(f"{self.copier.reader.path}: a scope without records in it does not end")
             self._act(End(scope), last)
         self.copier.flush()
 
@@ -132,7 +134,10 @@ class Writing:
         elif record.kind is not RecordKind.generator_state:  # set again before the ops that draw
             if record.kind is RecordKind.storage_resize:
                 storage, length = record.args
-                assert isinstance(storage, StorageValue) and isinstance(length, int)
+                if not isinstance(storage, StorageValue) or not isinstance(length, int):
+                    raise InvalidCapture(
+                        f"{self.copier.reader.path}: ordinal {record.ordinal}: a resize of no storage, or to no length"
+                    )
                 self._lengths[storage.id] = length
             self.copier.copy(record)
 
@@ -175,7 +180,8 @@ class Writing:
         match action:
             case Begin(scope) | End(scope):
                 definition = self.copier.reader.scopes[scope]
-                assert definition is not None
+                if definition is None:
+                    raise InvalidCapture(f"{self.copier.reader.path}: scope {scope} is not defined")
                 kind = RecordKind.scope_begin if isinstance(action, Begin) else RecordKind.scope_end
                 add(near, kind, argument_nodes(kind, name=definition.name), scope=scope)
             case Release(storage):

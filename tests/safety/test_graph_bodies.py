@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from format.samples import IMPORT, SESSION, Records, op, write_everything
+from in_process import Tools, tools  # noqa: F401 - a fixture
 
 import replayfmt
 from replayfmt.errors import ReplayRefused
@@ -123,3 +126,41 @@ def test_what_does_not_go_together_is_refused(name: str, tmp_path: Path) -> None
         with pytest.raises(ReplayRefused) as caught, replayfmt.Plan(path, keep_going=keep_going) as plan:
             plan.execute(verify="none")
         assert why in " ".join(caught.value.findings), caught.value.findings
+
+
+def nested(folder: Path, depth: int) -> bytes:
+    """A body with a kernel that has such a body, and so on."""
+    content = body(folder / "innermost")
+    for level in range(depth):
+        writer = CaptureWriter(folder / f"body{level}", replace(SESSION, session_id=BODY_SESSION, settings={}))
+        number = writer.attachment(Attachment("body", "body", writer.payload(content)))
+        records = Records(writer)
+        given = pair_on(records, StorageOrigin.absent)
+        kernel = writer.kernel(replace(NEGATE, attachments=(number,), kind=KernelKind.triton))
+        records.add(op(kernel, (Node(V.tensor, "self"),), (Node(V.tensor),)), (given, given))
+        records.write()
+        writer.close(1)
+        content = (folder / f"body{level}").read_bytes()
+    return content
+
+
+def test_bodies_in_bodies_are_left_out_with_the_sources(tmp_path: Path, tools: Tools) -> None:  # noqa: F811
+    path = capture(tmp_path, inside=nested(tmp_path, 40))
+    done = tools("trim", "--no-sources", path, tmp_path / "out.opreplay")
+    assert done.code == 0, done.err
+    with open_capture(tmp_path / "out.opreplay") as reader:
+        assert [each.role for each in reader.attachments if each is not None] == ["metadata"]
+
+
+def test_a_check_without_room_for_temporary_files_says_so(
+    tmp_path: Path,
+    tools: Tools,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_args: Any, **_options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = capture(tmp_path)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    done = tools("check", path)
+    assert done.code == 1 and "No space left on device; set TMPDIR to a folder with room" in done.err

@@ -27,7 +27,7 @@ _POWER = re.compile(
     re.ASCII,
 )
 # The unit in a column's name: power_mw, power.draw [W], Power (uW).
-_UNIT = re.compile(r"[\[(]([^\])]*)[\])]$|[_ ](\w?w|watts|milliwatts|microwatts|kilowatts)$")
+_UNIT = re.compile(r"[\[(]([^\])\[(]*)[\])]$|[_ ](\w?w|watts|milliwatts|microwatts|kilowatts)$")
 _WATTS = {
     "w": 1.0,
     "watts": 1.0,

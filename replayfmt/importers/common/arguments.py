@@ -107,7 +107,7 @@ UNRECORDED = Recorded(Form.unrecorded, shown="")
 NO_NUMBERS = Recorded(Form.unrecorded, value="no numbers", shown="")  # in place of lists of numbers
 HIDDEN_NUMBER = Recorded(Form.hidden, value="a number", shown="a number")
 HIDDEN_LIST = Recorded(Form.hidden, value="a list of numbers", shown="a list of numbers")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)f?\Z")
+_NUMBER = re.compile(r"[+-]?(\d+(?:\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)f?\Z")
 _LONGEST_NUMBER = 100  # characters
 _DEEPEST = 8  # lists inside lists
 _COMPLEX = re.compile(r"\(\s*([^,()]+),\s*([^,()]+)\)\Z|(.+?)([+-][^+-]+(?:[eE][+-]\d+)?)j\Z")

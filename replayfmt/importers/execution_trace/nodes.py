@@ -142,8 +142,12 @@ def node_of(row: Any) -> TraceNode:
             _from_flat_keys(row, "input", "inputs"),
             _from_flat_keys(row, "output", "outputs"),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}: {json.dumps(row)[:80]}") from None
+    except KeyError as error:
+        raise ValueError(f"it has no {error}: {json.dumps(row)[:80]}") from None
+    except (TypeError, ValueError, AttributeError):
+        wrong = [name for name in ("inputs", "outputs") if "attrs" in row and not isinstance(row[name], dict)]
+        said = f"its {wrong[0]} are not an object" if wrong else "a field of it has a value of another type"
+        raise ValueError(f"{said}: {json.dumps(row)[:80]}") from None
 
 
 def communication(node: TraceNode) -> Mapping[str, Any]:

@@ -211,7 +211,7 @@ def vector(operand: str) -> tuple[str, ...]:
 
 def address(operand: str) -> tuple[str, int]:
     """Base and offset of an address in brackets. Raises PtxError."""
-    found = re.fullmatch(r"\[\s*([%$\w]+)\s*(?:\+\s*(-?(?:0[xX][0-9a-fA-F]+|\d+)))?\s*\]", operand)
+    found = re.fullmatch(r"\[\s*([%$\w]+)(?:\s*\+\s*(-?(?:0[xX][0-9a-fA-F]+|\d+)))?\s*\]", operand)
     if found is None:
         raise PtxError(f"PTX: expected an address, [BASE] or [BASE+OFFSET], got {operand!r}")
     return found[1], int(found[2] or "0", 0)

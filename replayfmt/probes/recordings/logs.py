@@ -15,7 +15,7 @@ from pathlib import Path
 from .files import damaged, lines
 from .results import LaunchShape
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|-nan|inf)"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|-nan|inf)"
 _FINISHED = re.compile(r"\[(?:jit|probe)\] finish (\S+) name (.*) n_param \d+")
 _RENAMED = re.compile(r"\[(?:jit|probe)\] rename (.*) (\d+_\S+)$")
 _FOUND = re.compile(r"\[exec\] funcmap-find (\S+) (success|fail)")
@@ -29,7 +29,7 @@ _BENCHMARK = re.compile(
 _PTXAS_FILE = re.compile(r"(?<![\w-])([\w-]+)\.ptx(?![\w,])")
 _ENTRY = re.compile(r"(?:Compiling entry function|Function properties for) '?([^'\s]+)'?")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_SPILLS = re.compile(r"(?<!\d)(\d+) bytes spill stores, (\d+) bytes spill loads")
 _PEAK = re.compile(r"max memory:\s*([-+\d.,eE]+)\s*([A-Za-z]*)")
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1} | {
     name: factor

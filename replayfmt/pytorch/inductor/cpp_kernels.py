@@ -16,7 +16,9 @@ import torch
 NAMESPACE = "inductor_cpp"
 ENTRY = "kernel"
 _SIGNATURE = re.compile(rf'extern\s+"C"[^(){{}};]*?\bvoid\s+{ENTRY}\s*\(([^(){{}};]*)\)')
-_PARAMETER = re.compile(r"(?P<const>const\s+)?(?P<type>[A-Za-z_][\w:]*(?:<[\w:]+>)?)\s*(?P<star>\*?)\s*(?P<name>\w+)\Z")
+_PARAMETER = re.compile(
+    r"(?P<const>const\s+)?(?P<type>[A-Za-z_][\w:]*(?:<[\w:]+>)?)(?:\s*(?P<star>\*)\s*|\s+)(?P<name>\w+)\Z"
+)
 _DTYPES = {
     "float": torch.float32,
     "double": torch.float64,
