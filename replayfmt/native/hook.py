@@ -59,12 +59,23 @@ class Functions(NamedTuple):
     unknown: Callable[[str], Any] = UnknownValue
 
 
+_EXCHANGE_API = b"dlpack_exchange_api"  # the name of such capsules
+_CAPSULE_POINTER = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
 class DispatchHook:
     """The hook in PyTorch's dispatcher. There is one per process, and one capture at a time uses it. The constructor
     raises NotAvailable if another library has taken its dispatch key."""
 
     def __init__(self, found: ctypes.PyDLL) -> None:
         found.opreplay_recorder_begin.argtypes = [ctypes.py_object]
+        found.opreplay_recorder_on_taken.argtypes = [ctypes.py_object]
+        found.opreplay_recorder_exchange_api.restype = ctypes.c_void_p
         found.opreplay_recorder_types.restype = ctypes.py_object
         found.opreplay_recorder_key.restype = ctypes.c_uint64
         self._library = found
@@ -128,6 +139,20 @@ class DispatchHook:
             except BaseException:
                 self._library.opreplay_recorder_hide(was)
                 raise
+
+    def telling_exchange_api(self, capsule: Any, taken: Callable[[Any], None]) -> Any:
+        """In place of a capsule of DLPack's C interface: one whose functions call `taken` with each tensor that a
+        library takes, until `forget_taken`. The same capsule if its version is not known."""
+        pointer = _CAPSULE_POINTER(capsule, _EXCHANGE_API)
+        told = self._library.opreplay_recorder_exchange_api(ctypes.c_void_p(pointer))
+        if not told:
+            return capsule
+        self._library.opreplay_recorder_on_taken(taken)
+        return _NEW_CAPSULE(told, _EXCHANGE_API, None)
+
+    def forget_taken(self) -> None:
+        """Nobody is told any more."""
+        self._library.opreplay_recorder_on_taken(None)
 
     def without_key(self, keys: torch._C.DispatchKeySet) -> torch._C.DispatchKeySet:
         """A set of dispatch keys without the recorder's, which the Python part of the dispatcher does not know."""

@@ -220,6 +220,29 @@ void keep_unboxed(torch::Library& library) {
   (Unboxed<Ops>::keep(library), ...);
 }
 
+// ------------------------------------------------------------------------------------------ memory that is taken by DLPack
+
+// DLPack's C interface (DLPackExchangeAPI of version 1): libraries look it up once for a class of tensors and keep it.
+struct ExchangeApi {
+  uint32_t major, minor;
+  void* previous;
+  void* allocate;
+  int (*manage)(void* tensor, void** taken);
+  void* give;
+  int (*describe)(void* tensor, void* taken);
+  void* stream;
+};
+ExchangeApi pytorchs_api{}, telling_api{};
+PyObject* on_taken = nullptr;  // called with each tensor; used with the interpreter's lock
+
+// With the interpreter's lock. Returns what the interface said.
+int tell_taken(void* tensor, int said) {
+  if (said == 0 && on_taken) {
+    Py_XDECREF(PyObject_CallOneArg(on_taken, static_cast<PyObject*>(tensor)));
+  }
+  return on_taken && PyErr_Occurred() ? -1 : said;
+}
+
 }  // namespace
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -296,6 +319,28 @@ EXPORTED int opreplay_recorder_hide(int hidden) {
   const bool was = c10::impl::tls_is_dispatch_key_excluded(kKey);
   c10::impl::tls_set_dispatch_key_excluded(kKey, hidden != 0);
   return was;
+}
+
+// PyTorch's interface, but that `opreplay_recorder_on_taken`'s function hears of each tensor that is taken; null where it is
+// of another version. It is never freed: libraries keep it.
+EXPORTED const void* opreplay_recorder_exchange_api(const void* pytorchs) {
+  const auto& given = *static_cast<const ExchangeApi*>(pytorchs);
+  if (given.major != 1) {
+    return nullptr;
+  }
+  if (pytorchs != &telling_api) {
+    pytorchs_api = telling_api = given;
+    telling_api.manage = [](void* tensor, void** taken) { return tell_taken(tensor, pytorchs_api.manage(tensor, taken)); };
+    telling_api.describe = [](void* tensor, void* taken) {
+      return tell_taken(tensor, pytorchs_api.describe(tensor, taken));
+    };
+  }
+  return &telling_api;
+}
+
+// What to call with each tensor; None for nothing.
+EXPORTED void opreplay_recorder_on_taken(PyObject* function) {
+  Py_XDECREF(std::exchange(on_taken, function == Py_None ? nullptr : Py_NewRef(function)));
 }
 
 // The key, as a set's bits.

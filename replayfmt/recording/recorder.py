@@ -337,6 +337,19 @@ class Recorder:
             )
         return found
 
+    def notes(self) -> list[str]:
+        """What is worth knowing of the capture besides its records. Valid once it is closed."""
+        core = self._core
+        if core is None or core.failure is not None:
+            return []
+        found, left_out = list(core.records.notes), len(core.digests.left_out)
+        if left_out:
+            found.append(
+                f"{left_out} of the storages were written in part, at places that are not known or too many: a replay "
+                "does not compare all that was written there"
+            )
+        return found
+
     def _flush_loop(self) -> None:
         core = self._core
         assert core is not None
@@ -509,9 +522,10 @@ class Recorder:
         """A composite of PyTorch's own may have filled what it returned through addresses."""
         self._tell(lambda core: core.outside.filled(result))
 
-    def watch(self, storage: torch.UntypedStorage) -> None:
-        """Others may write to a storage from now on: its content is checked before each use."""
-        self._tell(lambda core: core.outside.shared(storage))
+    def watch(self, storage: torch.UntypedStorage, *, windowed: bool = True) -> None:
+        """Others may write to a storage from now on: its content is checked before each use. `windowed`: through a
+        window on it that the program has."""
+        self._tell(lambda core: core.outside.shared(storage, windowed))
 
     def _tell(self, what: Callable[[Core], _T]) -> _T | None:
         core = self._core

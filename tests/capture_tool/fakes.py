@@ -57,6 +57,9 @@ class FakeRecorder:
         finally:
             self.pauses -= 1
 
+    def watch(self, storage, *, windowed=True):
+        pass
+
     def attempt(self, step, *args):
         return step(*args)
 

@@ -146,7 +146,7 @@ def test_audit_sees_what_was_written_behind_the_recorders_back(tmp_path):
 import ctypes, torch
 x = torch.zeros(4)
 x.add_(1)
-ctypes.memset(x.data_ptr(), 0, 16)
+ctypes.memset(x.untyped_storage().data_ptr(), 0, 16)
 print(x.sum().item())
 """)
     imports = {}

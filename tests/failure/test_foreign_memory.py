@@ -61,7 +61,7 @@ def test_writes_that_leave_a_mark_enter_again_and_replay(
 def _by_address() -> torch.Tensor:
     x = torch.ones(3)
     y = x + 1
-    ctypes.memmove(x.data_ptr(), (ctypes.c_float * 3)(4, 4, 4), 12)
+    ctypes.memmove(x.untyped_storage().data_ptr(), (ctypes.c_float * 3)(4, 4, 4), 12)
     return x + y
 
 

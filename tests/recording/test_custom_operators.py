@@ -203,6 +203,12 @@ def hidden(x: torch.Tensor) -> torch.Tensor:
         return x.detach() * 2
 
 
+_library.define("quiet(Tensor x, Tensor y) -> Tensor")
+_library.define("same(Tensor x) -> Tensor")
+_library.define("declared(Tensor(a) x) -> Tensor(a)")
+_library.impl("quiet", lambda x, y: x * y.add_(1), "CPU")
+_library.impl("same", lambda x: x, "CPU")
+_library.impl("declared", lambda x: x[1:], "CPU")
 _library.impl("raw", raw, "AutogradCPU")
 _library.impl("hidden", hidden, "AutogradCPU")
 
@@ -334,3 +340,16 @@ def test_pytorchs_composites_that_write_through_addresses_are_recorded_whole(cap
     assert {"aten::_sobol_engine_draw.default", "aten::_sobol_engine_ff_.default"} <= set(captured.ops())
     captured.replays()
     assert torch.equal(captured.returned, program())
+
+
+def test_writes_and_aliases_that_a_schema_does_not_declare_are_told_once_at_the_end(tmp_path: Any) -> None:
+    custom = torch.ops.opreplay_custom
+    with replayfmt.capture(tmp_path / "c.opreplay") as recorder:
+        x, y = torch.ones(3), torch.zeros(3)
+        for _ in range(3):
+            custom.quiet(x, y)
+            custom.same(x).add_(1)
+            custom.declared(x)
+    quiet, same = sorted(recorder.notes())
+    assert quiet.startswith("opreplay_custom::quiet writes its argument 'y', which its schema does not declare")
+    assert same.startswith("opreplay_custom::same returns the memory of its argument 'x', which its schema does not")

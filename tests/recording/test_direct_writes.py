@@ -76,7 +76,7 @@ def test_both_storages_of_a_swap_enter_again(capture: Capture) -> None:
     captured.replays()
 
 
-def test_memory_that_was_allocated_anew_and_not_written_is_an_unseen_write(capture: Capture) -> None:
+def test_memory_that_was_allocated_anew_and_not_written_enters_as_it_is(capture: Capture) -> None:
     def program() -> Any:
         x = torch.ones(4) * 2
         x.untyped_storage().resize_(0)
@@ -84,7 +84,9 @@ def test_memory_that_was_allocated_anew_and_not_written_is_an_unseen_write(captu
         return x + 1
 
     captured = capture(program)
-    assert captured.unsupported() == {"unseen_write": 1}
+    assert captured.unsupported() == {}
+    assert [r.argument("reason") for r in captured.records(RecordKind.storage_import)] == ["uninitialized_read"]
+    captured.replays()
     assert [r.argument("bytes") for r in captured.records(RecordKind.storage_resize)] == [0, 16]
 
 

@@ -83,7 +83,7 @@ def test_audit_sees_every_write_from_outside(capture: Capture) -> None:
     def program() -> Any:
         x = torch.ones(3)
         first = x + 1
-        ctypes.memset(x.data_ptr(), 0, 4)
+        ctypes.memset(x.untyped_storage().data_ptr(), 0, 4)
         return first, x + 1
 
     captured = capture(program, digests="ops", audit=True)
@@ -277,3 +277,53 @@ def test_writes_through_arrays_leave_the_same_marks_whatever_is_kept_of_content(
         filled = [each.initializer for each in plan.synthesis.initialized]
         assert plan.execute(verify="none" if payload != "full" else "bitwise").outcome == "ok"
     assert ("index" in filled) is (payload == "none"), "what is looked up is no zeros, and no arange"
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("take", ["data_ptr", "__dlpack__"])
+def test_what_others_write_through_an_address_or_dlpack_enters_again(capture: Capture, take: str, known: bool) -> None:
+    """Every time, and from the first use on, whether the capture knew the memory before or not."""
+    x = torch.arange(1.0, 4.0)
+
+    def program() -> Any:
+        results = [x + 1] if known else []
+        taken = getattr(x, take)()
+        for value in (1, 2):
+            results.append(x * 2)
+            ctypes.memset(x.untyped_storage().data_ptr(), value, 4)
+        return results, x * 3, taken and None
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    assert imports(captured) == [(0, "first_use"), (1, "outside_write"), (2, "outside_write")]
+    captured.replays()
+
+
+@pytest.mark.recorder("native")
+@pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this PyTorch has no such interface")
+def test_what_others_write_that_took_memory_by_dlpacks_c_interface_enters_again(capture: Capture) -> None:
+    """As kernels of tvm_ffi do: they look the interface up once, for the class."""
+    address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+
+    def program() -> Any:
+        mask, logits = torch.full((4,), -1, dtype=torch.int32), torch.randn(4) * 2
+        interface = address_of(torch.Tensor.__dlpack_c_exchange_api__, b"dlpack_exchange_api")  # type: ignore[attr-defined]
+        functions = (ctypes.c_void_p * 5).from_address(interface + 16)
+        describe = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(functions[3] or 0)
+        results: list[Any] = []
+        for value in (3, 5):
+            for tensor in (mask, logits):
+                described = (ctypes.c_void_p * 8)()
+                assert describe(tensor, described) == 0
+                ctypes.memset(described[0] or 0, value, 8)
+            results += [mask + 1, logits.softmax(0)]
+        with pytest.raises((RuntimeError, TypeError, BufferError)):
+            describe(torch.eye(2).to_sparse(), (ctypes.c_void_p * 8)())
+        return results
+
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    assert [reason for _, reason in imports(captured)].count("outside_write") == 4
+    captured.replays()

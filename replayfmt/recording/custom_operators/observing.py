@@ -139,6 +139,7 @@ class Observer(ObservingMode):
         self._skipped_scopes = 0
         given = list(_given(kernel, args, kwargs))
         self._own = {number for _index, number, _tensor in given}
+        self._names = {number: kernel.arguments[index].name for index, number, _tensor in given}
         self._writable = {number for index, number, _tensor in given if kernel.arguments[index].written}
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._generators = {address(v) for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)}
@@ -191,7 +192,13 @@ class Observer(ObservingMode):
                 if written or not kernel.operator.lifts:
                     return True
                 self._own.add(number)
-            elif written and (number not in self._writable or shape_of(tensor).numel() == 0 or _is_watched(tensor)):
+            elif written and number not in self._writable:
+                self.core.records.notes[
+                    f"{self._kernel.name} writes its argument {self._names.get(number, '')!r}, which its schema does "
+                    f"not declare (Tensor(a!)); the operators inside it are recorded instead"
+                ] = None
+                return True
+            elif written and (shape_of(tensor).numel() == 0 or _is_watched(tensor)):
                 return True
         return False
 
@@ -255,6 +262,13 @@ class Observer(ObservingMode):
 
     def look_at_result(self, result: Any) -> None:
         """The call returned."""
+        declared = any(each.alias_info is not None for each in self._kernel.func._schema.returns)
+        for storage in _storages(result) if not declared else ():
+            if storage._cdata in self._names:
+                self.core.records.notes[
+                    f"{self._kernel.name} returns the memory of its argument {self._names[storage._cdata]!r}, which "
+                    "its schema does not declare (Tensor(a))"
+                ] = None
         known = self.core.storages.tracker_of
         if any(storage._cdata not in self._own and known(storage) is not None for storage in _storages(result)):
             self.tell()

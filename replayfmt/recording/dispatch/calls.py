@@ -300,6 +300,8 @@ class CallRecorder:
             self._results.add(value, values, call)
             if not kernel.own and type(value) is int:
                 self._handles.made(value)
+        if not kernel.own and kernel.results and not kernel.view:
+            self._note_aliases(call, values)
         unchanged = self._compare(call) if call.contents else []
         kernel = call.kernel
         if self._threads:
@@ -315,6 +317,20 @@ class CallRecorder:
             for use in unchanged:
                 self._digest_use(use.tensor, -1, ordinal)  # so that a replay that changes it is found
         return signature
+
+    def _note_aliases(self, call: OpCall, values: CallValues) -> None:
+        """Note results of a custom operator that are its arguments' memory, though its schema does not say so."""
+        returns = getattr(getattr(call.kernel.func, "_schema", None), "returns", ())
+        if any(each.alias_info is not None for each in returns):
+            return
+        given = {use.storage._cdata: call.kernel.arguments[use.argument].name for use in call.values.uses}
+        for use in values.uses:
+            name = given.get(use.storage._cdata)
+            if name is not None and use.storage.nbytes():
+                self._records.notes[
+                    f"{call.kernel.name} returns the memory of its argument {name!r}, which its schema does not "
+                    "declare (Tensor(a))"
+                ] = None
 
     def _compare(self, call: OpCall) -> list[TensorUse]:
         """Have the call's kernel say what the call changed of that which counted as written. Returns what it left."""

@@ -1,9 +1,11 @@
 """Records values that leave the device for the host without an operator: `tolist`, `numpy`, `__array__`, DLPack,
-`__cuda_array_interface__`.
+`__cuda_array_interface__`. Memory on which others have a window from then on is checked at each use, and so is host
+memory whose address code outside of PyTorch asks for (`data_ptr`).
 
 `item()`, `bool()` and the like are operators and need no hook. Other reads that bypass the dispatcher are not seen:
-`repr` and printing, pickling and `torch.save`, a storage's own `tolist` and indexing, `data_ptr` and the DLPack C
-exchange interface. Programs do not branch on values read in these ways.
+`repr` and printing, pickling and `torch.save`, a storage's own `tolist`, indexing and `data_ptr`. Programs do not
+branch on values read in these ways. DLPack's C interface is watched with the native recorder; a library that looked it
+up before the first capture of the process goes on unseen.
 
 The program's results do not change: the original runs first, and what it returned or raised is passed on.
 """
@@ -11,12 +13,16 @@ The program's results do not change: the original runs first, and what it return
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+
+from replayfmt.native.hook import DispatchHook, loaded_hook
+from replayfmt.pytorch.tensors.looks import layout_of, storage_of
 
 from ..frames import leave_no_frames
 from .patches import Patch, Patched, PatchSet, StandIn
@@ -26,6 +32,8 @@ _METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
 _FUNCTIONS = (("torch", "to_dlpack"), ("torch.utils.dlpack", "to_dlpack"))
 # A property, by which libraries with kernels of their own (Numba, CuPy) take the memory of a tensor on a GPU.
 _INTERFACE = "__cuda_array_interface__"
+_C_INTERFACE = "__dlpack_c_exchange_api__"  # an attribute of the class: a capsule
+_USES_ADDRESSES_ITSELF = frozenset({"torch", "triton", "replayfmt"})  # packages that do not write through them unseen
 # How a storage is moved to shared memory, by `share_memory_` and by multiprocessing.
 _SHARES = ("UntypedStorage._share_fd_cpu_", "UntypedStorage._share_filename_cpu_")
 
@@ -43,8 +51,8 @@ class RecorderForReads(Protocol):
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None: ...
 
-    def watch(self, storage: torch.UntypedStorage) -> None:
-        """Others may write to a storage from now on."""
+    def watch(self, storage: torch.UntypedStorage, *, windowed: bool = True) -> None:
+        """Others may write to a storage from now on. `windowed`: the program has a window on it."""
         ...
 
 
@@ -58,7 +66,28 @@ class HostReads(Patched):
             + [Patch(module, name, functools.partial(wraps, name)) for module, name in _FUNCTIONS]
             + [Patch("torch.storage", name, functools.partial(_sharing, recorder)) for name in _SHARES]
             + [Patch("torch", f"Tensor.{_INTERFACE}", lambda original: property(wraps(_INTERFACE, original.fget)))]
+            + [Patch("torch", "Tensor.data_ptr", functools.partial(_Address, recorder))]
+            + [Patch("torch", f"Tensor.{_C_INTERFACE}", self._telling)] * hasattr(torch.Tensor, _C_INTERFACE)
         )
+        self._recorder = recorder
+        self._hook: DispatchHook | None = None
+
+    def _telling(self, interface: Any) -> Any:
+        """The C interface of DLPack, which tells what others take by it, if the native recorder records."""
+        self._hook = loaded_hook()
+        if self._hook is None:
+            return interface
+        return self._hook.telling_exchange_api(interface, self._taken)
+
+    def _taken(self, tensor: Any) -> None:
+        if self._recorder.recording():
+            self._recorder.attempt(_share, self._recorder, tensor, True)
+
+    def remove(self) -> None:
+        super().remove()
+        if self._hook is not None:
+            self._hook.forget_taken()
+            self._hook = None
 
 
 _inside = threading.local()  # .depth: how many patched reads this thread is inside; only the outermost is the program's
@@ -95,6 +124,31 @@ class _Read(StandIn):
             _inside.depth = 0
         self._recorder.attempt(self._recorder.host_read, self._method, tensor)
         return values
+
+
+class _Address(StandIn):
+    """Replaces `Tensor.data_ptr`."""
+
+    def __init__(self, recorder: RecorderForReads, original: Callable[..., Any]) -> None:
+        super().__init__(original)
+        self._recorder = recorder
+
+    def __call__(self, tensor: Any) -> Any:
+        try:
+            address = self._original(tensor)
+            asking = sys._getframe(1).f_globals.get("__name__") or ""
+            if asking.partition(".")[0] not in _USES_ADDRESSES_ITSELF and self._recorder.recording():
+                self._recorder.attempt(_share, self._recorder, tensor, False)
+            return address
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+
+def _share(recorder: RecorderForReads, tensor: Any, windowed: bool) -> None:
+    """Others may write to a tensor on the host from now on."""
+    if _has_values(tensor) and tensor.device.type == "cpu" and layout_of(tensor) is torch.strided:
+        recorder.watch(storage_of(tensor), windowed=windowed)
 
 
 def _sharing(recorder: RecorderForReads, original: Callable[..., Any]) -> Callable[..., Any]:

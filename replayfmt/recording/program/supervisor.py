@@ -231,6 +231,8 @@ class CapturedProgram:
                 _say(f"opreplay-capture: {summary}")
             if self._options.children == "note" and (workers := self._children.workers()):
                 _say(f"opreplay-capture: note: {workers}{self._about_children()}")
+        for sentence in [] if self._recorder is None else self._recorder.notes():
+            _say(f"opreplay-capture: note: {sentence}")
         for sentence in self._marks.never_called():
             _say(f"opreplay-capture: warning: {sentence}")
         unmatched = [] if self._recorder is None else self._recorder.unmatched()

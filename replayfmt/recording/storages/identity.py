@@ -30,7 +30,7 @@ from .coverage import ByteRegion
 from .native_trackers import NativeTracker, adopted
 from .recipes import is_synthesized
 from .storage_content import content_number, sample
-from .trackers import ATTRIBUTE, GENERATED, State, Tracker, has_bytes
+from .trackers import ATTRIBUTE, EXPORTED, GENERATED, State, Tracker, has_bytes
 from .unexplained import Unexplained, Unwritten
 
 RELEASE_BATCH = 64
@@ -203,6 +203,7 @@ class Storages:
             return self._alias(storage, base, 0, length)
         # Memory that torch did not allocate, or that other processes share: others may write it.
         external = device == _CPU and (not storage.resizable() or storage.is_shared())
+        exported = device == _CPU and getattr(storage, EXPORTED, False)
         shared = False
         if device == _CPU and (external or self._memory.shared):
             alias = self._containing(storage, length, dtype)
@@ -221,7 +222,7 @@ class Storages:
         tracker.imports = 1
         if external:
             self._memory.add_external(tracker.id, storage)
-        if external or shared:
+        if external or shared or exported:
             self.watch(tracker)
         if device != _CPU and not storage.resizable():
             self._records.unsupported(

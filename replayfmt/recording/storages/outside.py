@@ -16,6 +16,7 @@ from ..stream.digesting import Digests
 from ..stream.records import Records
 from ..stream.tensor_metas import TensorMetas
 from .identity import Storages
+from .trackers import EXPORTED
 
 # Host reads that give others a window on the memory, through which they may write later.
 _SHARING = ("numpy", "__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__", "to_dlpack")
@@ -51,13 +52,17 @@ class Outside:
             if tracker is not None:
                 self._storages.filled(tracker, storage)
 
-    def shared(self, storage: torch.UntypedStorage) -> None:
-        """Others may write to a storage from now on. An unknown storage is checked when it is imported."""
+    def shared(self, storage: torch.UntypedStorage, windowed: bool = True) -> None:
+        """Others may write to a storage from now on. An unknown storage is watched from its import on. `windowed`: the
+        program has a window on it."""
         tracker = self._storages.tracker_of(storage)
-        if tracker is not None:
-            if tracker.state is not None and tracker.state.alias_of is not None:
-                tracker = tracker.state.alias_of
-            self._storages.watch(tracker, windowed=True)
+        if tracker is None:
+            setattr(storage, EXPORTED, True)
+            return
+        if tracker.state is not None and tracker.state.alias_of is not None:
+            tracker = tracker.state.alias_of
+        if tracker.state is None or not tracker.state.watched or windowed:
+            self._storages.watch(tracker, windowed=windowed)
             self._storages.synchronize(tracker, storage)
 
     def used_on(self, tensor: torch.Tensor, device: torch.device, stream: int) -> None:
@@ -74,6 +79,8 @@ class Outside:
         for plain in plain_parts(tensor):
             storage = storage_of(plain)
             tracker = self._storages.tracker_of(storage)
+            if tracker is None and method in _SHARING:
+                setattr(storage, EXPORTED, True)
             if tracker is None or is_zerotensor(plain):
                 continue
             meta, offset = self._metas.of(plain), int(offset_of(plain))

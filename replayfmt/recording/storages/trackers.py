@@ -18,6 +18,7 @@ from .storage_content import content_number, sample, sampled_places
 
 ATTRIBUTE = "_opreplay"
 GENERATED = "_opreplay_generated"  # an attribute of storages that generated code allocated
+EXPORTED = "_opreplay_exported"  # an attribute of unknown storages that others may write
 
 
 class Origin(NamedTuple):

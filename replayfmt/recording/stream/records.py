@@ -48,6 +48,7 @@ class Records:
         self._devices: dict[torch.device, int] = {}
         self._details: set[tuple[str, str, str]] = set()
         # What is unsupported for as long as this is recorded: reason, op and detail, until recording begins.
+        self.notes: dict[str, None] = {}  # what is said once, at the end of the capture
         self.from_start: list[tuple[str, str, str]] = []
         self.new_device: Callable[[torch.device, int], None] | None = None  # called with each device and its id
 
