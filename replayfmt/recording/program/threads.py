@@ -79,8 +79,9 @@ class Threads:
         global _current
         self._installed = True  # from the first step on there is something to remove
         self._patches.install()
-        _current = self
+        # First the hook: what a thread joins before, its next operator would make it leave again.
         self._presence.begin()
+        _current = self
         inside = _in_backward_pass()
         self.core.thread_watch.begin(self._presence.mode, not inside and self._presence.may_be_quiet())
         if inside:  # it joins when the pass is over, as other threads do
@@ -235,17 +236,20 @@ class Threads:
             return True
         if _in_backward_pass():
             return False
-        if self._presence.joined():
-            return True
         number, ident = own_id(), get_ident()
-        if number in self._late:
-            self._late_idents.add(ident)
+        joined = self._presence.joined()  # it may have kept the key of an earlier capture
+        if joined and number in self._carrying:
+            return True
+        if not joined:
+            if number in self._late:
+                self._late_idents.add(ident)
+            self.core.scopes.contexts.pop(ident, None)  # of a thread that had this ident before
+            self._presence.join()
         if number not in self._carrying:
             self._carrying.add(number)
             self.core.several = True
-            self.core.scopes.contexts.pop(ident, None)  # of a thread that had this ident before
-            self._presence.join()
-            self._settle()
+            if not joined:
+                self._settle()
         self._presence.show()
         return True
 
