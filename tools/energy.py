@@ -42,6 +42,14 @@ from .command import Seconds, reader_may_leave, run_tool, say, tool
     help="Over how long the source averages power (many boards: about a second); a WARNING says if windows are "
     "shorter.",
 )
+@click.option(
+    "--min-samples",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="A window of fewer samples has no joules. Below 10 a WARNING marks the report.",
+)
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.argument("windows", metavar="WINDOWS", type=click.Path())
 @click.argument("power", metavar="POWER", type=click.Path())
@@ -54,6 +62,7 @@ def cli(
     gpus: tuple[str, ...],
     clock_offset: str,
     power_averaging: float | None,
+    min_samples: int,
     force: bool,
 ) -> int:
     """Integrate a power log over the windows of a measurement.
@@ -84,7 +93,7 @@ def cli(
     # Local times on both sides of a change to daylight saving time need the zone's name.
     known = None if measured.context.get("utc_offset_changed") else own
     log = read_power_log(power, zone=zone_named(zone) if zone else known, gpus=gpus, zone_text=text)
-    report = make_energy_report(measured, log, offset_s=offset, averaging_s=power_averaging)
+    report = make_energy_report(measured, log, offset_s=offset, averaging_s=power_averaging, least_samples=min_samples)
     if out is not None:
         for given, what in ((windows, "the file of windows"), (power, "the power log"), (capture, "the capture")):
             if given is not None:

@@ -38,6 +38,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--compare-kernels",
     ),
     "Measurement": (
+        "--min-samples",
         "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",
         "--benchmark-repetitions", "--warm", "--compare", "--benchmark", "--probes", "--baseline", "--fail-above",
         "--noise-floor", "--energy", "--energy-source", "--energy-out", "--power-log-out", "--energy-windows",

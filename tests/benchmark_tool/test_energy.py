@@ -162,6 +162,17 @@ def test_the_report_adds_up_what_was_measured_and_keeps_the_rest_apart():
     jsonschema.validate(content, SCHEMA)
 
 
+def test_fewer_samples_count_where_that_is_asked_for_and_the_report_is_marked():
+    log = log_of(every(0.1, 100, levels))
+    plain = make_energy_report(a_file(), log, offset_s=0.0).content
+    content = make_energy_report(a_file(), log, offset_s=0.0, least_samples=0).content
+    (short,) = [kernel for kernel in content["kernels"] if kernel["name"] == "short"]
+    assert short["joules_per_call"] is not None
+    assert any("--min-samples=0" in warning for warning in content["warnings"])
+    assert not any("--min-samples" in warning for warning in plain["warnings"])
+    jsonschema.validate(content, SCHEMA)
+
+
 def test_the_report_says_on_the_console_what_is_in_it():
     report = make_energy_report(a_file(distinct_ops=9, selected_ops=4), log_of(every(0.1, 100, levels)), offset_s=0.5)
     text = "\n".join(report.lines())

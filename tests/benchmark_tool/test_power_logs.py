@@ -276,3 +276,31 @@ def test_what_is_no_log_at_all_is_refused_with_what_was_expected(tmp_path):
             UsageError, match="no row of the power log can be read .*; expected timestamp,gpu,power_w or"
         ):
             read_power_log(written(tmp_path, text), zone=UTC)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "time,id,pm1,sum\n2023-11-14 22:13:20.0,0,45.5,45.5\n2023-11-14 22:13:21.5,1,46,46\n"
+        "2023-11-14 22:13:23,2,47,47\n",
+        "time,id,pm1,pm2,sum\n1700000000,0,40,5.5,45.5\n1700000001.5,1,40,6,46\n1700000003,2,40,7,47\n",
+        "timestamp,id,power\n2023-11-14 22:13:20.0,7,45.5\n2023-11-14 22:13:21.5,8,46\n2023-11-14 22:13:23,9,47\n",
+    ],
+)
+def test_a_column_that_counts_rows_names_no_gpu(tmp_path, text):
+    log = read_power_log(written(tmp_path, text), zone=UTC)
+    assert list(log.series) == ["0"] and log.series["0"].watts.tolist() == [45.5, 46.0, 47.0]
+
+
+def test_an_id_that_comes_again_or_at_one_time_is_a_gpus(tmp_path):
+    rows = [f"{1_700_000_000 + time},{gpu},{10 * gpu + 5}\n" for time in range(4) for gpu in range(3)]
+    assert list(read_power_log(written(tmp_path, "time,id,power_w\n" + "".join(rows))).series) == ["0", "1", "2"]
+    assert len(read_power_log(written(tmp_path, "time,id,power_w\n" + "".join(rows[:3]))).series) == 3
+
+
+def test_the_least_number_of_samples_can_be_set(tmp_path):
+    rows = "".join(f"{1_700_000_000 + time},0,50\n" for time in range(8))
+    log = read_power_log(written(tmp_path, "time,gpu,power_w\n" + rows))
+    assert integrate(log, NOW + 0.5, NOW + 4.5).joules is None
+    found = integrate(log, NOW + 0.5, NOW + 4.5, 3)
+    assert found.joules == pytest.approx(200) and found.samples == 3

@@ -34,6 +34,13 @@ def test_a_call_whose_results_depend_on_content_is_still_exact(imported: Import)
     assert "not known" in result.of("op")[0].annotation["results"]
 
 
+def test_a_call_that_its_operator_refuses_only_for_want_of_a_device_is_exact(imported: Import) -> None:
+    numbers = [("ScalarList", [], [], text) for text in ("[0, 0]", "[1, 1]", "[1, 1]")]
+    data, weight = tensor("float", 2, 3, 8, 8), tensor("float", 4, 3, 3, 3)
+    result = imported([op("aten::mkldnn_convolution", 10, 20, [data, weight, NONE, *numbers, scalar("1")])])
+    assert result.ops == ["aten::mkldnn_convolution.default"]
+
+
 def test_an_execution_traces_call_that_its_operator_refuses_is_incomplete_too(tmp_path: Path) -> None:
     written = Written()
     written.node("aten::mm", MM, [Traced(1, 1, [4, 8]), Traced(2, 2, [9, 16])], [Traced(3, 3, [4, 16])])

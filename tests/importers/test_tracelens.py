@@ -96,7 +96,7 @@ def test_the_overload_is_found_by_the_arguments(tmp_path: Path) -> None:
 def test_enumerations_stored_as_numbers_are_read(tmp_path: Path) -> None:
     copy = entry(
         "aten::_to_copy",
-        ("self", "Tensor", tensor([4, 5])),
+        ("self", "Tensor", tensor([1, 2, 4, 5])),
         dtype=("ScalarType?", 15),
         device=("Device?", "cuda:1"),
         memory_format=("MemoryFormat?", 2),

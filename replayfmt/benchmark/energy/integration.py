@@ -51,9 +51,10 @@ def method_of(log: PowerLog) -> str:
     return "; ".join([*([COUNTER] if log.counters else []), *([TRAPEZOID] if trapezoid else [])])
 
 
-def integrate(log: PowerLog, start_s: float, end_s: float) -> Energy:
+def integrate(log: PowerLog, start_s: float, end_s: float, least: int = LEAST_SAMPLES) -> Energy:
     """The energy of all GPUs of a log from one moment to another (seconds since 1970): by its counter where a GPU has
-    one. GPUs are taken one by one and added: their samples need not be of the same moments."""
+    one. GPUs are taken one by one and added: their samples need not be of the same moments. With fewer than `least`
+    samples in between there is none."""
     seconds = end_s - start_s
     joules = error = 0.0
     fewest: tuple[int, str] | None = None
@@ -80,8 +81,8 @@ def integrate(log: PowerLog, start_s: float, end_s: float) -> Energy:
         if fewest is None or samples < fewest[0]:
             fewest = samples, what
     samples, what = fewest or (0, "samples")
-    if samples < LEAST_SAMPLES:
-        reason = f"{samples} {what} in the window; {LEAST_SAMPLES} are needed"
+    if samples < least:
+        reason = f"{samples} {what} in the window; {least} are needed"
         return Energy(None, None, seconds, samples, gaps, reason)
     return Energy(joules, error, seconds, samples, gaps)
 

@@ -44,6 +44,7 @@ _WATTS = {
 _NO_DRAW = frozenset(
     {"limit", "cap", "max", "min", "state", "mode", "management", "voltage", "throttle", "status", "brake", "slowdown"}
 )
+_METER = re.compile(r"pm\d{1,3}")
 _WORD = re.compile(r"[a-z]+")
 # Times are between 2001 and 2286. Numbers are since 1970, in the first of these units that puts them there.
 _EPOCH_UNITS = (1.0, 1e-3, 1e-6, 1e-9)
@@ -79,6 +80,8 @@ class LogColumns:
         counter = next((i for i, name in enumerate(plain) if name == COUNTER), None)
         drawn = [i for i, name in enumerate(plain) if "power" in name and _NO_DRAW.isdisjoint(_WORD.findall(name))]
         power = min(drawn, key=lambda place: _preference(plain[place]), default=None)
+        if power is None and "sum" in plain and any(_METER.fullmatch(name) for name in plain):
+            power = plain.index("sum")  # a logger of WattsUp meters: what each draws, and all of them
         if time is None or (power is None and counter is None):
             missing = "time" if time is None else "power"
             raise UsageError(
@@ -123,7 +126,8 @@ def _scale(name: str, path: str) -> float:
 
 
 def is_header(cells: Sequence[str]) -> bool:
-    return any("power" in cell.lower() or cell.lower().startswith("timestamp") for cell in cells)
+    plain = [cell.lower() for cell in cells]
+    return any("power" in cell or cell.startswith("timestamp") or cell == "time" for cell in plain)
 
 
 def _number(text: str, watts: float | None) -> tuple[float, float]:

@@ -41,6 +41,8 @@ _STEP_BACK_ROWS = 10
 # Rows of one time, or nearly: so many groups of one size, and so large a share of all, are several GPUs.
 _LEAST_GROUPS = 5
 _ALIKE = 0.8
+# A column `id` of so many different numbers, each once, counts rows.
+_LEAST_NUMBERED = 3
 _APART = 4.0
 
 
@@ -79,6 +81,7 @@ def read_power_log(
         raise UsageError(f"{path}: the power log is empty")
     if rows.without_zone and zone is None:
         raise UsageError(f"{path}: its times have no zone: give --zone=UTC, --zone=Europe/Berlin or --zone=+02:00")
+    numbered = rows.join_numbered_rows()
     known = list(dict.fromkeys((*rows.power, *rows.counted)))
     missing = [gpu for gpu in gpus if gpu not in known]
     if missing:
@@ -89,7 +92,7 @@ def read_power_log(
         raise UsageError(f"{path}: no row of the power log can be read ({told}){rows.example}; expected {EXPECTED}")
     power = {gpu: rows.power[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.power}
     counted = {gpu: rows.counted[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.counted}
-    if rows.columns.gpu is None:
+    if rows.columns.gpu is None or numbered:
         _require_one_gpu(str(path), (power or counted)["0"])
     each = [power.get(gpu) or counted[gpu] for gpu in chosen]
     late_s = _CUT_OFF_S if rows.whole_seconds else 0.0
@@ -119,6 +122,19 @@ class _Readings:
         self._times.append(when)
         self._values.append(value)
         self.step = min(self.step, step)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def join(self, other: _Readings) -> None:
+        """Add the readings of another one after these."""
+        self._times += other._times
+        self._values += other._values
+        self.step = min(self.step, other.step)
+
+    @property
+    def first(self) -> float:
+        return self._times[0]
 
     def ordered(self, path: str, gpu: str) -> _Ordered:
         """The readings in the order of time. Raises UsageError if the clock ran backwards: two moments then have one
@@ -226,6 +242,26 @@ class _Rows:
             except LeftOut as reason:
                 self.left_out[str(reason)] += 1
                 self.example = self.example or f"; the first is line {reader.line_num}: {','.join(cells)[:_SHOWN]!r}"
+
+    def join_numbered_rows(self) -> bool:
+        """Make one GPU of all rows if a column `id` only counts them, as loggers of a whole machine's power do: no two
+        rows have one number or one time. Returns whether it did."""
+        place = None if self.columns is None else self.columns.gpu
+        if place is None or self._names[place].lower() != "id":
+            return False
+        for found in (self.power, self.counted):
+            times = {readings.first for readings in found.values()}
+            alone = all(len(readings) == 1 for readings in found.values())
+            if found and not (alone and len(found) >= _LEAST_NUMBERED and len(times) == len(found)):
+                return False
+        for found in (self.power, self.counted):
+            whole = _Readings()
+            for readings in found.values():
+                whole.join(readings)
+            found.clear()
+            if len(whole):
+                found["0"] = whole
+        return bool(self.power or self.counted)
 
     def _begin(self, row: list[str]) -> bool:
         """Find the columns in the first row; whether it is a header."""

@@ -20,7 +20,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.printable import counted
 
 from ..gpu_state import gpu_caveats
-from .integration import Energy, find_clock_offset, integrate, method_of
+from .integration import LEAST_SAMPLES, Energy, find_clock_offset, integrate, method_of
 from .power_log import PowerLog
 from .report_lines import joules_text, report_lines
 from .windows import EnergyWindow, Role, WindowsFile
@@ -55,9 +55,11 @@ def make_energy_report(
     averaging_s: float | None = None,
     source: str | None = None,
     warnings: Sequence[str] = (),
+    least_samples: int = LEAST_SAMPLES,
 ) -> EnergyReport:
     """Integrate a log over windows. `offset_s` is added to the log's times; None finds it from the first rise of power;
-    `source` says where the log is from, `warnings` what is known against it.
+    `source` says where the log is from, `warnings` what is known against it. A window of fewer than `least_samples` has
+    no joules.
 
     Raises UsageError if the log and the windows do not overlap, or the offset cannot be found.
     """
@@ -73,10 +75,10 @@ def make_energy_report(
         how += "; its times are whole seconds: each counts as the middle of its second, and +- allows for half a second"
     shifted = log.shifted(offset_s)
     _require_overlap(windows, shifted)
-    found = {id(window): integrate(shifted, window.start_s, window.end_s) for window in windows.windows}
+    found = {id(window): integrate(shifted, window.start_s, window.end_s, least_samples) for window in windows.windows}
     alone = shifted.power_alone()
     powers = {
-        id(window): None if alone is None else integrate(alone, window.start_s, window.end_s)
+        id(window): None if alone is None else integrate(alone, window.start_s, window.end_s, least_samples)
         for window in windows.windows
     }
     method = method_of(log)
@@ -108,6 +110,12 @@ def make_energy_report(
     isolated = _isolated(kernels)
     gaps = sum(each.gaps > 0 for each in found.values())
     warnings = [*warnings]
+    short = sum(each.joules is not None and each.samples < LEAST_SAMPLES for each in found.values())
+    if short:
+        warnings.append(
+            f"--min-samples={least_samples}: {counted(short, 'window')} count that have fewer than {LEAST_SAMPLES} "
+            "samples; what happened between samples is a guess there"
+        )
     if gaps:
         verb = "has" if gaps == 1 else "have"
         warnings.append(f"{counted(gaps, 'window')} {verb} gaps in the power log, of more than three intervals")

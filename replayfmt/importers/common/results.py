@@ -89,7 +89,9 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
 
 
 # What operators say that need content, or a device, to be tried.
-_NEEDS_MEMORY = re.compile(r"\bmeta\b|fake|data.dependent|\bpin(ned|ning)?\b|not implemented", re.IGNORECASE)
+_NEEDS_MEMORY = re.compile(
+    r"\b(meta|cpu|cuda|hip|xpu|mps|device|backend|pin(ned|ning)?)\b|fake|data.dependent|not implemented", re.IGNORECASE
+)
 
 
 def _blames_arguments(error: Exception) -> bool:
