@@ -95,7 +95,7 @@ def version_option(name: str) -> Callable[[Any], Any]:
 
     def show(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
         if wanted:
-            from replayfmt.format.session import own_version
+            from replayfmt.version import own_version
 
             click.echo(f"{name}, version {own_version()}")
             context.exit()

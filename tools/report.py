@@ -90,13 +90,13 @@ def cli(
     from replayfmt.benchmark.comparison.baseline import read_baseline
     from replayfmt.benchmark.output import output_file, refuse_input
     from replayfmt.format.reader import open_capture
-    from replayfmt.format.session import own_version
     from replayfmt.report.contents import ReportInputs, make_contents
     from replayfmt.report.documents import read_benchmark, read_energy, read_run
     from replayfmt.report.page import make_page
     from replayfmt.report.plot_files import plot_folder
     from replayfmt.report.probe_results import read_probe_run
     from replayfmt.report.replayed_trace import ReplayedTrace
+    from replayfmt.version import own_version
 
     logs = (os.path.join(each, "event.log") for each in probes)
     sources = [each for each in (capture, *benchmarks, *runs, replayed, energy, baseline, *logs) if each is not None]

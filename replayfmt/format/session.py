@@ -1,11 +1,10 @@
-"""The Head frame: a capture's origin, as model.Session; and what wrote it, this package's version."""
+"""The Head frame: a capture's origin, as model.Session."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from importlib import metadata
 from typing import Any
 
 from replayfmt.errors import InvalidCapture
@@ -18,14 +17,6 @@ from .model import Session
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _TEXTS = ("torch_version", "python_version", "platform", "host", "cpu", "cpu_capability", "working_directory")
 _PAIRS = ("libraries", "settings", "policies")
-
-
-def own_version() -> str:
-    """The package's version. A source tree on PYTHONPATH has none."""
-    try:
-        return metadata.version("opreplay")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def encode_session(session: Session) -> memoryview:

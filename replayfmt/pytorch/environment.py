@@ -19,7 +19,7 @@ import torch
 
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.model import Device
-from replayfmt.format.session import own_version
+from replayfmt.version import own_version
 
 from . import accelerators
 

@@ -16,17 +16,18 @@ ROOT = Path(__file__).parents[2]
 # ← report ← export ← api, tools; dump and probes stand on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
     "format": {"errors"},
     "dump": {"errors", "format"},
     "native": {"errors", "format"},
     "probes": {"errors", "format"},
-    "pytorch": {"errors", "format", "native"},
+    "pytorch": {"errors", "version", "format", "native"},
     "recording": {"errors", "format", "pytorch", "native"},
     "importers": {"errors", "format", "pytorch"},
     "initializers": {"errors", "format", "pytorch"},
     "replay": {"errors", "format", "pytorch", "initializers"},
     "probing": {"errors", "format", "probes", "pytorch", "replay"},
-    "benchmark": {"errors", "format", "pytorch", "recording", "importers", "initializers", "replay"},
+    "benchmark": {"errors", "version", "format", "pytorch", "recording", "importers", "initializers", "replay"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
     "export": {
         "errors",
@@ -45,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 WITHOUT_TORCH = (
     "replayfmt/errors.py",
+    "replayfmt/version.py",
     "replayfmt/format",
     "replayfmt/dump",
     "replayfmt/probes",

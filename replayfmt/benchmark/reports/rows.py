@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from replayfmt.format.printable import printable
-from replayfmt.format.session import own_version
 from replayfmt.pytorch import accelerators
 from replayfmt.pytorch.environment import describe_device
 from replayfmt.replay.plan import Plan
+from replayfmt.version import own_version
 
 from ..measure import Measurement, Run, Sample
 from ..meters.meter import NotMeasured, Quantity
