@@ -25,7 +25,8 @@ inline bool is_plain(const at::Tensor& tensor) {
 // One call, from its arguments to its record, with the session's mutex held. Values come as a stack has them, or as C++ does.
 class HotCall {
  public:
-  HotCall(Session& session, const Operator& op) : session_(session), op_(op) {
+  // `has_run`: it is not asked whether others wrote what it uses.
+  HotCall(Session& session, const Operator& op, bool has_run = false) : session_(session), op_(op), has_run_(has_run) {
     take_token(op.number);
     take_token(0);  // number of positional arguments
     end_ = here();
@@ -135,7 +136,7 @@ class HotCall {
     std::transform(said_.floats.begin(), said_.floats.end(), row, std::bit_cast<int64_t, double>);
     for (const auto& [impl, tensor] : written_) {
       if (Storage* storage = session_.storage_of(impl)) {
-        storage->note_written(tensor);
+        storage->note_written(*impl, tensor);
         if (std::exchange(storage->unwritten, false)) {
           storage->sampled = std::string();
         }
@@ -269,7 +270,7 @@ class HotCall {
       return take_token(kTensor);
     }
     if (!storage || storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
-        (storage->unwritten && !fills(index, tensor, *storage))) {
+        (storage->unwritten && !fills(index, tensor, *storage)) || (!has_run_ && storage->changed(*impl))) {
       return false;
     }
     if (index == 0) {
@@ -436,6 +437,7 @@ class HotCall {
 
   Session& session_;
   const Operator& op_;
+  const bool has_run_;
   size_t next_ = 0;           // index of the next argument
   Place end_;                 // of the positional arguments that are not left out
   bool has_results_ = false;

@@ -139,7 +139,7 @@ inline void learn(Session& of, const Operator& known, c10::ArrayRef<c10::IValue>
     return;
   }
   std::lock_guard<std::mutex> lock(of.mutex);
-  HotCall made(of, known);
+  HotCall made(of, known, true);
   if (std::all_of(arguments.begin(), arguments.end(), [&](const c10::IValue& value) { return made.take(value); }) &&
       std::all_of(results.begin(), results.end(), [&](const c10::IValue& value) { return made.take_result(value); })) {
     of.signatures.emplace(made.key(), py::cast<int64_t>(signature));

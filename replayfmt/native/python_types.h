@@ -45,6 +45,11 @@ inline py::object python_types() {
       .def("view", &Session::view)
       .def("take", &Session::take)
       .def("take_written", &Session::take_written)
+      .def("content", &Session::content)
+      .def("set_content", &Session::set_content)
+      .def_static("content_hash", [](uintptr_t address, size_t bytes) {
+             return ContentHash::of(reinterpret_cast<const void*>(address), bytes);
+           })
       .def("unadopted", &Session::unadopted)
       .def("overlapping", &Session::overlapping)
       .def("drains", &Session::drains_now)

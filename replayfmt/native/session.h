@@ -26,6 +26,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "content_hash.h"
 #include "flushing.h"
 #include "operator.h"
 #include "pointer_map.h"
@@ -97,7 +98,7 @@ class Views {
 };
 
 // A storage that needs no care: its bytes come from recorded ops or from an import, and all that can happen to it is to
-// be read, written and viewed.
+// be read, written and viewed. Or to be written by others, if it is watched.
 struct Storage {
   Storage(c10::weak_intrusive_ptr<c10::StorageImpl> of, int64_t number, int64_t length, bool is_adopted, bool viewable)
       : impl(std::move(of)), id(number), bytes(length), adopted(is_adopted), new_views(viewable) {}
@@ -110,9 +111,16 @@ struct Storage {
   bool unwritten = false;  // nothing was written to it: it may be filled, and nothing else
   bool generated = false;  // generated code allocated it
   std::string sampled;     // of unwritten host memory: some of its bytes, as they were when it was handed out
+  std::optional<uint64_t> content;  // it is watched, and this was its content's hash when recorded work last wrote it
   Views views;
 
-  void note_written(int64_t tensor) {
+  static uint64_t hash_of(const c10::StorageImpl& storage) { return ContentHash::of(storage.data(), storage.nbytes()); }
+  // Whether others wrote it, as far as it is watched.
+  bool changed(const c10::StorageImpl& storage) const { return content && *content != hash_of(storage); }
+  void note_written(const c10::StorageImpl& storage, int64_t tensor) {
+    if (content) {
+      content = hash_of(storage);
+    }
     if (std::find(written_.end() - std::min<ptrdiff_t>(std::ssize(written_), 4), written_.end(), tensor) != written_.end()) {
       return;
     }
@@ -335,8 +343,8 @@ class Session {
   }
 
   // Python used a view of a storage. Whether the storage was not known here: then Python tells its other views as well.
-  bool publish(uintptr_t address, int64_t id, int64_t bytes, bool new_views, int64_t meta, int64_t offset,
-               int64_t tensor) {
+  bool publish(uintptr_t address, int64_t id, int64_t bytes, bool new_views, std::optional<uint64_t> content, int64_t meta,
+               int64_t offset, int64_t tensor) {
     auto* impl = reinterpret_cast<c10::StorageImpl*>(address);
     std::lock_guard<std::mutex> lock(mutex);
     Storage* known = storage_of(impl);
@@ -346,6 +354,7 @@ class Session {
     Storage& storage = known ? *known : add(impl, id, bytes, true, new_views);
     storage.bytes = bytes;
     storage.new_views = new_views;
+    storage.content = content;
     if (const auto* looks = meta_numbered(meta); looks && !storage.views.find(looks, offset)) {
       storage.views.add({looks, offset, tensor});
     }
@@ -384,6 +393,19 @@ class Session {
     }
     const py::object sampled = taken->unwritten ? py::object(py::bytes(taken->sampled)) : py::none();
     return py::make_tuple(taken->id, taken->bytes, views, written, sampled, taken->generated);
+  }
+
+  // What a watched storage's content is known to be; none where it is not known here, or not watched.
+  std::optional<uint64_t> content(uintptr_t address, int64_t id) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const Storage* found = find(address, id);
+    return found ? found->content : std::nullopt;
+  }
+  void set_content(uintptr_t address, int64_t id, uint64_t content) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (Storage* found = find(address, id); found && found->content) {
+      found->content = content;
+    }
   }
 
   // Tensor id, meta id and offset of each view of a storage that was written since the last time.

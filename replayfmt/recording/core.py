@@ -154,7 +154,9 @@ class Core:
         self.storages = Storages(
             self.buffer, self.records, self.metas, self.contents, handles, audit=options.audit, native=native
         )
-        self.storages.settle = self.wait_for_devices
+        if self.streams is not None:
+            self.storages.settle = self.wait_for_devices
+        self.storages.watches_natively = native is not None and self.streams is None  # else devices may write meanwhile
         self.storages.readable = lambda: not (self.graph_captures or self._in_unseen_capture())
         self.storages.unexplained.expected = self._expects_unwritten
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)

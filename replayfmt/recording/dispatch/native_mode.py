@@ -189,7 +189,7 @@ class NativeMode(ObservingMode):
             and not (draws and not (fills and in_place))
             and not (kernel.opaque_results or kernel.unnameable or kernel.in_place_view)
             and not (kernel.mixed_lists or kernel.only_with or operator.moves_memory)
-            and not (operator.casts_inside or operator.resizes or operator.changes_view or operator.lifts)
+            and not (operator.casts_inside or operator.resizes or operator.changes_view)
             and not (operator.makes_tensor_of or operator.grows_arguments)
             and not (kernel.view and self.core.options.payload == "integers")
             and not any(part in kernel.name for part in ("quantize", "fbgemm", "meta"))

@@ -71,8 +71,11 @@ class FirstContents:
         """Whether a replay has all content as it was."""
         return self._policy == "full"
 
-    def first(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, foreign: bool) -> FirstContent:
-        """The content at the first use, as `dtype` (None: as bytes). `foreign`: memory that torch did not allocate.
+    def first(
+        self, storage: torch.UntypedStorage, dtype: torch.dtype | None, foreign: bool, private: bool
+    ) -> FirstContent:
+        """The content at the first use, as `dtype` (None: as bytes). `foreign`: memory that torch did not allocate and
+        that may be a file's. `private`: see `is_private`.
 
         Raises CaptureFailed if it cannot be written, or is in a file although the policy forbids that.
         """
@@ -88,13 +91,13 @@ class FirstContents:
             if loaded is None and self._is_of_lost_file(storage):
                 return ABSENT  # these bytes may be floats, and there is no way left to tell
             dtype = loaded or dtype
-        return self.again(storage, dtype)
+        return self.again(storage, dtype, private)
 
-    def again(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> FirstContent:
+    def again(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, private: bool = False) -> FirstContent:
         """The content after a write from outside. UNREADABLE if its memory cannot be read. Raises CaptureFailed."""
         if not self.recorded:
             return ABSENT
-        if not is_readable(storage):
+        if not private and not is_readable(storage):
             return UNREADABLE
         if self._policy == "integers" and dtype is not None and is_synthesized(dtype):
             return self._recipe(storage, dtype)
@@ -118,6 +121,12 @@ class FirstContents:
             self._dtypes[key] = dtypes_in(found.path)
         name = self._dtypes[key].get((found.offset, found.bytes))
         return None if name is None else _DTYPES.get(name)
+
+    def is_private(self, storage: torch.UntypedStorage) -> bool:
+        """Whether its bytes are in host memory of this process alone, and in no file."""
+        if storage.device.type != "cpu" or not storage.nbytes() or storage.is_shared():
+            return False
+        return storage.resizable() or self._mappings.holds_no_file(storage.data_ptr(), storage.nbytes())
 
     def _is_of_lost_file(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is mapped from a file that has since been removed, replaced or written, and whose header is

@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import stat
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -175,7 +176,7 @@ class FileMappings:
 
     def __init__(self) -> None:
         self._lasting: list[tuple[Mapping, Callable[[], object | None]]] = []
-        self._ordinary = (0, 0)  # addresses where no file was mapped at the last lookup
+        self._files: list[tuple[int, int]] | None = None  # where files were mapped at the last lookup, in order
 
     @property
     def available(self) -> bool:
@@ -187,19 +188,17 @@ class FileMappings:
         if holds_no_file(address, length):
             return None
         written = written_pages(address, 1)
-        if written is not None and written[0]:
-            # A file's page that is only partly in the range may have been written in its other part. But most such
-            # pages are ordinary memory (NumPy arrays, say), and reading all mappings for each would take too long.
-            # (Before Linux 6.11.)
-            low, high = self._ordinary
-            if address % PAGE == 0 or (low <= address and address + length <= high):
-                return None
+        # A file's page that is only partly in the range may have been written in its other part. But most such pages
+        # are ordinary memory (NumPy arrays, say), and reading all mappings for each, as before Linux 6.11, would take
+        # too long.
+        if written is not None and written[0] and (address % PAGE == 0 or self._held_no_file(address, length)):
+            return None
         mapping = self._lasting_around(address, length)
         if mapping is None:
             mappings = read_mappings()
             mapping = _joined([m for m in mappings if m.start < address + length and address < m.end], address, length)
             if mapping is None:
-                self._ordinary = _gap(mappings, address, length)
+                self._files = [(each.start, each.end) for each in mappings]
                 return None
             if not _writes_show(mapping, mappings):
                 return None
@@ -211,6 +210,20 @@ class FileMappings:
         if not mapping.shared and not _untouched(found):
             return None
         return found if _is_current(found, status) else None
+
+    def holds_no_file(self, address: int, length: int) -> bool:
+        """Whether nothing in [address, address + length) is mapped from a file, or shared with another process."""
+        if holds_no_file(address, length):
+            return True
+        written = written_pages(address, length)  # before Linux 6.11
+        return written is not None and bool(written.all()) and self._held_no_file(address, length)
+
+    def _held_no_file(self, address: int, length: int) -> bool:
+        """Whether no file was mapped there at the last lookup, of which there may be none yet."""
+        if self._files is None:
+            return False
+        place = bisect_left(self._files, (address + length, 0))
+        return place == 0 or self._files[place - 1][1] <= address
 
     def is_file(self, address: int, length: int) -> bool:
         """Whether any of [address, address + length) is mapped from a file, even if the file changed since. The special
@@ -256,13 +269,6 @@ def _untouched(found: MappedRange) -> bool:
     mapping = found.mapping
     pieces = [m for m in read_mappings() if m.start < mapping.end and mapping.start < m.end]
     return all(private_copies(piece.start) is False for piece in pieces)
-
-
-def _gap(mappings: list[Mapping], address: int, length: int) -> tuple[int, int]:
-    """The addresses around a range up to the nearest file mappings; empty if a file is in the range."""
-    low = max((m.end for m in mappings if m.start < address + length), default=0)
-    high = min((m.start for m in mappings if m.end > address), default=1 << 64)
-    return (low, high) if low <= address and address + length <= high else (0, 0)
 
 
 def _joined(pieces: list[Mapping], address: int, length: int) -> Mapping | None:

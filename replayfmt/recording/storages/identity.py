@@ -29,7 +29,7 @@ from .content import UNREADABLE, FirstContent, FirstContents
 from .coverage import ByteRegion
 from .native_trackers import NativeTracker, adopted
 from .recipes import is_synthesized
-from .storage_content import content_number, sample
+from .storage_content import sample
 from .trackers import ATTRIBUTE, EXPORTED, GENERATED, State, Tracker, has_bytes
 from .unexplained import Unexplained, Unwritten
 
@@ -76,6 +76,7 @@ class Storages:
         # Records digests of what captured ops wrote of a storage whose content is about to enter.
         self.digest_written: Callable[[Tracker, torch.UntypedStorage], None] = lambda _tracker, _storage: None
         self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
+        self.watches_natively = native is not None  # whether the hot path may compare the content of watched storages
 
     # -------------------------------------------------------------------------------------------------------- identity
 
@@ -111,10 +112,10 @@ class Storages:
             tracker.address = storage._cdata
             self._native.forget_marked(storage._cdata)
         tracker.id = number
+        tracker.state = None
         tracker.size = length
         tracker.views = {}
         tracker.imports = 0
-        tracker.state = None
         tracker.written = None
         setattr(storage, ATTRIBUTE, tracker)
         return tracker
@@ -204,13 +205,15 @@ class Storages:
         # Memory that torch did not allocate, or that other processes share: others may write it.
         external = device == _CPU and (not storage.resizable() or storage.is_shared())
         exported = device == _CPU and getattr(storage, EXPORTED, False)
-        shared = False
+        private, shared = self._contents.is_private(storage), False
         if device == _CPU and (external or self._memory.shared):
-            alias = self._containing(storage, length, dtype)
+            overlapping = self._overlapping(storage, length)
+            alias = self._containing(storage, length, dtype) if overlapping else None
             if alias is not None:
                 return alias
-            shared = self._watch_overlapping(storage, length)
-        content = self._contents.first(storage, dtype, external)
+            shared = bool(overlapping)
+            self._watch_all(overlapping)
+        content = self._contents.first(storage, dtype, external and not private, private)
         if reason == "first_use" and content.found is not None and content.found.mapped is not None:
             reason = "mapped_file"  # aligned as in the file, which affects the last bits of some kernels
         try:
@@ -223,7 +226,7 @@ class Storages:
         if external:
             self._memory.add_external(tracker.id, storage)
         if external or shared or exported:
-            self.watch(tracker)
+            self.watch(tracker, private=private)
         if device != _CPU and not storage.resizable():
             self._records.unsupported(
                 "foreign_memory",
@@ -255,26 +258,27 @@ class Storages:
     def _containing(self, storage: torch.UntypedStorage, length: int, dtype: torch.dtype | None) -> Tracker | None:
         """A tracker for memory that lies entirely within another storage of the capture, or None."""
         begin = storage.data_ptr()
-        if self._native is not None:
-            for born in self._native.overlapping(begin, begin + length):
-                self.tracker_of(born)
         for base, low in self._memory.containing(begin, begin + length):
             delta = begin - low
             if not (delta % dtype.itemsize if dtype is not None else delta):
                 return self._alias(storage, base, delta, length)
         return None
 
-    def _watch_overlapping(self, storage: torch.UntypedStorage, length: int) -> bool:
-        """Whether a storage partly overlaps others. These are watched from now on: a write to one is a write from
-        outside to the others."""
+    def _overlapping(self, storage: torch.UntypedStorage, length: int) -> list[Tracker]:
+        """Those that a storage shares memory with."""
         begin = storage.data_ptr()
-        others = self._memory.overlapping(begin, begin + length)
+        if self._native is not None:
+            for born in self._native.overlapping(begin, begin + length):
+                self.tracker_of(born)
+        return self._memory.overlapping(begin, begin + length)
+
+    def _watch_all(self, others: list[Tracker]) -> None:
+        """They partly overlap a storage: from now on a write to one is a write from outside to the others."""
         for other in others:
             memory = other()
             if memory is not None and not self.state(other).watched:
                 self.watch(other, windowed=True)
                 self.synchronize(other, memory)
-        return bool(others)
 
     def _alias(self, storage: torch.UntypedStorage, base: Tracker, delta: int, length: int) -> Tracker:
         tracker = self._track(storage, base.id, -1)
@@ -291,13 +295,17 @@ class Storages:
             tracker.state = State(tracker.size)
         return tracker.state
 
-    def watch(self, tracker: Tracker, *, windowed: bool = False) -> None:
-        """Compare its content at each use from now on. `windowed`: because the program has a window on its memory. The
-        caller synchronizes."""
-        state = self.state(tracker)
-        state.watched = True
+    def watch(self, tracker: Tracker, *, windowed: bool = False, private: bool | None = None) -> None:
+        """Compare its content at each use from now on. `windowed`: because the program has a window on its memory.
+        `private`: see `State` (None: to be found out). The caller synchronizes."""
+        state, storage = self.state(tracker), tracker()
         state.windowed |= windowed
-        tracker.size = -1
+        if not state.watched or tracker.size >= 0 or (state.private and storage is not None and storage.is_shared()):
+            state.watched = True
+            if self.watches_natively and storage is not None:
+                state.private = self._contents.is_private(storage) if private is None else private
+                state.content = None  # a number of another kind
+            tracker.size = -1
 
     def mark_written_outside(self, tracker: Tracker, reason: str = "outside_write") -> None:
         """Its content is imported again at its next use."""
@@ -354,10 +362,10 @@ class Storages:
         if reads and not partly and unwritten is not Unwritten.passed_on:
             self.unexplained.report(tracker, op)
         if state.watched and length:
-            content = content_number(storage, state.mapped)
-            if state.content is not None and content != state.content:
+            content, known = tracker.content_now(storage), tracker.known_content()
+            if known is not None and content != known:
                 self._enter_again(tracker, state, storage, "outside_write")
-            state.content = content
+            tracker.know_content(content)
         return tracker
 
     def measure(self, tracker: Tracker, storage: torch.UntypedStorage, sampled: bytes) -> None:
@@ -574,7 +582,7 @@ class Storages:
                 state.mapped = None  # the file has the written bytes, so the memory itself must be read from now on
             if storage.device.type == "cpu":
                 self.settle()
-            state.content = content_number(storage, state.mapped) if storage.nbytes() else None
+            tracker.know_content(tracker.content_now(storage) if storage.nbytes() else None)
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 

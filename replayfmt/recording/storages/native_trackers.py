@@ -50,6 +50,8 @@ class NativeTracker(Tracker):
 
     def take_back(self) -> None:
         """Make the hot path forget it until it is published again."""
+        if self.state is not None:
+            self.known_content()
         found = self.session.take(self.address, self.id, True)
         if found is not None:
             self.take_over(found[2], found[3])
@@ -69,13 +71,32 @@ class NativeTracker(Tracker):
 
     def publish(self, meta: int, offset: int, tensor: int) -> None:
         """A view of it was used on the complete path: the hot path knows it from now on."""
-        state, size = self.state, self.size
+        state, size, content = self.state, self.size, None
         storage = self()  # alive meanwhile
+        if state is not None and state.private and state.only_watched:
+            size, content = state.length, state.content
         if storage is not None and size >= 0 and (state is None or state.alias_of is None):
             new_views = state is None or not state.synthesized
-            if self.session.publish(self.address, self.id, size, new_views, meta, offset, tensor):
+            of = self.address, self.id, size, new_views, content
+            if self.session.publish(*of, meta, offset, tensor):
                 for (other_meta, other_offset), number in self.views.items():
-                    self.session.publish(self.address, self.id, size, new_views, other_meta, other_offset, number)
+                    self.session.publish(*of, other_meta, other_offset, number)
+
+    def content_now(self, storage: torch.UntypedStorage) -> int:
+        if self.state is None or not self.state.private:
+            return super().content_now(storage)
+        return int(self.session.content_hash(storage.data_ptr(), storage.nbytes()))
+
+    def known_content(self) -> int | None:
+        known: int | None = self.session.content(self.address, self.id)
+        if known is not None and self.state is not None:
+            self.state.content = known
+        return super().known_content()
+
+    def know_content(self, content: int | None) -> None:
+        super().know_content(content)
+        if content is not None:
+            self.session.set_content(self.address, self.id, content)
 
 
 def adopted(session: Any, storage: torch.UntypedStorage) -> tuple[int, int, Any, Any, bytes | None, bool] | None:

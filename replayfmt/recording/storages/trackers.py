@@ -42,6 +42,7 @@ class State:
         "mapped",
         "opaque",
         "outside",
+        "private",
         "sampled",
         "synthesized",
         "unexplained",
@@ -66,6 +67,23 @@ class State:
         self.opaque = False  # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
         self.delta = 0
+        self.private = False  # its memory is this process's alone, and of no file: it can be read whenever it lives
+
+    @property
+    def needs_care(self) -> bool:
+        """Whether there is something to do before each use, apart from what being watched asks for."""
+        return (
+            self.coverage is not None
+            or self.outside is not None
+            or self.alias_of is not None
+            or self.unreadable
+            or self.unexplained is not None
+        )
+
+    @property
+    def only_watched(self) -> bool:
+        """Whether all that its uses need is a comparison with its known content."""
+        return self.watched and self.content is not None and self.mapped is None and not self.needs_care
 
     def begin_coverage(self, length: int, sampled: bytes) -> None:
         """Nothing has been written to it, or to what was added to it. `sampled`: as it was then."""
@@ -115,15 +133,20 @@ class Tracker(weakref.ref):
         """Make uses cheap again if there is nothing left to check."""
         state = self.state
         if state is not None:
-            careful = (
-                state.coverage is not None
-                or state.watched
-                or state.outside
-                or state.alias_of is not None
-                or state.unreadable
-                or state.unexplained is not None
-            )
-            self.size = -1 if careful else state.length
+            self.size = -1 if state.watched or state.needs_care else state.length
+
+    def content_now(self, storage: torch.UntypedStorage) -> int:
+        """A number that identifies its content."""
+        return content_number(storage, None if self.state is None else self.state.mapped)
+
+    def known_content(self) -> int | None:
+        """That number, as of the last captured write or import, if it is watched."""
+        return None if self.state is None else self.state.content
+
+    def know_content(self, content: int | None) -> None:
+        """A captured write, or an import, has left it with this content."""
+        if self.state is not None:
+            self.state.content = content
 
     @property
     def alias(self) -> bool:
@@ -134,9 +157,10 @@ class Tracker(weakref.ref):
     def written_outside(self) -> bool:
         """Whether it is watched and its content differs from what the stream says."""
         state, storage = self.state, self()
-        if state is None or storage is None or not state.watched or state.content is None or not storage.nbytes():
+        if state is None or storage is None or not state.watched or not storage.nbytes():
             return False
-        return content_number(storage, state.mapped) != state.content
+        known = self.known_content()
+        return known is not None and self.content_now(storage) != known
 
     def reproducible(self, region: ByteRegion) -> bool:
         """Whether a replay can have the same bytes in a region: they were written, and are not opaque."""
