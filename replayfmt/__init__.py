@@ -76,6 +76,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import gc
     from importlib import import_module
 
     if name == "__version__":
@@ -83,7 +84,13 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOME[name]
-    return getattr(import_module(home), name) if home else import_module(f"{__name__}.{name}")
+    collects = gc.isenabled()
+    gc.disable()  # the new objects would bring about a full collection, which takes as long as the import
+    try:
+        return getattr(import_module(home), name) if home else import_module(f"{__name__}.{name}")
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

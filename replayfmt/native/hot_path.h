@@ -124,6 +124,12 @@ class HotCall {
 
   // Arguments on storages that nobody has told of here. Not as tensors: one more reference may need the interpreter's lock.
   const std::vector<c10::TensorImpl*>& unmet() const { return unmet_; }
+  // Python has been told, and looks after them itself.
+  void note_careful() const {
+    for (const c10::TensorImpl* tensor : unmet_) {
+      session_.note_careful(tensor->unsafe_storage().unsafeGetStorageImpl());
+    }
+  }
 
   // Append the record, and what is new.
   void record(int64_t signature, int64_t context, int64_t started_ns, int64_t ended_ns) {
@@ -265,7 +271,7 @@ class HotCall {
     }
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
-    if (!storage && impl->nbytes() != 0 && !tensor.is_meta()) {
+    if (!storage && impl->nbytes() != 0 && !tensor.is_meta() && !session_.is_careful(impl)) {
       unmet_.push_back(tensor.unsafeGetTensorImpl());
       return take_token(kTensor);
     }

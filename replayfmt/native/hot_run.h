@@ -177,7 +177,11 @@ class HotRun {
       lock.lock();
       std::destroy_at(&made_);
       std::construct_at(&made_, of_, known_);
-      if (!take(made_) || !made_.unmet().empty()) {
+      if (!take(made_)) {
+        return false;
+      }
+      if (!made_.unmet().empty()) {
+        made_.note_careful();
         return false;
       }
     }

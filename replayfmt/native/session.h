@@ -351,6 +351,7 @@ class Session {
     if (known && known->id != id) {
       return false;  // another storage, in the memory of one that died
     }
+    careful_.erase(impl);
     Storage& storage = known ? *known : add(impl, id, bytes, true, new_views);
     storage.bytes = bytes;
     storage.new_views = new_views;
@@ -490,6 +491,18 @@ class Session {
     return ids;
   }
 
+  // Python was told of a storage, and has not published it since: it looks after each use. With the mutex held.
+  void note_careful(c10::StorageImpl* impl) {
+    if (careful_.size() >= enough_careful_) {
+      std::erase_if(careful_, [](const auto& each) { return each.second.expired(); });
+      enough_careful_ = std::max<size_t>(64, 2 * careful_.size());
+    }
+    careful_.emplace(impl, weak(impl));
+  }
+  bool is_careful(const c10::StorageImpl* impl) const {
+    return !careful_.empty() && careful_.count(impl) != 0;
+  }
+
   // Python knows that a storage may have been written unseen, until it says otherwise.
   void note_marked(c10::StorageImpl* impl) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -516,11 +529,13 @@ class Session {
     metas.clear();
     metas_by_id.clear();
     marked_.clear();
+    careful_.clear();
   }
 
  private:
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_;
+  std::unordered_map<const c10::StorageImpl*, WeakStorage> marked_, careful_;
+  size_t enough_careful_ = 64;  // with so many, the dead ones are looked for
   using Alive = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;
   std::vector<const void*> young_;  // addresses of the storages that were born here, and of some that are gone
   HostRanges ranges_;               // where those lie that were there at the last look,

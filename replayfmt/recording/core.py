@@ -346,8 +346,7 @@ class Core:
 
     # ----------------------------------------------------------------------------------------------------- around an op
 
-    @_attempted
-    def before(
+    def begin(
         self,
         kernel: CapturedKernel,
         args: tuple[Any, ...],
@@ -356,7 +355,7 @@ class Core:
         drawn: list[tuple[torch.Generator, bytes, bytes]] | None = None,
     ) -> OpCall | Unrepresentable | None:
         """Before an op: record what it needs. Returns Unrepresentable if the call cannot be recorded, None if it is not
-        to be. `drawn`: see `CallRecorder.before`."""
+        to be. `drawn`: see `CallRecorder.before`. For those whose own step this is a part of."""
         with self.lock:
             if not self.on:  # another thread may have ended the capture since this call began
                 return None
@@ -366,6 +365,8 @@ class Core:
                 return self.calls.before(kernel, args, kwargs, drawn, autocast)
             except Unrepresentable as problem:
                 return None if _asserts_of_symbols(kernel, args, kwargs, problem) else problem
+
+    before = _attempted(begin)
 
     @_attempted
     def met(self, tensors: list[torch.Tensor]) -> None:
@@ -381,11 +382,11 @@ class Core:
         """The complete path for an op that has already run, under the settings that the stream states. Its record's
         signature; None if it has no record."""
         with self.lock:
-            call = self.before(kernel, args, kwargs, autocast_below_mode, [])
+            call = self.begin(kernel, args, kwargs, autocast_below_mode, [])
             if isinstance(call, Unrepresentable):
                 self.unsupported_op(kernel, args, kwargs, call)
                 return None
-            return None if call is None else self.recorded(call, result, started, ended)
+            return None if call is None else self.returned(call, result, started, ended)
 
     # -------------------------------------------------------------------------------------------------- after an op ran
 
@@ -396,10 +397,9 @@ class Core:
             if self.on and self.streams is not None:
                 self.outside.used_on(tensor, *self.streams.of(stream))
 
-    @_attempted
-    def recorded(self, call: OpCall, result: Any, started: int, ended: int) -> int | None:
+    def returned(self, call: OpCall, result: Any, started: int, ended: int) -> int | None:
         """After an op returned. Its record's signature; None if it has no record. If a signal handler raises meanwhile,
-        the caller must call `interrupted`."""
+        the caller must call `interrupted`. For those whose own step this is a part of."""
         with self.lock:
             if not self.on:
                 return None
@@ -412,6 +412,8 @@ class Core:
             except Unrepresentable as problem:
                 self.unsupported_op(call.kernel, call.args, call.kwargs, problem)
                 return None
+
+    recorded = _attempted(returned)
 
     @_attempted
     def unsupported_op(

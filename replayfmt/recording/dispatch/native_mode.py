@@ -72,7 +72,9 @@ class NativeMode(ObservingMode):
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | bool | None:
         """An operator is about to run."""
         try:
-            return self._before(func, args, kwargs)
+            with torch._C.DisableTorchFunction():
+                begun = self._before(func, args, kwargs)
+            return begun
         except BaseException as error:
             self._end_or_pass(error)
             return _IN_PARTS
@@ -80,7 +82,9 @@ class NativeMode(ObservingMode):
     def after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
         """It returned. Returns its record's signature, if it has one."""
         try:
-            return self._after(begun, result, started, ended)
+            with torch._C.DisableTorchFunction():
+                signature = self._after(begun, result, started, ended)
+            return signature
         except BaseException as error:
             self._end_or_pass(error)
             return None
@@ -131,8 +135,10 @@ class NativeMode(ObservingMode):
         core = self.core
         signature = None
         if begun.call is not None:
-            signature = core.recorded(begun.call, result, started, ended)
-            self._release(begun)
+            try:
+                signature = core.returned(begun.call, result, started, ended)
+            finally:
+                self._release(begun)
             core.pump()
         elif isinstance(begun.kernel, str):
             core.unreachable_op(begun.kernel, begun.args, begun.kwargs, result)
@@ -293,34 +299,34 @@ class NativeMode(ObservingMode):
     def _before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | bool | None:
         core = self.core
         if isinstance(func, str):
-            recorded = not core.finished and (core.on or core.attempt(self._begins))
+            recorded = not core.finished and (core.on or self._begins())
             return _Begun(func, args, kwargs) if recorded else _ALONE
-        kernel = None if core.finished else core.attempt(core.calls.kernel_of, func)
+        kernel = None if core.finished else core.calls.kernel_of(func)
         if kernel is None:
             return _IN_PARTS
         if not kernel.own:
             core.arrivals[kernel.name] += 1
-        if core.attempt(_is_traced, args, kwargs):
+        if _is_traced(args, kwargs):
             return _IN_PARTS
         begun = _Begun(kernel, args, kwargs)
-        if kernel.action is not Action.record and not core.attempt(kernel.has_own_kernel, args, kwargs):
+        if kernel.action is not Action.record and not kernel.has_own_kernel(args, kwargs):
             if kernel.action is Action.decompose:
                 return _IN_PARTS
             if kernel.action is Action.collective:
-                detail = core.attempt(describe_collective, kernel.name, (*args, *kwargs.values()))
+                detail = describe_collective(kernel.name, (*args, *kwargs.values()))
                 begun.problem = Unrepresentable("collective", detail or "")
             return begun
-        if not core.on and not core.attempt(self._begins):
+        if not core.on and not self._begins():
             begun.early = core.joining or core.several
             return begun if begun.early else _ALONE
-        if core.options.stop_op is not None and core.attempt(self._ends):
+        if core.options.stop_op is not None and self._ends():
             return _ALONE
-        key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
+        key = None if kernel.body is None else kernel.body.key(args, kwargs)
         if kernel.body is not None and key is not None:
             manner = core.insides.manner(kernel.name, kernel.body.is_python(key), kernel.own)
             if manner is not Manner.whole:
                 return _IN_PARTS if manner is Manner.inside and not kernel.own else _IN_PYTHON
-        draws = kernel.random and kernel.namespace == "aten" and core.attempt(kernel.draws, args, kwargs)
+        draws = kernel.random and kernel.namespace == "aten" and kernel.draws(args, kwargs)
         try:
             if draws:  # the order of draws is the order of records
                 core.lock.acquire()
@@ -336,7 +342,7 @@ class NativeMode(ObservingMode):
             raise
 
     def _begin(self, kernel: CapturedKernel, begun: _Begun) -> _Begun | None:
-        made = self.core.before(kernel, begun.args, begun.kwargs, self.autocast)
+        made = self.core.begin(kernel, begun.args, begun.kwargs, self.autocast)
         if isinstance(made, OpCall):
             begun.call = made
             return begun

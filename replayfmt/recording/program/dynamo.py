@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import core
+from ..dispatch.native_mode import NativeMode
 from .module_scopes import ModuleScopes
 
 _PACKAGE = __name__.partition(".")[0]
@@ -34,6 +35,8 @@ def keep_dynamo_out() -> None:
     whole = (  # with what they call, which is never the program's; the second's code is that of all attempted methods
         core.Core.attempt,
         core.Core.before,
+        NativeMode.before,
+        NativeMode.after,
         ModuleScopes._begin,
         ModuleScopes._end,
     )

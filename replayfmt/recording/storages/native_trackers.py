@@ -50,8 +50,7 @@ class NativeTracker(Tracker):
 
     def take_back(self) -> None:
         """Make the hot path forget it until it is published again."""
-        if self.state is not None:
-            self.known_content()
+        self.known_content()
         found = self.session.take(self.address, self.id, True)
         if found is not None:
             self.take_over(found[2], found[3])
@@ -88,14 +87,14 @@ class NativeTracker(Tracker):
         return int(self.session.content_hash(storage.data_ptr(), storage.nbytes()))
 
     def known_content(self) -> int | None:
-        known: int | None = self.session.content(self.address, self.id)
-        if known is not None and self.state is not None:
-            self.state.content = known
+        if self.state is not None and self.state.private:
+            known = self.session.content(self.address, self.id)
+            self.state.content = self.state.content if known is None else known
         return super().known_content()
 
     def know_content(self, content: int | None) -> None:
         super().know_content(content)
-        if content is not None:
+        if content is not None and self.state is not None and self.state.private:
             self.session.set_content(self.address, self.id, content)
 
 
