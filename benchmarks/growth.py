@@ -30,6 +30,32 @@ def arrays(path: Path, count: int) -> float:
     return seconds(program)
 
 
+def views(path: Path, count: int) -> float:
+    """Seconds to capture a program that writes to `count` views of one storage."""
+    whole = torch.zeros(count + 8)
+
+    def program() -> None:
+        with replayfmt.capture(path, force=True):
+            for begin in range(count):
+                whole[begin : begin + 1 + begin % 7].add_(1)
+
+    return seconds(program)
+
+
+def results(path: Path, count: int) -> float:
+    """Seconds to capture a program that keeps `count` results, and wraps arrays meanwhile."""
+
+    def program() -> None:
+        kept, one = [], torch.ones(1)
+        with replayfmt.capture(path, force=True, digests="none"):
+            for number in range(count):
+                kept.append(one + number)
+                if number % 8 == 0:
+                    torch.from_numpy(np.full(2, number, np.float32)) + 1
+
+    return seconds(program)
+
+
 def listed(path: Path, count: int, payload: str, work: Callable[[replayfmt.Plan], object]) -> float:
     """Seconds to plan and run a capture of operators that take `count` tensors in a list, and give a list."""
     tensors = [torch.full((2,), float(i)) for i in range(count)]
@@ -48,6 +74,8 @@ def main() -> None:
     small = 50 if quick else 2500
     rows: dict[str, Callable[[Path, int], float]] = {
         "capture, NumPy arrays that stay alive": arrays,
+        "capture, views of one storage": lambda path, count: views(path, 4 * count),
+        "capture, results that stay alive beside NumPy arrays": lambda path, count: results(path, 4 * count),
         "verified replay, tensors in a list": lambda path, count: listed(
             path, count, "full", lambda plan: plan.execute(verify="bitwise")
         ),

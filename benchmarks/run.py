@@ -20,6 +20,7 @@ from measuring import CLOCK
 HERE = Path(__file__).parent
 SCRIPTS = (
     "capture_cost",
+    "complete_path",
     "compiled_code",
     "replay_cost",
     "triton_launches",

@@ -97,6 +97,7 @@ class NumericState:
         self._records = records
         self.stated: dict[str, Any] = read_settings()
         self._watches: dict[str, tuple[int, ...]] = {}  # watched_indices of the kernels seen
+        self._unchanged_in: dict[bool, Callable[[], bool]] = {}  # in each grad mode, if nothing else has changed since
         # Called before the stream states other settings, and when it matches all current ones.
         self.restating: Callable[[], None] = lambda: None
         self.restated: Callable[[], None] = lambda: None
@@ -105,7 +106,7 @@ class NumericState:
     def _look(self) -> None:
         """Take the current settings as what the stream states."""
         with torch._C._EnableTorchFunction():  # the guard covers it, and the recorder looks with and without
-            self._unchanged = GlobalStateGuard().check
+            self._unchanged = self._unchanged_in[torch.is_grad_enabled()] = GlobalStateGuard().check
         self._watched = [guarded(get) for _affected, get in WATCHED]
         self._flushes = _flushes_denormals()
 
@@ -134,21 +135,37 @@ class NumericState:
         if not self.differs(kernel):
             return
         self.restating()
-        self._state(read_settings())
-        self._look()
+        if not self._check_grad_mode():
+            if set(self._state(read_settings())) - {"grad_enabled"}:
+                self._unchanged_in.clear()
+            self._look()
         self.restated()
+
+    def _check_grad_mode(self) -> bool:
+        """Record the grad mode if that alone has changed, as programs often do. Returns whether it has."""
+        mode = torch.is_grad_enabled()
+        unchanged = self._unchanged_in.get(mode)
+        if unchanged is None or self._watched != [guarded(get) for _affected, get in WATCHED]:
+            return False
+        with torch._C._EnableTorchFunction():
+            if not unchanged() or _flushes_denormals() != self._flushes:
+                return False
+        self._unchanged = unchanged
+        self._state({"grad_enabled": mode})
+        return True
 
     def check_autocast(self, now: dict[str, str]) -> None:
         """Before a custom operator, whose own code may depend on it: record the program's autocast if it changed. (For
         all other operators, which were cast before, it reads as off.)"""
         self._state(now)
 
-    def _state(self, now: dict[str, Any]) -> None:
-        """Record those of some settings that differ from the stream's."""
+    def _state(self, now: dict[str, Any]) -> dict[str, Any]:
+        """Record those of some settings that differ from the stream's. Returns them."""
         changes = {name: value for name, value in now.items() if self.stated.get(name) != value}
         if changes:
             self.stated.update(changes)
             self._records.global_state(changes)
+        return changes
 
 
 def _flushes_denormals() -> bool:
