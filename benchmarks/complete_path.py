@@ -86,8 +86,8 @@ def measure_package(package: Callable[[], Step], path: Path, steps: int, rounds:
     what = f"capture, a step of {package.__name__}: added for each operator"
     try:
         step = package()
-    except ImportError as problem:
-        row(what, None, "us", reason=str(problem))
+    except ImportError:
+        row(what, None, "us", reason=f"{package.__name__} is not installed")
         return
 
     def repeated() -> None:
