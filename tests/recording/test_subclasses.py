@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .conftest import Capture
 
@@ -226,3 +228,42 @@ def test_a_composite_is_run_in_the_parts_that_it_has_without_a_capture(capture: 
     assert all(map(torch.equal, captured.returned, expected))
     assert "aten::upsample_bilinear2d.default" in captured.ops()
     captured.replays()
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("moded", [False, True])
+def test_a_composite_under_a_mode_of_the_programs_own_is_recorded(
+    capture: Capture, inference: bool, moded: bool
+) -> None:
+    x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+
+    def program() -> torch.Tensor:
+        with torch.inference_mode(inference), Passing() if moded else contextlib.nullcontext():
+            return torch.einsum("ij,kj->ik", x, w) + torch.matmul(x, w)
+
+    captured = capture(program)
+    assert torch.equal(captured.returned, program())
+    assert captured.unsupported() == {} and "aten::add.Tensor" in captured.ops() and len(captured.ops()) > 2
+    captured.replays()
+
+
+def test_what_is_made_under_a_mode_of_the_programs_own_is_seen_by_it_as_without_a_capture(capture: Capture) -> None:
+    seen: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def program() -> list[str]:
+        seen.clear()
+        with Noting():
+            torch.tensor([1.0, 2.0]) + torch.tensor(())[:0].sum()
+        return list(seen)
+
+    assert capture(program).returned == program()

@@ -16,12 +16,14 @@ from replayfmt.format.reader import CaptureReader
 from tests.triton_kernels.test_recording import WRITTEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-# Their operators keep memory on the host.
-HERE = sorted(set(WRITTEN) - {"inside_an_operator", "inside_an_operator_with_state"})
+# The first two's operators keep memory on the host, and NumPy has no arrays of a GPU's memory.
+ON_THE_HOST = {"inside_an_operator", "inside_an_operator_with_state", "written_through_an_array_between"}
+ADD_IN_ANY_ORDER = {"layer_norm"}  # floats, by atomics: two runs differ in their last bits
+HERE = sorted(set(WRITTEN) - ON_THE_HOST)
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_launch_is_replayed_bitwise_from_its_binary(name: str, tmp_path: Path) -> None:
+def test_a_launch_is_replayed_from_its_binary(name: str, tmp_path: Path) -> None:
     programs = importlib.import_module("tests.triton_kernels.recording_programs")  # it registers operators
     path = tmp_path / "gpu.opreplay"
     torch.manual_seed(0)
@@ -34,7 +36,7 @@ def test_a_launch_is_replayed_bitwise_from_its_binary(name: str, tmp_path: Path)
         roles = {reader.attachments[number].role for each in kernels for number in each.attachments}
         assert {"source", "metadata", "ttir", "ttgir", "llir", "ptx", "cubin"} <= roles
     with replayfmt.Plan(path, allow_code=True) as plan:
-        result = plan.execute(verify="bitwise")
+        result = plan.execute(verify="close" if name in ADD_IN_ANY_ORDER else "bitwise")
         assert result.outcome == "ok", result.divergence
         (note,) = [note for note in result.notes if "triton kernel" in note]
         assert "launched from the stored binary" in note
