@@ -69,14 +69,20 @@ inline bool fills_empty() {
   return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
 }
 
+// Whether anything depends on CUDA's settings. To ask whether there is a device (at::hasCUDA) initializes its driver.
+#if __has_include(<ATen/cuda/CUDAConfig.h>)
+constexpr bool kBuiltWithCuda = true;
+#else
+constexpr bool kBuiltWithCuda = false;
+#endif
+
 // The settings that any op may depend on.
 inline uint64_t general_settings() {
   const auto& context = at::globalContext();
   uint64_t bits = static_cast<uint64_t>(at::get_num_threads());
   const auto add = [&bits](uint64_t value, int width) { bits = (bits << width) | value; };
   add(static_cast<uint64_t>(c10::typeMetaToScalarType(at::get_default_dtype())), 8);
-  static const bool has_cuda = at::hasCUDA();  // what nothing depends on without it
-  add(has_cuda ? static_cast<uint64_t>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL)) : 0, 3);
+  add(kBuiltWithCuda ? static_cast<uint64_t>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL)) : 0, 3);
   add(c10::GradMode::is_enabled(), 1);
   add(context.deterministicAlgorithms(), 1);
   add(context.deterministicAlgorithmsWarnOnly(), 1);

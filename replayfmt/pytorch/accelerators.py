@@ -2,6 +2,10 @@
 
 A kind of device has a module (`torch.cuda`, `torch.xpu`, that of an out-of-tree backend), which names its functions
 like those of `torch.cuda`. What a module lacks is unknown: None, never a guess.
+
+A capture must not begin to use a device: that costs seconds and memory, fixes CUDA_VISIBLE_DEVICES, and children that
+the program forks later cannot use the device any more. It asks `kind_here`, which the build answers, and `in_use`
+before anything else; `torch.cuda.is_available()` already initializes the driver.
 """
 
 from __future__ import annotations
@@ -49,15 +53,13 @@ def count(kind: str) -> int:
     """How many devices of a kind this machine has."""
     if kind == HOST:
         return 1
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
+    return torch.accelerator.device_count() if kind == kind_here() else 0
 
 
 def available() -> list[torch.device]:
     """The accelerators of this machine."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = HOST if accelerator is None else accelerator.type
-    return [] if accelerator is None else [torch.device(kind, index) for index in range(count(kind))]
+    kind = kind_here()
+    return [torch.device(kind, index) for index in range(count(kind))] if kind else []
 
 
 def kind_here() -> str:
@@ -75,16 +77,28 @@ def pins_memory(kind: str) -> bool:
         return False  # an out-of-tree backend need not have any
 
 
+def used() -> list[torch.device]:
+    """The accelerators of this machine, if this process has begun to use their kind."""
+    return available() if in_use(kind_here()) else []
+
+
 def synchronize() -> None:
     """Wait for all work of the accelerators in use."""
-    for device in available():
-        if in_use(device.type):
+    for device in used():
+        if _has_work(device):
             torch.accelerator.synchronize(device)
 
 
+def _has_work(device: torch.device) -> bool:
+    """Whether this process has given a device work. To wait for one that has none would give it a context."""
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None) if device.type == "cuda" else None
+    return has_context is None or bool(has_context(device.index))
+
+
 def in_use(kind: str) -> bool:
-    """Whether this process has begun to use devices of a kind."""
-    return bool(getattr(device_module(kind), "is_initialized", lambda: True)())
+    """Whether this process has begun to use devices of a kind. Does not begin to."""
+    module = device_module(kind) if kind else None
+    return module is not None and bool(getattr(module, "is_initialized", lambda: True)())
 
 
 def make_ready(kind: str) -> None:
@@ -123,7 +137,7 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 def default_generators() -> list[torch.Generator]:
     """The default generators of the host and of the accelerators in use."""
-    found = [default_generator(device) for device in (torch.device(HOST), *available())]
+    found = [default_generator(device) for device in (torch.device(HOST), *used())]
     return [generator for generator in found if generator is not None]
 
 
@@ -131,7 +145,7 @@ class Current:
     """Where this thread puts its work: the current accelerator, and the current stream of each that is in use."""
 
     def __init__(self) -> None:
-        devices = [device for device in available() if in_use(device.type)]
+        devices = used()
         self._index = torch.accelerator.current_device_index() if devices else -1
         self._streams = [torch.accelerator.current_stream(device) for device in devices]
 

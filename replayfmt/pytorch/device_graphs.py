@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .accelerators import default_generator, device_module, is_accelerator
+from .accelerators import default_generator, device_module, in_use, is_accelerator
 
 
 class NoGraphs(Exception):
@@ -31,7 +31,9 @@ def new_graph(device: torch.device) -> Any:
 
 def is_being_captured(kind: str) -> bool:
     """Whether the current stream of accelerators of a kind is being captured into a graph, as far as PyTorch's module
-    for them tells."""
+    for them tells. Where the program has not begun to use them, none is."""
+    if not in_use(kind):
+        return False
     stream = torch._C._accelerator_getStream(torch._C._accelerator_getDeviceIndex())
     if not stream.stream_id:  # no default stream can be
         return False

@@ -55,9 +55,10 @@ def library_versions() -> dict[str, str]:
         versions["hip"] = torch.version.hip
     if torch.version.xpu:
         versions["xpu"] = torch.version.xpu
-    if torch.backends.cudnn.is_available():
-        versions["cudnn"] = str(torch.backends.cudnn.version())
-    for line in torch.__config__.show().splitlines():
+    cudnn: Any = getattr(torch._C, "_cudnn", None)
+    if cudnn is not None:  # torch.backends.cudnn.version() initializes CUDA's driver
+        versions["cudnn"] = ".".join(map(str, cudnn.getRuntimeVersion()))
+    for line in torch.__config__.parallel_info().splitlines():  # `show` initializes CUDA's driver
         text = line.strip(" -")
         if "Math Kernel Library Version" in text:
             versions["mkl"] = text
@@ -91,8 +92,8 @@ def describe_device(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device("cpu", -1, cpu_model() or "", json.dumps({"capability": cpu_capability()}))
     index = device.index
-    if (index or 0) >= accelerators.count(device.type):
-        # Of a GPU that is not there (an op that was given it has raised) nothing more is known.
+    if not accelerators.in_use(device.type) or (index or 0) >= accelerators.count(device.type):
+        # Of a GPU that is not there (an op that was given it has raised), or not used, nothing more is known.
         return Device(device.type, -1 if index is None else index)
     properties = accelerators.properties_of(device)
     fingerprint: dict[str, Any] = {}

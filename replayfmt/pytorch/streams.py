@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .accelerators import device_module
+from .accelerators import device_module, kind_here
 
 _ACTIVE = "_ZN3c104impl8GPUTrace9haveStateE"  # c10::impl::GPUTrace::haveState
 
@@ -32,9 +32,9 @@ class Callbacks(NamedTuple):
 
 
 def followed_kind() -> str:
-    """The kind of accelerator here whose streams can be followed; "" if there is none."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "" if accelerator is None or _trace(accelerator.type) is None else accelerator.type
+    """The kind of accelerator of this PyTorch whose streams can be followed, be one there or not; "" without."""
+    kind = kind_here()
+    return "" if not kind or _trace(kind) is None else kind
 
 
 def tells_of_memory(kind: str) -> bool:

@@ -83,7 +83,7 @@ def register() -> Any:
     # A flush of the caches that are not known rewrites 256 MiB, by a fallback to the CPU.
     module.get_device_properties = lambda device: SimpleNamespace(L2_cache_size=1 << 20)
     module.is_available = lambda: True
-    module.is_initialized = lambda: True
+    module.is_initialized = lambda: simulated.uses() > 0
     module.init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.is_bf16_supported = lambda: True

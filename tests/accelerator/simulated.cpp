@@ -23,7 +23,6 @@
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
-#include <ATen/core/GraphImplInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
@@ -36,11 +35,34 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+#include <ATen/core/GraphImplInterface.h>
+#define HAS_GRAPHS 1
+#else  // PyTorch 2.11 has graphs of CUDA alone
+namespace at {
+enum class GraphCaptureMode : int8_t { Default };
+struct GraphImplArgs {
+  bool keep_graph = false;
+};
+struct GraphImplInterface {
+  virtual ~GraphImplInterface() = default;
+  virtual void capture_begin(c10::MempoolId_t pool, GraphCaptureMode mode) = 0;
+  virtual void capture_end() = 0;
+  virtual void instantiate() = 0;
+  virtual void replay() = 0;
+  virtual void reset() = 0;
+  virtual c10::MempoolId_t pool() const = 0;
+  virtual void enable_debug_mode() = 0;
+  virtual void debug_dump(const std::string& path) = 0;
+};
+}  // namespace at
+#endif
 
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <fstream>
 #include <functional>
@@ -120,6 +142,7 @@ std::vector<std::string> log_of_launches;
 size_t allocated[kDevices], peak[kDevices];
 c10::StreamId streams_given = 0;
 bool tolerates_races = false;
+std::atomic<int64_t> uses{0};  // how often something was asked of the device that CUDA would begin to use one for
 int64_t races = 0;
 std::vector<Late> late;
 std::map<std::tuple<c10::DeviceIndex, c10::StreamId, size_t>, std::vector<std::map<char*, Block>::node_type>> freed;
@@ -199,8 +222,12 @@ void check_index(c10::DeviceIndex index) { TORCH_CHECK(0 <= index && index < kDe
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kKind; }
-  c10::Device getDevice() const override { return {kKind, current_device}; }
+  c10::Device getDevice() const override {
+    uses++;
+    return {kKind, current_device};
+  }
   void setDevice(c10::Device device) const override {
+    uses++;
     check_index(device.index());
     current_device = device.index();
   }
@@ -216,6 +243,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, {kKind, index}, id);
   }
   c10::Stream getStream(c10::Device device) const override {
+    uses++;
     return stream_of(index_of(device), current_stream[index_of(device)]);
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(index_of(device), 0); }
@@ -309,6 +337,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     tell(&Table::trace_gpu_stream_synchronization, handle_of(stream));
   }
   void synchronizeDevice(c10::DeviceIndex index) const override {
+    uses++;
     refuse_while_capturing("to wait for a device");
     {
       std::lock_guard lock(mutex);
@@ -1227,10 +1256,13 @@ PYBIND11_MODULE(simulated_accelerator, module) {
   at::RegisterPrivateUse1HooksInterface(&hooks);
   // Under the name that the device was given.
   module.def("register_graphs", [] {
+#ifdef HAS_GRAPHS
     at::GraphImplRegistry()->Register(c10::DeviceTypeName(kKind, false), [](const at::GraphImplArgs& args) {
       return std::unique_ptr<at::GraphImplInterface>(new SimulatedGraph(args));
     });
+#endif
   });
+  module.def("uses", [] { return uses.load(); });
   module.def("graph_replays", [] { return SimulatedGraph::replays; });
   // What the current streams' next work comes after in the graph that is being captured: (number, kind).
   module.def("capture_frontier", [] {

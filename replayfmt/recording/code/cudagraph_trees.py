@@ -26,7 +26,7 @@ _NOTE = (
 def graph_policies(compiled: str) -> dict[str, str]:
     """What the session says of it."""
     torch = sys.modules["torch"]
-    return {"cudagraph-trees": "off"} if compiled == "kernels" and torch.cuda.is_available() else {}
+    return {"cudagraph-trees": "off"} if compiled == "kernels" and torch.backends.cuda.is_built() else {}
 
 
 class GraphsSwitchedOff:

@@ -22,7 +22,7 @@ from ..stream.records import Records
 _SMALLEST, _HALF = sys.float_info.min, 0.5  # their product is a denormal, unless the processor flushes those to zero
 
 # The numeric settings outside the guard, as torch resolves them (an unset precision follows a more general one), by the
-# operators that they can affect (parts of their names). CUDA's settings matter only if there is CUDA.
+# operators that they can affect (parts of their names). CUDA's settings matter only if PyTorch was built with it.
 _MATRIX = ("mm", "matmul", "linear", "dot", "mv", "addr", "attention", "addb", "cdist")
 _CONVOLUTION = ("conv",)
 _RECURRENT = ("lstm", "gru", "rnn")
@@ -82,7 +82,7 @@ def watched_indices(kernel: str) -> tuple[int, ...]:
     """The settings to check before a call of a kernel (`aten::mm`), besides the guard, as indices into WATCHED. A
     custom kernel may depend on anything."""
     namespace, _, base = kernel.partition("::")
-    watched = len(WATCHED) if torch.cuda.is_available() else len(_WATCHED)
+    watched = len(WATCHED) if torch.backends.cuda.is_built() else len(_WATCHED)
     return tuple(
         index
         for index, (affected, _get) in enumerate(WATCHED[:watched])

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from replayfmt.format.model import StreamPlacement
+from replayfmt.pytorch.accelerators import kind_here
 from replayfmt.pytorch.device_graphs import is_being_captured
 from replayfmt.pytorch.streams import Callbacks, GpuTrace, current_streams, followed_kind, handle_of, tells_of_memory
 
@@ -275,7 +276,7 @@ class StreamTrace:
 
 def stream_policies() -> dict[str, str]:
     """What the session says of streams: what of an accelerator's cannot be followed."""
-    if not torch.accelerator.is_available():
+    if not kind_here():
         return {}
     if not followed_kind():
         return {"streams": "not followed: PyTorch's module for the accelerator has no _gpu_trace"}
