@@ -15,7 +15,7 @@ from typing import Any
 from replayfmt.format.codes import DType
 
 from ..common.values import Tensor
-from .rewriting import CannotRewrite, RewrittenCalls
+from .rewriting import CannotRewrite, RewrittenCalls, tensors_in
 
 Given = dict[str, Any]
 _Results = list[Any] | None
@@ -350,17 +350,11 @@ def _varlen(calls: RewrittenCalls, given: Given, results: _Results) -> None:
     found = calls.one("aten::index.Tensor", self=mixed, indices=[whose, nth])
     if isinstance(given.get("out"), Tensor):
         _write(calls, given["out"], found)
-    for place, recorded in enumerate(tensor for tensor in _flat(results) if tensor is not given.get("out")):
+    for place, recorded in enumerate(tensor for tensor in tensors_in(results or []) if tensor is not given.get("out")):
         if place == 0 and not isinstance(given.get("out"), Tensor):
             calls.fill(recorded, found)
         else:
             calls.allocate(recorded, zeros=True)
-
-
-def _flat(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    return [tensor for each in values for tensor in _flat(each)] if isinstance(values, list) else []
 
 
 # ------------------------------------------------------------------------------------------------------------------ MoE
