@@ -18,7 +18,7 @@ from replayfmt.format.maintenance.add_digests import add_digests
 from replayfmt.format.maintenance.check import CheckReport, check_capture
 from replayfmt.format.maintenance.recover import recover_capture
 from replayfmt.format.printable import counted
-from replayfmt.format.races import race_sentences, unjudged
+from replayfmt.format.races import judge_races
 from replayfmt.format.reader import open_capture
 
 from .command import reader_may_leave, run_tool, say, tool
@@ -135,10 +135,11 @@ def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tu
             with reader_may_leave():
                 _print_report(report)
         with open_capture(file) as reader:
-            if why := unjudged(reader):
-                _echo(f"  races        not looked for: {why}")
-            for race in race_sentences(reader):
-                _echo(f"  race         {race}")
+            races = judge_races(reader)
+        if races.unjudged:
+            _echo(f"  races        not all looked for: {races.unjudged}")
+        for race in races.sentences:
+            _echo(f"  race         {race}")
         say("valid")
         return
     with _progress_bar("recovering", file, 3) as bar:

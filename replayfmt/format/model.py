@@ -116,7 +116,11 @@ class StreamPlacement:
 
     def stream(self, device: int) -> int:
         """The number of the current stream of a device."""
-        return dict(self.streams).get(device, 0)
+        return self._numbers.get(device, 0)
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        return dict(self.streams)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """Races: two ops on different streams that use the same memory, one of them writes it, and nothing orders them.
 
 One pass over the records with vector clocks: each stream of each device counts its ops, and each stream, event and the
-host knows how far the others had come. Looked at is the memory of accelerators. What a kernel writes is what its schema
-says. Needs no torch.
+host knows how far the others had come. A clock never changes once it is made, so many may share it; time and memory for
+them are bounded, and a pass that reaches a bound says so. Looked at is the memory of accelerators. What a kernel writes
+is what its schema says. Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .attachments import BODY, attachments_of, contents_of
 from .codes import DType, KernelKind, RecordKind, StorageOrigin, ValueKind
@@ -21,6 +22,10 @@ from .records.record_frames import RecordFrame
 from .slots import SlotLayout
 
 MOST_STREAMS = 1024  # each op costs as much as there are streams
+MOST_STEPS = 1 << 25  # entries of clocks that a pass reads: about two seconds
+_STEPS_PER_RECORD = 64  # and as many more for each record: what 64 busy streams take
+_ENTRIES_OF_A_CLOCK = 4  # what it takes besides its own
+MOST_KEPT = 1 << 23  # entries of clocks that streams and events keep: about 400 MB
 _HOST_KINDS = ("cpu", "meta")
 # Operators that wait for the device to know how large their result is, or what it says.
 _WAITING = frozenset(
@@ -46,7 +51,8 @@ _SCALARS = frozenset({ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.
 _NO_STREAMS = StreamPlacement(())
 
 Lane = tuple[int, int]  # a stream: device id, number
-Clock = dict[Lane, int]  # how far streams have come, as somebody knows
+Clock = Mapping[Lane, int]  # how far streams have come, as somebody knows
+_START: Clock = {}
 
 
 class StorageUse(NamedTuple):
@@ -100,53 +106,65 @@ class _Accesses:
     device: int
 
 
-def unjudged(reader: CaptureReader) -> str:
-    """Why races are not looked for; "" if they are."""
-    streams = len({stream for placement in reader.placements[1:] for stream in placement.streams})
-    most = f"the capture has {streams:,} streams, and those of more than {MOST_STREAMS:,} are not looked at"
-    return most if streams > MOST_STREAMS else ""
+@dataclass
+class Races:
+    """Races of a capture and of the bodies of its graphs, in words; and why some may be missing ("": all were looked
+    for)."""
+
+    sentences: list[str] = field(default_factory=list)
+    unjudged: str = ""
+
+
+class _Bound(Exception):
+    """More streams, steps or memory than a pass takes."""
 
 
 def find_races(reader: CaptureReader, most: int = 100) -> list[Race]:
     """The first races of a capture, `most` at most, one for each storage. Empty where all work is on default streams
-    of one device, and where `unjudged` says why. Raises InvalidCapture for a damaged frame."""
-    if len(reader.placements) < 2 or unjudged(reader):
-        return []
-    found: list[Race] = []
-    for race in _Pass(reader).races():
-        found.append(race)
-        if len(found) == most:
-            break
-    return found
+    of one device. Raises InvalidCapture for a damaged frame."""
+    return _Pass(reader).run(most)
 
 
-def race_sentences(reader: CaptureReader, most: int = 100) -> list[str]:
+def judge_races(reader: CaptureReader, most: int = 100) -> Races:
     """The first races of a capture and of the bodies of its graphs, `most` at most, for people. A body that cannot be
     read has none: a replay refuses it. Raises InvalidCapture for a damaged frame."""
-    found = [each.text(reader) for each in find_races(reader, most)]
-    judged: set[int] = set()  # many kernels may have one body
+    judging = _Pass(reader)
+    judged = Races([each.text(reader) for each in judging.run(most)], judging.stopped)
+    steps = judging.steps
+    seen: set[int] = set()  # many kernels may have one body
     for kernel in reader.kernels:
-        if kernel is None or kernel.kind is not KernelKind.graph or not kernel.attachments or len(found) >= most:
+        if kernel is None or kernel.kind is not KernelKind.graph or not kernel.attachments:
             continue
         bodies = {each.payload for each in attachments_of(reader, kernel) if each.role == BODY}
-        if bodies <= judged:
+        if bodies <= seen:
             continue
-        judged |= bodies
+        if len(judged.sentences) >= most or judged.unjudged:
+            break
+        seen |= bodies
         try:
             body = open_body(contents_of(reader, kernel))
         except ValueError:
             continue
         with body:
-            races = find_races(body, most - len(found))
-            found += [f"inside {kernel.qualified_name}: {each.text(body)}" for each in races]
-    return found
+            judging = _Pass(body, steps)
+            races = judging.run(most - len(judged.sentences))
+            steps = judging.steps
+            inside = f"inside {kernel.qualified_name}: "
+            judged.sentences += [f"{inside}{each.text(body)}" for each in races]
+            judged.unjudged = judging.stopped and inside + judging.stopped
+    return judged
 
 
 class _Pass:
-    def __init__(self, reader: CaptureReader) -> None:
+    """One pass. `steps`: entries of clocks read so far, in bodies of the same capture too."""
+
+    def __init__(self, reader: CaptureReader, steps: int = 0) -> None:
         self._reader = reader
+        self.steps = steps
+        self.stopped = ""  # why the pass ended early
+        self._kept = 0  # entries of the clocks of streams and events, and what each takes by itself
         self._clocks: dict[Lane, Clock] = {}
-        self._host: Clock = {}
+        self._host = _START
         self._events: dict[int, Clock] = {}
         self._storages: dict[int, _Storage] = {}
         self._racing: set[int] = set()
@@ -157,11 +175,40 @@ class _Pass:
             if device is not None and device.kind not in _HOST_KINDS
         }
 
+    def run(self, most: int) -> list[Race]:
+        """The first races, `most` at most."""
+        placements = self._reader.placements
+        if len(placements) < 2:
+            return []
+        streams = len({stream for placement in placements[1:] if placement for stream in placement.streams})
+        if streams > MOST_STREAMS:
+            self.stopped = (
+                f"the capture has {streams:,} streams, and those of more than {MOST_STREAMS:,} are not looked at"
+            )
+            return []
+        found: list[Race] = []
+        try:
+            for race in self.races():
+                found.append(race)
+                if len(found) == most:
+                    break
+        except _Bound as bound:
+            self.stopped = str(bound)
+        return found
+
     def races(self) -> Iterator[Race]:
         reader = self._reader
+        steps = MOST_STEPS
         for index in range(len(reader.record_frames)):
             frame = reader.frame(index)
-            for row, signature in enumerate(frame.signature.tolist()):
+            signatures = frame.signature.tolist()
+            steps += _STEPS_PER_RECORD * len(signatures)
+            for row, signature in enumerate(signatures):
+                if self.steps > steps or self._kept > MOST_KEPT:
+                    raise _Bound(
+                        f"from ordinal {frame.first_ordinal + row:,} on nothing is looked at: the streams and events "
+                        "before it take too much time or memory"
+                    )
                 shape = self._shapes.get(signature) or self._shape(signature)
                 if shape.kind is RecordKind.op:
                     yield from self._op(frame, row, shape)
@@ -206,13 +253,15 @@ class _Pass:
         lanes = list(dict.fromkeys((each, placement.stream(each)) for each in devices if each in self._accelerators))
         if not lanes or not (shape.reads or shape.writes or shape.results):
             return
-        clock = dict(self._host)
+        clock = self._host
         for lane in lanes:
-            _merge(clock, self._clocks.get(lane, {}))
+            clock = self._merged(clock, self._clocks.get(lane, _START))
         lane = lanes[0]
-        tick = clock[lane] = clock.get(lane, 0) + 1
+        tick = clock.get(lane, 0) + 1
+        self.steps += len(clock)
+        clock = {**clock, lane: tick}
         for each in lanes:
-            self._clocks[each] = clock if each == lane else dict(clock)
+            self._keep(self._clocks, each, clock)
         ordinal = frame.first_ordinal + row
         arguments: set[int] = set()
         for places, writes in ((shape.reads, False), (shape.writes, True), (shape.results, True)):
@@ -229,7 +278,7 @@ class _Pass:
                     yield race
         masked = shape.masks and any(metas[int(frame.tensor_meta[slot])].dtype in _MASKS for slot in slots[1:])
         if shape.waits or masked or (shape.blocks and any(each not in self._accelerators for each in devices)):
-            _merge(self._host, clock)
+            self._host = self._merged(self._host, clock)
 
     def _is_known(self, storage: int) -> bool:
         """Whether a result's memory was not written by the op that returns it."""
@@ -249,27 +298,46 @@ class _Pass:
 
     # ---------------------------------------------------------------------------------------------------- other records
 
-    def _lane_clock(self, lane: Lane) -> Clock:
-        return self._clocks.setdefault(lane, {})
+    def _merged(self, one: Clock, other: Clock) -> Clock:
+        """What both know together."""
+        if one is other or not other:
+            return one
+        if not one:
+            return other
+        self.steps += len(other)
+        ahead = {lane: tick for lane, tick in other.items() if one.get(lane, 0) < tick}
+        if not ahead:
+            return one
+        self.steps += len(one)
+        return {**one, **ahead}
+
+    def _keep(self, clocks: dict[Any, Clock], key: Any, clock: Clock) -> None:
+        before = clocks.get(key)
+        self._kept += len(clock) - (len(before) if before is not None else -_ENTRIES_OF_A_CLOCK)
+        clocks[key] = clock
 
     def _event_record(self, shape: _Accesses, ints: list[int]) -> None:
         event, number = ints
-        self._events[event] = {**self._lane_clock((shape.device, number))}
+        self._keep(self._events, event, self._clocks.get((shape.device, number), _START))
 
     def _event_wait(self, shape: _Accesses, ints: list[int]) -> None:
         event, number = ints
-        _merge(self._lane_clock((shape.device, number)), self._events.get(event, {}))
+        lane = shape.device, number
+        clock = self._merged(self._clocks.get(lane, _START), self._events.get(event, _START))
+        if clock:
+            self._keep(self._clocks, lane, clock)
 
     def _synchronize(self, shape: _Accesses, _ints: list[int]) -> None:
+        self.steps += len(self._clocks)
         for lane, clock in self._clocks.items():
             if lane[0] == shape.device:
-                _merge(self._host, clock)
+                self._host = self._merged(self._host, clock)
 
     def _synchronize_stream(self, shape: _Accesses, ints: list[int]) -> None:
-        _merge(self._host, self._lane_clock((shape.device, ints[0])))
+        self._host = self._merged(self._host, self._clocks.get((shape.device, ints[0]), _START))
 
     def _synchronize_event(self, _shape: _Accesses, ints: list[int]) -> None:
-        _merge(self._host, self._events.get(ints[0], {}))
+        self._host = self._merged(self._host, self._events.get(ints[0], _START))
 
     def _forget(self, _shape: _Accesses, ints: list[int]) -> None:
         self._storages.pop(ints[0], None)
@@ -306,9 +374,3 @@ _HANDLED = {
     RecordKind.storage_import: _Pass._forget,
     RecordKind.storage_release: _Pass._forget,
 }
-
-
-def _merge(into: Clock, other: Clock) -> None:
-    for lane, tick in other.items():
-        if into.get(lane, 0) < tick:
-            into[lane] = tick

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from replayfmt.format.printable import counted, scope_count
-from replayfmt.format.races import race_sentences, unjudged
+from replayfmt.format.races import judge_races
 
 from .plan import Plan
 from .results import PeakMemory, ReplayResult
@@ -41,7 +41,9 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
     for each in result.memory:
         lines += _memory(each)
     lines += _streams(plan)
-    lines += [f"race: {each}" for each in race_sentences(plan.reader)]
+    races = judge_races(plan.reader)
+    lines += [f"races: not all looked for: {races.unjudged}"] if races.unjudged else []
+    lines += [f"race: {each}" for each in races.sentences]
     lines += _initialized(plan)
     lines += [f"note: {note}" for note in result.notes]
     if result.verdicts is not None:
@@ -114,10 +116,7 @@ def _streams(plan: Plan) -> list[str]:
         how = f"{counts}, as captured"
     else:
         how = f"one for each device, in capture order: {streams.problem or '--streams=serial'}"
-    lines = [f"streams: {how}"]
-    if why := unjudged(plan.reader):
-        lines.append(f"races: not looked for: {why}")
-    return lines
+    return [f"streams: {how}"]
 
 
 def _initialized(plan: Plan) -> list[str]:
@@ -145,6 +144,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
     substituted signature, then a `verdict` row for each op where verdicts were requested."""
     verification = result.verification
     divergence = result.divergence
+    races = judge_races(plan.reader)
     row: dict[str, Any] = {
         "kind": "replay",
         "path": plan.reader.path,
@@ -174,7 +174,8 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         "streams": None
         if plan.context.streams is None
         else ("captured" if plan.context.streams.captured else "serial"),
-        "races": race_sentences(plan.reader),
+        "races": races.sentences,
+        "races_not_looked_for": races.unjudged or None,
         "divergence": None
         if divergence is None
         else {

@@ -20,7 +20,7 @@ from replayfmt.errors import ReplayRefused
 from replayfmt.format.attachments import BODY, contents_of
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.graphs import open_body
-from replayfmt.format.races import race_sentences
+from replayfmt.format.races import judge_races
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.graphs.streams import check_edges
 
@@ -89,7 +89,7 @@ def test_streams_inside_of_a_graph_and_their_edges_are_kept(tmp_path: Path, tool
         ("aten::mul", 0),
     ]
     assert not {RecordKind.event_record, RecordKind.event_wait} & set(open_capture(path).summary.records)
-    assert not race_sentences(open_capture(path))
+    assert not judge_races(open_capture(path)).sentences
     for mode in ("captured", "issued"):
         sim.forget_launches()
         assert "on 2 streams" in replays_bitwise(path, graphs=mode)[1]
@@ -107,7 +107,7 @@ def test_an_edge_that_is_taken_out_of_a_graph_is_found(tmp_path: Path, tools: To
         path = captured(tmp_path / "a.opreplay", lambda: forked(ordered=False))
     finally:
         sim.tolerate_races(False)
-    (race,) = race_sentences(open_capture(path))
+    (race,) = judge_races(open_capture(path)).sentences
     assert race.startswith("inside graph::captured_1.v") and "aten::mul" in race and "aten::add" in race
     done = tools("check", path)
     assert done.code == 0 and "race         inside graph::captured_1" in done.out

@@ -9,7 +9,7 @@ import pytest
 from replayfmt.format.codes import DType, Layout, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.maintenance.check import check_capture
 from replayfmt.format.model import Device, Kernel, Node, Signature, StreamPlacement, TensorMeta
-from replayfmt.format.races import find_races, unjudged
+from replayfmt.format.races import find_races, judge_races
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 
@@ -160,7 +160,42 @@ def test_of_very_many_streams_it_is_said_that_nothing_is_looked_for(
     program.write(2, x)
     assert program.races() == []
     with open_capture(program.path) as reader:
-        assert "2 streams" in unjudged(reader)
+        assert "2 streams" in judge_races(reader).unjudged
+
+
+@pytest.mark.parametrize("bound", ["MOST_STEPS", "MOST_KEPT"])
+def test_what_takes_too_long_or_too_much_is_said_with_where_it_ended(
+    program: Program, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replayfmt.format.races._STEPS_PER_RECORD", 0)
+    monkeypatch.setattr(f"replayfmt.format.races.{bound}", 20)
+    x, y = program.tensor(), program.tensor()
+    program.write(1, x)
+    program.write(2, x)
+    for _ in range(20):
+        for event in range(20):
+            program.event(K.event_record, event, 1)
+            program.edge(1, 2)
+            program.write(2, y)
+    program.write(1, y)
+    assert program.races() == [(0, 1)]
+    with open_capture(program.path) as reader:
+        races = judge_races(reader)
+    assert len(races.sentences) == 1 and "from ordinal " in races.unjudged
+
+
+def test_an_event_knows_what_was_done_when_it_was_recorded_and_a_stream_that_waits_does_not_change_it(
+    program: Program,
+) -> None:
+    x, y = program.tensor(), program.tensor()
+    program.write(1, x)
+    program.event(K.event_record, 7, 1)
+    program.event(K.event_wait, 7, 2)
+    program.write(2, y)
+    program.event(K.event_wait, 7, 0)
+    program.read(0, x)
+    program.read(0, y)
+    assert program.races() == [(3, 6)]
 
 
 def test_views_and_tensors_made_alike_do_not_read(program: Program) -> None:
