@@ -265,8 +265,11 @@ def _write(path: Path, kept: Mapping[str, Peak]) -> None:
         if peak.measured is not None
     }
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        for each in reversed((path.parent, *path.parent.parents)):
+            each.mkdir(mode=0o700, exist_ok=True)  # for this user alone, whatever the umask
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(json.dumps(rows, indent=1) + "\n")
         os.replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)

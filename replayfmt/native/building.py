@@ -4,15 +4,20 @@ use with the installed compiler.
 A library's file name contains a digest of everything that it must match: source, PyTorch, Python, platform. The file
 ends with a digest of itself: a damaged library is rebuilt, and so is one that this system cannot load. It is written
 under a temporary name and renamed, so processes that build at the same time do not interfere. Only files that no other
-user can have written are loaded from the cache. `python -m replayfmt.native` builds the libraries for a wheel.
+user can have written are loaded from the cache: every directory on the way is checked, and a file is opened once, then
+checked and loaded by its descriptor. `python -m replayfmt.native` builds the libraries for a wheel.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import grp
 import hashlib
+import itertools
 import os
 import platform
+import pwd
 import shlex
 import shutil
 import signal
@@ -23,6 +28,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -60,7 +66,9 @@ def library(source: str) -> ctypes.PyDLL:
             found = _loaded(path, own=True)
         if found is None:
             _build(source, path)
-            found = ctypes.PyDLL(str(path))
+            found = _loaded(path, own=True, new=True)
+        if found is None:
+            raise NotAvailable("the library cannot be built or loaded", f"{path} was built, and is damaged")
         return found
     except OSError as error:
         raise NotAvailable("the library cannot be built or loaded", str(error)) from error
@@ -179,20 +187,35 @@ def _compiled(source: str) -> bytes:
     return content + hashlib.sha256(content).digest()
 
 
-def _loaded(path: Path, own: bool = False) -> ctypes.PyDLL | None:
-    """A library, if it exists, is intact, and loads on this system. With `own`, raises NotAvailable if it may be
-    another user's."""
+def _loaded(path: Path, own: bool = False, new: bool = False) -> ctypes.PyDLL | None:
+    """A library, if it exists, is intact, and loads on this system; raises OSError if a `new` one does not load. With
+    `own`, raises NotAvailable if it may be another user's."""
     try:
-        if own:
-            check_own(path)
-        content = path.read_bytes()
+        file = open_own(path) if own else path.open("rb")
     except FileNotFoundError:
         return None
-    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
-        return None
-    with suppress(OSError):  # built on another system, with another C library
-        return ctypes.PyDLL(str(path))
-    return None
+    with file:
+        content = file.read()
+        if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+            return None
+        try:
+            found = ctypes.PyDLL(_name_of_open(file.fileno(), path))
+        except OSError:  # built on another system, with another C library
+            if new:
+                raise
+            return None
+    found._name = str(path)
+    return found
+
+
+_loads = itertools.count()
+
+
+def _name_of_open(descriptor: int, path: Path) -> str:
+    """A name that leads to what is open. It is another one each time: the system's loader takes a name that it has seen
+    for the same library, and descriptors are used again."""
+    folder = "/proc/self/fd/"
+    return f"{folder}{'./' * next(_loads)}{descriptor}" if os.path.isdir(folder) else str(path)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
@@ -228,23 +251,29 @@ def _cache() -> Path:
 
 
 def own_cache(name: str) -> Path:
-    """A directory of cached files, created if missing. Raises NotAvailable if others can write to it."""
+    """A directory of cached files, created if missing. Raises NotAvailable if others can write to it or replace it."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.join(os.path.expanduser("~"), ".cache")
     if not os.path.isabs(base):
         raise _no_cache("this user has no home directory")
-    directory = Path(base, "opreplay", name)
+    directory = Path(os.path.realpath(base), "opreplay", name)
     try:
-        for path in (directory.parent, directory):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_own(path)
+        for path in reversed([directory, *directory.parents]):
+            try:
+                found = path.lstat()
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
+                found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) and not stat.S_ISLNK(found.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+            if path in (directory, directory.parent):
+                _refuse_foreign(path, found)
+            elif not _is_safe_above(found):
+                raise NotAvailable("the cache is not safe", f"another user can replace what is in {path}")
     except OSError as error:
         raise _no_cache(error) from error
-    for above in directory.parents:
-        mode = above.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise NotAvailable("the cache is not safe", f"everybody can replace what is in {above}")
     return directory
 
 
@@ -252,9 +281,44 @@ def _no_cache(why: object) -> NotAvailable:
     return NotAvailable("no cache", f"{why}; XDG_CACHE_HOME names another place")
 
 
-def check_own(path: Path) -> None:
-    """Raise NotAvailable if another user can have written what is there."""
-    found = path.lstat()
+def _is_safe_above(found: os.stat_result) -> bool:
+    """Whether no other user can replace what is in a directory. Root can anyway."""
+    mode = found.st_mode
+    if found.st_uid not in (0, os.geteuid()) or stat.S_ISLNK(mode):
+        return False
+    if mode & stat.S_ISVTX:  # like /tmp: what is ours there remains ours
+        return True
+    return not mode & stat.S_IWOTH and not (mode & stat.S_IWGRP and not _is_private_group(found.st_gid))
+
+
+def _is_private_group(number: int) -> bool:
+    """Whether a group is the one that many systems make for each user, who then lets it write as a rule."""
+    try:
+        group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return bool(user.pw_uid) and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def open_own(path: Path) -> BinaryIO:
+    """A file of a cache, open. Raises NotAvailable if another user can have written it; FileNotFoundError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        _refuse_foreign(path, path.lstat())  # a link
+        raise
+    try:
+        _refuse_foreign(path, os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _refuse_foreign(path: Path, found: os.stat_result) -> None:
+    """Raise NotAvailable if another user can have written what was found at `path`."""
     if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotAvailable(
             "the cache is not safe",

@@ -13,13 +13,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 
 import replayfmt
+from replayfmt.benchmark import peaks
 from replayfmt.errors import UsageError
 from replayfmt.native import building, hook, watching
+from replayfmt.pytorch.inductor import cpp_library
 from replayfmt.recording import core
 from replayfmt.recording.options import CaptureOptions
 from replayfmt.recording.program.children import ChildrenSeen
@@ -195,15 +198,126 @@ def _below_a_directory_of_everybody(built: Path) -> None:
     built.parents[2].chmod(0o777)
 
 
+def _below_a_directory_of_a_group(built: Path) -> None:
+    os.chown(built.parents[2], -1, 12345)
+    built.parents[2].chmod(0o770)
+
+
+def _through_a_link_below_a_directory_of_everybody(built: Path) -> None:
+    open_to_all = built.parents[3] / "shared"
+    open_to_all.mkdir()
+    built.parents[2].rename(open_to_all / "cache")
+    built.parents[2].symlink_to(open_to_all / "cache")
+    open_to_all.chmod(0o777)
+
+
+def _of_another_user(built: Path) -> None:
+    os.chown(built, 12345, -1)
+
+
+def _in_a_directory_of_another_user(built: Path) -> None:
+    os.chown(built.parent, 12345, -1)
+
+
+def _below_a_directory_of_another_user(built: Path) -> None:
+    os.chown(built.parents[2], 12345, -1)
+
+
+def _below_a_sticky_directory_of_another_user(built: Path) -> None:
+    _below_a_directory_of_another_user(built)
+    built.parents[2].chmod(0o1777)
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
 @pytest.mark.guarantee("library-owner")
 @pytest.mark.parametrize(
     "change",
-    [_open_to_others, _in_a_directory_of_others, _in_a_linked_directory, _a_link, _below_a_directory_of_everybody],
+    [
+        _open_to_others,
+        _in_a_directory_of_others,
+        _in_a_linked_directory,
+        _a_link,
+        _below_a_directory_of_everybody,
+        _through_a_link_below_a_directory_of_everybody,
+        pytest.param(_below_a_directory_of_a_group, marks=as_root),
+        pytest.param(_of_another_user, marks=as_root),
+        pytest.param(_in_a_directory_of_another_user, marks=as_root),
+        pytest.param(_below_a_directory_of_another_user, marks=as_root),
+        pytest.param(_below_a_sticky_directory_of_another_user, marks=as_root),
+    ],
 )
-def test_what_others_may_have_written_is_never_loaded(built: Path, change: Callable[[Path], None]) -> None:
-    change(built)
-    with pytest.raises(building.NotAvailable, match="the cache is not safe"):
+@pytest.mark.parametrize("name", ["native", "code"])
+def test_what_others_may_have_written_is_never_loaded(built: Path, change: Callable[[Path], None], name: str) -> None:
+    path = built
+    if name == "code":
+        built.parent.rename(built.parent.with_name("code"))
+        path = built.parent.with_name("code") / f"{cpp_library._digest('', ())}.so"
+        (path.parent / built.name).rename(path)
+    change(path)
+    with pytest.raises((building.NotAvailable, cpp_library.CannotLoad), match="the cache is not safe"):
+        if name == "code":
+            cpp_library.compiled("", ())
+        else:
+            building.library("thread_watch.cpp")
+
+
+def test_a_cache_that_a_link_leads_to_and_one_in_a_sticky_directory_are_used(built: Path, compiled: list[Path]) -> None:
+    elsewhere = built.parents[3] / "elsewhere"
+    built.parents[2].rename(elsewhere)
+    built.parents[2].symlink_to(elsewhere)
+    built.parents[3].chmod(0o1777)
+    assert building.library("thread_watch.cpp")._name == str(elsewhere / built.relative_to(built.parents[2]))
+    assert not compiled
+
+
+@pytest.mark.guarantee("library-owner")
+def test_what_is_loaded_is_what_was_checked(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is another one as soon as it has been opened."""
+    opened = building.open_own
+
+    def open_own(path: Path) -> BinaryIO:
+        file = opened(path)
+        path.unlink()
+        path.write_bytes(b"no library")
+        return file
+
+    monkeypatch.setattr(building, "open_own", open_own)
+    before = len(os.listdir("/proc/self/fd"))
+    assert building.library("thread_watch.cpp")._name == str(built) and built.read_bytes() == b"no library"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_libraries_that_are_opened_one_after_the_other_are_not_taken_for_one(built: Path, tmp_path: Path) -> None:
+    """They have the same descriptor."""
+    handles = []
+    for number in range(2):
+        source, made = tmp_path / "one.cpp", tmp_path / f"{number}.so"
+        source.write_text(f'extern "C" __attribute__((visibility("default"))) int number() {{ return {number}; }}')
+        building.compile_library(source, made)
+        content = made.read_bytes()
+        made.write_bytes(content + hashlib.sha256(content).digest())
+        made.chmod(0o600)
+        library = building._loaded(made, own=True)
+        assert library is not None
+        handles.append(library)
+    assert [each.number() for each in handles] == [0, 1]
+
+
+@pytest.mark.guarantee("library-private")
+def test_with_any_umask_what_is_made_is_this_users_alone(
+    built: Path, compiled: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    before = os.umask(0)
+    try:
         building.library("thread_watch.cpp")
+        peaks._write(peaks.cache_file(), {})
+    finally:
+        os.umask(before)
+    made = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    assert len(made) == 6 and not [each for each in made if each.stat().st_mode & 0o077]
 
 
 def test_a_cache_that_cannot_be_made_is_told(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from replayfmt.native.building import NotAvailable, check_own, compiler, own_cache, run_compiler, say
+from replayfmt.native.building import NotAvailable, compiler, open_own, own_cache, run_compiler, say
 from replayfmt.pytorch.inductor.code_machine import machine_of_code
 from replayfmt.pytorch.inductor.cpp_kernels import ENTRY
 
@@ -50,6 +50,7 @@ def load(library: bytes) -> Callable[..., Any]:
     """The kernel of a library. Raises CannotLoad."""
     with tempfile.TemporaryDirectory(prefix="opreplay-", dir=_directory()) as scratch:
         path = Path(scratch, "kernel.so")
+        path.touch(mode=0o600)
         path.write_bytes(library)
         return _loaded(path)  # which the system has mapped by then
 
@@ -61,8 +62,8 @@ def compiled(source: str, flags: Sequence[str]) -> bytes:
         raise CannotLoad(f"the captured flag {wrong[0]!a} is not one that a kernel is compiled with")
     path = _directory() / f"{_digest(source, flags)}.so"
     try:
-        check_own(path)
-        content = path.read_bytes()
+        with open_own(path) as cached:
+            content = cached.read()
         if hashlib.sha256(content[:-32]).digest() == content[-32:]:
             return content[:-32]
     except FileNotFoundError:
