@@ -57,7 +57,7 @@ def _values(name: str, count: int) -> Node:
     ("operator", "node", "said"),
     [
         (aten._stack.default, Node(ValueKind.list, "tensors"), "takes at least one tensor as `tensors`"),
-        (aten._foreach_neg.default, Node(ValueKind.list, "self"), "takes at least one tensor as `self`"),
+        (aten._foreach_copy.default, Node(ValueKind.list, "self"), "takes at least one tensor as `self`"),
         (aten._slow_conv2d_backward.output_mask, _values("padding", 0), "takes 1 or 2 values as `padding`"),
         (
             aten.fractional_max_pool3d_backward.default,
