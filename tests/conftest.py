@@ -70,7 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The recorder's libraries are built before the first test, so that no test waits for it or sees that said; of
     several workers one builds them. Where they cannot be built, tests that need them are skipped, and no other one says
-    so on its stderr."""
+    so on its stderr. And records are written seldom: tests that change a small capture's records expect one frame of
+    them, however busy the machine is."""
     if session.items and not session.config.option.collectonly:
         from replayfmt.native.hook import dispatch_hook
         from replayfmt.native.watching import thread_watch
@@ -85,3 +86,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if state != "native":
             os.environ["OPREPLAY_NATIVE"] = "off"
             os.environ["OPREPLAY_NATIVE_MISSING"] = state
+        from replayfmt.recording.stream import flushing
+
+        flushing._DUE_NS, flushing.PERIOD_NS = 1_600_000_000, 2_000_000_000
