@@ -61,6 +61,27 @@ _LEVELS = ("auto", "leaf", "launching", "root")
     "mean times.",
 )
 @click.option(
+    "--step",
+    "steps",
+    multiple=True,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Only what began in the profiler's step N (ProfilerStep#N). Repeatable.",
+)
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    metavar="NAME",
+    help="Only what began inside annotations of this name. Repeatable: in any of them.",
+)
+@click.option(
+    "--time",
+    default="",
+    metavar="A:B",
+    help="Only what began between A and B milliseconds after the trace's beginning. Either may be omitted.",
+)
+@click.option(
     "--rewrite",
     type=click.Choice(["none", "portable"]),
     default="none",
@@ -137,6 +158,9 @@ def cli(
     kind: str,
     level: str,
     unique: bool,
+    steps: tuple[int, ...],
+    scopes: tuple[str, ...],
+    time: str,
     rewrite: str,
     op_libraries: tuple[str, ...],
     allowed: tuple[str, ...],
@@ -167,6 +191,9 @@ def cli(
             "kind": kind,
             "level": level,
             "unique": unique,
+            "steps": steps,
+            "scopes": scopes,
+            "time": time,
             "rewrite": rewrite,
             "libraries": _libraries(allowed, op_libraries),
             "names": _names(aliases, string_defaults, number_defaults),

@@ -15,7 +15,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Selection": (
         "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
         "--values", "--kernel-skeleton", "--attachment", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
-        "--steps", "--replay-scope", "--op-filter", "--op-limit", "--op-instances", "--group-by", "--top", "--rank",
+        "--step", "--steps", "--time", "--replay-scope", "--op-filter", "--op-limit", "--op-instances",
+        "--group-by", "--top",
+        "--rank",
         "--section", "--tensors", "--predict", "--tool", "--launch", "--launches", "--records", "--max-bytes",
         "--target", "--reads-unwritten", "--children", "--device-kernels", "--table", "--replayed", "--power-log",
     ),
@@ -28,7 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Operators and kernels": (
         "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",
         "--whole", "--compiled", "--native", "--recorder", "--from", "--level", "--rewrite", "--op-alias",
-        "--string-default", "--graph-capture",
+        "--string-default", "--number-default", "--graph-capture",
     ),
     "Devices": ("--device", "--streams", "--graphs"),
     "Verification": (

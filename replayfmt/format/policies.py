@@ -5,6 +5,7 @@ A trimmed capture keeps the environment of the capture it comes from. What its c
 
 from __future__ import annotations
 
+TRACED_DEVICE_NS = "traced-device-ns"  # device time of the whole trace that an import read
 OPAQUE_RESULTS = "opaque-results"  # OPERATOR[:INDEX], separated by spaces
 TRIMMED_FROM = "trimmed-from"  # session id of the capture it all comes from
 TRIMMED_SELECTION = "trimmed-selection"  # the flags that selected it; of several trims, in order

@@ -20,6 +20,7 @@ from .common.rank_trace import MOST_RANKS, RankTrace
 from .common.report import ImportReport
 from .common.synthesis import PRODUCER
 from .common.trace_files import Progress, shown_names
+from .kineto.windows import Wanted, parse_time
 from .sniffing import KINDS, TraceKind, sniff
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class _Options:
     progress: Progress | None
     on_record: Callable[[int, int], None] | None
     graph_captures: Sequence[str | PathLike[str]]
+    wanted: Wanted
 
 
 def import_trace(
@@ -60,6 +62,9 @@ def import_trace(
     on_record: Callable[[int, int], None] | None = None,
     graph_captures: Sequence[str | PathLike[str]] = (),
     rank: int | None = None,
+    steps: Sequence[int] = (),
+    scopes: Sequence[str] = (),
+    time: str = "",
 ) -> ImportReport:
     """Make the capture `out` of another tool's trace, and report what in it is exact, inferred or missing.
 
@@ -68,14 +73,18 @@ def import_trace(
     only the traced device has with operators that every device has. `libraries` says which operator libraries may be
     imported, `names` which operators traced names mean, and what replaces strings that the trace dropped.
     `graph_captures` are profiler traces of the captures of the graphs that this one launches: their operators get the
-    graphs' kernels. `progress(bytes read, bytes)` and `on_record(records written, records)` report progress. `rank`
-    chooses one of several ranks' traces in an archive or directory, and `{rank}` in `out` is replaced with its number;
-    without it, an archive's first trace is imported.
+    graphs' kernels. `steps` (of the profiler), `scopes` (annotations by name) and `time` (A:B in milliseconds) select
+    what is imported of a profiler trace. `progress(bytes read, bytes)` and `on_record(records written, records)` report
+    progress. `rank` chooses one of several ranks' traces in an archive or directory, and `{rank}` in `out` is replaced
+    with its number; without it, an archive's first trace is imported.
 
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
     kind does not have and for missing ranks, OutputExists and CaptureFailed if `out` cannot be written.
     """
-    options = _options(level, unique, rewrite, libraries, names, progress, on_record, graph_captures)
+    wanted = Wanted(tuple(steps), tuple(scopes), time)
+    if time:
+        parse_time(time)
+    options = _options(level, unique, rewrite, libraries, names, progress, on_record, graph_captures, wanted)
     _check_kind(kind)
     path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
     if rank is not None:
@@ -110,6 +119,9 @@ def import_ranks(
     force: bool = False,
     progress: Progress | None = None,
     on_record: Callable[[int, int], None] | None = None,
+    steps: Sequence[int] = (),
+    scopes: Sequence[str] = (),
+    time: str = "",
 ) -> dict[int, ImportReport]:
     """Make one capture for each rank whose trace is in an archive or a directory, and report on each, by rank.
 
@@ -118,7 +130,10 @@ def import_ranks(
     """
     from .ranks import rank_traces
 
-    options = _options(level, unique, rewrite, libraries, names, progress, on_record, ())
+    wanted = Wanted(tuple(steps), tuple(scopes), time)
+    if time:
+        parse_time(time)
+    options = _options(level, unique, rewrite, libraries, names, progress, on_record, (), wanted)
     _check_kind(kind)
     path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
     if "{rank}" not in out:
@@ -162,6 +177,7 @@ def _options(
     progress: Progress | None,
     on_record: Callable[[int, int], None] | None,
     graph_captures: Sequence[str | PathLike[str]],
+    wanted: Wanted,
 ) -> _Options:
     for name, value, allowed in (("level", level, LEVELS), ("rewrite", rewrite, REWRITES)):
         choice_of(name, value, allowed)
@@ -179,6 +195,7 @@ def _options(
         progress,
         on_record,
         paths_of("graph_captures", graph_captures),
+        wanted,
     )
 
 
@@ -227,7 +244,9 @@ def _import(
         return import_kineto(
             path,
             out,
-            options=KinetoOptions(options.level, options.unique, options.rewrite, options.graph_captures),
+            options=KinetoOptions(
+                options.level, options.unique, options.rewrite, options.graph_captures, options.wanted
+            ),
             libraries=options.libraries,
             names=options.names,
             force=force,
@@ -235,8 +254,10 @@ def _import(
             on_record=options.on_record,
             place=place,
         )
-    if options.unique or options.graph_captures:
-        flag = "--unique" if options.unique else "--graph-capture"
+    if options.unique or options.graph_captures or options.wanted:
+        flag = (
+            "--unique" if options.unique else "--graph-capture" if options.graph_captures else "--step, --scope, --time"
+        )
         raise UsageError(f"{flag} is for profiler traces; {fspath(path)} is of kind {kind}")
     if kind == "execution-trace":
         from .execution_trace.importer import import_execution_trace

@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ import torch
 from replayfmt.errors import CaptureFailed, OpReplayError
 from replayfmt.format.kept_attachments import KeptAttachments
 from replayfmt.format.model import CHILD_WORK, Session
-from replayfmt.format.printable import tell
+from replayfmt.format.printable import counted, tell
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.native.building import NotAvailable, say_missing
@@ -200,6 +200,8 @@ class Core:
         self.warm_ups = 0  # how many calls are in progress that compute with memory nobody wrote, for nobody
         self.graph_captures = 0  # how many graphs of a device are being captured: no memory of it can be read
         self.unwritten_scopes: set[str] = set()  # those of `reads_unwritten` in which such a read occurred
+        # Operators of finalizers in the middle of the recorder's work, not told yet.
+        self.in_finalizers: deque[str] = deque()
         self.arrivals: Counter[str] = Counter()  # calls seen of other packages' operators
         self.insides = Insides(options.inside, options.whole)
         self.implicit: ImplicitScope | None = None  # if set, recording begins with the first thing to record
@@ -258,6 +260,16 @@ class Core:
         self.storages.adopt_all()
         for unseen in self.thread_watch.collect():
             self.records.unsupported(unseen.reason, unseen.first, unseen.sentence())
+        if self.in_finalizers:
+            first, count = self.in_finalizers[0], len(self.in_finalizers)
+            self.in_finalizers.clear()
+            self.records.unsupported(
+                "unseen_work",
+                first,
+                f"finalizers that the garbage collector called in the middle of the recorder's work ran "
+                f"{counted(count, 'operator')}, {first} first, which are not recorded: call gc.collect() at times, or "
+                "gc.freeze() and gc.disable(), so that they run elsewhere",
+            )
         if self.options.digests == "live" and not self.graph_captures and not self._in_unseen_capture():
             self.digests.sweep(self.calls.being_written().union(self.native.being_written() if self.native else ()))
 
@@ -280,7 +292,7 @@ class Core:
                 for sentence in self.children() if self.began else ():
                     self.records.unsupported(CHILD_WORK, "", sentence)
                 self.buffer.flush()
-                self.writer.close(time.perf_counter_ns() - self.started)
+                self.writer.close(max(0, self.records.now()))
             except Exception as error:
                 if not self.failed(error):
                     raise

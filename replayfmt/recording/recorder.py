@@ -37,6 +37,7 @@ from .hooks import direct_writes
 from .hooks.collectives import DirectCollectives
 from .hooks.construction import Construction
 from .hooks.direct_writes import DirectWrites
+from .hooks.finalizers import Finalizers
 from .hooks.host_reads import HostReads
 from .hooks.undispatched import Hooks
 from .options import CaptureOptions
@@ -58,6 +59,7 @@ Patches = (
     | HostReads
     | DirectWrites
     | DirectCollectives
+    | Finalizers
     | WholeComposites
     | DeclaredWork
     | Construction
@@ -162,6 +164,7 @@ class Recorder:
             Graphs(self),
             HostReads(self),
             DirectWrites(self),
+            Finalizers(lambda operator: core.in_finalizers.append(operator) if core.on else None),
             DirectCollectives(self, lambda: core.records.told("collective")),
             *([Construction(self)] if hook is None else []),
             WholeComposites(self, core.look_again),

@@ -1,9 +1,9 @@
 """What is drawn over time: lanes of bars, as they were captured, as a replay was traced, and as isolated calls take.
 
 Captured ops of a thread are in a lane of their own, with the time that each took on the host. Ops whose time on a
-device is known are in a lane of that device's stream as well, from when the host issued them: a capture does not hold
-when a device began with them. A replay's trace holds when devices began. Isolated calls follow each other in capture
-order, across all lanes: nothing overlaps in them, since nobody knows what would.
+device is known are in a lane of that device's stream as well: each kernel from when it began, where an import has kept
+that, else the op from when the host issued it. A replay's trace holds when devices began. Isolated calls follow each
+other in capture order, across all lanes: nothing overlaps in them, since nobody knows what would.
 """
 
 from __future__ import annotations
@@ -69,14 +69,21 @@ def captured_lanes(ops: CapturedOps, site_of: np.ndarray, reader: CaptureReader,
         named = names.number(scope_path(reader, each.scope))
         passes[each.thread, each.depth].append((each.start_ns, each.end_ns - each.start_ns, named))
     found = _scope_lanes(passes)
-    keys = (
-        (host, ops.thread[host], _thread, ops.duration_ns),
-        (device, _stream_keys(ops, device), _stream_label(ops, reader), ops.device_ns),
+    for text, chosen in _by_key(host, ops.thread[host], _thread):
+        columns = ops.start_ns, ops.duration_ns, called, site_of, ops.ordinal
+        found.append(Lane(text, False, *(column[chosen] for column in columns)))
+    op = np.searchsorted(ops.ordinal, ops.kernels[:, 0])
+    traced = ops.device[op] > 0
+    op, kernels = op[traced], ops.kernels[traced]
+    rest = np.setdiff1d(device, op)
+    rows = np.concatenate([op, rest])
+    start, taken = (
+        np.concatenate([kernels[:, place], column[rest]]) for place, column in ((2, ops.start_ns), (3, ops.device_ns))
     )
-    for rows, key, label, taken in keys:
-        for text, chosen in _by_key(rows, key, label):
-            columns = ops.start_ns, taken, called, site_of, ops.ordinal
-            found.append(Lane(text, False, *(column[chosen] for column in columns)))
+    key = ops.device[rows] * len(ops.streams) + np.concatenate([kernels[:, 1], ops.stream[rest]])
+    for text, chosen in _by_key(np.arange(len(rows)), key, _stream_label(ops, reader)):
+        columns = start, taken, called[rows], site_of[rows], ops.ordinal[rows]
+        found.append(Lane(text, False, *(column[chosen] for column in columns)))
     return found
 
 

@@ -35,7 +35,8 @@ class ScopePass:
 class CapturedOps:
     """A row for each op. `signature` and `stream` index `signatures` and `streams`; `kernel`, `scope` and `device` are
     ids of the capture (0: none). Times are nanoseconds, UNKNOWN where nothing was measured. `calls` is how many calls
-    of the program the op stands for."""
+    of the program the op stands for. `kernels` has a row for each device kernel whose time an import has kept: the
+    op's ordinal, the stream, and when it began and how long it took."""
 
     signatures: list[str]
     streams: list[str]
@@ -51,6 +52,7 @@ class CapturedOps:
     duration_ns: np.ndarray
     device_ns: np.ndarray
     scope_passes: list[ScopePass]
+    kernels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.ordinal)
@@ -58,7 +60,8 @@ class CapturedOps:
     def only(self, ordinals: np.ndarray) -> CapturedOps:
         """The ops with these ordinals."""
         kept = np.isin(self.ordinal, ordinals)
-        return replace(self, **{name: getattr(self, name)[kept] for name in _COLUMNS})
+        kernels = self.kernels[np.isin(self.kernels[:, 0], ordinals)]
+        return replace(self, kernels=kernels, **{name: getattr(self, name)[kept] for name in _COLUMNS})
 
 
 def captured_ops(reader: CaptureReader) -> CapturedOps:
@@ -77,6 +80,7 @@ class _Reading:
         self._streams: dict[str, int] = {"": 0}
         self._open: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self._passes: list[ScopePass] = []
+        self._kernels: list[tuple[int, int, int, int]] = []
         self._depths = [0] * len(reader.scopes)
         for number, scope in enumerate(reader.scopes[1:], start=1):  # a parent has a smaller id
             self._depths[number] = self._depths[scope.parent] + 1 if scope.parent else 0
@@ -103,7 +107,8 @@ class _Reading:
             name: np.zeros(0, np.int64) for name in _COLUMNS
         }
         passes = sorted(self._passes, key=lambda each: (each.start_ns, each.depth))
-        return CapturedOps(list(self._texts), list(self._streams), scope_passes=passes, **joined)
+        kernels = np.array(self._kernels, np.int64).reshape(-1, 4)
+        return CapturedOps(list(self._texts), list(self._streams), scope_passes=passes, kernels=kernels, **joined)
 
     def _columns(self, frame: RecordFrame, rows: np.ndarray) -> dict[str, np.ndarray]:
         start = frame.first_ordinal
@@ -164,7 +169,17 @@ class _Reading:
             stream = note.get("stream")
             if isinstance(stream, int):
                 streams[row] = self._stream(str(stream))
+            if calls[row] == 1:
+                self._note_kernels(note.get("device_kernels"), int(rows[row]) + frame.first_ordinal)
         return calls, streams
+
+    def _note_kernels(self, listed: object, ordinal: int) -> None:
+        for each in listed if isinstance(listed, list) else ():
+            about = each if isinstance(each, dict) else {}
+            start, taken, stream = (about.get(name) for name in ("start_ns", "duration_ns", "stream"))
+            if _is_time(start) and _is_time(taken):
+                where = self._stream(str(stream)) if isinstance(stream, int) else 0
+                self._kernels.append((ordinal, where, int(start or 0), int(taken or 0)))
 
     def _stream(self, text: str) -> int:
         return self._streams.setdefault(text, len(self._streams))
@@ -182,6 +197,10 @@ class _Reading:
             elif begun:
                 start, first = begun.pop()
                 self._passes.append(ScopePass(scope, self._depths[scope], thread, start, moment, first, ordinal))
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LONGEST_NS
 
 
 _COLUMNS = (

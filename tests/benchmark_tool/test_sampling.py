@@ -137,7 +137,10 @@ def test_a_call_that_launches_nothing_is_told_from_the_shortest_kernel():
 
 def test_a_graph_is_launched_behind_a_cover_too():
     device = Device()
-    assert device.sampler().launch(lambda: device.issue(15_000, 500_000)) == pytest.approx(500_000)
+    sampler = device.sampler()
+    assert sampler.launch(lambda: device.issue(15_000, 500_000)) == pytest.approx(500_000)
+    assert not sampler.why_exposed
+    assert sampler.launch(lambda: [device.issue(15_000, 500_000), device.wait()]) and sampler.why_exposed
 
 
 def test_isolated_times_add_up_to_the_devices_time_of_the_whole():

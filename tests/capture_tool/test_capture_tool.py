@@ -241,9 +241,9 @@ if __name__ == "__main__":
     assert f"{forked} (forked)" in line
     assert f"{spawned} (multiprocessing the spawned one running __main__:child)" in line
     assert re.search(r"\d+ \(\S*python\S* -c .* 'an argument'\)", line)
-    assert "child processes are not recorded: capture the command of each with its own opreplay-capture" in line
     assert (
-        "call replayfmt.capture in functions that multiprocessing runs, or have the program do its work in one" in line
+        "child processes are not recorded: capture those of multiprocessing with --children=record, and the command of "
+        "each other one with its own opreplay-capture" in line
     )
     assert not list(tmp_path.glob("none.opreplay*"))
 

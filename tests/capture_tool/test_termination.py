@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .running import CHECK, Captured, capture, environment, started
+from .running import CAPTURE, CHECK, Captured, capture, environment, started
 
 HEAD = """
 import os, signal, sys, threading, time
@@ -223,3 +223,35 @@ def test_a_partial_file_of_a_killed_capture_is_not_overwritten_without_force(tmp
     assert (tmp_path / "p.opreplay.partial").read_text() == "what is left"
     assert capture(tmp_path, "-o", "p.opreplay", "--force", "short.py").returncode == 0
     assert not (tmp_path / "p.opreplay.partial").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_while_the_recorder_is_built_ends_the_compiler_and_the_process(tmp_path):
+    (tmp_path / "program.py").write_text("import torch")
+    (tmp_path / "cache").mkdir()
+    compiler = tmp_path / "compiler.py"
+    compiler.write_text(
+        f"#!{sys.executable}\nimport os, time\n"
+        f"open({str(tmp_path / 'pid.tmp')!r}, 'w').write(str(os.getpid()))\n"
+        f"os.rename({str(tmp_path / 'pid.tmp')!r}, {str(tmp_path / 'pid')!r})\ntime.sleep(600)\n"
+    )
+    compiler.chmod(0o755)
+    places = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "cache"), "CXX": str(compiler)}
+    with subprocess.Popen(
+        [CAPTURE, "-o", "x.opreplay", "program.py"],
+        cwd=tmp_path,
+        env=environment(**places),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while not (tmp_path / "pid").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM came while part of the recorder was built" in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert not list(tmp_path.glob("x.opreplay*"))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()], "nothing half built is left"

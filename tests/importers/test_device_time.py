@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import Tools
 
 from replayfmt.importers.importing import import_trace
 
 from .conftest import Import
-from .traces import ADD, MM, SHARED, annotation, kernel, launch, op
+from .traces import ADD, MM, SHARED, annotation, kernel, launch, op, trace
 
 EVENTS = [
     annotation("ProfilerStep#0", 0, 200),
@@ -39,6 +41,7 @@ def test_the_calls_share_of_the_device_time_and_the_rest_by_reason(unique: bool,
     (row, *_ops) = report.rows()
     assert row["device_time"] == {
         "total_ns": 235_000,
+        "rewritten_ns": 0,
         "calls_ns": 100_000,
         "untimed": 0,
         "rest_ns": {"lost": 100_000, "cuda_graph": 23_000, "no_schema": 7_000, "outside_operator": 5_000},
@@ -68,7 +71,13 @@ def test_work_without_a_duration_is_said_and_counted_nowhere(imported: Import) -
         ]
     ).report
     (row, *_ops) = report.rows()
-    assert row["device_time"] == {"total_ns": 50_000, "calls_ns": 10_000, "untimed": 1, "rest_ns": {"untimed": 40_000}}
+    assert row["device_time"] == {
+        "total_ns": 50_000,
+        "rewritten_ns": 0,
+        "calls_ns": 10_000,
+        "untimed": 1,
+        "rest_ns": {"untimed": 40_000},
+    }
     assert "device rest   1 kernels and copies without a duration, counted nowhere" in list(report.lines())
 
 
@@ -96,3 +105,15 @@ def test_the_parts_of_real_traces_add_up(name: str, share: float, rest: str | No
     assert calls + sum(others.values()) == report.device_time.total_ns
     assert calls / report.device_time.total_ns == pytest.approx(share, abs=0.01)
     assert next(iter(others), None) == rest
+
+
+def test_a_benchmark_says_how_much_of_the_whole_traces_device_time_it_measured(tools: Tools, tmp_path: Path) -> None:
+    path, out = trace(tmp_path / "trace.json", EVENTS), tmp_path / "out.opreplay"
+    assert tools("import", path, "-o", out)[0] == 0
+    _code, printed, _err = tools(
+        "benchmark", "--per-op", "--device=cpu", "--benchmark-min-time=1x", "--benchmark-format=json", out
+    )
+    context = json.loads(printed)["context"]
+    assert context["traced_device_us"] == 235.0 and context["measured_captured_device_us"] == 100.0
+    _code, printed, _err = tools("benchmark", "--per-op", "--device=cpu", "--benchmark-min-time=1x", out)
+    assert "42.6% of the" in printed and "of the whole trace" in printed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replayfmt.errors import OpReplayError
+from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.common.report import ImportReport
@@ -37,7 +37,7 @@ def _adds_up(report: ImportReport, capture: Path, *, unique: bool = False) -> No
     counts = head["counts"]
     total = sum(head["calls"].values())
     if head["format"] != "tracelens":
-        parts = ("taken", "inside taken", "around taken", "no work")
+        parts = ("taken", "inside taken", "around taken", "no work", *(["not selected"] * ("not selected" in counts)))
         assert counts["operators"] == sum(counts[part] for part in parts)
         whole = counts["events" if head["format"] == "kineto" else "nodes"]
         assert whole == counts["operators"] + counts["wrappers"] + counts["annotations"]
@@ -54,7 +54,7 @@ def _adds_up(report: ImportReport, capture: Path, *, unique: bool = False) -> No
         assert time["total_ns"] == time["calls_ns"] + sum(time["rest_ns"].values())
         assert all(part > 0 for part in time["rest_ns"].values())
         of_calls = sum(row["device_ns"] or 0 for row in entries)
-        left = time["rest_ns"].get("lost", 0) + time["rest_ns"].get("untimed", 0)
+        left = sum(time["rest_ns"].get(reason, 0) for reason in ("lost", "untimed", "not selected"))
         assert time["total_ns"] == of_calls + left
 
 
@@ -120,6 +120,47 @@ def test_the_numbers_of_a_profiler_trace_with_all_kinds_of_work_add_up(
     assert report.device_time.total_ns == 112_000 and report.device_time.untimed == 2
     assert report.device_time.lost_ns == 19_000
     assert report.device_time.untimed_ns >= 24_000
+
+
+@pytest.mark.parametrize("wanted", [{"steps": [1]}, {"scopes": ["part"]}, {"time": "0.5:1"}, {"time": "0.25:"}])
+@pytest.mark.parametrize("unique", [False, True])
+def test_a_part_of_a_trace_is_what_began_in_it_and_the_numbers_add_up(
+    wanted: dict[str, Any], unique: bool, tmp_path: Path
+) -> None:
+    events = []
+    for step in range(3):
+        start = 500 * step
+        events += [
+            annotation(f"ProfilerStep#{step}", start, 490),
+            annotation("part" if step == 1 else "rest", start + 5, 480),
+            op("aten::mm", start + 10, 20, FACTORS),
+            launch(10 * step + 1, start + 12),
+            kernel(10 * step + 1, start + 2000, 7 + step),
+            op("aten::add", start + 50, 20, ADD, thread=2),
+            launch(10 * step + 2, start + 52, thread=2),
+            kernel(10 * step + 2, start + 2100, 20 + step),
+            launch(10 * step + 3, start + 90, name="cudaGraphLaunch"),
+            kernel(10 * step + 3, start + 2200, 40 + step),
+        ]
+    path, out = trace(tmp_path / "trace.json", events), tmp_path / "out.opreplay"
+    report = import_trace(path, out, unique=unique, **wanted)
+    _adds_up(report, out, unique=unique)
+    calls, device_time = report.calls(), report.device_time
+    assert device_time is not None and device_time.total_ns == 210_000
+    if wanted != {"time": "0.25:"}:
+        assert calls == {"exact": 2, "inferred": 0, "incomplete": 1} and report.counts["not selected"] == 4
+        assert device_time.left_out_ns == 140_000
+    with open_capture(out) as reader:
+        assert reader.session.policies["traced-device-ns"] == 210_000
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"steps": [9]}, {"scopes": ["none"]}, {"time": "5"}, {"time": "7:3"}, {"time": ":x"}]
+)
+def test_a_part_that_the_trace_does_not_have_is_refused(wanted: dict[str, Any], tmp_path: Path) -> None:
+    path = trace(tmp_path / "trace.json", [annotation("part", 0, 100), op("aten::mm", 10, 5, FACTORS)])
+    with pytest.raises(UsageError, match="it has part|expected A:B in milliseconds"):
+        import_trace(path, tmp_path / "out.opreplay", **wanted)
 
 
 def test_the_numbers_of_an_execution_trace_add_up(tmp_path: Path) -> None:

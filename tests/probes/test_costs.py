@@ -117,6 +117,21 @@ def test_memory_is_the_programs_peak_and_the_most_that_probes_needed(tmp_path: P
         evaluate_memory([(None, str(tmp_path / "nothing"))])
 
 
+def test_of_several_runs_of_a_model_and_test_the_most_is_one_row(tmp_path: Path) -> None:
+    runs = []
+    for number, (peak, probe) in enumerate([(2, 500), (3, 100), (1, 700)]):
+        run = run_folder(tmp_path / str(number) / "trace", [(1.0, 2.0, 0)]).parent
+        with (run / "trace" / "event.log").open("a") as log:
+            log.write(f"[exec] probe-mem {probe} (bytes)\n")
+        (run / "stdout.log").write_text(f"max memory: {peak} MB\n")
+        runs.append(("bert/infer", str(run)))
+    result = evaluate_memory([*runs, ("bert/train", runs[0][1])])
+    one, other = as_json(result)["tables"]["by model and test"]
+    assert (one["program_peak_bytes"], one["launches"]) == (3_000_000, 6)
+    assert one["probe_most_bytes"] >= 700 and other["test"] == "train"
+    assert any("several runs" in note for note in result.notes)
+
+
 def test_without_logs_memory_is_grid_times_threads_times_the_record() -> None:
     """Of the 4096 × 4096 fill: 32,768 blocks of 128 threads."""
     fill = LaunchShape((32768, 1, 1), (128, 1, 1))

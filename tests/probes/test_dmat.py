@@ -90,6 +90,15 @@ def test_records_that_were_never_written_are_no_accesses(tmp_path: Path) -> None
         evaluated(tmp_path, np.zeros((1, 2, 3), DMAT.dtype))
 
 
+def test_entries_of_a_map_that_were_never_written_are_no_accesses(tmp_path: Path) -> None:
+    write_access_map(tmp_path / "a.dmat", [(0, [(0, 4921)]), (5, [(BASE, 2)]), (6, [(BASE + PAGE, 1)])])
+    result = evaluate_dmat(AccessMap.open(tmp_path / "a.dmat"))
+    assert whole(result)["accesses"] == 3 and whole(result)["touched_pages"] == 2
+    write_access_map(tmp_path / "b.dmat", [(0, [(0, 7)])])
+    with pytest.raises(InvalidRecording, match="got none: the probe saved nothing"):
+        evaluate_dmat(AccessMap.open(tmp_path / "b.dmat"))
+
+
 def test_clocks_that_are_none_are_refused(tmp_path: Path) -> None:
     records = np.zeros((1, 1, 2), DMAT.dtype)
     records[0, 0] = np.array([(5, BASE), (1 << 60, BASE)], DMAT.dtype)

@@ -81,6 +81,26 @@ ptxas info    : Used 32 registers, 360 bytes cmem[0]
 """
 
 
+@pytest.mark.parametrize("other", ["countd.ptx", "run/other.ptx", "a-b.ptx"])
+def test_another_file_of_the_assembler_does_not_change_the_figures_of_pruned(other: str, tmp_path: Path) -> None:
+    figures = "ptxas info    : Compiling entry function 'f' for 'sm_90'\nptxas info    : Used {} registers\n"
+    log = "".join(
+        f"ptxas -arch=sm_90 -v {file} -o out\n{figures.format(count)}"
+        for file, count in (("pruned.ptx", 18), (other, 26), ("x_probed.ptx", 30))
+    )
+    (tmp_path / "ptxas.log").write_text(log)
+    found = read_ptxas_log(tmp_path / "ptxas.log")
+    assert found["pruned"]["f"].registers == 18 and found["probed"]["f"].registers == 30
+
+
+def test_a_warning_of_the_assembler_names_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "ptxas.log").write_text(
+        "ptxas pruned.ptx -o out\nptxas tmp.ptx, line 9; warning : odd\n"
+        "ptxas info    : Compiling entry function 'f' for 'sm_90'\nptxas info    : Used 18 registers\n"
+    )
+    assert read_ptxas_log(tmp_path / "ptxas.log")["pruned"]["f"].registers == 18
+
+
 def test_ptxas_says_registers_and_spills_of_each_file(tmp_path: Path) -> None:
     (tmp_path / "process.log").write_text(PTXAS)
     assert read_ptxas_log(tmp_path / "process.log") == {

@@ -89,3 +89,21 @@ def test_the_recorders_thread_is_woken_for_a_full_frame(tmp_path: Path, monkeypa
     with replayfmt.capture(path, chunk_records=1024):
         adds(1500)
         assert awaited(path, 1000)
+
+
+@pytest.mark.parametrize("recorder", ["native", "python"])
+def test_a_clock_that_goes_back_or_stands_does_not_end_a_capture(
+    recorder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As libraries for tests do it, the program replaces Python's clock."""
+    real, path = time.perf_counter_ns, tmp_path / "1.opreplay"
+    clocks = (lambda: real() - 10**15, lambda: real() + 10**15, lambda: -real(), lambda: 0)
+    with replayfmt.capture(path, digests="ops", recorder=recorder):
+        for number, clock in enumerate(clocks, start=1):
+            monkeypatch.setattr(time, "perf_counter_ns", clock)
+            with replayfmt.scope("under another clock"):
+                torch.ones(number, number) @ torch.ones(number, number)
+        assert awaited(path, 3 * (len(clocks) - 1)), "the recorder's thread goes on"
+    monkeypatch.undo()
+    assert open_capture(path).summary.records[RecordKind.op] == 3 * len(clocks)
+    assert replayfmt.run(path, verify="bitwise").outcome == "ok"

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,9 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import replayfmt
+from replayfmt.errors import ReplayRefused
 
 from .conftest import Capture
 
@@ -199,3 +203,32 @@ def test_every_operator_that_ran_is_in_the_capture(capture: Capture, program: Ca
     assert expected - Counter(name.rpartition(".")[0] for name in captured.ops()) == Counter()
     assert captured.unsupported() == {}
     captured.replays()
+
+
+class _Cycle:
+    def __init__(self, written: torch.Tensor) -> None:
+        self.itself, self.written = self, written
+
+    def __del__(self) -> None:
+        self.written.add_(1)
+
+
+def test_what_finalizers_run_in_the_middle_of_the_recorders_work_is_told(tmp_path: Path) -> None:
+    """The collector runs wherever something is allocated: mostly in the recorder's code."""
+    written, path = torch.zeros(3), tmp_path / "1.opreplay"
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        with replayfmt.capture(path, recorder="native"):
+            for size in range(40):  # of each size once: the complete path, which is written in Python
+                _Cycle(written)
+                torch.ones(size) + 1
+    finally:
+        gc.set_threshold(*thresholds)
+    with replayfmt.open(path) as capture:
+        recorded = sum(op.kernel.name == "aten::add_" for op in capture.ops.values())
+        assert recorded < 40 and set(capture.summary.unsupported) == {"unseen_work"}
+    with pytest.raises(ReplayRefused) as refused:
+        replayfmt.run(path)
+    assert "finalizers that the garbage collector called" in refused.value.findings[0]
+    assert not any(type(getattr(each, "__self__", None)).__name__ == "Finalizers" for each in gc.callbacks)

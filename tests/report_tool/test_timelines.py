@@ -17,6 +17,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.codes import DType, OpStatus, RecordKind, ValueKind
 from replayfmt.format.model import Device, Kernel, Node, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.importers.importing import import_trace
 from replayfmt.report.isolated import IsolatedTimes, read_isolated
 from replayfmt.report.lanes import Lane, Names, captured_lanes, isolated_lanes, replayed_lanes
 from replayfmt.report.measured import MeasuredCalls, Measurements
@@ -175,3 +176,33 @@ def test_kernels_of_a_gpu_are_in_the_lanes_of_their_streams(tmp_path: Path, tool
     assert not without and [lane.label for lane in isolated] == ["thread 0, scopes", "cuda:0, default stream"]
     page = ("report", f"--replayed={trace}", f"--benchmark={results}", "-o", tmp_path / "report.html", path)
     assert tools(*page).code == 0
+
+
+def test_queued_kernels_are_drawn_from_when_the_device_began_with_them(tmp_path: Path) -> None:
+    factors = {"Input Dims": [[4, 8], [8, 3]], "Input type": ["float", "float"], "Concrete Inputs": ["", ""]}
+    host, device = {"ph": "X", "pid": 1, "tid": 1, "dur": 5}, {"ph": "X", "pid": 0, "tid": 7, "dur": 1500}
+    events = []
+    for place in range(4):
+        about = {"correlation": place + 1}
+        events += [
+            {**host, "cat": "cpu_op", "name": "aten::mm", "ts": 10 * place, "args": {**factors}},
+            {**host, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 10 * place + 1, "dur": 1, "args": about},
+            {
+                **device,
+                "cat": "kernel",
+                "name": "k",
+                "ts": 100 + 1500 * place,
+                "args": {**about, "stream": 7, "device": 0},
+            },
+        ]
+    (tmp_path / "trace.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    import_trace(tmp_path / "trace.json", tmp_path / "out.opreplay")
+    with open_capture(tmp_path / "out.opreplay") as reader:
+        ops, names = captured_ops(reader), Names()
+        lanes = captured_lanes(ops, np.zeros(len(ops), np.int64), reader, names)
+    (lane,) = [each for each in lanes if each.label.startswith("cuda:0")]
+    assert lane.label == "cuda:0, stream 7"
+    assert bars(lane, names.all()) == [
+        ("aten::mm.default", (100 + 1500 * place) * 1000, 1_500_000) for place in range(4)
+    ]
+    assert len(ops.only(ops.ordinal[:1]).kernels) == 1

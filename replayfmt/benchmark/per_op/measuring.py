@@ -260,6 +260,7 @@ class _OpMeasurement:
         times: list[float] = []
         timed, began = 0.0, self._clock.real()
         narrow = self._narrow()
+        self._sampler.begin(on_host=False)
         while not self._enough(graph.calls * len(times), times, timed, self._clock.real() - began, narrow):
             op.restore()
             taken = self._sampler.launch(graph.launch)
@@ -267,6 +268,7 @@ class _OpMeasurement:
             times.append((taken - put_back) / graph.calls)
             timed += taken
         statistics = summarize(times)
+        measured.exposed = self._sampler.why_exposed
         measured.eager_ns = None if measured.times is None else measured.times.median
         measured.unmeasurable = self._unmeasurable(statistics, graph.calls)
         measured.times = None if measured.unmeasurable else statistics

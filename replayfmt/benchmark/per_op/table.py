@@ -71,9 +71,12 @@ def table_lines(report: Report) -> Iterator[str]:
         )
     if context["captured_device_us"] is not None:
         of = context["measured_captured_device_us"] / context["captured_device_us"]
-        yield (
-            f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {of:.1%} of it in the ops measured"
-        )
+        told = f"{of:.1%} of it in the ops measured"
+        traced = context["traced_device_us"]
+        if traced is not None:
+            share = context["measured_captured_device_us"] / traced
+            told += f", {share:.1%} of the {duration(traced * 1e3)} of the whole trace"
+        yield f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {told}"
     yield printable(ran_on(context))
     yield printable(f"inputs    {context['inputs']}")
     yield from (printable(f"gpu       {text}") for text in gpu_lines(context["gpus"]))

@@ -80,17 +80,19 @@ _REST = {
     "import_incomplete": "incomplete calls",
     "lost": "launches that the trace does not show",
     "untimed": "calls with work of unknown duration",
+    "not selected": "outside of what was selected",
 }
 
 
 # What the importers' counts mean.
 _COUNTED = {
     "events": "on the host: operators, wrappers and annotations",
-    "operators": "calls of operators in it: the sum of the next four",
+    "operators": "calls of operators in it: the sum of the next four, and of those not selected",
     "taken": "those that became calls of the capture",
     "inside taken": "those that a call of the capture makes itself",
     "around taken": "those whose own calls became calls of the capture",
     "no work": "those with nothing to replay",
+    "not selected": "those outside of the steps, scopes or time that were asked for",
     "wrappers": "events around operators, such as autograd's",
     "annotations": "ranges that the program named",
     "device work": "kernels, copies and fills on devices",
@@ -103,12 +105,14 @@ _COUNTED = {
 class DeviceTime:
     """Total duration of the device work in a trace, over all streams. `lost_ns` is that of work which nothing in the
     trace launched, and which is not in the capture. `untimed` is the number of pieces without a duration; no figure
-    includes them. `untimed_ns` is the duration of the others of the same calls."""
+    includes them. `untimed_ns` is the duration of the others of the same calls, `left_out_ns` that of what
+    was not to be imported."""
 
     total_ns: int
     lost_ns: int = 0
     untimed: int = 0
     untimed_ns: int = 0
+    left_out_ns: int = 0
 
 
 @dataclass
@@ -188,6 +192,7 @@ class ImportReport:
             return 0, {}
         calls = 0
         rest: Counter[str] = Counter(lost=self.device_time.lost_ns, untimed=self.device_time.untimed_ns)
+        rest["not selected"] = self.device_time.left_out_ns
         for entry in self.entries.values():
             if entry.status == "incomplete":
                 rest[entry.reason] += entry.device_ns or 0

@@ -227,6 +227,10 @@ class TraceEvents:
             self.problems["begin (ph B) and never end; they were left out"] += len(events)
         return self
 
+    def device_ns(self) -> int:
+        """The duration of all device work."""
+        return sum(each for each in self.work.duration if each > 0)
+
     def problem_lines(self) -> Iterator[str]:
         """Errors in events, as sentences."""
         return (f"{count} events {what}" for what, count in self.problems.items() if count)

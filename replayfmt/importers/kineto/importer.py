@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import numpy as np
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
 from replayfmt.format.model import Device
+from replayfmt.format.policies import TRACED_DEVICE_NS
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.operators import operator_named, tells_allocator
 from replayfmt.pytorch.traced_names import TracedNames
@@ -35,6 +36,7 @@ from .captures import capture_windows, captured
 from .events import OPERATOR_NAME, OpKind, TraceEvents, integer
 from .graphs import give_operators
 from .tree import LEVELS, Captured, ChosenEvents, EventRole, EventTraits, Level, Tree, build, compact, select
+from .windows import Wanted, inside_windows
 from .writing import Trace, write
 
 _MOST_DEVICES = 1 << 16
@@ -62,12 +64,13 @@ _MOST_NAMED = 8
 class KinetoOptions:
     """How to import. `level`: which operators represent the work; `unique`: one record for each different call;
     `rewrite`: `portable` replaces operators that only the traced device has with operators that every device has;
-    `graph_captures`: traces of the captures of the graphs that this one launches."""
+    `graph_captures`: traces of the captures of the graphs that this one launches; `wanted`: which part of it."""
 
     level: Level = "auto"
     unique: bool = False
     rewrite: Literal["none", "portable"] = "none"
     graph_captures: Sequence[str | PathLike[str]] = ()
+    wanted: Wanted = Wanted()
 
 
 def import_kineto(
@@ -138,6 +141,10 @@ def import_kineto(
             )
             + (f"; events of unknown categories were left out: {most(events.unknown)}" if events.unknown else "")
         )
+    if options.wanted:
+        starts = np.asarray(events.ops.start, np.int64)[selection.chosen]
+        kept = inside_windows(events, annotations, options.wanted, starts)
+        selection = replace(selection, chosen=selection.chosen[kept], left_out=selection.chosen[~kept])
     report = ImportReport(Path(path).name, "kineto", problems=_problems(stream, events))
     report.notes += graph_notes
     if stream.member and place is None:
@@ -160,6 +167,7 @@ def import_kineto(
         Portable() if options.rewrite == "portable" else None,
         level,
         graphs,
+        lambda times: inside_windows(events, annotations, options.wanted, times) if options.wanted else times == times,
     )
     session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options, place))
     with ImportedSession(out, session, force=force) as writing:
@@ -218,6 +226,9 @@ def _count(
     roles = np.asarray([traits[kind].role for kind in events.ops.kind], np.int64)
     chosen = np.zeros(len(roles), bool)
     chosen[selection.chosen] = True
+    left_out = np.zeros(len(roles), bool)
+    left_out[selection.left_out] = True
+    chosen |= left_out
     called = chosen | np.isin(roles, [int(EventRole.operator), int(EventRole.unknown), int(EventRole.collective)])
     inside = called & ~chosen & (selection.stands_in >= 0)
     above = bytearray(len(roles))  # something inside was chosen
@@ -234,6 +245,7 @@ def _count(
         "around taken": int((called & ~chosen & around).sum()),
         "no work": int((called & ~chosen & ~inside & ~around).sum()),
         "wrappers": int(((roles == EventRole.wrapper) & ~chosen).sum()),
+        **({"not selected": len(selection.left_out)} if len(selection.left_out) else {}),
         "annotations": int((roles == EventRole.annotation).sum()),
         "device work": len(events.work.start),
         "other events": events.others.total(),
@@ -326,6 +338,7 @@ def _session_fields(
             "import_level": level,
             "import_unique": options.unique,
             "import_rewrite": options.rewrite,
+            **({TRACED_DEVICE_NS: events.device_ns()} if len(events.work.start) else {}),
         },
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
@@ -181,10 +181,11 @@ class _Nesting:
 @dataclass
 class ChosenEvents:
     """`chosen`: the events that represent the work, callers first. `stands_in`: for each event, the chosen one that it
-    is or is inside of."""
+    is or is inside of. `left_out`: events that would be chosen, but are not in the part that is imported."""
 
     chosen: np.ndarray
     stands_in: np.ndarray
+    left_out: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ _SHOWN_KERNELS = 256  # per record; the others are only counted
 @dataclass
 class Trace:
     """What is written: events, their tree and the choice among them. `devices` by the number that events give them,
-    `portable` where operators of one device alone are to be replaced."""
+    `portable` where operators of one device alone are to be replaced; `selects` says which times are imported."""
 
     events: TraceEvents
     tree: Tree
@@ -52,6 +52,7 @@ class Trace:
     portable: Portable | None
     level: Level
     captured: Captured | None = None
+    selects: Callable[[np.ndarray], np.ndarray] = lambda times: times == times
 
 
 @dataclass
@@ -124,11 +125,12 @@ class _Writing:
         self.report.device_time = self._device_time()
         self._resolve_all()
         groups = self._alike() if self.trace.unique else None
-        strays = self._strays()
+        strays = self._selected(self._strays())
         starts = np.asarray(self.events.ops.start, np.int64)
         durations = np.maximum(np.asarray(self.events.ops.duration, np.int64), 1)  # a scope begins before it ends
         taken = self.trace.selection.chosen if groups is None else np.asarray(list(groups), np.int64)
         marks = np.asarray(self._scopes.annotations if groups is None else [], np.int64)
+        marks = marks[self.trace.selects(starts[marks])]
         beginnings = np.asarray([alike[0].start for alike in strays], np.int64)
         # At one moment inner scopes end before outer ones, all before others begin, and those before calls.
         parts = (
@@ -165,7 +167,22 @@ class _Writing:
             & ((np.asarray(work.correlation, np.int64) > 0) | (np.asarray(work.external, np.int64) > 0))
         )
         timed = durations >= 0
-        return DeviceTime(int(durations[timed].sum()), int(durations[timed & lost].sum()), int((~timed).sum()))
+        left_out = np.isin(self._work_of, self.trace.selection.left_out)
+        time = DeviceTime(int(durations[timed].sum()), int(durations[timed & lost].sum()), int((~timed).sum()))
+        time.left_out_ns = int(durations[timed & left_out].sum())
+        return time
+
+    def _selected(self, strays: list[list[Stray]]) -> list[list[Stray]]:
+        """The work without an operator that is in the part of the trace that is imported."""
+        kept: list[list[Stray]] = []
+        for alike in strays:
+            inside = self.trace.selects(np.asarray([each.start for each in alike], np.int64)).tolist()
+            chosen = [each for each, wanted in zip(alike, inside, strict=True) if wanted]
+            kept += [chosen] if chosen else []
+            left_out = [each for each, wanted in zip(alike, inside, strict=True) if not wanted]
+            if self.report.device_time is not None:
+                self.report.device_time.left_out_ns += sum(self._known_ns(each.work) for each in left_out)
+        return kept
 
     def _resolve_all(self) -> None:
         """Resolve every kind of call once. Lists of tensors last: what their dtypes are is learned from the results of

@@ -57,6 +57,7 @@ def evaluate_dmat(
     pairs = _Pairs()
     if isinstance(source, AccessMap):
         for part in source.accesses(lambda done: progress(done, source.nbytes)):
+            part = part[(part["clock"] != 0) | (part["page"] != 0)]  # never written, as below
             pairs.add(part["clock"], part["page"], part["count"])
     else:
         records = source.records(DMAT).reshape(-1)

@@ -7,8 +7,8 @@ runs; without any log, predicted from a launch's shape and the size of a record.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from replayfmt.errors import CaptureNotFound, UsageError
@@ -90,7 +90,7 @@ def evaluate_memory(
 ) -> MemoryResult:
     """Evaluate folders of runs, each with the name MODEL/TEST; without one, those of its last two folders. Raises
     CaptureNotFound, InvalidRecording."""
-    found = tuple(_run(label, Path(path)) for label, path in runs)
+    found = _most_of_each(_run(label, Path(path)) for label, path in runs)
     tables = []
     if found:
         tables.append(ResultTable("by model and test", _COLUMNS, [_row(each) for each in found]))
@@ -102,6 +102,8 @@ def evaluate_memory(
         columns = ("launch", "blocks", "threads_of_a_block", "record_bytes", "by", "predicted_bytes")
         tables.append(ResultTable("predicted", columns, rows))
     notes = ["probe_most_bytes: of the launch that needed most; program_peak_bytes as the program printed it"]
+    if len(found) < len(runs):
+        notes.append("of several runs of a model and test the most of each; launches are those of all of them")
     if predictions:
         notes.append("predicted_bytes: blocks × threads (or warps) of a block × record_bytes")
     sources = tuple(path for _label, path in runs) or tuple(each.name for each in predictions)
@@ -128,6 +130,20 @@ def _run(label: str | None, folder: Path) -> ProbeMemory:
         len(launches),
         most.kernel if most else None,
     )
+
+
+def _most_of_each(runs: Iterable[ProbeMemory]) -> tuple[ProbeMemory, ...]:
+    """One for each model and test: the most of its runs, and all of their launches."""
+    found: dict[tuple[str, str], ProbeMemory] = {}
+    for run in runs:
+        known = found.get((run.model, run.test))
+        if known is not None:
+            peaks = [each.peak_bytes for each in (known, run) if each.peak_bytes is not None]
+            most = max((known, run), key=_needed)
+            launches = known.launches + run.launches
+            run = replace(most, peak_bytes=max(peaks, default=None), launches=launches)
+        found[run.model, run.test] = run
+    return tuple(found.values())
 
 
 def _needed(launch: object) -> int:

@@ -25,7 +25,8 @@ _BENCHMARK = re.compile(
     rf"\[benchmark\] prologue ({_NUMBER}) kernel ({_NUMBER}) epilogue ({_NUMBER}) original ({_NUMBER}) "
     rf"impact {_NUMBER}(?: (-?\d+))?$"
 )
-_PTXAS_FILE = re.compile(r"\bptxas\b.*?(original|pruned|probed)\.ptx")
+# What a command line of ptxas assembles; its warnings name a file with a line.
+_PTXAS_FILE = re.compile(r"(?<![\w-])([\w-]+)\.ptx(?![\w,])")
 _ENTRY = re.compile(r"(?:Compiling entry function|Function properties for) '?([^'\s]+)'?")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(?<!\d)(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -117,15 +118,15 @@ class PtxasFigures:
 
 
 def read_ptxas_log(path: str | os.PathLike[str]) -> dict[str, dict[str, PtxasFigures]]:
-    """What ptxas printed, by file (`original`, `pruned`, `probed`) and kernel. The file is that of the command line
-    before it in the log, or the one that the log's own name begins with. Raises CaptureNotFound, InvalidRecording where
-    figures belong to no file."""
+    """What ptxas printed, by file (`original`, `pruned`, `probed`, or another) and kernel. The file is that of the
+    command line before it in the log, or the one that the log's own name begins with. Raises CaptureNotFound,
+    InvalidRecording where figures belong to no file."""
     found: dict[str, dict[str, PtxasFigures]] = defaultdict(dict)
     file = next((each for each in ("original", "pruned", "probed") if Path(path).name.startswith(each)), None)
     entry: str | None = None
     for number, line in enumerate(lines(path), 1):
-        if command := _PTXAS_FILE.search(line):
-            file, entry = command[1], None
+        if command := "ptxas" in line and _PTXAS_FILE.search(line):
+            file, entry = re.split("[-_]", command[1])[-1], None
         elif named := _ENTRY.search(line):
             entry = named[1]
         else:

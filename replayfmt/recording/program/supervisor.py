@@ -31,7 +31,7 @@ from .children import IMPLICIT_SCOPE, AfterFork, ChildrenSeen
 from .marks import Mark, Marks
 from .replacement import ProgramReplacement
 from .running import Program, compile_source
-from .termination import Termination
+from .termination import BuildEnded, Termination
 from .torch_first import TorchFirst
 
 if TYPE_CHECKING:
@@ -129,14 +129,20 @@ class CapturedProgram:
             # Marks are scopes of the program's own.
             implicit = None if self._marks.marks or self._options.start_scope is not None else IMPLICIT_SCOPE
             recorder = Recorder(self._path, self._options, implicit, self._replaced, self._children)
+            self._termination.ends_build = True
             with self._children.own():  # the compiler that builds part of the recorder
                 recorder.start()
+            self._termination.ends_build = False
             self._recorder = recorder
             if self._with_module_scopes:
                 from .module_scopes import ModuleScopes
 
                 self._module_scopes = ModuleScopes(recorder)
                 self._module_scopes.install()
+        except BuildEnded:
+            self._failure = CaptureFailed(f"{self._shown_path}: SIGTERM came while part of the recorder was built")
+            _say(f"opreplay-capture: {self._failure.status}: {self._failure}")
+            self._termination.leave()
         except OpReplayError as error:
             self._failure = error
         except Exception as error:

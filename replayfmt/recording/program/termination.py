@@ -2,7 +2,8 @@
 
 By default SIGTERM ends a process immediately. `Termination` installs a handler that first calls `finish`, outside of
 any recorder code: if the signal finds the main thread inside the recorder (it usually does, because ops are issued
-there), the handler waits for the program's own next step. A handler that the program sets replaces ours, and the
+there), the handler waits for the program's own next step; a compiler that builds part of the recorder, for a minute, is
+ended instead. A handler that the program sets replaces ours, and the
 previous handler is called after the capture is closed. Imports no torch.
 """
 
@@ -38,13 +39,19 @@ _HARMLESS = {
 }
 
 
+class BuildEnded(BaseException):
+    """SIGTERM came while a compiler built part of the recorder. The compiler has been ended."""
+
+
 class Termination:
-    """The SIGTERM handler of one capture."""
+    """The SIGTERM handler of one capture. `ends_build`: whoever starts the recorder expects BuildEnded, and calls
+    `leave` then."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
         self._previous: Any = None
         self._installed = False
+        self.ends_build = False
 
     def install(self, only_default: bool = False) -> None:
         """Set the handler. Call it in the main thread. It is not set if SIGTERM is ignored, as for some background
@@ -66,23 +73,36 @@ class Termination:
                 signal.signal(signal.SIGTERM, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.ends_build and _compiles(frame):
+            self.ends_build = False
+            raise BuildEnded
         inside = _outermost_of_ours(frame)
         if inside is None or inside.f_back is None:
-            self._leave(number, frame)
+            self.leave(number, frame)
             return
         # Trace the frame that called into the recorder: its next step is outside the recorder.
         caller = inside.f_back
         caller.f_trace_opcodes = True
-        caller.f_trace = lambda frame, _event, _argument: self._leave(number, frame)
+        caller.f_trace = lambda frame, _event, _argument: self.leave(number, frame)
         sys.settrace(lambda _frame, _event, _argument: None)
 
-    def _leave(self, number: int, frame: FrameType | None) -> None:
+    def leave(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        """Close the capture and end the process."""
         sys.settrace(None)
         self._finish()
         if callable(self._previous):
             self._previous(number, frame)
         # Like the signal's default action: no `finally`, no atexit, nothing flushed.
         os._exit(TERMINATED)
+
+
+def _compiles(frame: FrameType | None) -> bool:
+    """Whether a compiler is running for the recorder."""
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_globals.get("__name__") == f"{_OURS}native.building":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _outermost_of_ours(frame: FrameType | None) -> FrameType | None:

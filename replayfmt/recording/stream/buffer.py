@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.format.codes import StorageOrigin
+from replayfmt.format.codes import UNKNOWN_NS, StorageOrigin
 from replayfmt.format.container.uninterrupted import Uninterrupted
 from replayfmt.format.records.columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
@@ -138,8 +138,9 @@ class RecordBuffer:
                 signature=batch.signature,
                 scope=scopes,
                 thread=threads,
-                start_ns=batch.start_ns,
-                duration_ns=batch.duration_ns,
+                # A program may put another clock in the place of Python's (freezegun), which stands or goes back.
+                start_ns=np.maximum(batch.start_ns, 0),
+                duration_ns=np.where(batch.duration_ns < 0, UNKNOWN_NS, batch.duration_ns),
                 tensors=batch.tensors,
                 ints=batch.ints,
                 floats=batch.floats,
