@@ -4,13 +4,12 @@ another schema, or of another capture."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from replayfmt.benchmark.comparison.baseline import Document, read_baseline
+from replayfmt.benchmark.comparison.baseline import MOST_NUMBER, Document, read_baseline
 from replayfmt.benchmark.energy.report import SCHEMA_VERSION as ENERGY_SCHEMA
 from replayfmt.benchmark.same_capture import require_same_capture
 from replayfmt.errors import UsageError
@@ -36,18 +35,36 @@ class Fields:
 
     def count(self, name: str) -> int:
         value: int = self._typed(name, int, "a whole number")
-        if isinstance(value, bool) or value < 0:
-            raise self._wrong(name, "a whole number from 0")
+        if isinstance(value, bool) or not 0 <= value < 1 << 63:
+            raise self._wrong(name, "a whole number from 0 to 2^63 - 1")
         return value
 
     def number(self, name: str) -> float | None:
-        """A finite number; None if it is null or missing."""
+        """A number of a size that can be calculated with; None if it is null or missing."""
         value = self.content.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-            raise self._wrong(name, "a finite number or null")
-        return float(value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_NUMBER:
+            raise self._wrong(name, f"a number of at most {MOST_NUMBER:g} or null")
+        return float(value) if abs(value) >= 1 / MOST_NUMBER else 0.0
+
+    def amount(self, name: str) -> float | None:
+        """A number from 0: a time, bytes, a rate. None if it is null or missing."""
+        value = self.number(name)
+        if value is not None and value < 0:
+            raise self._wrong(name, "a number from 0 or null")
+        return value
+
+    def amounts(self, name: str) -> list[float]:
+        """A list of numbers from 0, without null."""
+        values = {f"{name}[{place}]": each for place, each in enumerate(self._typed(name, list, "a list of numbers"))}
+        inside = Fields(values, self.where)
+        return [inside._required(inside.amount(each), each) for each in values]
+
+    def _required(self, value: float | None, name: str) -> float:
+        if value is None:
+            raise self._wrong(name, "a number from 0")
+        return value
 
     def texts(self, name: str) -> list[str]:
         values = self._typed(name, list, "a list of texts")

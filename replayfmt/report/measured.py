@@ -117,7 +117,7 @@ def read_measurements(benchmarks: Iterable[tuple[str, Document]], energy: Fields
     if energy is not None:
         for row in energy.rows("kernels"):
             count, reason = row.count("count"), row.text("reason") if row.has("reason") else "no reason is given"
-            figures = row.number("joules_per_call"), row.number("error_joules_per_call")
+            figures = row.amount("joules_per_call"), row.amount("error_joules_per_call")
             # Unsupported work has a row without a kernel, and no signature.
             name = _without_values(row, row.text("name")) if row.text("kernel") else row.text("name")
             found.energy_by_signature.setdefault(name, MeasuredEnergy()).add(count, *figures, reason)
@@ -169,7 +169,7 @@ def _add_calls(by: dict[str, MeasuredCalls], key: str, row: Fields) -> None:
     sums.calls += calls
 
     def total(name: str) -> float | None:
-        value = row.number(name)
+        value = row.amount(name)
         return None if value is None else value * 1e3 / calls
 
     def reason(*names: str) -> str:
@@ -181,19 +181,19 @@ def _add_calls(by: dict[str, MeasuredCalls], key: str, row: Fields) -> None:
     sums.add("high_ns", total("estimated_us_high"), calls, reason("estimated_us_low"))
     if "total_bytes" in row.content:  # of a row that has several ops, the sum
         for name, of_all in (("bytes_moved", "total_bytes"), ("flops", "total_flops")):
-            known = None if row.count(f"{of_all}_unknown_calls") else row.number(of_all)
+            known = None if row.count(f"{of_all}_unknown_calls") else row.amount(of_all)
             why = reason(of_all) if not row.content.get(of_all) else "it is not known of all of its calls"
             sums.add(name, None if known is None else known / calls, calls, why)
     else:
-        read, written = row.number("bytes_read"), row.number("bytes_written")
+        read, written = row.amount("bytes_read"), row.amount("bytes_written")
         moved = None if read is None or written is None else read + written
         sums.add("bytes_moved", moved, calls, reason("bytes_read", "bytes_written"))
-        sums.add("flops", row.number("flops"), calls, reason("flops"))
+        sums.add("flops", row.amount("flops"), calls, reason("flops"))
     if calls > sums.most_calls:
         sums.most_calls = calls
-        sums.share_of_roof = row.number("share_of_roof")
+        sums.share_of_roof = row.amount("share_of_roof")
         sums.bound = row.text("bound") if row.has("bound") else ""
-        sums.peak_flops, sums.peak_bandwidth = row.number("peak_flops"), row.number("peak_bandwidth")
+        sums.peak_flops, sums.peak_bandwidth = row.amount("peak_flops"), row.amount("peak_bandwidth")
         sums.kernel_class = row.text("kernel_class") if row.has("kernel_class") else ""
 
 
@@ -201,14 +201,17 @@ def _whole(rows: Sequence[Fields], name: str) -> WholeTime:
     """`rows` are the repetitions: their times are taken together."""
     reasons = {}
     row = rows[0]
-    median, low, high = (row.number(f"median_real_time{end}") for end in ("", "_low", "_high"))
+    median, low, high = (row.amount(f"median_real_time{end}") for end in ("", "_low", "_high"))
     if median is None:
         reasons["median"] = row.text("unmeasurable") if row.has("unmeasurable") else "the benchmark does not say"
+    for each in rows:
+        if each.has("samples"):
+            each.fields("samples").amounts("real_time")
     if len(rows) > 1:
         all_times = figure_of([each.content for each in rows])
         median, low, high = all_times.value, all_times.low, all_times.high
         reasons = {"median": all_times.reason} if median is None else {}
-    captured = row.number("captured_time")
+    captured = row.amount("captured_time")
     if captured is None:
         has = row.has("captured_time_reason")
         reasons["captured"] = row.text("captured_time_reason") if has else "the benchmark does not say"

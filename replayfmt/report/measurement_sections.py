@@ -155,9 +155,9 @@ def energy_section(energy: Fields | None, figures: KernelFigures) -> Section:
                 count_cell(part.count("runs")),
                 figure_cell(part.number("joules_per_run"), "J", _reason(part)),
                 figure_cell(part.number("joules"), "J", _reason(part)),
-                figure_cell(part.number("error_joules"), "J", _reason(part)),
-                figure_cell(part.number("mean_watts"), "W", _reason(part)),
-                figure_cell(part.number("seconds"), "s", _reason(part)),
+                figure_cell(part.amount("error_joules"), "J", _reason(part)),
+                figure_cell(part.amount("mean_watts"), "W", _reason(part)),
+                figure_cell(part.amount("seconds"), "s", _reason(part)),
                 count_cell(part.count("samples")),
             )
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from replayfmt.errors import InvalidRecording
 from replayfmt.probes.evaluations import warps as module
 from replayfmt.probes.evaluations.tables import as_json
 from replayfmt.probes.evaluations.warps import WarpsResult, evaluate_warps
@@ -74,3 +76,22 @@ def test_warps_that_took_no_time_have_no_rates(tmp_path: Path) -> None:
     found = figures(evaluated(tmp_path, ("one", [(0, 5, 0), (1, 9, 0)])))
     assert found["span_cycles"] == 0 and found["tail_share"] == {"not_measured": "the launch took no cycles"}
     assert found["throughput_mean_warps_per_kilocycle"] == found["tail_share"]
+
+
+def test_one_byte_of_a_recordings_head_or_first_record_changed_is_evaluated_or_one_error(tmp_path: Path) -> None:
+    """In each of the three forms that a head has."""
+    blocks = waves(2, 2, 2, elapsed=100, gap=0)
+    path = tmp_path / "one.bin"
+    write_recording(path, shape_of(len(blocks), 128), [block_records(blocks, 4)], force=True)
+    newer, refused = path.read_bytes(), 0
+    for size in (newer[32:40], newer[32:36] + bytes(4), (len(newer) - 48).to_bytes(8, "little")):
+        whole = newer[:32] + size + newer[40:]
+        for place in range(64):
+            for byte in {0, 1, whole[place] + 1 & 255, 128, 255}:
+                path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+                try:
+                    json.dumps(as_json(evaluate_warps([("one", ProbeRecording.open(path).section(0))])))
+                except InvalidRecording as error:
+                    assert str(path) in str(error)
+                    refused += 1
+    assert refused > 300

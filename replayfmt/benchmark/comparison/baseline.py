@@ -8,7 +8,6 @@ that they differ in fewer than one of ten cases, in practice far fewer: both int
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -23,6 +22,7 @@ from ..statistics import CONFIDENCE, summarize
 from .paired import NOISY
 
 FLAG = "--baseline"
+MOST_NUMBER = 1e30  # in a file: sums and ratios of such numbers are finite
 Document = Mapping[str, Any]
 BaselineVerdict = Literal["faster", "slower", "no measurable difference", "too noisy to tell", "not known"]
 # What has to be the same for two times to be comparable: machine, software, work and settings.
@@ -303,10 +303,10 @@ def figure_of(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _number(value: Any) -> float | None:
-    """A positive finite number; None for anything else."""
+    """A positive number of a size that can be calculated with; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if 0 < value <= sys.float_info.max else None
+    return float(value) if 1 / MOST_NUMBER <= value <= MOST_NUMBER else None
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

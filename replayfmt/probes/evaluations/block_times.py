@@ -21,6 +21,7 @@ from replayfmt.probes.recordings.results import BLOCK_SCHED, ProbeSection, Struc
 Numbers = np.ndarray[Any, np.dtype[Any]]
 Progress = Callable[[int, int], None]  # done, of how much
 MOST_SMS = 1 << 14
+_MOST_CYCLES = 1 << 62  # a launch of decades
 _IN_MEMORY_BYTES = 1 << 26
 
 
@@ -106,7 +107,15 @@ def read_block_times(section: ProbeSection, *, by: str = "block", progress: Prog
         )
     times = BlockTimes(section, missing, rows_missing, tuple(map(int, sms)), 0, 0, sm, start, cycles)
     for number in times.sms:
-        times.wrapped_sms += _since_first(start[sm == number])[1]
+        since, wrapped = _since_first(start[sm == number])
+        if int(since.max()) > _MOST_CYCLES or int(since.min()) < 0:
+            raise damaged(
+                section.path,
+                section.offset,
+                f"starts on SM {number} within {_MOST_CYCLES} cycles",
+                "others; these are the records of another probe, or damaged",
+            )
+        times.wrapped_sms += wrapped
         times.span_cycles = max(times.span_cycles, int(times._on(number).end.max()))
     return times
 
