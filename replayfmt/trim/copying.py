@@ -303,6 +303,8 @@ class Copier:
             for each in value.parts:
                 self._take(each, slots)
         elif isinstance(value, StorageValue):
+            if value.id not in self.storages:
+                raise InvalidCapture(f"{self.reader.path}: storage {value.id} is named before anything uses it")
             ints.append(self.storages[value.id])
         elif isinstance(value, GeneratorValue):
             ints.append(self.generator(value.id))

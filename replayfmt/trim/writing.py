@@ -165,6 +165,11 @@ class Writing:
     def _digest(self, record: Record) -> None:
         of = record.argument("of")
         if isinstance(of, int) and of >= 0:
+            if of not in self.ops:
+                raise InvalidCapture(
+                    f"{self.copier.reader.path}: ordinal {record.ordinal}: a digest of the result of ordinal {of}, "
+                    "which is no op before it"
+                )
             args = tuple(
                 self.ops[of] if node.name == "of" else value
                 for node, value in zip(record.signature.args, record.args, strict=True)

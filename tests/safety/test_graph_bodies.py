@@ -145,7 +145,7 @@ def nested(folder: Path, depth: int) -> bytes:
 
 
 def test_bodies_in_bodies_are_left_out_with_the_sources(tmp_path: Path, tools: Tools) -> None:  # noqa: F811
-    path = capture(tmp_path, inside=nested(tmp_path, 40))
+    path = capture(tmp_path, inside=nested(tmp_path, 400))
     done = tools("trim", "--no-sources", path, tmp_path / "out.opreplay")
     assert done.code == 0, done.err
     with open_capture(tmp_path / "out.opreplay") as reader:

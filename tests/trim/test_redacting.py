@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from format.reseal import change_records
+from format.samples import write_everything
+from in_process import Tools, tools  # noqa: F401 - a fixture
 
 import replayfmt
 from replayfmt.dump.contained import contained
@@ -180,3 +183,23 @@ def test_redaction_needs_no_torch(captured: Captured, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert replayfmt.run(tmp_path / "out.opreplay", verify="bitwise").outcome == "ok"
+
+
+def test_a_capture_that_check_finds_damaged_is_copied_or_refused_in_one_sentence(
+    tmp_path: Path,
+    tools: Tools,  # noqa: F811
+) -> None:
+    """A digest of the result of a record that is no op."""
+    path = tmp_path / "damaged.opreplay"
+    write_everything(path)
+
+    def change(columns: dict) -> None:
+        ints = columns["ints"].copy()
+        place = next(place for place, value in enumerate(ints.tolist()) if value == 5 and ints[place + 1] == 0)
+        ints[place] = 0
+        columns["ints"] = ints
+
+    change_records(path, change, 1)
+    assert "DATA_LOSS" in tools("check", path).err
+    done = tools("trim", "--redact", "--allow-incomplete", path, tmp_path / "out.opreplay")
+    assert done.code == 3 and "a digest of the result of ordinal 0, which is no op" in done.err, done.err
