@@ -200,8 +200,8 @@ class Core:
         self.warm_ups = 0  # how many calls are in progress that compute with memory nobody wrote, for nobody
         self.graph_captures = 0  # how many graphs of a device are being captured: no memory of it can be read
         self.unwritten_scopes: set[str] = set()  # those of `reads_unwritten` in which such a read occurred
-        # Operators of finalizers in the middle of the recorder's work, not told yet.
-        self.in_finalizers: deque[str] = deque()
+        # Operators of finalizers and signal handlers in the middle of the recorder's work, not told yet.
+        self.interrupting: deque[str] = deque()
         self.arrivals: Counter[str] = Counter()  # calls seen of other packages' operators
         self.insides = Insides(options.inside, options.whole)
         self.implicit: ImplicitScope | None = None  # if set, recording begins with the first thing to record
@@ -260,15 +260,15 @@ class Core:
         self.storages.adopt_all()
         for unseen in self.thread_watch.collect():
             self.records.unsupported(unseen.reason, unseen.first, unseen.sentence())
-        if self.in_finalizers:
-            first, count = self.in_finalizers[0], len(self.in_finalizers)
-            self.in_finalizers.clear()
+        if self.interrupting:
+            first, count = self.interrupting[0], len(self.interrupting)
+            self.interrupting.clear()
             self.records.unsupported(
                 "unseen_work",
                 first,
-                f"finalizers that the garbage collector called in the middle of the recorder's work ran "
-                f"{counted(count, 'operator')}, {first} first, which are not recorded: call gc.collect() at times, or "
-                "gc.freeze() and gc.disable(), so that they run elsewhere",
+                f"finalizers or signal handlers in the middle of the recorder's work ran {counted(count, 'operator')}, "
+                f"{first} first, which are not recorded: call gc.collect() at times, or gc.freeze() and gc.disable(), "
+                "so that finalizers run elsewhere, and have signal handlers only note that they were called",
             )
         if self.options.digests == "live" and not self.graph_captures and not self._in_unseen_capture():
             self.digests.sweep(self.calls.being_written().union(self.native.being_written() if self.native else ()))

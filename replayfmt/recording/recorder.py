@@ -37,8 +37,8 @@ from .hooks import direct_writes
 from .hooks.collectives import DirectCollectives
 from .hooks.construction import Construction
 from .hooks.direct_writes import DirectWrites
-from .hooks.finalizers import Finalizers
 from .hooks.host_reads import HostReads
+from .hooks.interruptions import Interruptions
 from .hooks.undispatched import Hooks
 from .options import CaptureOptions
 from .program.children import AfterFork, ChildrenSeen, child_path
@@ -59,7 +59,7 @@ Patches = (
     | HostReads
     | DirectWrites
     | DirectCollectives
-    | Finalizers
+    | Interruptions
     | WholeComposites
     | DeclaredWork
     | Construction
@@ -164,7 +164,7 @@ class Recorder:
             Graphs(self),
             HostReads(self),
             DirectWrites(self),
-            Finalizers(lambda operator: core.in_finalizers.append(operator) if core.on else None),
+            Interruptions(self._misses, lambda operator: core.interrupting.append(operator) if core.on else None),
             DirectCollectives(self, lambda: core.records.told("collective")),
             *([Construction(self)] if hook is None else []),
             WholeComposites(self, core.look_again),
@@ -349,6 +349,15 @@ class Recorder:
                 "does not compare all that was written there"
             )
         return found
+
+    def _misses(self) -> bool:
+        """Whether the recorder works in the calling thread, and would not see what else that runs."""
+        presence, threads = self._presence, self._threads
+        if presence is None or threads is None or presence.mode_now() is not None:
+            return False
+        if any(isinstance(mode, RecordingMode) and mode.core is self._core for mode in mode_stack()):
+            return False  # one that observes an operator
+        return threads.has_joined() or in_recorders_work()
 
     def _flush_loop(self) -> None:
         core = self._core

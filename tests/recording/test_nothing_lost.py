@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import replayfmt
 from replayfmt.errors import ReplayRefused
+from replayfmt.recording.dispatch.calls import CallRecorder
 
 from .conftest import Capture
 
@@ -219,7 +221,7 @@ def test_what_finalizers_run_in_the_middle_of_the_recorders_work_is_told(tmp_pat
     thresholds = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     try:
-        with replayfmt.capture(path, recorder="native"):
+        with replayfmt.capture(path):
             for size in range(40):  # of each size once: the complete path, which is written in Python
                 _Cycle(written)
                 torch.ones(size) + 1
@@ -227,8 +229,82 @@ def test_what_finalizers_run_in_the_middle_of_the_recorders_work_is_told(tmp_pat
         gc.set_threshold(*thresholds)
     with replayfmt.open(path) as capture:
         recorded = sum(op.kernel.name == "aten::add_" for op in capture.ops.values())
-        assert recorded < 40 and set(capture.summary.unsupported) == {"unseen_work"}
+        assert set(capture.summary.unsupported) == {"unseen_work"}
     with pytest.raises(ReplayRefused) as refused:
         replayfmt.run(path)
-    assert "finalizers that the garbage collector called" in refused.value.findings[0]
-    assert not any(type(getattr(each, "__self__", None)).__name__ == "Finalizers" for each in gc.callbacks)
+    [sentence] = [each for each in refused.value.findings if "unseen_work" in each]
+    told = re.search(r"finalizers or signal handlers in the middle of the recorder's work ran (\d+) ", sentence)
+    assert told is not None and recorded + int(told[1]) == written[0] == 40
+    assert not any(type(getattr(each, "__self__", None)).__name__ == "Interruptions" for each in gc.callbacks)
+
+
+def _ran_by_a_handler(path: Path, monkeypatch: pytest.MonkeyPatch, handler: Callable[..., None]) -> int:
+    """Captures a program whose handler runs in the middle of the recorder's work on its operators, and between them.
+    Returns how many `mul_` are recorded."""
+    step = CallRecorder.before
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        begun = step(*args, **kwargs)
+        signal.raise_signal(signal.SIGUSR1)
+        return begun
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with replayfmt.capture(path):
+            assert signal.getsignal(signal.SIGUSR1) is handler
+            signal.raise_signal(signal.SIGUSR1)
+            monkeypatch.setattr(CallRecorder, "before", interrupted)
+            for size in range(10):
+                torch.ones(size) + 1
+            monkeypatch.setattr(CallRecorder, "before", step)
+            signal.raise_signal(signal.SIGUSR1)
+        assert signal.signal(signal.SIGUSR1, handler) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with replayfmt.open(path) as capture:
+        return sum(op.kernel.name == "aten::mul_" for op in capture.ops.values())
+
+
+def test_what_signal_handlers_run_in_the_middle_of_the_recorders_work_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, path, ran = torch.ones(3), tmp_path / "1.opreplay", []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        ran.append(frame)
+        written.mul_(2)
+
+    recorded = _ran_by_a_handler(path, monkeypatch, handler)
+    assert written[0] == 2.0 ** len(ran) and len(ran) > 10
+    with pytest.raises(ReplayRefused) as refused:
+        replayfmt.run(path)
+    [sentence] = [each for each in refused.value.findings if "unseen_work" in each]
+    assert f"signal handlers in the middle of the recorder's work ran {len(ran) - recorded} operators" in sentence
+    assert 2 <= recorded < len(ran), "what it runs between operators is recorded"
+
+
+def test_a_signal_handler_that_runs_no_operator_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, ran = tmp_path / "1.opreplay", []
+    assert _ran_by_a_handler(path, monkeypatch, lambda number, frame: ran.append(number)) == 0
+    assert len(ran) > 10
+    assert replayfmt.run(path).outcome == "ok"
+
+
+def test_a_handler_set_during_a_capture_is_the_programs_own(tmp_path: Path) -> None:
+    """Also for what it raises, and after the capture."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(number)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with replayfmt.capture(tmp_path / "1.opreplay"):
+            torch.ones(2)
+            assert signal.signal(signal.SIGUSR1, handler) is before
+            assert signal.getsignal(signal.SIGUSR1) is handler
+            with pytest.raises(TimeoutError) as caught:
+                signal.raise_signal(signal.SIGUSR1)
+            assert [entry.name for entry in caught.traceback][1:] == ["handler"]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)

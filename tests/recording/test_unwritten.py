@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import replayfmt
+from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind
 from replayfmt.replay.plan import Plan
 
 from .conftest import Capture
+
+CAPTURE = str(Path(sys.executable).with_name("opreplay-capture"))
 
 
 def leave_behind(value: float) -> None:
@@ -426,3 +432,40 @@ def test_what_a_composite_of_pytorchs_fills_through_an_address_replays(
     assert captured.unsupported() == {}
     leave_behind(2.0)
     captured.replays()
+
+
+def test_where_nobody_can_know_who_wrote_it_the_captures_last_line_names_the_flag(tmp_path: Any) -> None:
+    (tmp_path / "program.py").write_text(
+        "import torch\n"
+        "from replayfmt.recording.storages import identity\n"
+        "identity.sample = lambda storage: b''  # as for the memory of devices\n"
+        "print(torch.empty(7).sum().shape, (torch.empty(3) * 2).sum().shape)\n"
+    )
+    command = [CAPTURE, "--recorder=python", "-o", "x.opreplay", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    summary, last = done.stderr.splitlines()
+    assert summary.endswith("unsupported: unseen_write 2") and last.endswith(": --reads-unwritten=SCOPE")
+    with pytest.raises(ReplayRefused) as refused:
+        replayfmt.run(tmp_path / "x.opreplay")
+    assert all("--reads-unwritten=SCOPE" in finding for finding in refused.value.findings)
+
+
+def test_the_captures_last_line_says_how_much_written_memory_a_replay_does_not_compare(tmp_path: Any) -> None:
+    """Digests list a limited number of written ranges."""
+    (tmp_path / "program.py").write_text(
+        "import torch\n"
+        "kept = [torch.empty(7000) for _ in range(2)] + [torch.empty(5)]\n"
+        "for memory in kept[:2]:\n"
+        "    for part in memory.split(100):\n"
+        "        part[::2] = 1\n"
+        "kept[2][1:3] = 1\n"
+    )
+    command = [CAPTURE, "-o", "x.opreplay", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    summary, last = done.stderr.splitlines()
+    assert summary.endswith("unsupported: none")
+    assert last.startswith(
+        "opreplay-capture: note: 2 of the storages were written in part, at places that are not known"
+    )
+    assert last.endswith("a replay does not compare all that was written there")
+    assert replayfmt.run(tmp_path / "x.opreplay").outcome == "ok"

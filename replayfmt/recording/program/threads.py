@@ -267,6 +267,10 @@ class Threads:
 
         return leave
 
+    def has_joined(self) -> bool:
+        """Whether the calling thread participates. Takes no lock."""
+        return own_id() in self._carrying
+
     def check(self) -> None:
         """Report where the calling thread should participate and does not."""
         lost = self._presence.lost() if self._installed and own_id() in self._carrying else ""

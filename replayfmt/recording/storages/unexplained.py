@@ -23,7 +23,7 @@ from .trackers import Origin, State, Tracker
 _REASON = "unseen_write"
 _CHANGED = "; since it was handed out, something that the capture does not see has written it"
 _UNKNOWN = (
-    "; whether something unseen wrote it cannot be known for this memory. If the program reads what nobody wrote, as "
+    "whether something unseen wrote it cannot be known for this memory. If the program reads what nobody wrote, as "
     "warm-ups do, name the scope in which it does: --reads-unwritten=SCOPE"
 )
 
@@ -52,7 +52,10 @@ class Unexplained:
 
     def unwritten(self, tracker: Tracker, length: int, op: str, *, changed: bool) -> None:
         """`op` reads `length` bytes that were never written. `changed`: they are not as they were handed out."""
-        self._records.unsupported(_REASON, op, f"{_read(tracker, length)}{_CHANGED if changed else _UNKNOWN}")
+        if changed:
+            self._records.unsupported(_REASON, op, f"{_read(tracker, length)}{_CHANGED}")
+        else:
+            self._unknown(op, _read(tracker, length))
 
     def note_unwritten(self, tracker: Tracker, length: int, op: str) -> None:
         """`op`, which is elementwise, reads them: this storage is unexplained from now on."""
@@ -88,7 +91,11 @@ class Unexplained:
         if state is not None and state.unexplained is not None:
             origin, state.unexplained = state.unexplained, None
             used = f"used by {op}" if op else "kept"
-            self._records.unsupported(_REASON, origin.op, f"{origin.detail}, and what comes of it is {used}")
+            self._unknown(origin.op, f"{origin.detail}, and what comes of it is {used}")
+
+    def _unknown(self, op: str, what: str) -> None:
+        self._records.notes[f"memory is read before any captured op wrote it; {_UNKNOWN}"] = None
+        self._records.unsupported(_REASON, op, f"{what}; {_UNKNOWN}")
 
     @staticmethod
     def wrote(tracker: Tracker, region: ByteRegion) -> None:
