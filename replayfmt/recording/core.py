@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
+from torch._C import DisableTorchFunction
 
 from replayfmt.errors import CaptureFailed, OpReplayError
 from replayfmt.format.kept_attachments import KeptAttachments
@@ -305,7 +306,7 @@ class Core:
         """Run recorder code in the middle of the program. No `__torch_function__` of the program sees it, and a failure
         ends the recording, not the program. Returns None on failure."""
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 result = step(*args)
         except BaseException as error:
             if not self.failed(error):

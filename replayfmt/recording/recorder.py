@@ -6,6 +6,7 @@ program ends.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ from .stream.implicit_scope import ImplicitScope
 from .stream.records import Unrepresentable
 
 _T = TypeVar("_T")
+_Step = TypeVar("_Step", bound=Callable[..., Any])
 Patches = (
     Hooks
     | TritonLaunches
@@ -70,6 +72,17 @@ Patches = (
 _PATIENCE_S = 0.5  # for the recorder's own thread to end
 _active: Recorder | None = None
 _activation = threading.Lock()
+
+
+def _attempted(step: _Step) -> _Step:
+    """Answer what a hook asks in the middle of the program as an attempt (see `Core.attempt`): None on failure."""
+
+    @functools.wraps(step)
+    def attempted(recorder: Recorder) -> Any:
+        core = recorder._core
+        return step(recorder) if core is None else core.attempt(step, recorder)
+
+    return attempted  # type: ignore[return-value]
 
 
 class Recorder:
@@ -410,36 +423,42 @@ class Recorder:
 
     # -------------------------------------------------------------------------------------------------- for the hooks
 
+    @_attempted
     def present(self) -> bool:
         """Whether this thread is observed now: not paused, not inside an op; recording may still have to begin."""
         core = self._core
         return core is not None and not core.finished and self._mode_now() is not None
 
+    @_attempted
     def launching(self) -> bool:
         """This thread is about to do work without an operator. Returns whether it is being recorded."""
         core = self._core
-        for mode in (core.attempt(mode_stack) if core is not None else None) or ():
+        for mode in mode_stack() if core is not None else ():
             if isinstance(mode, RecordingMode) and mode.core is core:
                 mode.launched = True
         return self.recording()
 
+    @_attempted
     def inside(self) -> bool:
         """Whether this thread is inside an op, or in the recorder's own work. Threads of PyTorch's that do not take
         part just now (at the end of a backward pass) are not."""
         core = self._core
         return core is None or not core.on or self.within()
 
+    @_attempted
     def within(self) -> bool:
         """Likewise, also before recording has begun."""
         presence = self._presence
         hidden = presence is not None and presence.joined() and self._mode_now() is None
         return hidden or in_recorders_work()
 
+    @_attempted
     def recording(self) -> bool:
         """Whether an op that this thread issued now would be recorded."""
         core = self._core
         return core is not None and self._mode_now() is not None and bool(core.on or core.begins())
 
+    @_attempted
     def mode_here(self) -> RecordingMode | None:
         """The mode that sees what this thread does now: the one that records it, or observes an operator from
         inside."""
@@ -448,6 +467,7 @@ class Recorder:
             mode = next((each for each in mode_stack() if isinstance(each, RecordingMode) and each.core is core), None)
         return mode
 
+    @_attempted
     def graph_here(self) -> bool:
         """Whether what this thread does now, outside of ops, is seen as part of a graph."""
         mode = self.mode_here()

@@ -137,7 +137,7 @@ class TritonLaunches(Patched):
                     mode = self._recorder.attempt(self._recorder.mode_here)
                     if mode is None:
                         return runner(*args, **kwargs)
-                    kernel = getattr(compiled.src, "fn", compiled)
+                    kernel = getattr(getattr(compiled, "src", None), "fn", compiled)
                     launch = _Launch(kernel, args, {}, lambda _grid: runner(*args, **kwargs), lambda _grid: compiled)
                     return self._launch(mode, launch, grid)
                 except BaseException as error:
@@ -169,7 +169,7 @@ class TritonLaunches(Patched):
 
         @functools.wraps(original)
         def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            before, own = getattr(self._now, "tuner", None), "_bench" not in vars(tuner) and _tries_its_own_way(tuner)
+            before, own = getattr(self._now, "tuner", None), self._recorder.attempt(self._own_trials, tuner)
             self._now.tuner = tuner
             if own:
                 tuner._bench = functools.partial(self.trial(type(tuner)._bench), tuner)
@@ -184,6 +184,10 @@ class TritonLaunches(Patched):
                     vars(tuner).pop("_bench", None)
 
         return run
+
+    @staticmethod
+    def _own_trials(tuner: Any) -> bool:
+        return "_bench" not in vars(tuner) and _tries_its_own_way(tuner)
 
     def trial(self, original: _Function) -> _Function:
         """Of an autotuner: it tries a configuration."""

@@ -82,7 +82,9 @@ def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], 
         if begun is None:
             return kernel.call(*args, **kwargs) if mode.masks else body(*args, **kwargs)
         call = begun
-    observer = Observer(core, kernel, args, kwargs, around)
+    observer = core.attempt(Observer, core, kernel, args, kwargs, around)
+    if observer is None:  # recording has failed
+        return kernel.call(*args, **kwargs) if mode.masks else body(*args, **kwargs)
     states = observer.states(kernel, args, kwargs) if around is not None else []
     started = _clock()
     try:
@@ -206,6 +208,11 @@ class Observer(ObservingMode):
         self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[torch.Generator, bytes]]:
         """The generators that an op may draw from, and their states before it."""
+        return self.core.attempt(self._states, kernel, args, kwargs) or []
+
+    def _states(
+        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[torch.Generator, bytes]]:
         if not (kernel.random and kernel.draws(args, kwargs)):
             return []
         tensors = tensors_in((*args, *kwargs.values()))

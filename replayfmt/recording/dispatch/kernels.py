@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_names import name_problem
@@ -279,7 +280,7 @@ def unheard(func: torch._ops.OpOverload) -> Callable[..., Any]:
     call = func._op
 
     def call_with_numbers(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             result = call(*args, **kwargs)
         return result
 

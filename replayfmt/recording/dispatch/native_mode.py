@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayfmt.native.hook import DispatchHook, Functions, OperatorForHook
@@ -76,7 +77,7 @@ class NativeMode(ObservingMode):
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | bool | None:
         """An operator is about to run."""
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 begun = self._before(func, args, kwargs)
             return begun
         except BaseException as error:
@@ -86,7 +87,7 @@ class NativeMode(ObservingMode):
     def after(self, begun: _Begun, result: Any, started: int, ended: int) -> int | None:
         """It returned. Returns its record's signature, if it has one."""
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 signature = self._after(begun, result, started, ended)
             return signature
         except BaseException as error:

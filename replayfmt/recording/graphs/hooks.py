@@ -254,21 +254,19 @@ class Graphs(Patched):
         return replay
 
     def _replay(self, mode: RecordingMode, graph: Any, run: _Function) -> Any:
-        known = self._known.get(graph)
         if isinstance(mode, GraphMode):
-            mode.body.unkept("another graph was replayed into it")
+            self._recorder.attempt(mode.body.unkept, "another graph was replayed into it")
             return run()
+        known = self._recorder.attempt(self._known.get, graph)
         with self._recorder.hidden():
             values = self._recorder.attempt(self._values, known)
             if known is not None and known.kernel is not None and isinstance(values, dict):
-                self._bear(mode, known)
-                for storage in known.kernel.rewritten():
-                    self._recorder.about_to_be_written(storage)
+                self._recorder.attempt(self._before, mode, known)
                 self._now.replay = run
                 try:
                     return mode.issue(known.kernel, (), values)
                 finally:
-                    self._written(known.written_over)
+                    self._recorder.attempt(self._written, known.written_over)
         if self._recorder.launching():
             detail = f"a graph of a device was replayed that a replay could not: {values}"
             self._recorder.unsupported(REASON, f"{type(graph).__name__}.replay", detail)
@@ -277,7 +275,7 @@ class Graphs(Patched):
                 return run()
         finally:
             if known is not None:
-                self._written([*known.memory, *known.written_over])
+                self._recorder.attempt(self._written, [*known.memory, *known.written_over])
 
     def _written(self, memory: list[UsedMemory]) -> None:
         """A replay wrote to memory, and no record says what: it is imported again at its next use."""
@@ -290,6 +288,12 @@ class Graphs(Patched):
         if known is None:
             return _BEFORE
         return known.problem if known.kernel is None or known.problem else known.kernel.values()
+
+    def _before(self, mode: RecordingMode, known: _KnownGraph) -> None:
+        self._bear(mode, known)
+        assert known.kernel is not None
+        for storage in known.kernel.rewritten():
+            self._recorder.about_to_be_written(storage)
 
     def _bear(self, mode: RecordingMode, known: _KnownGraph) -> None:
         """Before the first replay: memory that the capture allocated is allocated, and nothing has written it. What
@@ -315,7 +319,7 @@ class Graphs(Patched):
 
         @functools.wraps(original)
         def reset(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-            self._known.pop(graph, None)
+            self._recorder.attempt(self._known.pop, graph, None)
             return original(graph, *args, **kwargs)
 
         return reset
@@ -328,7 +332,7 @@ class Graphs(Patched):
             result = original(*args, **kwargs)
             mode = self._recorder.attempt(self._recorder.mode_here)
             if isinstance(mode, GraphMode):
-                mode.body.unkept("parts of it are run on a condition (conditional nodes)")
+                self._recorder.attempt(mode.body.unkept, "parts of it are run on a condition (conditional nodes)")
                 self._recorder.attempt(mode.streams.enter_current)  # the part is captured on a stream of its own
             return result
 
@@ -339,7 +343,7 @@ class Graphs(Patched):
 
         @functools.wraps(original)
         def take(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
-            known = self._known.get(graph)
+            known = self._recorder.attempt(self._known.get, graph)
             if known is not None:
                 known.problem = known.problem or _RAW
             return original(graph, *args, **kwargs)

@@ -87,11 +87,15 @@ class DirectCollectives:
         @functools.wraps(original)
         def init(group: Any, *args: Any, **kwargs: Any) -> None:
             original(group, *args, **kwargs)
-            for each in type(group).__mro__:
-                if each in _below(torch._C._distributed_c10d.ProcessGroup):
-                    self._recorder.attempt(self._replace, each)
+            self._recorder.attempt(self._replace_of, type(group))
 
         return init
+
+    def _replace_of(self, group: type) -> None:
+        below = set(_below(torch._C._distributed_c10d.ProcessGroup))
+        for each in group.__mro__:
+            if each in below:
+                self._replace(each)
 
     def _replace(self, group: type) -> None:
         done = {replacement for _group, _name, _original, replacement in self._replaced}

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch._C import _has_torch_function_unary
 
 from replayfmt.native.hook import DispatchHook, loaded_hook
 from replayfmt.pytorch.tensors.looks import layout_of, storage_of
@@ -113,7 +114,7 @@ class _Read(StandIn):
         if (
             getattr(_inside, "depth", 0)
             or not self._recorder.recording()
-            or torch._C._has_torch_function_unary(tensor)
+            or _has_torch_function_unary(tensor)
             or not self._recorder.attempt(_has_values, tensor)
         ):
             return self._original(tensor, *args, **kwargs)

@@ -30,6 +30,10 @@ _HANDLES = ("cuda_event", "sycl_event")
 class Answers(Protocol):
     """Who is told what the program learned."""
 
+    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run recorder code: a failure in it ends the recording, not the program."""
+        ...
+
     def event_is_done(self, handle: int | None) -> None:
         """An event is; None: it is not known which."""
         ...
@@ -101,5 +105,5 @@ class _Query(StandIn):
     def __call__(self, of: Any, *args: Any, **kwargs: Any) -> Any:
         done = self._original(of, *args, **kwargs)
         if done:
-            self._tell(self._answers, of)
+            self._answers.attempt(self._tell, self._answers, of)
         return done

@@ -219,7 +219,7 @@ def _region(
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            if regions is not None and regions.opened(self):
+            if regions is not None and recorder.attempt(regions.opened, self):
                 return original(self, *args, **kwargs)
             known = noted.get(id(self))
             if known is not None and known[0]() is self and not kwargs:

@@ -16,7 +16,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
+
+# By name, so that one that is missing is found when a capture starts, not in the middle of the program.
+from torch._C import DispatchKey, _ExcludeDispatchKeyGuard, _ForceDispatchKeyGuard, _RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 
 from replayfmt.pytorch.accelerators import AUTOCAST_KEYS
 from replayfmt.pytorch.settings import autocast_devices, autocast_dtype
@@ -44,7 +46,7 @@ INEXACT = (
 def autocast_of_program() -> dict[str, str]:
     """The autocast settings that the current op was called with, by setting name: a dtype's name, or "" for off. Call
     it inside a dispatch mode's handler."""
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+    with _RestorePythonTLSSnapshot():
         return read_autocast()
 
 
@@ -89,11 +91,11 @@ class AsInProgram(_BelowOwnKernels):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _below_another_handler():
             return self._call(*args, **kwargs)
-        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        with _RestorePythonTLSSnapshot():
             included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         # The mode is not active for what is called here.
         included = included.remove(DispatchKey.Python).remove(DispatchKey.PythonTLSSnapshot)
-        with torch._C._ForceDispatchKeyGuard(included, excluded | self._excluded):
+        with _ForceDispatchKeyGuard(included, excluded | self._excluded):
             return self._call(*args, **kwargs)
 
 
@@ -125,8 +127,8 @@ class Body(_BelowOwnKernels):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _below_another_handler():
             return self.unmasked(*args, **kwargs)
-        outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
-        with outside, torch._C._ExcludeDispatchKeyGuard(self._excluded):
+        outside = _RestorePythonTLSSnapshot()
+        with outside, _ExcludeDispatchKeyGuard(self._excluded):
             return self.unmasked(*args, **kwargs)
 
     def unmasked(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,8 +172,8 @@ class InParts:
         if not unmasked:
             return self._run(args, kwargs)
         # Composites check whether views of parameters require gradients: everything that the mode masks is restored.
-        outside = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
-        with outside, torch._C._ExcludeDispatchKeyGuard(self._excluded):
+        outside = _RestorePythonTLSSnapshot()
+        with outside, _ExcludeDispatchKeyGuard(self._excluded):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

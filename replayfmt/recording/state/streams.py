@@ -234,6 +234,9 @@ class StreamTrace:
         self._streams.first_seen = None
         self._trace.remove()
 
+    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
+        return self._recorder.attempt(step, *args)
+
     def event_is_done(self, handle: int | None) -> None:
         """The program was told that an event is done; of one that is not known the device is what it waited for."""
         if self._trace.active:
