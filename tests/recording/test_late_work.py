@@ -181,8 +181,8 @@ def test_an_op_on_the_hot_path_that_returns_after_the_close_is_not_recorded(
     for other in others:
         late.fill_(1).add_(1)
         other.close()
-        with replayfmt.Plan(other.path) as plan:
-            assert plan.execute(verify="bitwise").outcome == "ok"
+        # The op was still running when this capture began: what it did meanwhile is not in it, which it says.
+        assert open_capture(other.path).summary.unsupported == {"unseen_thread": 1}
         names = [kernel.name for kernel in open_capture(other.path).kernels if kernel is not None]
         assert held.name not in names and names
     assert capsys.readouterr().err == ""
@@ -202,12 +202,10 @@ def test_an_op_that_returns_in_the_next_capture_is_in_neither(tmp_path: Path, he
     thread.join()
     made[0].fill_(1).add_(1)
     second.close()
-    for recorder in (first, second):
+    for recorder, unsupported in ((first, {}), (second, {"unseen_thread": 1})):
         reader = open_capture(recorder.path)
-        assert reader.complete and reader.summary.unsupported == {}
+        assert reader.complete and reader.summary.unsupported == unsupported
         assert held.name not in [kernel.name for kernel in reader.kernels if kernel is not None]
-    with replayfmt.Plan(second.path) as plan:
-        assert plan.execute(verify="bitwise").outcome == "ok"
 
 
 def test_an_op_that_waits_for_the_lock_while_the_capture_is_closed_just_runs(

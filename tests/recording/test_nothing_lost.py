@@ -215,18 +215,27 @@ class _Cycle:
         self.written.add_(1)
 
 
-def test_what_finalizers_run_in_the_middle_of_the_recorders_work_is_told(tmp_path: Path) -> None:
-    """The collector runs wherever something is allocated: mostly in the recorder's code."""
-    written, path = torch.zeros(3), tmp_path / "1.opreplay"
-    thresholds = gc.get_threshold()
-    gc.set_threshold(1, 1, 1)
+def test_what_finalizers_run_in_the_middle_of_the_recorders_work_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs wherever something is allocated: here where the recorder prepares an op's record."""
+    written, path, step = torch.zeros(3), tmp_path / "1.opreplay", CallRecorder.before
+
+    def collecting(*args: Any, **kwargs: Any) -> Any:
+        begun = step(*args, **kwargs)
+        gc.collect()
+        return begun
+
+    gc.disable()
     try:
         with replayfmt.capture(path):
-            for size in range(40):  # of each size once: the complete path, which is written in Python
+            monkeypatch.setattr(CallRecorder, "before", collecting)
+            for size in range(5):  # of each size once: the complete path, which is written in Python
                 _Cycle(written)
                 torch.ones(size) + 1
+            monkeypatch.setattr(CallRecorder, "before", step)
     finally:
-        gc.set_threshold(*thresholds)
+        gc.enable()
     with replayfmt.open(path) as capture:
         recorded = sum(op.kernel.name == "aten::add_" for op in capture.ops.values())
         assert set(capture.summary.unsupported) == {"unseen_work"}
@@ -234,7 +243,7 @@ def test_what_finalizers_run_in_the_middle_of_the_recorders_work_is_told(tmp_pat
         replayfmt.run(path)
     [sentence] = [each for each in refused.value.findings if "unseen_work" in each]
     told = re.search(r"finalizers or signal handlers in the middle of the recorder's work ran (\d+) ", sentence)
-    assert told is not None and recorded + int(told[1]) == written[0] == 40
+    assert told is not None and recorded + int(told[1]) == written[0] == 5
     assert not any(type(getattr(each, "__self__", None)).__name__ == "Interruptions" for each in gc.callbacks)
 
 

@@ -452,8 +452,8 @@ class CallRecorder:
         if len(sources) == 1 and state is not None and state.coverage is not None and not use.tracker.alias:
             region = self._metas.params[sources[0].meta].region(int(offset_of(sources[0].tensor)))
             written = state.coverage.written(region) if state.coverage.exact else None
-            if written is not None and not call.kernel.operator.writes_some:
-                to = self._metas.params[use.meta].region(int(offset_of(use.tensor)))
+            to = self._metas.params[use.meta].region(int(offset_of(use.tensor)))
+            if written is not None and not call.kernel.operator.writes_some and _broadcasts(written.shape, to.sizes):
                 self._storages.copied(use.tracker, use.storage, to, written, state)
                 return
         coverages = [None if each.tracker.state is None else each.tracker.state.coverage for each in sources]
@@ -495,6 +495,12 @@ class CallRecorder:
             self._digests.record(tracker, storage, meta, offset, ordinal, result)
         elif tracker.state is not None and tracker.state.coverage is not None:
             self._digests.written_ranges(tracker, storage, ordinal)
+
+
+def _broadcasts(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether elements of these sizes can be copied to a tensor of those."""
+    tail = to[len(to) - len(sizes) :]
+    return len(sizes) <= len(to) and all(one in (1, other) for one, other in zip(sizes, tail, strict=True))
 
 
 def _dtype_beside(call: OpCall) -> torch.dtype | None:
