@@ -14,6 +14,7 @@ import torch
 from replayfmt.format.codes import Layout, ValueKind
 from replayfmt.format.model import Node
 from replayfmt.native.hook import UnknownValue
+from replayfmt.pytorch.operators import ONEDNN_NAMESPACES
 from replayfmt.pytorch.tensors.composites import is_composite, take_apart
 from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, TORCH_LAYOUT
 from replayfmt.pytorch.tensors.looks import layout_of
@@ -145,7 +146,7 @@ class Encoder:
 
     def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues, call: OpCall) -> None:
         if isinstance(value, torch.Tensor) and layout_of(value) is TORCH_LAYOUT[Layout.mkldnn]:
-            inductors = call.kernel.name.startswith(("mkldnn::", "mkl::"))
+            inductors = call.kernel.namespace in ONEDNN_NAMESPACES
             raise Unrepresentable("mkldnn_layout", _PACKED_BY_INDUCTOR if inductors else _PACKED_BY_PROGRAM)
         try:
             if isinstance(value, torch.Tensor):
