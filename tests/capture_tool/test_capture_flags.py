@@ -7,6 +7,8 @@ import pytest
 from opreplay_tools.capture import main as capture_main
 
 from replayfmt.format.codes import RecordKind, StorageOrigin
+from replayfmt.format.container.output import identity
+from replayfmt.recording.program import supervisor
 from replayfmt.recording.program.supervisor import _say
 
 from .running import LOSSES, Captured, capture
@@ -328,6 +330,9 @@ def test_a_capture_takes_no_place_of_the_program_or_of_a_file_that_it_reads(
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
 
 
-def test_a_name_does_not_steer_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_name_does_not_steer_a_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_STDERR", identity(2))  # pytest's own
     _say(f"opreplay-capture: {tmp_path}/a\x1b[31m: no op was captured")
     assert "a\\x1b[31m: no op" in capfd.readouterr().err

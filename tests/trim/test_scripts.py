@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import json
 import runpy
 import subprocess
@@ -211,7 +212,9 @@ def test_what_a_script_cannot_express_is_refused_by_name(captured: Captured, tmp
             torch.ones(2, 3) @ torch.ones(2, 3)
 
     def unseen() -> None:
-        torch.empty(3).sum()
+        written = torch.empty(3)
+        ctypes.memset(written.data_ptr(), 0x3F, written.nbytes)
+        written.sum()
 
     out = tmp_path / "script.py"
     cases: list[tuple[Callable[[], Any], str]] = [

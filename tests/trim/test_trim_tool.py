@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from pathlib import Path
@@ -115,9 +116,11 @@ def test_a_capture_whose_replay_differs_gives_nothing(captured: Captured, tool: 
     assert tool(f"--ops={last}:", "--verify=none", changed, tmp_path / "out.opreplay")[0] == 0
 
 
-def reading_what_nobody_wrote() -> None:
+def reading_what_no_op_wrote() -> None:
     x = torch.ones(3).add(1)
-    y = torch.dot(torch.empty(3), x)  # an unseen write, as far as the recorder can tell
+    written = torch.empty(3)
+    ctypes.memset(written.data_ptr(), 0x3F, written.nbytes)
+    y = torch.dot(written, x)
     (y * x).sub(1)
     x.mul(3).sum()
 
@@ -130,7 +133,7 @@ def unsupported_at(path: Path) -> int:
 def test_unsupported_work_before_the_range_is_refused_unless_only_metadata_is_kept(
     captured: Captured, tool: Tool, tmp_path: Path
 ) -> None:
-    odd, out = captured(reading_what_nobody_wrote), tmp_path / "out.opreplay"
+    odd, out = captured(reading_what_no_op_wrote), tmp_path / "out.opreplay"
     place = unsupported_at(odd)
     code, _text, err = tool(f"--ops={place + 3}:", odd, out)
     assert code == 1
@@ -143,7 +146,7 @@ def test_unsupported_work_before_the_range_is_refused_unless_only_metadata_is_ke
 def test_unsupported_records_in_the_range_are_kept_and_those_behind_it_do_not_matter(
     captured: Captured, tool: Tool, tmp_path: Path
 ) -> None:
-    odd, out = captured(reading_what_nobody_wrote), tmp_path / "out.opreplay"
+    odd, out = captured(reading_what_no_op_wrote), tmp_path / "out.opreplay"
     place = unsupported_at(odd)
     code, text, err = tool(f"--ops={place - 2}:", odd, out)
     assert (code, err) == (0, "")
