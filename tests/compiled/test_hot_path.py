@@ -136,7 +136,8 @@ def test_memory_that_nothing_wrote_is_not_taken_for_that_of_generated_code(captu
     assert written.unsupported() == []
     written.replays()
     read = capture(program(lambda: torch.empty(8)))
-    assert [each["reason"] for each in read.unsupported()] == ["unseen_write"] * 4
+    assert read.unsupported() == []
+    read.replays()  # with what was in that memory
 
 
 def test_a_kernel_that_raises_and_one_in_another_thread_are_recorded_as_ever(capture: Capture) -> None:

@@ -88,9 +88,11 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
         return Results(None, str(error))
 
 
-# What operators say that need content, or a device, to be tried.
+# What operators say that need content, or a device, to be tried; or to be tried on tensors in another state of autograd.
 _NEEDS_MEMORY = re.compile(
-    r"\b(meta|cpu|cuda|hip|xpu|mps|device|backend|pin(ned|ning)?)\b|fake|data.dependent|not implemented", re.IGNORECASE
+    r"\b(meta|cpu|cuda|hip|xpu|mps|device|backend|pin(ned|ning)?)\b|fake|data.dependent|not implemented"
+    r"|views in-place|requires.grad|leaf variable|inference tensor",
+    re.IGNORECASE,
 )
 
 
