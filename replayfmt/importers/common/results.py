@@ -88,7 +88,7 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
         return Results(None, str(error))
 
 
-# What operators say that need content, or a device, to be tried; or to be tried on tensors in another state of autograd.
+# What operators say that need content, a device, or another state of autograd to be tried.
 _NEEDS_MEMORY = re.compile(
     r"\b(meta|cpu|cuda|hip|xpu|mps|device|backend|pin(ned|ning)?)\b|fake|data.dependent|not implemented"
     r"|views in-place|requires.grad|leaf variable|inference tensor",
