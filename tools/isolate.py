@@ -74,11 +74,20 @@ def _isolate(context: click.Context, _parameter: click.Parameter, wanted: bool) 
     command = worker_command(context.command.callback.__module__, *sys.argv[1:])
     with _ended_in_order(), tempfile.TemporaryDirectory(prefix="opreplay-") as notes:
         environment = {**os.environ, _NOTES: notes}
-        code = subprocess.call(command, stdout=sys.stdout, env=environment)  # kills it if an exception ends the wait
+        # Kills it if an exception ends the wait.
+        code = subprocess.call(command, stdout=_stdout(), env=environment)
         if code < 0:
             report(ReplayFailed(_obituary(-code, Path(notes))))
             code = 1
     context.exit(code)
+
+
+def _stdout() -> int | None:
+    """Where the tool prints, which need not be descriptor 1; None for that, if sys.stdout is no file."""
+    try:
+        return sys.stdout.fileno()
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -8,10 +8,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike, fspath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
-from replayfmt.format.arguments import check_function, check_kind, choice_of, count_of, flag_of, path_of, paths_of
+from replayfmt.format.arguments import (
+    check_function,
+    check_kind,
+    choice_of,
+    count_of,
+    flag_of,
+    items_of,
+    path_of,
+    paths_of,
+    text_of,
+    texts_of,
+)
 from replayfmt.format.container.output import check_place, same_file
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
@@ -81,9 +92,7 @@ def import_trace(
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
     kind does not have and for missing ranks, OutputExists and CaptureFailed if `out` cannot be written.
     """
-    wanted = Wanted(tuple(steps), tuple(scopes), time)
-    if time:
-        parse_time(time)
+    wanted = _wanted(steps, scopes, time)
     options = _options(level, unique, rewrite, libraries, names, progress, on_record, graph_captures, wanted)
     _check_kind(kind)
     path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
@@ -104,6 +113,15 @@ def import_trace(
         report = _import_rank(traces, place, out, options, force)
     report.unused = options.names.unused()
     return report
+
+
+def _wanted(steps: Any, scopes: Any, time: Any) -> Wanted:
+    """What is to be imported of a profiler trace. Raises UsageError."""
+    numbers = tuple(count_of("steps", each, 0, 1 << 62) for each in items_of("steps", steps, "a list of numbers"))
+    wanted = Wanted(numbers, texts_of("scopes", scopes), text_of("time", time))
+    if wanted.time:
+        parse_time(wanted.time)
+    return wanted
 
 
 def import_ranks(
@@ -130,9 +148,7 @@ def import_ranks(
     """
     from .ranks import rank_traces
 
-    wanted = Wanted(tuple(steps), tuple(scopes), time)
-    if time:
-        parse_time(time)
+    wanted = _wanted(steps, scopes, time)
     options = _options(level, unique, rewrite, libraries, names, progress, on_record, (), wanted)
     _check_kind(kind)
     path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
