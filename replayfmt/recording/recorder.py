@@ -311,6 +311,8 @@ class Recorder:
 
         found = []
         for pid, what in children.worked(ran).items():
+            if ran(pid) is None and not children.by_multiprocessing(pid):
+                continue  # a command of its own, which the capture's end names; only what works for this program counts
             did = "ran" if ran(pid) else "may have run"
             beside = records and children.by_multiprocessing(pid)
             file = os.path.basename(child_path(self.path, pid))

@@ -308,6 +308,6 @@ def test_a_python_command_that_may_have_done_the_work_is_named_beside_the_few_op
     done = capture(tmp_path, "-o", "engine.opreplay", "engine.py")
     assert done.returncode == 0, done.stderr
     said, note = done.stderr.splitlines()
-    assert "2 ops" in said and "unsupported: child_work 1" in said
+    assert "2 ops" in said and "unsupported: none" in said, "it is no part of this program"
     assert note.startswith("opreplay-capture: note: 1 child process seen: ") and "-S -m worker)" in note
     assert "the command of each other one with its own opreplay-capture" in note
