@@ -99,9 +99,7 @@ def summary_row(reader: CaptureReader) -> Row:
     }
 
 
-def _by_origin(counts: dict[StorageOrigin, int] | None) -> dict[str, int] | None:
-    if counts is None:
-        return None
+def _by_origin(counts: dict[StorageOrigin, int]) -> dict[str, int]:
     return {origin.name: counts.get(origin, 0) for origin in StorageOrigin if origin != StorageOrigin.none}
 
 
@@ -222,8 +220,7 @@ def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
         strict=False,
     )
     at_once = max(1, CHUNK_CHARACTERS // (max(map(len, devices)) + 256))
-    # The meaning of the id in the payload's column, by origin; only origins of format 1.1 have other ids than
-    # payloads'.
+    # What the id in the payload's column refers to, by origin.
     ends = ['"payload":{0}}}\n'] * (max(StorageOrigin) + 1)
     ends[StorageOrigin.external_file] = '"payload":null,"range":{0}}}\n'
     ends[StorageOrigin.initializer] = '"payload":null,"recipe":{0}}}\n'
@@ -309,10 +306,9 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
     if summary.absent_storages:
         memory.append(f"{summary.absent_storages:,} without content")
     made_up = summary.absent_storages
-    if summary.origins and summary.origins.get(StorageOrigin.initializer):
-        recipes = counted(summary.origins[StorageOrigin.initializer], "storage")
-        memory.append(f"{recipes} synthesized by a recipe")
-        made_up += summary.origins[StorageOrigin.initializer]
+    if recipes := summary.origins.get(StorageOrigin.initializer, 0):
+        memory.append(f"{counted(recipes, 'storage')} synthesized by a recipe")
+        made_up += recipes
     has, lacks = statement(contained(reader))
     code = code_in(reader)
     unsupported = [f"{count:,} {reason}" for reason, count in sorted(summary.unsupported.items())]

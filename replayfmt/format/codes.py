@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 MAJOR_VERSION = 1
-MINOR_VERSION = 3
+MINOR_VERSION = 0
 UNKNOWN_NS = -1  # in a column of durations, as it is handed to the writer and by the reader: not known
 UNKNOWN_DEVICE_NS = 0xFFFFFFFFFFFFFFFF  # likewise in a column of device durations, and in the file
 

@@ -422,7 +422,6 @@ class Summary:
     storage_payload_bytes: int
     absent_storages: int
     unsupported: dict[str, int]
-    # None: the capture does not say (it was made before these were counted).
-    origins: dict[StorageOrigin, int] | None = None  # storages
-    origin_bytes: dict[StorageOrigin, int] | None = None  # their lengths when born
-    annotated: int | None = None  # records with an annotation
+    origins: dict[StorageOrigin, int]  # storages
+    origin_bytes: dict[StorageOrigin, int]  # their lengths when born
+    annotated: int  # records with an annotation

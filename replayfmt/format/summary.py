@@ -112,7 +112,6 @@ def encode_summary(summary: Summary) -> memoryview:
     by_origin = {
         name: np.array([counts.get(StorageOrigin(origin), 0) for origin in range(_ORIGINS)], np.uint64)
         for name, counts in (("storage_origins", summary.origins), ("storage_origin_bytes", summary.origin_bytes))
-        if counts is not None
     }
     return build(
         SUMMARY,
@@ -127,7 +126,7 @@ def encode_summary(summary: Summary) -> memoryview:
             "storages": summary.storages,
             "storage_payload_bytes": summary.storage_payload_bytes,
             "absent_storages": summary.absent_storages,
-            "annotated_records": summary.annotated or 0,
+            "annotated_records": summary.annotated,
         },
     )
 
@@ -151,7 +150,7 @@ def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> 
         raise InvalidCapture(
             f"{where}: counts {sum(kinds)} records and {sum(calls)} kernel calls; the capture has {records} records"
         )
-    origins, annotated = _decode_origins(table, where), table.scalar("annotated_records")
+    annotated = table.scalar("annotated_records")
     if annotated > records:
         raise InvalidCapture(f"{where}: counts {annotated} annotated records; the capture has {records} records")
     return Summary(
@@ -163,20 +162,13 @@ def decode_summary(body: bytes, kernel_count: int, records: int, where: str) -> 
         storage_payload_bytes=table.scalar("storage_payload_bytes"),
         absent_storages=table.scalar("absent_storages"),
         unsupported=dict(zip(reasons, counts, strict=True)),
-        origins=origins[0],
-        origin_bytes=origins[1],
-        annotated=None if origins[0] is None else annotated,
+        origins=_decode_origins(column("storage_origins"), where),
+        origin_bytes=_decode_origins(column("storage_origin_bytes"), where),
+        annotated=annotated,
     )
 
 
-def _decode_origins(table: flatbuffer_tables.Table, where: str) -> tuple[dict[StorageOrigin, int] | None, ...]:
-    """Storages and their bytes by origin; None and None if they were not counted."""
-    columns = [table.column(name) for name in ("storage_origins", "storage_origin_bytes")]
-    if (columns[0] is None) != (columns[1] is None):
-        raise InvalidCapture(f"{where}: counts storages by origin without their bytes, or the reverse")
-    found: list[dict[StorageOrigin, int] | None] = []
-    for column in columns:
-        if column is not None and column[_ORIGINS:].any():
-            raise InvalidCapture(f"{where}: counts of storage origins that the capture does not have")
-        found.append(None if column is None else _by_origin(column[:_ORIGINS].tolist()))
-    return tuple(found)
+def _decode_origins(counts: list[int], where: str) -> dict[StorageOrigin, int]:
+    if any(counts[_ORIGINS:]):
+        raise InvalidCapture(f"{where}: counts of storage origins that the capture does not have")
+    return _by_origin(counts[:_ORIGINS])

@@ -139,7 +139,7 @@ def test_definitions_say_what_the_capture_defines(every: Path) -> None:
         assert found[0] == {
             "kind": "file",
             "path": str(every),
-            "version": "1.3",
+            "version": "1.0",
             "complete": True,
             "length": every.stat().st_size,
             "incomplete_reason": None,

@@ -29,7 +29,7 @@ def record_lines(path: Path) -> list[str]:
 
 def test_the_summary_comes_first_and_says_what_matters(plain: Path, every: Path) -> None:
     summary, legend, records = text(plain).split("\n\n")
-    assert re.search(r"^file +\S+plain\.opreplay, [\d,]+ bytes, format 1\.3$", summary, re.MULTILINE)
+    assert re.search(r"^file +\S+plain\.opreplay, [\d,]+ bytes, format 1\.0$", summary, re.MULTILINE)
     assert re.search(r"^complete +yes$", summary, re.MULTILINE)
     assert re.search(r"^records +100 ops of 2 kernels, 1 scope_begin, 1 scope_end$", summary, re.MULTILINE)
     assert re.search(r"^memory +101 storages, 1 payload of 16 bytes$", summary, re.MULTILINE)

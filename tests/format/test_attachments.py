@@ -148,13 +148,6 @@ def test_a_capture_without_attachments_has_no_columns_of_them(tmp_path: Path) ->
         assert found and reader.kernels[1].attachments == ()
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1", "1.2"])
-def test_kernels_of_older_versions_have_no_attachments(version: str) -> None:
-    with open_capture(GOLDEN / f"everything-{version}.opreplay") as reader:
-        assert len(reader.kernels) == 4 and len(reader.attachments) == 1
-        assert all(kernel.attachments == () for kernel in reader.kernels[1:])
-
-
 def test_a_kernel_kind_that_is_not_known_yet_is_told_from_damage(capture: Path) -> None:
     def edit(tables: tuple) -> None:
         tables[1]["kernel_kind"][0] = max(KernelKind) + 1

@@ -31,7 +31,7 @@ def test_a_valid_capture_exits_with_0_and_says_what_is_in_it(run: Tool, capture:
     ran = run(capture)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
-    assert lines[0] == f"{capture}: capture of format 1.3, {capture.stat().st_size:,} bytes, complete"
+    assert lines[0] == f"{capture}: capture of format 1.0, {capture.stat().st_size:,} bytes, complete"
     assert lines[-1] == "valid"
     text = "\n".join(lines)
     for part in (
@@ -82,7 +82,7 @@ def test_recover_writes_a_valid_capture_and_exits_with_0(run: Tool, tmp_path: Pa
     write_small(path, close=False).abandon()
     ran = run(f"{path}.partial", "--recover", out)
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.splitlines()[0].startswith(f"{out}: capture of format 1.3") and "recovered" in ran.out
+    assert ran.out.splitlines()[0].startswith(f"{out}: capture of format 1.0") and "recovered" in ran.out
     assert ran.out.splitlines()[-1] == f"valid; recovered from {path}.partial"
     assert "left behind: the capture was never closed" in ran.out
     assert run(out).code == 0 and len(read_all(out)[1]) == 4

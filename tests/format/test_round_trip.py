@@ -66,7 +66,7 @@ def test_a_closed_capture_is_complete_and_has_no_warnings(everything: CaptureRea
     assert everything.complete
     assert everything.incomplete_reason == ""
     assert everything.warnings == []
-    assert everything.version == (1, 3)
+    assert everything.version == (1, 0)
     assert everything.length == Path(everything.path).stat().st_size
 
 

@@ -1,7 +1,7 @@
-"""What reference-1.1.opreplay was recorded from. `python reference.py save` writes model.safetensors; then
+"""What reference-1.0.opreplay was recorded from. `python reference.py save` writes model.safetensors; then
 
     opreplay-capture --payload=integers --file=model.safetensors --file-validation=digest --redact \
-        -o reference-1.1.opreplay reference.py
+        -o reference-1.0.opreplay reference.py
 """
 
 import sys

@@ -274,20 +274,8 @@ def test_a_selection_that_names_a_path_is_redacted_too(tmp_path: Path) -> None:
         assert reader.session.policies["trimmed-selection"] == "--scope=(redacted)"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "everything-1.0",
-        "everything-1.1",
-        "recovered-1.0",
-        "recovered-1.1",
-        "step-1.0",
-        "everything-1.2",
-        "everything-1.3",
-        "reference-1.1",
-    ],
-)
-def test_captures_of_every_version_with_records_of_every_kind_can_be_stripped(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["everything-1.0", "recovered-1.0", "reference-1.0", "step-1.0"])
+def test_captures_with_records_of_every_kind_can_be_stripped(name: str, tmp_path: Path) -> None:
     path, out = GOLDEN / f"{name}.opreplay", tmp_path / "out.opreplay"
     with open_capture(path) as reader:
         strip_capture(reader, str(out), Wanted(), allow_incomplete=True)

@@ -8,7 +8,6 @@ before it gets its name.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion, UsageError
 
@@ -121,8 +120,6 @@ class _Recovery:
         tables = _encode_all(definitions)
         payload_bytes = PayloadInput(self._source, whole.payloads).raw_bytes
         summary = self._tally.summary(frozen, payload_bytes, self._ended, recovered=True)
-        if self._preamble.minor < 1:  # the file stays of the version it is
-            summary = replace(summary, origins=None, origin_bytes=None, annotated=None)
         frames.finish(tables, summary, whole.payloads.tobytes())
 
 

@@ -163,8 +163,6 @@ class Verifier:
     def _verify_summary(self, header: FrameHeader, body: bytes, where: str) -> None:
         stored = decode_summary(body, len(self.definitions.kernels) - 1, header.first_ordinal, where)
         counted = self.tally.summary(self.definitions, self.payload_bytes, stored.ended_ns, stored.recovered)
-        if stored.origins is None:  # of a version that did not count them
-            counted = replace(counted, origins=None, origin_bytes=None, annotated=None)
         if stored != counted:
             fields = [name for name in vars(stored) if getattr(stored, name) != getattr(counted, name)]
             raise InvalidCapture(
