@@ -114,7 +114,7 @@ def groups(capture: Path) -> Iterator[tuple[str, list[int], int, int]]:
     """Distinct ops of a capture: name, ordinals, calls, device nanoseconds."""
     from replayfmt.format.codes import RecordKind
     from replayfmt.format.reader import open_capture
-    from replayfmt.format.signatures.text import signature_of
+    from replayfmt.format.signature_text import signature_of
 
     found: dict[str, list[Any]] = {}
     with open_capture(capture) as reader:

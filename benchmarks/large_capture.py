@@ -21,8 +21,8 @@ from measuring import arguments, progress, row, scratch
 import replayfmt
 from replayfmt.format.codes import ValueKind
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.records.columns import RecordColumns
-from replayfmt.format.slots import SLOTS
+from replayfmt.format.record_columns import RecordColumns
+from replayfmt.format.signature_layout import SLOTS
 from replayfmt.format.writer import CaptureWriter
 
 RECORDS_A_FRAME = 16_384

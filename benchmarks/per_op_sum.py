@@ -13,8 +13,8 @@ from measuring import arguments, in_turns, median_of, row, scratch
 from replay_cost import OpTimer
 
 import replayfmt
-from replayfmt.benchmark.min_time import MinTime
 from replayfmt.benchmark.per_op.measuring import OpOptions, PerOpRun, measure_ops
+from replayfmt.benchmark.precision import MinTime
 
 
 def training(width: int, rows: int) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from measuring import arguments, progress, row, scratch, seconds
 
-from replayfmt.probes.recordings.results import LaunchShape, write_recording
+from replayfmt.probes.recordings import LaunchShape, write_recording
 from replayfmt.probes.reporting import NamedFile, evaluate, write_report
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "probe_recordings.py"

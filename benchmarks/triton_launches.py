@@ -56,14 +56,14 @@ def stand_for_a_device() -> None:
     import triton
 
     from replayfmt.format.codes import KernelKind
-    from replayfmt.replay.code import allowed
-    from replayfmt.replay.code.triton_kernels import TritonKernel, resolve_triton
+    from replayfmt.replay.resolution import kernel_lookup
+    from replayfmt.replay.resolution.code_kernels import TritonKernel, resolve_triton
 
     triton.runtime.driver.set_active(NoDevice())
-    allowed.RESOLVERS[KernelKind.triton] = lambda kernel, contents, _types: resolve_triton(
+    kernel_lookup.RESOLVERS[KernelKind.triton] = lambda kernel, contents, _types: resolve_triton(
         kernel, contents, frozenset({"cuda"})
     )
-    allowed.prepare_triton = lambda _types: None
+    kernel_lookup.prepare_triton = lambda _types: None
     TritonKernel.runs_on = lambda _self, _type: True  # type: ignore[method-assign]
 
 

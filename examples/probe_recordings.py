@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from replayfmt.probes.recordings.results import BLOCK_SCHED, DMAT, LaunchShape, write_recording
+from replayfmt.probes.recordings import BLOCK_SCHED, DMAT, LaunchShape, write_recording
 
 SMS, SLOTS = 132, 16
 

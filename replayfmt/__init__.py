@@ -11,13 +11,13 @@ from replayfmt.errors import OpReplayError, ReplayMismatch, ReplayRefused
 
 if TYPE_CHECKING:
     from replayfmt.api import Capture, Op, Ops, open
-    from replayfmt.benchmark.one_call import Benchmarked, benchmark
+    from replayfmt.benchmark.convenience import Benchmarked, benchmark
     from replayfmt.importers.importing import import_ranks, import_trace
     from replayfmt.pytorch.op_libraries import register_op_library
     from replayfmt.pytorch.traced_names import register_op_alias, register_string_default
-    from replayfmt.recording.program.requests import CaptureRequests, request_capture
     from replayfmt.recording.recorder import Recorder, capture, scope
-    from replayfmt.replay.one_call import Replayed, run
+    from replayfmt.recording.requests import CaptureRequests, request_capture
+    from replayfmt.replay.convenience import Replayed, run
     from replayfmt.replay.plan import Plan
     from replayfmt.replay.substitution.requests import Substitution
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 # Where each public name that is not here already is defined; "" names a package, which stands for itself.
 _HOME = {
-    "Benchmarked": "replayfmt.benchmark.one_call",
+    "Benchmarked": "replayfmt.benchmark.convenience",
     "Capture": "replayfmt.api",
-    "CaptureRequests": "replayfmt.recording.program.requests",
+    "CaptureRequests": "replayfmt.recording.requests",
     "Op": "replayfmt.api",
     "Ops": "replayfmt.api",
     "Plan": "replayfmt.replay.plan",
     "Recorder": "replayfmt.recording.recorder",
-    "Replayed": "replayfmt.replay.one_call",
+    "Replayed": "replayfmt.replay.convenience",
     "Substitution": "replayfmt.replay.substitution.requests",
     "benchmark": "",
     "capture": "replayfmt.recording.recorder",
@@ -42,8 +42,8 @@ _HOME = {
     "register_op_alias": "replayfmt.pytorch.traced_names",
     "register_op_library": "replayfmt.pytorch.op_libraries",
     "register_string_default": "replayfmt.pytorch.traced_names",
-    "request_capture": "replayfmt.recording.program.requests",
-    "run": "replayfmt.replay.one_call",
+    "request_capture": "replayfmt.recording.requests",
+    "run": "replayfmt.replay.convenience",
     "scope": "replayfmt.recording.recorder",
 }
 

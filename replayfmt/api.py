@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.model import Kernel, Record, Session, Summary
+from replayfmt.format.model import CaptureInfo, Kernel, Record, Summary
 from replayfmt.format.reader import CaptureReader, open_capture
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from replayfmt.export.tables import TableName
     from replayfmt.initializers import Initializer
-    from replayfmt.replay.one_call import PlanOptions
+    from replayfmt.replay.convenience import PlanOptions
 
 
 class Op:
@@ -66,9 +66,11 @@ class Op:
 
         Raises ContentNotCaptured, which says why, if the capture does not hold a tensor's content.
         """
-        from replayfmt.replay.one_call import named, op_values
+        from replayfmt.replay.convenience import arguments_by_name, op_values
 
-        return named(self.record, op_values(self._reader, self.record, results=False, replay=replay, options=options))
+        return arguments_by_name(
+            self.record, op_values(self._reader, self.record, results=False, replay=replay, options=options)
+        )
 
     def results(self, *, replay: bool = False, **options: Unpack[PlanOptions]) -> list[Any]:
         """What the op returned, in the order of its schema, right after it; see `inputs`.
@@ -78,7 +80,7 @@ class Op:
 
         Raises ContentNotCaptured, which says why, if the capture does not hold a tensor's content.
         """
-        from replayfmt.replay.one_call import op_values
+        from replayfmt.replay.convenience import op_values
 
         return op_values(self._reader, self.record, results=True, replay=replay, options=options)
 
@@ -97,7 +99,7 @@ class Op:
 
         Raises ReplayRefused if its inputs cannot be rebuilt from the capture.
         """
-        from replayfmt.replay.single import replay_op
+        from replayfmt.replay.convenience import replay_op
 
         return replay_op(self._reader, self.ordinal, device, file_remaps, initializers, allow_code)
 
@@ -164,7 +166,7 @@ class Capture:
         return self.reader.complete
 
     @property
-    def session(self) -> Session:
+    def session(self) -> CaptureInfo:
         return self.reader.session
 
     @property
@@ -198,7 +200,7 @@ class Capture:
         return data_frame(self.reader, table)
 
     def _repr_html_(self) -> str:
-        from replayfmt.dump.html import capture_html
+        from replayfmt.dump.definitions import capture_html
 
         return capture_html(self.reader)
 

@@ -75,7 +75,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.items and not session.config.option.collectonly:
         from replayfmt.native.hook import dispatch_hook
         from replayfmt.native.watching import thread_watch
-        from replayfmt.pytorch.tensors.statistics import use_native
+        from replayfmt.pytorch.tensors.digests import use_native
 
         with Path(__file__).open() as one_at_a_time:
             fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
@@ -86,6 +86,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if state != "native":
             os.environ["OPREPLAY_NATIVE"] = "off"
             os.environ["OPREPLAY_NATIVE_MISSING"] = state
-        from replayfmt.recording.stream import flushing
+        from replayfmt.recording.stream import buffer
 
-        flushing._DUE_NS, flushing.PERIOD_NS = 1_600_000_000, 2_000_000_000
+        buffer._DUE_NS, buffer.PERIOD_NS = 1_600_000_000, 2_000_000_000

@@ -1,4 +1,8 @@
-"""opreplay-benchmark: replay a capture repeatedly and measure how long it takes."""
+"""opreplay-benchmark: replay a capture repeatedly and measure how long it takes.
+
+With `--memory`, `--compare` and `--reconcile`, and how precisely to measure. `--per-op` and `--baseline` are in per_op,
+`--energy` in energy.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,243 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from replayfmt.errors import UsageError
 
-from .baseline import BaselineFlags, baseline_options, show_below
 from .command import reader_may_leave, run_tool, say, tool
-from .compare import refuse_with_compare, run_compare
-from .energy_windows import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
-from .memory import check_memory, memory_option
-from .per_op import PerOpFlags, per_op_options, run_per_op
-from .precision_flags import precision_options
-from .profiling_flags import profiled, profiling_options, profiling_request
-from .reconcile import check_reconcile, reconcile_options, run_reconcile
-from .replay_flags import ReplayFlags, replay_options
-from .scope_parts import plan_of_scope
+from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
+from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below
+from .replay_flags import ReplayFlags, plan_of_scope, profiled, profiling_options, profiling_request, replay_options
 
 if TYPE_CHECKING:
-    from replayfmt.benchmark.inputs import Inputs
-    from replayfmt.benchmark.measure import Options, PlanOfScope
-    from replayfmt.benchmark.reports.rows import Report
+    from replayfmt.benchmark.measure import Options, Progress
     from replayfmt.replay.plan import Plan
+if TYPE_CHECKING:
+    from replayfmt.benchmark.measure import Inputs, Options, PlanOfScope
+    from replayfmt.benchmark.run_report import Report
+    from replayfmt.replay.plan import Plan
+
+
+# Flags of other measurements.
+_NOT_WITH_MEMORY = (
+    "per_op",
+    "compare",
+    "reconcile",
+    "energy",
+    "energy_windows",
+    "device_profiling_mode",
+    "device_profiling_output",
+)
+
+
+def memory_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --memory."""
+    return click.option(
+        "--memory",
+        is_flag=True,
+        help="Also report the capture's memory: bytes alive on each device over the records, the peak with the ops "
+        "that made its storages, and what the devices' allocators report in one more replay. Storages from outside "
+        "count from their first use.",
+    )(function)
+
+
+def check_memory(context: click.Context) -> None:
+    """Raises UsageError for flags that do not go with --memory."""
+    if not context.params["memory"]:
+        return
+    for name in _NOT_WITH_MEMORY:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --memory")
+    if context.params["benchmark_format"] == "csv":
+        raise UsageError("--memory has no rows for --benchmark-format=csv; use console or json")
+
+
+def precision_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags, as parameters benchmark_precision, benchmark_max_time and inputs."""
+    for option in (
+        click.option(
+            "--inputs",
+            type=click.Choice(["hot", "cold"]),
+            help="hot: the same buffers each time. cold: the caches are flushed before each replay, or with --per-op "
+            "each call, by rewriting a buffer larger than the last-level cache. Default: hot; with --per-op on "
+            "accelerators, cold.",
+        ),
+        click.option(
+            "--benchmark-max-time",
+            metavar="SECONDSs",
+            help="Stop after that many seconds even if the median is not known to --benchmark-precision; a warning "
+            "says so. Default: 10 times --benchmark-min-time, with --per-op twice that (5s and 0.1s if that is a "
+            "number of replays).",
+        ),
+        click.option(
+            "--benchmark-precision",
+            metavar="PERCENT|off",
+            help="Measure until the 95% confidence interval of the median is at most that far from it on either "
+            "side, for each row. Default: 2%; off if --benchmark-min-time is a number of replays.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+# Flags of measurements other than comparisons.
+_NOT_WITH_COMPARE = (
+    "benchmark_repetitions",
+    "benchmark_precision",
+    "benchmark_max_time",
+    "inputs",
+    "cuda_graph",
+    "baseline",
+    "fail_above",
+    "noise_floor",
+    "device_profiling_mode",
+    "device_profiling_output",
+)
+
+
+def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool) -> None:
+    """Raises UsageError for flags that do not go with --compare, and if there is nothing to compare with."""
+    if not flags.replay_kernel_substitution:
+        raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
+    if per_op:
+        raise UsageError("--compare and --per-op are two ways to measure; give one of them")
+    for name in _NOT_WITH_COMPARE:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --compare, which measures in rounds")
+
+
+def run_compare(
+    plan: Plan, options: Options, form: str, progress: Progress | None, write: Callable[[str], None] | None
+) -> None:
+    """Measure and print; `write` receives the JSON for --benchmark-out."""
+    from replayfmt.benchmark.comparison import make_compare_report, measure_both
+
+    report = make_compare_report(measure_both(plan, options, progress=progress), plan)
+    if write is not None:
+        write(report.json())
+    if form == "console":
+        for line in report.lines():
+            say(line)
+    else:
+        click.echo(report.json() if form == "json" else report.csv(), nl=False)
+    for warning in report.context["warnings"]:
+        say(f"WARNING: {warning}", err=form != "console")
+
+
+# Flags of other measurements.
+_NOT_WITH_RECONCILE = (
+    "benchmark_repetitions",
+    "inputs",
+    "cuda_graph",
+    "per_op",
+    "compare",
+    "baseline",
+    "fail_above",
+    "noise_floor",
+    "device_profiling_mode",
+    "device_profiling_output",
+)
+
+
+def reconcile_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --reconcile, --program and --program-runs."""
+    for option in (
+        click.option(
+            "--program-runs",
+            type=click.IntRange(min=1),
+            default=3,
+            show_default=True,
+            metavar="N",
+            help="With --program: how often the program runs.",
+        ),
+        click.option(
+            "--program",
+            metavar="COMMAND",
+            help="With --reconcile, --energy or --energy-windows: the captured program, 'script.py args…' as after "
+            "python. It is run without a recorder, and its own time (with --replay-scope that of its scope of that "
+            "name), or the energy of the whole script again and again, stands beside the replay's.",
+        ),
+        click.option(
+            "--reconcile",
+            is_flag=True,
+            help="Measure each op on its own, with hot and with cold inputs, and the whole replay (or one "
+            "--replay-scope); print the sums, the replay's time and the captured time side by side, and what explains "
+            "the difference.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def check_reconcile(context: click.Context, scopes: tuple[str, ...]) -> None:
+    """Raises UsageError for flags that do not go with --reconcile, or that need it."""
+
+    def given(name: str) -> bool:
+        return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+    if not context.params["reconcile"]:
+        if given("program_runs"):
+            raise UsageError("--program-runs needs --reconcile")
+        if given("program") and not context.params["energy"] and context.params["energy_windows"] is None:
+            raise UsageError("--program needs --reconcile, --energy or --energy-windows")
+        return
+    if given("program_runs") and not given("program"):
+        raise UsageError("--program-runs needs --program")
+    for name in _NOT_WITH_RECONCILE:
+        if given(name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --reconcile")
+    if len(scopes) > 1:
+        raise UsageError("--reconcile takes one --replay-scope, or none for the whole replay")
+
+
+def run_reconcile(
+    make_plan: Callable[[bool], Plan],
+    options: Options,
+    form: str,
+    progress: Progress | None,
+    write: Callable[[str], None] | None,
+    program: str | None,
+    program_runs: int,
+) -> None:
+    """Measure and print. `make_plan` opens the capture, to keep going after ops that fail if its argument is true."""
+    import json
+
+    from replayfmt.benchmark.energy.running import time_program
+    from replayfmt.benchmark.measure import measure
+    from replayfmt.benchmark.per_op.measuring import measure_ops
+    from replayfmt.benchmark.per_op.reconciliation import Reconciliation
+    from replayfmt.benchmark.per_op.results import OpOptions, PerOpRun
+    from replayfmt.benchmark.run_report import make_report
+
+    own = None if program is None else time_program(program, next(iter(options.scopes), None), program_runs)
+    with make_plan(False) as plan:
+        run = measure(plan, options, progress=progress)
+        report = make_report(run, plan)
+    ops: list[PerOpRun] = []
+    asked = OpOptions(verify="none", scopes=options.scopes)
+    with make_plan(True) as plan:
+        for inputs in ("hot", "cold"):
+            ops.append(measure_ops(plan, replace(asked, inputs=inputs), progress=progress or _unseen))
+    found = Reconciliation.of(run, *ops, own)
+    report.sections["reconciliation"] = found.as_json()
+    if write is not None:
+        write(report.json())
+    if form == "console":
+        for line in found.lines():
+            say(line)
+    else:
+        click.echo(json.dumps(report.document(), indent=2) if form == "json" else report.csv())
+    for warning in report.warnings():
+        say(f"WARNING: {warning}", err=form != "console")
+
+
+def _unseen(_what: str, _done: int, _of: int | None) -> None:
+    """Progress that is not shown."""
+
 
 _OUT = "--benchmark-out"
 _REDRAW_S = 0.2
@@ -144,8 +362,7 @@ def cli(
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match (then there are no results), or if
     --fail-above fails a row, 2 for wrong usage, 3 if CAPTURE is missing, unreadable or not valid.
     """
-    from replayfmt.benchmark.min_time import parse_min_time
-    from replayfmt.benchmark.precision import whole_precision
+    from replayfmt.benchmark.precision import parse_min_time, whole_precision
 
     min_time = parse_min_time(benchmark_min_time)
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
@@ -157,7 +374,7 @@ def cli(
     if compare:
         refuse_with_compare(context, flags, per_op is not None)
     from replayfmt.benchmark.measure import Options
-    from replayfmt.benchmark.output import output_file, refuse_input
+    from replayfmt.benchmark.result_files import output_file, refuse_input
 
     if per_op is None:
         precision = whole_precision(benchmark_precision, benchmark_max_time, min_time)
@@ -214,7 +431,7 @@ def cli(
             lambda: _measure(plan, options, lambda name: plan_of_scope(capture, flags, name))
         )
         if memory:
-            from replayfmt.benchmark.memory import MemoryReport
+            from replayfmt.benchmark.memory_report import MemoryReport
 
             found = MemoryReport.of(plan)
             report.sections["memory"] = found.as_json()
@@ -232,7 +449,7 @@ def cli(
 def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Report:
     """Run the benchmark; progress goes to stderr if that is a terminal."""
     from replayfmt.benchmark.measure import measure
-    from replayfmt.benchmark.reports.rows import make_report
+    from replayfmt.benchmark.run_report import make_report
 
     with _progress() as progress:
         return make_report(measure(plan, options, progress=progress, plan_of_scope=of_scope), plan)
@@ -240,7 +457,7 @@ def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Report:
 
 def _show(report: Report, form: str) -> None:
     """Print the results on stdout; in formats for programs, warnings go to stderr."""
-    from replayfmt.benchmark.reports.console import print_report
+    from replayfmt.benchmark.run_report import print_report
 
     if form == "console":
         print_report(report)

@@ -20,7 +20,7 @@ from replayfmt.recording.options import (
 )
 from replayfmt.recording.program.marks import parse_mark
 from replayfmt.recording.program.running import Program
-from replayfmt.recording.program.supervisor import CapturedProgram, output_path
+from replayfmt.recording.supervisor import CapturedProgram, output_path
 
 from .command import run_tool, tool
 

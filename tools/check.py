@@ -13,13 +13,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from replayfmt.format.external.file_remap import FileRemaps
-from replayfmt.format.maintenance.add_digests import add_digests
-from replayfmt.format.maintenance.check import CheckReport, check_capture
-from replayfmt.format.maintenance.recover import recover_capture
-from replayfmt.format.printable import counted
+from replayfmt.format.external_files import FileRemaps
+from replayfmt.format.maintenance import CheckReport, add_digests, check_capture, recover_capture
 from replayfmt.format.races import judge_races
 from replayfmt.format.reader import open_capture
+from replayfmt.format.validation import counted
 
 from .command import reader_may_leave, run_tool, say, tool
 

@@ -1,4 +1,4 @@
-"""Common parts of every tool's command line: errors as one line and an exit code, help in groups, completion.
+"""Common parts of every tool's command line: errors as one line and an exit code, help in groups, progress, completion.
 
 Exit codes: 0 done, and verified as asked; 1 refused, failed or did not match; 2 wrong usage; 3 the capture is missing,
 unreadable or not valid. Imports no torch.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any, TextIO
@@ -17,12 +18,98 @@ from typing import Any, TextIO
 import click
 
 from replayfmt.errors import OpReplayError, UsageError
-from replayfmt.format.printable import printable
+from replayfmt.format.validation import printable
 
-from . import playbook
-from .option_groups import groups
+# fmt: off
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Output": (
+        "--output", "--force", "--format", "--jq", "--raw-output", "--slurp", "--verbose", "--report",
+        "--benchmark-format", "--benchmark-out", "--plots", "--no-picture",
+    ),
+    "Selection": (
+        "--ops", "--scope", "--kernel", "--signature", "--unique", "--partial", "--summary", "--signatures",
+        "--values", "--kernel-skeleton", "--attachment", "--start-op", "--stop-op", "--start-scope", "--stop-scope",
+        "--step", "--steps", "--time", "--replay-scope", "--op-filter", "--op-limit", "--op-instances",
+        "--group-by", "--top",
+        "--rank",
+        "--section", "--tensors", "--predict", "--tool", "--launch", "--launches", "--records", "--max-bytes",
+        "--target", "--reads-unwritten", "--children", "--device-kernels", "--table", "--replayed", "--power-log",
+    ),
+    "Scopes": ("--mark", "--module-scopes"),
+    "Content": (
+        "--payload", "--redact", "--no-sources", "--file", "--file-policy", "--file-validation", "--replay-file-remap",
+        "--replay-initializer", "--list-initializers", "--moe-routing", "--script", "--script-data", "--vectors",
+        "--recover", "--add-digests",
+    ),
+    "Operators and kernels": (
+        "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",
+        "--whole", "--compiled", "--native", "--recorder", "--from", "--level", "--rewrite", "--op-alias",
+        "--string-default", "--number-default", "--graph-capture",
+    ),
+    "Devices": ("--device", "--streams", "--graphs"),
+    "Verification": (
+        "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going",
+        "--compare-kernels",
+    ),
+    "Measurement": (
+        "--min-samples",
+        "--benchmark-min-time", "--benchmark-precision", "--benchmark-max-time", "--inputs", "--benchmark-warmup",
+        "--benchmark-repetitions", "--warm", "--compare", "--benchmark", "--probes", "--baseline", "--fail-above",
+        "--noise-floor", "--energy", "--energy-source", "--energy-out", "--power-log-out", "--energy-windows",
+        "--power-interval", "--power-averaging", "--zone", "--gpu", "--clock-offset", "--reconcile", "--program",
+        "--program-runs", "--memory", "--per-op", "--cuda-graph", "--roofline", "--peak-flops",
+        "--peak-bandwidth", "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
+    ),
+    "Permissions": ("--allow-operator", "--allow-import", "--allow-code", "--allow-incomplete", "--isolate"),
+    "Help": ("--help", "--version", "--agents-md"),
+}
+# fmt: on
+_OTHERS = "Options"
+
+
+def groups(parameters: Iterable[click.Parameter]) -> list[tuple[str, list[click.Parameter]]]:
+    """The options among a command's parameters, under their headings."""
+    headings = {name: heading for heading, names in GROUPS.items() for name in names}
+    found: dict[str, list[click.Parameter]] = {_OTHERS: [], **{heading: [] for heading in GROUPS}}
+    for parameter in parameters:
+        if isinstance(parameter, click.Option):
+            found[headings.get(max(parameter.opts, key=len), _OTHERS)].append(parameter)
+    return [(heading, options) for heading, options in found.items() if options]
+
+
+_LONG = 20_000  # records; work on fewer shows no progress
+
+
+@contextmanager
+def record_bar(what: str, records: int) -> Iterator[Callable[..., None] | None]:
+    """On stderr, if that is a terminal and `records` is large: `show(done)`, or `show(done, total)` if the total turns
+    out to differ from `records`. None otherwise."""
+    if records < _LONG or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=records)
+        yield lambda done, total=None: bar.update(task, completed=done, total=total)
+
 
 _LONGEST_DIAGNOSTIC = 4000  # characters
+
+
+def playbook_text(tool: str) -> str:
+    """The part of the playbook that `tool --agents-md` prints: all of it for opreplay-run, otherwise its section."""
+    from importlib.resources import files  # costs more than the rest of most tools' start
+
+    whole = files(__package__).joinpath("playbook.md").read_text(encoding="utf-8")
+    if tool == "opreplay-run":
+        return whole
+    section = re.search(rf"^## {re.escape(tool)}$.*?(?=^## |\Z)", whole, re.MULTILINE | re.DOTALL)
+    if section is None:
+        raise LookupError(f"playbook.md has no section for {tool}")
+    return section.group(0)
 
 
 def agents_md_option(tool: str) -> Callable[[Any], Any]:
@@ -30,7 +117,7 @@ def agents_md_option(tool: str) -> Callable[[Any], Any]:
 
     def show(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
         if value and not context.resilient_parsing:
-            click.echo(playbook.text(tool), nl=False)
+            click.echo(playbook_text(tool), nl=False)
             context.exit(0)
 
     return click.option(

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 import click
 
-from replayfmt.dump.query import Query
+from replayfmt.dump.record_rows import MOST_VALUES, SHOWN_VALUES
 from replayfmt.dump.selection import Selection, parse_range
-from replayfmt.dump.small_values import MOST_VALUES, SHOWN_VALUES
-from replayfmt.dump.stream import jsonl_chunks, text_chunks
+from replayfmt.dump.stream import Query, jsonl_chunks, text_chunks
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
 
@@ -154,22 +153,22 @@ def cli(
     try:
         if kernel_skeleton is not None:
             # Imported here, as below: imports are a large part of the cost of a short dump.
-            from replayfmt.dump.skeleton import kernel_skeleton as skeleton
+            from replayfmt.dump.kernel_skeleton import kernel_skeleton as skeleton
 
             write([skeleton(reader, kernel_skeleton)])
         elif attachment is not None:
-            from replayfmt.dump.attachments import attachment_content
+            from replayfmt.dump.contents import attachment_content
 
             write_bytes(attachment_content(reader, attachment), capture, output, force)
         elif signatures:
-            from replayfmt.dump.signatures import signature_lines, signature_text_lines
+            from replayfmt.dump.listings import signature_lines, signature_text_lines
 
             if program is not None:
                 write(program.apply(signature_lines(reader, selection)))
             else:
                 write((signature_lines if form == "jsonl" else signature_text_lines)(reader, selection))
         elif device_kernels:
-            from replayfmt.dump import device_kernels as table
+            from replayfmt.dump import listings as table
 
             if program is not None:
                 write(program.apply(table.device_kernel_lines(reader)))
@@ -202,7 +201,7 @@ def write_bytes(content: bytes | memoryview, capture: str, output: str | None, f
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
         return
-    from replayfmt.format.container.output import Output, same_file
+    from replayfmt.format.output import Output, same_file
 
     if same_file(capture, output):
         raise UsageError(f"{output}: is the capture itself; name another file")

@@ -1,12 +1,295 @@
-"""opreplay-energy: integrate a power log over the windows of a measurement, and compare kernels with the whole."""
+"""opreplay-energy: integrate a power log over the windows of a measurement, and compare kernels with the whole.
+
+Also `opreplay-benchmark --energy-windows`, which runs the windows.
+"""
 
 from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from replayfmt.errors import UsageError
 
 from .command import Seconds, reader_may_leave, run_tool, say, tool
+from .replay_flags import plan_of_scope
+
+if TYPE_CHECKING:
+    from replayfmt.benchmark.energy.power_log import PowerLog
+    from replayfmt.benchmark.energy.running import WindowRunner
+    from replayfmt.benchmark.energy.sampler import Sampler
+    from replayfmt.benchmark.energy.windows import WindowsFile
+    from replayfmt.benchmark.measure import Progress
+    from replayfmt.benchmark.scopes import MeasuredRegion
+    from replayfmt.replay.plan import Plan
+
+    from .replay_flags import ReplayFlags
+
+
+_FLAG = "--energy-windows"
+# Flags of other measurements.
+_NOT_WITH_WINDOWS = (
+    "benchmark_min_time",
+    "benchmark_precision",
+    "benchmark_max_time",
+    "benchmark_warmup",
+    "benchmark_repetitions",
+    "benchmark_format",
+    "benchmark_out",
+    "inputs",
+    "cuda_graph",
+    "per_op",
+    "compare",
+    "reconcile",
+    "program_runs",
+    "baseline",
+    "fail_above",
+    "noise_floor",
+    "device_profiling_mode",
+    "device_profiling_output",
+)
+
+
+def energy_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --energy, --energy-windows and the flags that go with them."""
+    for option in (
+        click.option(
+            "--power-log-out", metavar="FILE", help="With --energy: keep the log of the sampled power (CSV) as FILE."
+        ),
+        click.option("--energy-out", metavar="FILE", help="With --energy: write the report to FILE as JSON."),
+        click.option(
+            "--power-averaging",
+            type=Seconds(min=0, max=60),
+            default=1.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="With --energy or --energy-windows: over how long the source averages power. Work runs for so long "
+            "before each window, and windows are no shorter.",
+        ),
+        click.option(
+            "--power-interval",
+            type=Seconds(min=1e-4, max=60),
+            default=0.04,
+            show_default=True,
+            metavar="SECONDS",
+            help="With --energy or --energy-windows: the time between two samples of power. Windows hold at least 10.",
+        ),
+        click.option(
+            "--energy-source",
+            type=click.Choice(["auto", "gpu", "soc", "cpu"]),
+            default="auto",
+            show_default=True,
+            help="With --energy: whose energy. gpu: NVML or AMD SMI; soc: a system on a chip (Jetson, Apple); cpu: "
+            "processors and their memory (RAPL). auto: for a replay on an accelerator gpu or soc, for one without cpu, "
+            "soc or gpu, whichever is there.",
+        ),
+        click.option(
+            "--energy",
+            is_flag=True,
+            help="Measure joules of the whole replay, of each scope (or --replay-scope), and of each distinct op "
+            "(--op-filter and --op-limit choose some), in windows as with --energy-windows, while a process of its own "
+            "samples power and energy counters through zeus. With --program also those of the program itself.",
+        ),
+        click.option(
+            "--energy-windows",
+            metavar="FILE",
+            help="Run nothing, then the whole replay, each scope (or --replay-scope), and each distinct op "
+            "(--op-filter and --op-limit choose some), each again and again in a window of its own, and write to FILE "
+            "what ran when. Log the power meanwhile; opreplay-energy integrates it.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def check_energy_windows(context: click.Context) -> None:
+    """Raises UsageError for flags that do not go with --energy-windows, or that need it."""
+
+    def given(name: str) -> bool:
+        return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+    energy, windows = context.params["energy"], context.params["energy_windows"] is not None
+    if not energy:
+        for name in ("energy_out", "power_log_out", "energy_source"):
+            if given(name):
+                raise UsageError(f"--{name.replace('_', '-')} needs --energy")
+    if not energy and not windows:
+        for name in ("power_interval", "power_averaging"):
+            if given(name):
+                raise UsageError(f"--{name.replace('_', '-')} needs --energy or {_FLAG}")
+        return
+    if energy and windows:
+        raise UsageError(f"--energy samples the power itself, {_FLAG} leaves that to another program; give one of them")
+    report, log = context.params["energy_out"], context.params["power_log_out"]
+    if report is not None and log is not None and os.path.realpath(report) == os.path.realpath(log):
+        raise UsageError(f"--energy-out and --power-log-out are the same file: {report}")
+    for name in _NOT_WITH_WINDOWS:
+        if given(name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with {'--energy' if energy else _FLAG}")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured: a capture, as its flags say."""
+
+    capture: str
+    flags: ReplayFlags
+    scopes: tuple[str, ...]
+    program: str | None
+    context: click.Context
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        from replayfmt.benchmark.energy.running import script_words
+
+        if self.program is not None:
+            script_words(self.program)  # the program is measured last, minutes later
+
+
+def run_energy_windows(work: Work, write: Callable[[str], None]) -> int:
+    """Run the windows, and `write` their file. Returns the exit code: 1 if requested work has no window."""
+    from replayfmt.format.validation import counted
+
+    with work.flags.plan(work.capture) as plan:
+        found = _windows(work, plan, None)
+    write(found.text())
+    path = work.context.params["energy_windows"]
+    ops = sum(window.role == "op" for window in found.windows)
+    windows = counted(len(found.windows), "window")
+    say(f"{path}: {windows}, of {counted(ops, 'op')}, {found.context['window_s']:g} s or more each")
+    for each in found.not_run:
+        say(f"not run: {each['name']}: {each['reason']}")
+    say(f"integrate a power log over them with: opreplay-energy {path} POWER.csv")
+    return 1 if found.not_run else 0
+
+
+def run_energy(work: Work, write: Callable[[str], None] | None, keep_log: Callable[[str], None] | None) -> int:
+    """Run the windows while the power is sampled, and print the report; `write` receives its JSON, `keep_log` the log.
+    Returns the exit code: 1 if requested work has no window."""
+    from datetime import UTC
+    from pathlib import Path
+
+    from replayfmt.benchmark.energy.energy_report import make_energy_report
+    from replayfmt.benchmark.energy.power_log import read_power_log
+    from replayfmt.benchmark.energy.sampler import sampling
+
+    values = work.context.params
+    with tempfile.TemporaryDirectory() as directory, work.flags.plan(work.capture) as plan:
+        log = Path(directory) / "power.csv"
+        try:
+            with sampling(log, values["power_interval"], _kinds(values["energy_source"], plan)) as sampler:
+                found = _windows(work, plan, sampler)
+        finally:
+            if keep_log is not None and log.exists() and log.stat().st_size:
+                keep_log(log.read_text(encoding="utf-8"))
+        power = read_power_log(log, zone=UTC)
+        warnings = _not_of_the_work(power, plan)
+    report = make_energy_report(
+        found, power, offset_s=0.0, averaging_s=values["power_averaging"], source=sampler.source, warnings=warnings
+    )
+    if write is not None:
+        write(report.json())
+    for line in report.lines():
+        say(line)
+    return 1 if found.not_run else 0
+
+
+def _uses_accelerator(plan: Plan) -> bool:
+    from replayfmt.pytorch.accelerators import is_accelerator
+
+    return any(is_accelerator(device) for device in plan.devices)
+
+
+def _kinds(source: str, plan: Plan) -> tuple[str, ...]:
+    """Kinds of sources, the best for this work first."""
+    if source != "auto":
+        return (source,)
+    return ("gpu", "soc") if _uses_accelerator(plan) else ("cpu", "soc", "gpu")
+
+
+def _not_of_the_work(power: PowerLog, plan: Plan) -> list[str]:
+    """A warning if what was sampled is not what worked."""
+    processors = any(name.startswith("cpu:") for name in power.gpus)
+    if any(name.startswith("soc") for name in power.gpus) or processors != _uses_accelerator(plan):
+        return []
+    if processors:
+        return ["the replay works on an accelerator, and this is the energy of the processors"]
+    return ["the replay uses no accelerator, and this is the energy of GPUs that had nothing to do"]
+
+
+def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
+    """Run all windows. `plan` is that of the whole capture."""
+    from replayfmt.benchmark.energy.running import WindowOptions, WindowRunner
+    from replayfmt.benchmark.energy.windows import WindowsFile
+    from replayfmt.benchmark.machine import GpuWatch
+    from replayfmt.benchmark.run_report import plan_context
+    from replayfmt.benchmark.scopes import entered_scopes, find_regions
+
+    values = work.context.params
+    began_offset_s = _utc_offset_s()
+    options = WindowOptions(
+        values["power_interval"],
+        values["power_averaging"],
+        work.flags.verify,
+        values["op_filter"],
+        values["op_limit"],
+        0.0 if sampler is None else sampler.counter_period_s or 0.0,
+    )
+    require_source = (lambda: None) if sampler is None else sampler.require_running
+    runner = WindowRunner(options, progress=work.progress, require_source=require_source)
+    told = plan_context(plan)
+    gpus = GpuWatch(plan.devices)
+    regions = find_regions(plan.reader, work.scopes or entered_scopes(plan.reader))
+    runner.idle_and_whole(plan, gpus.begin)
+    plan.close()  # so that its memory is not held twice
+    for region in regions:
+        _scope(work, region, runner)
+    with work.flags.plan(work.capture, keep_going=True) as each:
+        runner.ops(each)
+    if work.program is not None:
+        runner.program(work.program)
+    gpus.end()
+    offset_s = _utc_offset_s()
+    settings = {
+        "gpus": gpus.rows(),
+        "power_interval_s": options.interval_s,
+        "power_averaging_s": options.averaging_s,
+        "counter_period_s": None if sampler is None else sampler.counter_period_s,
+        "window_s": options.window_s,
+        "distinct_ops": runner.distinct_ops,
+        "selected_ops": runner.selected_ops,
+        "utc_offset_changed": offset_s != began_offset_s,
+    }
+    return WindowsFile(told | settings, offset_s, runner.windows, runner.not_run)
+
+
+def _utc_offset_s() -> int:
+    """That of this machine's zone now: daylight saving time may begin or end while windows run."""
+    from datetime import datetime
+
+    offset = datetime.now().astimezone().utcoffset()
+    assert offset is not None
+    return int(offset.total_seconds())
+
+
+def _scope(work: Work, region: MeasuredRegion, runner: WindowRunner) -> None:
+    """A window for a scope, of a capture cut to it; one that cannot be cut out or replayed apart is listed."""
+    from replayfmt.errors import OpReplayError
+
+    name = str(region.name)
+    if not region.ops:
+        return
+    try:
+        with plan_of_scope(work.capture, work.flags, name) as alone:
+            runner.scope(alone, name, region.passes)
+    except OpReplayError as error:
+        runner.require_source()
+        why = str(error).partition("\n")[0]
+        runner.not_run.append({"role": "scope", "name": name, "count": region.passes, "reason": why})
 
 
 @tool(
@@ -76,11 +359,10 @@ def cli(
     """
     from datetime import timedelta, timezone
 
-    from replayfmt.benchmark.energy.power_log_file import read_power_log, zone_named
-    from replayfmt.benchmark.energy.report import make_energy_report
+    from replayfmt.benchmark.energy.energy_report import make_energy_report
+    from replayfmt.benchmark.energy.power_log import read_power_log, zone_named
     from replayfmt.benchmark.energy.windows import read_windows
-    from replayfmt.benchmark.output import output_file, refuse_input
-    from replayfmt.benchmark.same_capture import require_same_capture
+    from replayfmt.benchmark.result_files import output_file, refuse_input, require_same_capture
     from replayfmt.format.reader import open_capture
 
     measured = read_windows(windows)

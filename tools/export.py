@@ -9,12 +9,11 @@ import click
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader, open_capture
 
-from .command import run_tool, say, tool
-from .progress import record_bar
+from .command import record_bar, run_tool, say, tool
 
 if TYPE_CHECKING:
     from replayfmt.export.replay_zip import Exported
-    from replayfmt.trim.selection import Wanted
+    from replayfmt.trim.selection import TrimSelection
 
 _TABLE_FORMATS = ("csv", "parquet")
 # Flags that only some formats take.
@@ -134,9 +133,9 @@ def cli(
         given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if given and form not in formats:
             raise UsageError(f"--{name.replace('_', '-')} is for --format={' and '.join(formats)}")
-    from replayfmt.trim.selection import Wanted
+    from replayfmt.trim.selection import TrimSelection
 
-    wanted = Wanted(ops, scopes or None, kernels or None, signatures or None)
+    wanted = TrimSelection(ops, scopes or None, kernels or None, signatures or None)
     with open_capture(capture) as reader:
         if form in _TABLE_FORMATS:
             _table(reader, out, table, form, wanted, force)
@@ -153,11 +152,11 @@ def cli(
     _report(out, exported)
 
 
-def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: Wanted, force: bool) -> None:
+def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: TrimSelection, force: bool) -> None:
     from replayfmt.export.tables import export_table
-    from replayfmt.trim.selection import resolve
+    from replayfmt.trim.selection import resolve_selection
 
-    ordinals = None if wanted.everything else resolve(reader, wanted).ordinals
+    ordinals = None if wanted.everything else resolve_selection(reader, wanted).ordinals
     rows = export_table(reader, out, table, form, ordinals, force=force)
     say(f"{out}: {rows:,} rows of {table}")
 
@@ -165,19 +164,18 @@ def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: Wante
 def _timeline(
     reader: CaptureReader,
     out: str,
-    wanted: Wanted,
+    wanted: TrimSelection,
     replayed: tuple[str, ...],
     benchmark: str | None,
     power_log: str | None,
     zone: str | None,
     force: bool,
 ) -> None:
-    from replayfmt.benchmark.output import refuse_input
+    from replayfmt.benchmark.result_files import refuse_input
     from replayfmt.export.perfetto import PowerSeries, export_perfetto
-    from replayfmt.report.documents import read_benchmark
-    from replayfmt.report.isolated import read_isolated
-    from replayfmt.report.replayed_trace import ReplayedTrace
-    from replayfmt.trim.selection import resolve
+    from replayfmt.report.measurements import read_benchmark, read_isolated
+    from replayfmt.report.timelines import ReplayedTrace
+    from replayfmt.trim.selection import resolve_selection
 
     for given in (benchmark, power_log):
         if given is not None:
@@ -191,11 +189,11 @@ def _timeline(
     if zone is not None and power_log is None:
         raise UsageError("--zone is for --power-log")
     if power_log is not None:
-        from replayfmt.benchmark.energy.power_log_file import read_power_log, zone_named
+        from replayfmt.benchmark.energy.power_log import read_power_log, zone_named
 
         log = read_power_log(power_log, zone=None if zone is None else zone_named(zone))
         power = [PowerSeries(gpu, each.times_s, each.watts) for gpu, each in log.series.items()]
-    ordinals = None if wanted.everything else resolve(reader, wanted).ordinals
+    ordinals = None if wanted.everything else resolve_selection(reader, wanted).ordinals
     counts = export_perfetto(reader, out, ordinals, replayed=traces, isolated=isolated, power=power, force=force)
     if counts.untimed:
         say(f"note      {counts.untimed:,} ops have no known duration: they are instants")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from replayfmt.errors import CaptureFailed, UsageError
-from replayfmt.format.container.output import check_place
+from replayfmt.format.output import check_place
 
 from .command import run_tool, say, tool
 

@@ -1,4 +1,4 @@
-"""`opreplay-benchmark --per-op`: its flags, and its output during and after the measurement of single ops."""
+"""`opreplay-benchmark --per-op`, and benchmarks against a baseline: `--baseline`, `--fail-above`, `--noise-floor`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,123 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .baseline import BaselineFlags, show_below
 from .command import reader_may_leave, said_if_possible, say
 
 if TYPE_CHECKING:
+    from replayfmt.benchmark.baseline import BaselineComparison, Document
+    from replayfmt.benchmark.run_report import Report
+if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Progress
-    from replayfmt.benchmark.per_op.results import OpOptions, PerOpRun
+    from replayfmt.benchmark.per_op.results import GroupBy, OpOptions, PerOpRun
     from replayfmt.benchmark.per_op.roofline import PeaksOf
-    from replayfmt.benchmark.per_op.rows import GroupBy
-    from replayfmt.benchmark.reports.rows import Report
+    from replayfmt.benchmark.run_report import Report
     from replayfmt.replay.plan import Plan
+
+
+def baseline_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags, as parameters baseline, fail_above and noise_floor."""
+    for option in (
+        click.option(
+            "--noise-floor",
+            is_flag=True,
+            help="Measure everything twice, as if it were two versions, and print for each row how large a difference "
+            "may be that means nothing. --benchmark-out keeps that for --baseline.",
+        ),
+        click.option(
+            "--fail-above",
+            metavar="PERCENT",
+            help="With --baseline: exit with 1 if a row is slower than there by more than that, or cannot be judged, "
+            "and name these rows. If there are any, everything is measured once more, and they have to fail again.",
+        ),
+        click.option(
+            "--baseline",
+            metavar="FILE",
+            help="Compare each row with that of the same name in FILE, which --benchmark-out wrote: faster, slower, or "
+            "no measurable difference.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@dataclass(frozen=True)
+class BaselineFlags:
+    """The values of the flags. `document` is the baseline's content."""
+
+    path: str | None
+    document: Document | None
+    fail_above: float | None
+    noise_floor: bool
+
+    @staticmethod
+    def of(baseline: str | None, fail_above: str | None, noise_floor: bool) -> BaselineFlags:
+        """Read the baseline. Raises UsageError if it is none, and for --fail-above without it."""
+        from replayfmt.benchmark.baseline import read_baseline
+        from replayfmt.benchmark.precision import parse_share
+
+        if fail_above is not None and baseline is None:
+            raise UsageError(f"--fail-above={fail_above} needs --baseline=FILE: there is nothing to compare with")
+        above = None if fail_above is None else parse_share("--fail-above", fail_above)
+        return BaselineFlags(baseline, None if baseline is None else read_baseline(baseline), above, noise_floor)
+
+    def apply(self, measure: Callable[[], Report]) -> tuple[Report, list[str], bool]:
+        """Measure, once or twice, and compare; a row has to fail both times. Returns the report, the lines to print
+        below it, and whether it passes.
+
+        Raises UsageError if the baseline has no row of this measurement.
+        """
+        from replayfmt.benchmark.baseline import compare_with_baseline, confirmed
+
+        report = measure()
+        again = measure() if self.noise_floor else None
+        if self.path is None or self.document is None:
+            return report, [] if again is None else self._floor(report, again), True
+        comparison = alone = compare_with_baseline(self.path, self.document, report.document())
+        above = self.fail_above
+        failures = [] if above is None else comparison.failures(above)
+        second: BaselineComparison | None = None
+        lines: list[str] = []
+        if failures and again is None:
+            again = measure()
+        if again is not None:
+            floor = self._floor(report, again)
+            lines += floor if self.noise_floor else []
+            comparison = compare_with_baseline(self.path, self.document, report.document())
+        lines += comparison.lines()
+        passed: list[str] = []
+        if failures and above is not None and again is not None:
+            second = compare_with_baseline(self.path, self.document, again.document())
+            found = confirmed(alone, comparison, second, above)
+            failures, passed = found.failures, found.passed
+            lines.append(f"measured again, since a row failed: {len(failures)} failed both times")
+        report.sections["baseline"] = comparison.as_json()
+        if above is not None:
+            hidden = comparison.hidden(above, second)
+            gate = {"fail_above": above, "failures": failures, "passed_again": passed, "hidden": hidden}
+            report.sections["baseline"] |= gate
+            lines += [f"WARNING: {each}" for each in hidden]
+        lines += [f"passed the second time: {each}" for each in passed]
+        return report, [*lines, *(f"FAILED: {failure}" for failure in failures)], not failures
+
+    @staticmethod
+    def _floor(report: Report, again: Report) -> list[str]:
+        """Give the rows of a report their noise floors, from a second measurement; returns the lines that say so."""
+        from replayfmt.benchmark.baseline import noise_floor
+
+        found = noise_floor(report.document(), again.document())
+        shares = found.shares()
+        for row in report.rows:
+            if row["name"] in shares:
+                row["noise_floor"] = shares[row["name"]]
+        report.sections["noise_floor"] = found.comparison.as_json()
+        return list(found.lines())
+
+
+def show_below(lines: list[str], form: str) -> None:
+    """Print them: below the table on stdout, beside a document for programs on stderr."""
+    for line in lines:
+        say(line, err=form != "console")
+
 
 _DEFAULT_MIN_TIME = "0.05s"
 # Flags for measuring whole replays.
@@ -148,9 +255,8 @@ class PerOpFlags:
         for name in _WHOLE_ONLY:
             if name in given:
                 raise UsageError(f"{_flag(name)} is for whole replays; it does not go with --per-op")
-        from replayfmt.benchmark.min_time import parse_min_time
         from replayfmt.benchmark.per_op.results import OpOptions
-        from replayfmt.benchmark.precision import op_precision
+        from replayfmt.benchmark.precision import op_precision, parse_min_time
 
         floor = parse_min_time(values["benchmark_min_time"] if "benchmark_min_time" in given else _DEFAULT_MIN_TIME)
         options = OpOptions(
@@ -179,9 +285,8 @@ def run_per_op(
     """Measure and print; `write` receives the JSON for --benchmark-out. Returns the exit code: 1 if a requested op was
     not run, differs from the capture, or fails `against` its baseline."""
     from replayfmt.benchmark.per_op.measuring import measure_ops
-    from replayfmt.benchmark.per_op.report import make_op_report
+    from replayfmt.benchmark.per_op.op_report import describe, make_op_report, progress_line
     from replayfmt.benchmark.per_op.results import MeasuredOp
-    from replayfmt.benchmark.per_op.table import describe, progress_line
 
     def show(op: MeasuredOp, place: int, of: int) -> None:
         with said_if_possible():
@@ -206,7 +311,7 @@ def run_per_op(
 
 
 def _show(report: Report, form: str) -> None:
-    from replayfmt.benchmark.per_op.table import table_lines
+    from replayfmt.benchmark.per_op.op_report import table_lines
 
     if form == "console":
         for line in table_lines(report):
@@ -223,7 +328,7 @@ def _unseen(_what: str, _done: int, _of: int | None) -> None:
 
 def _peaks(values: dict[str, Any]) -> PeaksOf | None:
     """The peaks of a device, with --roofline."""
-    from replayfmt.benchmark.peaks import Peaks, parse_rate
+    from replayfmt.benchmark.per_op.roofline import Peaks, parse_rate
 
     given = {name: values[name] for name in ("peak_flops", "peak_bandwidth") if values[name] is not None}
     if not values["roofline"]:

@@ -10,10 +10,8 @@ import click
 from click.core import ParameterSource
 
 from replayfmt.errors import UsageError
+from replayfmt.probes.costs import PredictedLaunch
 from replayfmt.probes.definitions import find_probe, probe_row, shipped_probes
-from replayfmt.probes.evaluations.block_times import unwatched
-from replayfmt.probes.evaluations.memory import PredictedLaunch
-from replayfmt.probes.evaluations.tables import as_json, as_text, plain, shown
 from replayfmt.probes.instrumenting import (
     DEFAULT_TARGET,
     FILES_OF_KERNELS,
@@ -26,10 +24,11 @@ from replayfmt.probes.instrumenting import (
     write_instrumented,
 )
 from replayfmt.probes.reporting import KINDS, NamedFile, ReportOptions, evaluate, write_report
+from replayfmt.probes.schedule import no_progress
+from replayfmt.probes.tables import as_json, as_text, plain, shown
 
-from .command import reader_may_leave, run_tool, say, tool
+from .command import reader_may_leave, record_bar, run_tool, say, tool
 from .probe_run import run_probe
-from .progress import record_bar
 
 
 @tool(
@@ -169,7 +168,7 @@ def _report(
     size = sum(os.path.getsize(file.path) // 16 for file in files if os.path.isfile(file.path))
     with record_bar(f"evaluating {words[0]}", size) as show:
         options = ReportOptions(section, tensors, tuple(map(PredictedLaunch.parse, predicted)))
-        result = evaluate(words[0], files, options, show or unwatched)
+        result = evaluate(words[0], files, options, show or no_progress)
     written = write_report(result, output, picture=not no_picture, force=force) if output is not None else []
     with reader_may_leave():
         if form == "json":

@@ -10,12 +10,12 @@ import click
 
 from replayfmt.errors import ReplayMismatch, UsageError
 from replayfmt.probes.definitions import find_probe
-from replayfmt.probes.evaluations.tables import plain, shown
+from replayfmt.probes.tables import plain, shown
 
 from .command import reader_may_leave, say
 
 if TYPE_CHECKING:
-    from replayfmt.probing.collecting import ProbedLaunch, ProbePlan
+    from replayfmt.probing import ProbedLaunch, ProbePlan
     from replayfmt.replay.plan import Plan
 
 
@@ -38,7 +38,7 @@ def run_probe(
     if len(words) != 1 or probe is None or output is None:
         raise UsageError("run: expected CAPTURE, --tool=PROBE and -o DIR")
     definition = find_probe(probe)
-    from replayfmt.probing.collecting import DEFAULT_MOST_BYTES, collect, plan_probe
+    from replayfmt.probing import DEFAULT_MOST_BYTES, collect, plan_probe
     from replayfmt.replay.plan import Plan
 
     with Plan(words[0], list(device), keep_going=True, allow_code=allow_code, file_remaps=remaps) as plan:
@@ -57,7 +57,7 @@ def run_probe(
 
 
 def _device(plan: Plan) -> Any:
-    from replayfmt.probing.device import CudaDevice
+    from replayfmt.probing import CudaDevice
 
     found = [device for device in plan.devices if device.type == "cuda"]
     if len(found) != 1:

@@ -1,29 +1,175 @@
-"""The flags that choose what a replay runs on and what it accepts: the same for opreplay-run and opreplay-benchmark.
+"""The flags of every tool that replays: what a replay runs on and accepts, profiling, and `--isolate`.
 
-Imports torch only once a plan is made.
+`--isolate` runs the tool in a child process, whose death is a finding: native kernels can kill a process, and a capture
+chooses their arguments. The child records in a file which window of ops it is in.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import json
 import math
+import os
+import re
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from replayfmt.errors import SubstitutionRejected, UsageError
+from replayfmt.errors import OpReplayError, ReplayFailed, ReplayMismatch, SubstitutionRejected, UsageError
+from replayfmt.format.reader import open_capture
 
-from .command import say
-from .isolate import isolate_option
+from .command import report, say
 
+if TYPE_CHECKING:
+    from replayfmt.replay.codegen.windows import Window
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
     from replayfmt.replay.plan import Plan
+
+
+_NOTES = "OPREPLAY_ISOLATED"  # in the environment of the worker process: the folder of its notes
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+
+
+def worker_command(module: str, *arguments: str) -> list[str]:
+    """The command line of a child process that runs a tool. It finds the same modules as this process, because
+    --allow-import names them, and does not outlive it."""
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import end_with; end_with({os.getpid()}); "
+        f"from {module} import main; main()"
+    )
+    return [sys.executable, "-c", program, *arguments]
+
+
+def end_with(parent: int) -> None:
+    """Have this process killed when its parent ends, however that happens: the kernels of a capture may keep it busy
+    forever, and nobody else knows of it. Only Linux can do so."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before that
+            os._exit(1)
+
+
+def isolate_option(function: Any) -> Any:
+    """Add `--isolate` to a tool."""
+    return click.option(
+        "--isolate",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_isolate,
+        help="Work in a child process: if a kernel kills it, that is a failure with the op's name and exit code 1.",
+    )(function)
+
+
+def _isolate(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    folder = os.environ.get(_NOTES)
+    if not wanted or context.resilient_parsing:
+        return
+    if folder is not None:
+        _take_notes(Path(folder))
+        return
+    assert context.command.callback is not None
+    command = worker_command(context.command.callback.__module__, *sys.argv[1:])
+    with _ended_in_order(), tempfile.TemporaryDirectory(prefix="opreplay-") as notes:
+        environment = {**os.environ, _NOTES: notes}
+        # Kills it if an exception ends the wait.
+        code = subprocess.call(command, stdout=_stdout(), env=environment)
+        if code < 0:
+            report(ReplayFailed(_obituary(-code, Path(notes))))
+            code = 1
+    context.exit(code)
+
+
+def _stdout() -> int | None:
+    """Where the tool prints, which need not be descriptor 1; None for that, if sys.stdout is no file."""
+    try:
+        return sys.stdout.fileno()
+    except OSError:
+        return None
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Inside, a signal that would end this process at once is an exception, so that it leaves nothing behind."""
+
+    def leave(number: int, _frame: Any) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ----------------------------------------------------------------------------------------- in the process that works
+
+
+def _take_notes(folder: Path) -> None:
+    """Record each window before it runs, and the line Python was at when the process dies."""
+    del os.environ[_NOTES]  # not for the processes that this one starts
+    faulthandler.enable((folder / "fault").open("w"), all_threads=False)
+    notes = (folder / "window").open("w")
+
+    def note(path: str, window: Window) -> None:
+        notes.seek(0)
+        notes.truncate()
+        json.dump(
+            {
+                "capture": path,
+                "first": window.first_ordinal,
+                "lines": [window.ordinal_of_line(line) for line in window.lines],
+            },
+            notes,
+        )
+        notes.flush()
+
+    from replayfmt.replay.run import execute
+
+    execute.before_window = note
+
+
+# ------------------------------------------------------------------------------------------ in the one that waits
+
+
+def _obituary(number: int, folder: Path) -> str:
+    name = signal.Signals(number).name
+    why = ", as the system does where there is no memory left" if number == signal.SIGKILL else ""
+    text = (folder / "window").read_text() if (folder / "window").exists() else ""
+    said = f"the worker process was killed by {name}{why}"
+    try:
+        noted = json.loads(text)
+    except ValueError:
+        return f"{said}, before the first op"
+    fault = (folder / "fault").read_text()
+    line = re.search(r'File "<opreplay window>", line (\d+)', fault)
+    if line is None:
+        return f"{noted['capture']}: {said}, at ordinal {noted['first']} or later"
+    ordinal = noted["lines"][int(line[1])]
+    return f"{noted['capture']}: {said} at ordinal {ordinal}{_described(noted['capture'], ordinal)}"
+
+
+def _described(path: str, ordinal: int) -> str:
+    try:
+        with open_capture(path) as reader:
+            record = reader.record(ordinal)
+            kernel = reader.kernels[record.signature.kernel] if record.signature.kernel else None
+            return f" ({kernel.qualified_name if kernel is not None else record.kind.name})"
+    except (OpReplayError, IndexError):
+        return ""
+
 
 _MODES = ("auto", "bitwise", "close", "none")
 
@@ -281,3 +427,102 @@ def _file_progress() -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+def profiling_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags, as parameters device_profiling_mode, device_profiling_output and force."""
+    for option in (
+        click.option("--force", is_flag=True, help="Overwrite output files that exist."),
+        click.option(
+            "--device-profiling-output",
+            metavar="FILE",
+            help="Write a torch.profiler trace of one additional, untimed replay to FILE (Chrome JSON, "
+            "compressed if it ends in .gz), with the capture's scopes as annotations.",
+        ),
+        click.option(
+            "--device-profiling-mode",
+            metavar="LIST",
+            help="Contents of the trace, comma-separated: host-ops, device-kernels, memory, shapes, stacks.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@dataclass(frozen=True)
+class ProfilingRequest:
+    """A trace requested on the command line."""
+
+    families: tuple[str, ...]
+    output: str
+    force: bool
+
+    def check(self, plan: Any) -> None:
+        """Raises UsageError if the plan's devices or this torch cannot provide a family."""
+        from replayfmt.benchmark.profiling import check_families
+
+        check_families(self.families, plan.devices)
+
+    def profile(self, plan: Any) -> None:
+        """Replay the plan once more under the profiler and write the trace; the replay's errors propagate."""
+        from replayfmt.benchmark.profiling import profile_replay
+
+        profile_replay(plan, self.families, self.output, force=self.force)
+
+
+@contextmanager
+def profiled(request: ProfilingRequest | None, plan: Any) -> Iterator[None]:
+    """Wraps a tool's replays: checks the request before them and writes the trace after them.  This includes replays
+    that failed: the trace then extends as far as the replay did, and the failure propagates."""
+    if request is None:
+        yield
+        return
+    request.check(plan)
+    try:
+        yield
+    except (ReplayFailed, ReplayMismatch):
+        with suppress(ReplayFailed):  # most likely the same failure again; the first is the one to report
+            request.profile(plan)
+        raise
+    request.profile(plan)
+
+
+def profiling_request(mode: str | None, output: str | None, force: bool, capture: str) -> ProfilingRequest | None:
+    """The request from the flags, None if they are not given.  Raises UsageError for one flag without the other, for
+    unknown families and an invalid output, OutputExists for an existing one."""
+    if mode is None and output is None:
+        return None
+    if mode is None:
+        raise UsageError(
+            f"--device-profiling-output={output}: give --device-profiling-mode=LIST with it, for instance "
+            "host-ops,shapes"
+        )
+    if output is None:
+        raise UsageError(f"--device-profiling-mode={mode}: give --device-profiling-output=FILE with it")
+    from replayfmt.benchmark.profiling import OUTPUT_FLAG, parse_families
+    from replayfmt.benchmark.result_files import output_file, refuse_input
+
+    families = parse_families(mode)
+    refuse_input(OUTPUT_FLAG, output, capture)
+    with output_file(OUTPUT_FLAG, output, force):
+        pass  # it can be written; it is made at the end, and nothing is there until then
+    return ProfilingRequest(families, output, force)
+
+
+@contextmanager
+def plan_of_scope(capture: str, flags: ReplayFlags, name: str) -> Iterator[Plan]:
+    """The plan of a capture that was cut to the scopes of a name, in a temporary file. Raises ReplayRefused for
+    what cutting it out, replaying it apart and the caller raise on purpose, without the file's name."""
+    from replayfmt.errors import OpReplayError, ReplayRefused
+    from replayfmt.trim.selection import TrimSelection
+    from replayfmt.trim.trimming import checked_here, trim_capture
+
+    with tempfile.TemporaryDirectory() as directory:
+        part = os.path.join(directory, "scope.opreplay")
+        try:
+            with flags.plan(capture, keep_going=True) as plan:
+                trim_capture(plan, part, TrimSelection(scope=(name,)), checked_here(flags.plan), verify=flags.verify)
+            with flags.plan(part) as alone:
+                yield alone
+        except OpReplayError as error:
+            raise ReplayRefused(str(error).partition("\n")[0].replace(part, "the part")) from error

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import click
 
-from replayfmt.format.printable import counted
+from replayfmt.format.validation import counted
 
 from .command import reader_may_leave, run_tool, say, tool
 
@@ -87,15 +87,15 @@ def cli(
     Exits with 0 if the page is written, 1 if it cannot be, 2 for wrong usage and measurements that are damaged or of
     another capture, 3 if CAPTURE is missing, unreadable or not valid.
     """
-    from replayfmt.benchmark.comparison.baseline import read_baseline
-    from replayfmt.benchmark.output import output_file, refuse_input
+    from replayfmt.benchmark.baseline import read_baseline
+    from replayfmt.benchmark.result_files import output_file, refuse_input
     from replayfmt.format.reader import open_capture
     from replayfmt.report.contents import ReportInputs, make_contents
-    from replayfmt.report.documents import read_benchmark, read_energy, read_run
+    from replayfmt.report.measurements import read_benchmark, read_energy, read_run
     from replayfmt.report.page import make_page
-    from replayfmt.report.plot_files import plot_folder
-    from replayfmt.report.probe_results import read_probe_run
-    from replayfmt.report.replayed_trace import ReplayedTrace
+    from replayfmt.report.plots import plot_folder
+    from replayfmt.report.probe_section import read_probe_run
+    from replayfmt.report.timelines import ReplayedTrace
     from replayfmt.version import own_version
 
     logs = (os.path.join(each, "event.log") for each in probes)

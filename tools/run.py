@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from replayfmt.errors import ReplayMismatch
-from replayfmt.format.printable import printable
+from replayfmt.format.validation import printable
 
-from .command import reader_may_leave, report, run_tool, say, tool
-from .profiling_flags import profiled, profiling_options, profiling_request
-from .progress import record_bar
-from .replay_flags import ReplayFlags, replay_options, rows_if_rejected
+from .command import reader_may_leave, record_bar, report, run_tool, say, tool
+from .replay_flags import ReplayFlags, profiled, profiling_options, profiling_request, replay_options, rows_if_rejected
 
 if TYPE_CHECKING:
     from replayfmt.replay.results import ReplayResult
@@ -94,13 +92,13 @@ def cli(
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
     keep_going = keep_going or compare_kernels
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
-        from replayfmt.replay.report import as_rows, as_text
+        from replayfmt.replay.convenience import as_rows, as_text
 
         if compare_kernels:
-            from replayfmt.benchmark.meters import device_kernels
+            from replayfmt.benchmark import profiling
 
-            device_kernels.check_device(plan)
-            kernels = device_kernels.kernels_of(plan)
+            profiling.check_device(plan)
+            kernels = profiling.kernels_of(plan)
         shown = rows_if_rejected() if form == "jsonl" else nullcontext()
         with record_bar("replaying", plan.reader.record_count) as on_progress, shown:
             result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
@@ -117,7 +115,7 @@ def cli(
                 for finding in plan.findings:
                     say(f"finding: {finding}")
             if compare_kernels:
-                for verdict in device_kernels.compare_kernels(plan, kernels):
+                for verdict in profiling.compare_kernels(plan, kernels):
                     click.echo(json.dumps(verdict.row()) if form == "jsonl" else printable(str(verdict)))
     return _judge(capture, result)
 

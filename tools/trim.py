@@ -1,26 +1,74 @@
-"""opreplay-trim: turn part of a capture into a smaller capture or a script."""
+"""opreplay-trim: turn part of a capture into a smaller capture or a script.
+
+What it wrote is replayed in a child process: an op that kills the process is a finding, not the tool's end.
+"""
 
 from __future__ import annotations
 
 import getpass
+import json
 import os
+import re
+import signal
+import subprocess
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import click
 
-from replayfmt.errors import UsageError
-from replayfmt.format.container.output import check_place
-from replayfmt.format.printable import counted
+from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.format.output import check_place
 from replayfmt.format.reader import open_capture
-from replayfmt.trim.selection import Wanted
-from replayfmt.trim.trimming import Checked, Prediction, TrimResult, Verify, strip_capture, trim_capture, used_remaps
+from replayfmt.format.validation import counted
+from replayfmt.replay.results import Verification
+from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.trimming import (
+    Prediction,
+    ReplayCheck,
+    TrimResult,
+    Verify,
+    strip_capture,
+    trim_capture,
+    used_remaps,
+)
 
-from .check_apart import check_apart
-from .command import reader_may_leave, run_tool, say, tool
-from .progress import record_bar
-from .replay_flags import ReplayFlags, flag_of, replay_options
+from .command import reader_may_leave, record_bar, run_tool, say, tool
+from .replay_flags import ReplayFlags, flag_of, replay_options, worker_command
+
+_STATUS = re.compile(r"[A-Z_]+: ")
+
+
+def check_apart(path: str, flags: ReplayFlags) -> ReplayCheck:
+    """The outcome of a capture's replay. Raises ReplayMismatch if the process did not survive it, ReplayRefused and
+    ReplayFailed if it was refused or failed."""
+    command = worker_command("opreplay_tools.run", "--format=jsonl", *flags.arguments(), "--", path)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="backslashreplace")
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        raise ReplayMismatch(
+            f"{path}: was not written: the process that replayed it was killed by {name}. What "
+            "is embedded in it may be addresses, or memory that a kernel left unwritten: also keep the op that "
+            "returns it, or name its result with --opaque-result; --verify=none writes it anyway"
+        )
+    said = [line.strip() for line in done.stderr.splitlines()] or ["it said nothing"]
+    at = next((index for index, line in enumerate(said) if _STATUS.match(line)), 0)  # after what imports print
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    row = next((each for each in rows if each["kind"] == "replay"), None)
+    if row is None:
+        first, *findings = said[at:]
+        status, _colon, message = first.partition(": ")
+        if status == ReplayRefused.status:
+            raise ReplayRefused(message, tuple(findings))
+        raise ReplayFailed(f"{path}: was not written: its replay failed: {first}")
+    facts = row["verification"]
+    verification = Verification(facts.pop("asked"), facts.pop("mode"), tuple(facts.pop("reasons")), **facts)
+    opaque = tuple((*each["op"].rsplit(".", 1), each["result"], each["why"]) for each in row["opaque_results"])
+    differs = None
+    if row["divergence"] is not None:
+        message = said[at]
+        differs = message.partition("differs from the capture: ")[2] or message
+    return ReplayCheck(verification.text, differs, tuple(row["nondeterministic"]), opaque)
 
 
 @tool(
@@ -123,7 +171,7 @@ def cli(
     Exits with 0 if OUT was written and verified as asked, 1 if the replay was refused, failed or did not match, 2 for
     wrong usage, 3 if IN is missing, unreadable or not valid.
     """
-    wanted = Wanted(ops, scopes or None, kernels or None, signatures or None)
+    wanted = TrimSelection(ops, scopes or None, kernels or None, signatures or None)
     if flags.replay_kernel_substitution:
         raise UsageError(
             "--replay-kernel-substitution: kept content comes from the captured kernels; substitute when you "
@@ -153,8 +201,8 @@ def cli(
         _replays_nothing(flags, "--payload=none")
         _strip(capture, out, wanted, force, flags, not no_sources)
         return
-    less = Less(redact, payload == "integers", not no_sources)
-    if wanted.everything and less != Less():
+    less = RedactionOptions(redact, payload == "integers", not no_sources)
+    if wanted.everything and less != RedactionOptions():
         _replays_nothing(flags, "--redact, --no-sources or --payload=integers without a selection")
         _report(_copy(capture, out, less, force, flags.allow_incomplete))
         return
@@ -163,7 +211,7 @@ def cli(
             "nothing is selected: give --ops, --scope, --kernel or --signature (or --payload=none, "
             "--payload=integers, --redact or --no-sources, to keep everything, with less in it)"
         )
-    if less == Less():
+    if less == RedactionOptions():
         _report(_trim(capture, out, wanted, force, flags))
         return
     check_place(out, force)
@@ -187,7 +235,7 @@ def _replays_nothing(flags: ReplayFlags, why: str) -> None:
         raise UsageError(f"{why} replays nothing: leave {', '.join(given)} out")
 
 
-def _strip(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags, sources: bool) -> None:
+def _strip(capture: str, out: str, wanted: TrimSelection, force: bool, flags: ReplayFlags, sources: bool) -> None:
     with open_capture(capture) as reader:
         _report(
             strip_capture(
@@ -203,7 +251,7 @@ def _strip(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFla
         )
 
 
-class Less(NamedTuple):
+class RedactionOptions(NamedTuple):
     """What a copy of a whole capture is to have less in it."""
 
     redact: bool = False
@@ -211,8 +259,8 @@ class Less(NamedTuple):
     sources: bool = True
 
 
-def _copy(capture: str, out: str, less: Less, force: bool, allow_incomplete: bool) -> TrimResult:
-    from replayfmt.trim.redacting import copy_capture
+def _copy(capture: str, out: str, less: RedactionOptions, force: bool, allow_incomplete: bool) -> TrimResult:
+    from replayfmt.trim.trimming import copy_capture
 
     with open_capture(capture) as reader:
         return copy_capture(
@@ -227,8 +275,8 @@ def _user() -> tuple[str, ...]:
         return ()  # a user this system has no name for
 
 
-def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlags) -> TrimResult:
-    def check(path: str, verify: Verify) -> Checked:
+def _trim(capture: str, out: str, wanted: TrimSelection, force: bool, flags: ReplayFlags) -> TrimResult:
+    def check(path: str, verify: Verify) -> ReplayCheck:
         with open_capture(path) as reader:
             remaps = used_remaps(reader, flags.replay_file_remap)
         # What --opaque-result named is in the result's session.
@@ -247,8 +295,8 @@ def _trim(capture: str, out: str, wanted: Wanted, force: bool, flags: ReplayFlag
         )
 
 
-def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: bool, flags: ReplayFlags) -> None:
-    from replayfmt.trim.script.export import script_with_data, synthesized_script
+def _script(capture: str, out: str, data: str | None, wanted: TrimSelection, force: bool, flags: ReplayFlags) -> None:
+    from replayfmt.trim.script import script_with_data, synthesized_script
 
     if data is None:
         _replays_nothing(replace(flags, allow_code=False), "--script without --script-data")
@@ -272,8 +320,8 @@ def _script(capture: str, out: str, data: str | None, wanted: Wanted, force: boo
     say(f"{result.path}: {result.ops:,} ops, {result.inputs:,} inputs")
 
 
-def _vectors(capture: str, out: str, wanted: Wanted, force: bool, partial: bool, flags: ReplayFlags) -> None:
-    from replayfmt.trim.vectors.export import write_vectors
+def _vectors(capture: str, out: str, wanted: TrimSelection, force: bool, partial: bool, flags: ReplayFlags) -> None:
+    from replayfmt.trim.vectors import write_vectors
 
     with flags.plan(capture, keep_going=True) as plan:
         result = write_vectors(

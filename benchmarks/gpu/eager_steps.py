@@ -78,7 +78,7 @@ def machine() -> None:
         from replayfmt.native.building import NotAvailable
         from replayfmt.native.hook import dispatch_hook
         from replayfmt.native.watching import thread_watch
-        from replayfmt.pytorch.tensors.statistics import use_native
+        from replayfmt.pytorch.tensors.digests import use_native
 
         began = time.perf_counter()
         with ThreadPoolExecutor() as pool:  # where they have to be built, a minute for each

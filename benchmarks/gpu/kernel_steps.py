@@ -46,10 +46,10 @@ def _by_name(rows: list[dict[str, Any]]) -> Counter[str]:
 
 
 def per_op() -> None:
-    from replayfmt.benchmark import peaks
+    from replayfmt.benchmark.per_op import roofline
 
     # Peaks of this run, not of an earlier one.
-    peaks.cache_file = lambda: WORK / "peaks.json"
+    roofline.cache_file = lambda: WORK / "peaks.json"
     path = WORK / "per_op.opreplay"
     sums = {inputs: f"per op, {inputs}: sum / device time of the whole" for inputs in ("hot", "in graphs", "cold")}
     top = "per op: of the five kernels that torch.profiler finds most expensive, found too"
@@ -157,9 +157,8 @@ def _probe(path: Path, probe: str, kernel: str, what: str) -> None:
     import numpy as np
 
     from replayfmt.probes.definitions import find_probe
-    from replayfmt.probes.recordings.results import ProbeRecording
-    from replayfmt.probing.collecting import collect, plan_probe
-    from replayfmt.probing.device import CudaDevice
+    from replayfmt.probes.recordings import ProbeRecording
+    from replayfmt.probing import CudaDevice, collect, plan_probe
 
     definition = find_probe(probe)
     with replayfmt.Plan(path, keep_going=True, allow_code=True) as plan:

@@ -1,9 +1,10 @@
-"""Timing a replay: measure (the loop), scopes, statistics; meters, single ops, comparisons and reports in packages.
+"""Timing a replay: `measure` (the loop), `meters`, `scopes`, `statistics`, `run_report`; single ops in `per_op`,
+energy in `energy`.
 
-`measure.measure(plan, options)` returns a `Run`, `reports.rows.make_report(run, plan)` its rows. Imports format,
+`measure.measure(plan, options)` returns a `Run`, `run_report.make_report(run, plan)` its rows. Imports format,
 pytorch and replay; only the tools and the library's public API import it.
 
-The package is callable: `replayfmt.benchmark(path)` is `one_call.benchmark(path)`. A function of that name in
+The package is callable: `replayfmt.benchmark(path)` is `convenience.benchmark(path)`. A function of that name in
 `replayfmt` would be overwritten by the package as soon as one of its modules is imported.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> Any:
-        from .one_call import benchmark
+        from .convenience import benchmark
 
         return benchmark(*args, **options)
 

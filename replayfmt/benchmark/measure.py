@@ -2,13 +2,11 @@
 
 Repetitions run one after the other: each replay restores its state untimed, then runs the whole capture between the
 start and the stop of a stopwatch, or of one stopwatch per measured scope. Nothing is verified while anything is timed:
-verified replays run before the first and after the last timed one, and if either does not match there are no results at
-all.
+verified replays run before and after.
 
-Possible disturbances: Python's cyclic garbage collector runs before each repetition and is off while replays are timed
-(as in `timeit`), except that it runs untimed between two replays that left much garbage; thread counts and all other
-numeric settings are the capture's own (the plan sets them). Objects are not frozen, because they could not be told
-apart afterwards from those that other code in the process froze.
+With --inputs=cold a buffer larger than the last-level cache is rewritten, untimed, before each measured replay or call
+(`CacheFlush`); hot inputs are the same buffers each time. With --cuda-graph the work is also launched as one graph of
+its device (`require_graphs`), without the gaps in which that waits for the host.
 """
 
 from __future__ import annotations
@@ -17,28 +15,97 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
-from replayfmt.errors import OpReplayError, ReplayMismatch
-from replayfmt.format.arguments import count_of
-from replayfmt.replay.graphs.admission import NotInAGraph
-from replayfmt.replay.graphs.whole import WholeGraph
+from replayfmt.errors import OpReplayError, ReplayMismatch, UsageError
+from replayfmt.format.validation import count_of
+from replayfmt.pytorch.accelerators import NoGraphs, device_module, is_accelerator, new_graph
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.replay_graph import NotGraphCapturable, WholeGraph
 from replayfmt.replay.results import ReplayResult, VerifyMode
 from replayfmt.replay.run.execute import OnScope
 
-from .device_graphs import require_graphs
-from .gpu_state import GpuWatch
-from .inputs import CacheFlush, Inputs, describe_inputs
-from .meters.meter import Clock, MakeMeter, NotMeasured, Quantity
-from .meters.registered import METERS
-from .meters.stopwatch import Readings, ReplayTimer, ScopeWatch, stopwatch_for
-from .min_time import MOST_ITERATIONS, MinTime
-from .precision import NarrowEnough, Precision
+from .machine import GpuWatch, largest_cache
+from .meters import METERS, Clock, MakeMeter, NotMeasured, Quantity, Readings, ReplayTimer, ScopeWatch, stopwatch_for
+from .precision import MOST_ITERATIONS, MinTime, Precision, StoppingRule
 from .scopes import MeasuredRegion, find_regions, whole_capture
 from .statistics import TimeStatistics, summarize
+
+FLAG = "--cuda-graph"
+
+
+def require_graphs(devices: Sequence[torch.device]) -> torch.device:
+    """The one accelerator that a replay works on. Raises UsageError if there is none, or if it has no graphs."""
+    found = [device for device in devices if is_accelerator(device)]
+    if not found:
+        works_on = ", ".join(map(str, devices)) or "no device"
+        raise UsageError(
+            f"{FLAG} needs a device that has graphs, such as a CUDA device, and the replay works on {works_on}: "
+            "leave it out, or replay on one with --device"
+        )
+    if len(found) > 1:
+        raise UsageError(f"{FLAG} measures one device, and the replay works on {', '.join(map(str, found))}")
+    try:
+        new_graph(found[0])
+    except (NoGraphs, RuntimeError) as problem:
+        raise UsageError(f"{FLAG}: {problem}: leave it out") from problem
+    return found[0]
+
+
+Inputs = Literal["hot", "cold"]
+INPUTS: tuple[Inputs, ...] = ("hot", "cold")
+# The buffer is this many times as large as the cache: what is replaced is the cache's choice, not always the oldest.
+_TIMES_THE_CACHE = 2
+# Where the size of the cache is not known; larger than the last-level caches of most processors.
+_UNKNOWN_CACHE_BYTES = 256 << 20
+_MIB = 1 << 20
+
+
+def default_inputs(devices: Sequence[torch.device]) -> Inputs:
+    """What isolated ops are measured with unless asked otherwise: cold on accelerators, hot elsewhere."""
+    return "cold" if any(map(is_accelerator, devices)) else "hot"
+
+
+class CacheFlush:
+    """Replaces the content of the caches of some devices; the host's are among them only if it is a device."""
+
+    def __init__(self, devices: Sequence[torch.device], root: Path = Path("/")) -> None:
+        """Allocates the buffers. `root` is where sys is."""
+        self._buffers: list[torch.Tensor] = []
+        described = []
+        for device in devices:
+            if device.type == "meta":
+                continue
+            cache = _device_cache(device) if is_accelerator(device) else largest_cache(root)
+            size = _TIMES_THE_CACHE * cache if cache else _UNKNOWN_CACHE_BYTES
+            self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=device))
+            of = f"its last-level cache has {cache / _MIB:.4g} MiB" if cache else "the size of its caches is not known"
+            described.append(f"{device}: {size / _MIB:.4g} MiB are rewritten before each; {of}")
+        self.description = "; ".join(described) or "nothing is rewritten, because no device with a cache takes part"
+
+    def __call__(self) -> None:
+        """Read and write every byte of the buffers; on accelerators, issue the work that does."""
+        for buffer in self._buffers:
+            buffer.add_(1)
+
+
+def _device_cache(device: torch.device) -> int | None:
+    """Bytes of an accelerator's last-level cache; None if PyTorch does not say."""
+    properties = getattr(device_module(device.type), "get_device_properties", None)
+    size = getattr(properties(device), "L2_cache_size", 0) if properties is not None else 0
+    return int(size) or None
+
+
+def describe_inputs(inputs: Inputs, flush: CacheFlush | None, calls: str) -> str:
+    """One line for reports: what the figures hold for. `calls` names what is repeated."""
+    if inputs == "hot" or flush is None:
+        return f"hot: the same buffers in each of the {calls}, so what fits into the caches stays there"
+    return f"cold: {flush.description}"
+
 
 # Restoring state is untimed and may take many times as long as the replay: --benchmark-min-time counts timed seconds,
 # and measuring stops after this many times as much real time. Rule and number are Google Benchmark's.
@@ -106,7 +173,7 @@ def further_readings(iterations: Sequence[Readings]) -> dict[Quantity, np.ndarra
 
 
 @dataclass(frozen=True)
-class InGraph:
+class GraphMeasurement:
     """A region in one graph of its device. `samples` are its launches, empty if `reason` says why there is no graph;
     `compared` says how the graph was found to compute what its ops do."""
 
@@ -122,7 +189,7 @@ class Measurement:
 
     region: MeasuredRegion
     samples: list[Sample]
-    in_graph: InGraph | None = None
+    in_graph: GraphMeasurement | None = None
 
     @property
     def reported(self) -> list[Sample]:
@@ -200,7 +267,7 @@ def measure(
 
 def _in_graph(
     region: MeasuredRegion, runner: _Runner, plan_of_scope: PlanOfScope | None, meters: Sequence[MakeMeter]
-) -> InGraph:
+) -> GraphMeasurement:
     """The launches of a region in one graph: of the whole replay, or of a capture that was cut to a scope."""
     try:
         if region.name is None:
@@ -208,7 +275,7 @@ def _in_graph(
         elif plan_of_scope is not None:
             opened = plan_of_scope(region.name)
         else:
-            raise NotInAGraph("a graph of a scope needs a capture that was cut to it")
+            raise NotGraphCapturable("a graph of a scope needs a capture that was cut to it")
         with opened as plan:
             graph = WholeGraph(plan)
             launches = _Runner(
@@ -217,9 +284,9 @@ def _in_graph(
             iterations, _cut_short = launches.first_repetition()
             for _ in range(1, runner.options.repetitions):
                 launches.repetition(iterations)
-            return InGraph(launches.whole_samples, graph.compared)
-    except (NotInAGraph, OpReplayError) as error:
-        return InGraph(reason=str(error).partition("\n")[0])
+            return GraphMeasurement(launches.whole_samples, graph.compared)
+    except (NotGraphCapturable, OpReplayError) as error:
+        return GraphMeasurement(reason=str(error).partition("\n")[0])
 
 
 def timed_by(plan: Plan, clock: Clock | None) -> Clock:
@@ -278,7 +345,7 @@ class _Runner:
             self.repetition(goal.iterations)
             return goal.iterations, None
         goal_ns = (goal.seconds or 0.0) * 1e9
-        narrow = [] if precision is None else [NarrowEnough(precision.share) for _ in self.watches or (None,)]
+        narrow = [] if precision is None else [StoppingRule(precision.share) for _ in self.watches or (None,)]
         timed = waited = 0.0
         before = self.clock.real()
 

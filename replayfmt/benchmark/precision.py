@@ -1,7 +1,7 @@
-"""How precisely to measure: until the confidence interval of the median is narrow enough, or the time is up.
+"""How long to measure: a number of iterations or seconds, or until the median's confidence interval is narrow enough.
 
-The values of --benchmark-precision and --benchmark-max-time. The floor is --benchmark-min-time. Does not depend on
-clocks or plans.
+The values of --benchmark-min-time (`20x` iterations, `0.5s` or `0.5` seconds), --benchmark-precision and
+--benchmark-max-time. The minimum time is the floor of the others. Does not depend on clocks or plans.
 """
 
 from __future__ import annotations
@@ -14,8 +14,47 @@ import numpy as np
 
 from replayfmt.errors import UsageError
 
-from .min_time import MOST_SECONDS, MinTime, parse_min_time
 from .statistics import SMALLEST_FOR_INTERVAL, median_interval
+
+MOST_ITERATIONS = 1_000_000_000  # Google Benchmark's own limit
+MOST_SECONDS = 86_400  # a day; Google Benchmark has no limit for seconds
+_ITERATIONS = re.compile(r"\s*\+?0*(\d{1,10})x", re.ASCII)
+_SECONDS = re.compile(r"\s*\+?((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)s?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class MinTime:
+    """Exactly one of the two is set: `iterations`, or `seconds` of measured replay time."""
+
+    iterations: int | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.iterations}x" if self.iterations is not None else f"{self.seconds:g}s"
+
+
+def parse_min_time(text: str) -> MinTime:
+    """Read `<integer>x`, `<float>s` or, as Google Benchmark still takes it, `<float>`.
+
+    Raises UsageError for everything else, and for values that are not positive: measuring for no time measures nothing.
+    (Google Benchmark reports rows of 0 iterations for `0x`.)
+    """
+    matched = _ITERATIONS.fullmatch(text)
+    if matched:
+        count = int(matched[1])
+        if 1 <= count <= MOST_ITERATIONS:
+            return MinTime(iterations=count)
+    else:
+        matched = _SECONDS.fullmatch(text)
+        if matched:
+            seconds = float(matched[1])
+            if 0 < seconds <= MOST_SECONDS:
+                return MinTime(seconds=seconds)
+    raise UsageError(
+        f"--benchmark-min-time={text}: expected <integer>x (iterations, 1 to {MOST_ITERATIONS}) or "
+        f"<float>s (seconds, more than 0, at most {MOST_SECONDS}), for instance 20x or 0.5s"
+    )
+
 
 DEFAULT_PRECISION = "2%"
 _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)%\s*", re.ASCII)
@@ -91,7 +130,7 @@ def _seconds(text: str) -> float:
     return cap.seconds
 
 
-class NarrowEnough:
+class StoppingRule:
     """Whether the times so far determine the median to a share. Looks only now and then: see `_NEXT_LOOK`.
 
     Who ends when an interval happens to be narrow ends more often than others with one that is narrow and wrong: beyond

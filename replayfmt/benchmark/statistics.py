@@ -1,8 +1,14 @@
-"""Statistics of measured times: median with its confidence interval, mean, spread, extremes, outliers.
+"""Statistics of measured times, the comparison of paired times, and figures as text.
 
-Plain arithmetic over numpy arrays; does not depend on clocks, plans or reports. Times keep their unit (nanoseconds
-everywhere in this package). A figure that the sample is too small for is None, and `reasons` says why: the standard
-deviation of one time is unknown, not zero.
+`summarize` gives the median with its confidence interval, mean, spread, extremes and outliers. Times keep their unit
+(nanoseconds everywhere in this package). A figure that the sample is too small for is None, and `reasons` says why: the
+standard deviation and the trimmed figures need several times, the interval of the median at least six.
+
+`compare_pairs` decides which of two things is faster from pairs of times that were measured one after the other, so
+that a temporary slowdown of the machine affects both. The confidence interval of the median ratio is distribution-free.
+
+The functions at the beginning format times, rates and sizes: four significant digits and a fitting unit. Imports no
+torch, and nothing of clocks, plans or reports.
 """
 
 from __future__ import annotations
@@ -11,10 +17,75 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 
-from replayfmt.benchmark.reports.units import duration
+from replayfmt.format.validation import counted
+
+_TIME_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"), (1.0, "ns"))
+_RATE_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_SIZE_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_DIGITS = 4
+
+
+def duration(nanoseconds: float | None) -> str:
+    """A time in ns, us, ms or s; `-` if unknown."""
+    if nanoseconds is None:
+        return "-"
+    scale, unit = next((pair for pair in _TIME_UNITS if abs(nanoseconds) >= pair[0]), _TIME_UNITS[-1])
+    return f"{_digits(nanoseconds / scale)} {unit}"
+
+
+def size(length: int) -> str:
+    """A number of bytes in B, KiB, MiB, GiB or TiB; whole below 1 KiB."""
+    scale, unit = next((pair for pair in _SIZE_UNITS if abs(length) >= pair[0]), _SIZE_UNITS[-1])
+    return f"{length} {unit}" if scale == 1 else f"{_digits(length / scale)} {unit}"
+
+
+def call_count(number: int) -> str:
+    """A number of calls."""
+    return f"{number} call{'' if number == 1 else 's'}"
+
+
+def figure_text(value: float | None) -> str:
+    """A number whose unit is given elsewhere; `not measured` if there is none."""
+    return "not measured" if value is None else f"{value:.{_DIGITS}g}"
+
+
+def share_text(value: float) -> str:
+    """A share as 12.3%; one that rounds to nothing is not shown as none."""
+    return "<0.1%" if 0 < value < 0.0005 else f"{value:.1%}"
+
+
+def verified(text: str) -> str:
+    """The line that says how results were verified, or that they were not."""
+    return text if text.startswith("not verified") else f"verified  {text}"
+
+
+def ran_on(context: dict[str, Any]) -> str:
+    """The line that says where it ran: devices, PyTorch and its threads, processors."""
+    threads = context["torch_num_threads"]
+    devices = ", ".join(context["devices"]) or "no device"
+    return (
+        f"run on    {devices}; torch {context['torch_version']}, {counted(threads, 'thread')}; "
+        f"{context['num_cpus']} CPUs"
+    )
+
+
+def rate(per_second: float | None) -> str:
+    """A rate per second, as 12.34k/s; `-` if unknown."""
+    if per_second is None:
+        return "-"
+    scale, unit = next((pair for pair in _RATE_UNITS if abs(per_second) >= pair[0]), _RATE_UNITS[-1])
+    return f"{_digits(per_second / scale)}{unit}/s"
+
+
+def _digits(value: float) -> str:
+    """Four significant digits, and all digits before the point."""
+    before = len(str(int(abs(value))))
+    return f"{value:.{max(0, _DIGITS - before)}f}"
+
 
 CONFIDENCE = 0.95
 # With fewer times, no pair of them encloses the median with 95% confidence: 1 - 2 / 2**6 is the first value above it.
@@ -217,3 +288,63 @@ def _interval_rank(count: int) -> tuple[int, float]:
             return rank, (outcomes - 2 * tail) / outcomes
         tail = wider
         rank += 1
+
+
+Verdict = Literal["faster", "slower", "no measurable difference", "too noisy to tell", "not known"]
+NOISY = 1.5  # an interval that contains 1 and is wider than this factor says nothing
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """Two sides of one comparison. Times are in nanoseconds, one per round, in order.
+
+    `ratio` is the median of substituted over original in each pair: below 1 the substituted side is faster; None if the
+    clock did not advance. `interval` is its confidence interval, None with a reason if there are too few rounds.
+    """
+
+    original: np.ndarray
+    substituted: np.ndarray
+    ratio: float | None
+    interval: Interval | None
+    reason: str = ""
+
+    @property
+    def rounds(self) -> int:
+        return int(self.original.size)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the interval says about the substituted side."""
+        if self.interval is None:
+            return "not known"
+        if self.interval.high < 1:
+            return "faster"
+        if self.interval.low > 1:
+            return "slower"
+        return "too noisy to tell" if self.interval.high > NOISY * self.interval.low else "no measurable difference"
+
+
+def compare_pairs(
+    original: Sequence[float] | np.ndarray, substituted: Sequence[float] | np.ndarray
+) -> PairedComparison:
+    """Compare pairs of times. Raises ValueError if the numbers of times differ or are zero."""
+    mine = np.asarray(original, dtype=np.float64)
+    theirs = np.asarray(substituted, dtype=np.float64)
+    if mine.shape != theirs.shape or mine.ndim != 1 or not mine.size:
+        raise ValueError(f"{mine.size} and {theirs.size} times do not make pairs")
+    if not (mine > 0).all() or not (theirs > 0).all():
+        return PairedComparison(mine, theirs, None, None, "the clock did not advance in some rounds")
+    logarithms = np.log(theirs) - np.log(mine)
+    ratio = float(np.exp(np.median(logarithms)))
+    found = median_interval(logarithms)
+    if found is None:
+        return PairedComparison(
+            mine,
+            theirs,
+            ratio,
+            None,
+            f"{mine.size} rounds cannot enclose the ratio with {CONFIDENCE:.0%} confidence; "
+            f"{SMALLEST_FOR_INTERVAL} are needed",
+        )
+    interval = Interval(float(np.exp(found.low)), float(np.exp(found.high)), found.confidence, found.independent)
+    return PairedComparison(mine, theirs, ratio, interval)

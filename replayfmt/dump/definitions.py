@@ -1,7 +1,7 @@
 """The part of a dump before its records: the file, the summary, the session, and every definition that records refer
 to.
 
-As rows (plain dicts, in the order of docs/rows.md) for JSON lines, and the summary as text for people.
+As rows, as text, and as HTML for notebooks, in which everything that a capture says is escaped.
 """
 
 from __future__ import annotations
@@ -9,21 +9,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from html import escape
 from itertools import count, islice
 from typing import Any
 
 from replayfmt.format.codes import KernelKind, RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.container.frames import MAX_NESTING
-from replayfmt.format.json_values import nested_deeper
-from replayfmt.format.model import CHILD_WORK, Device, Session
-from replayfmt.format.printable import counted, printable, scope_count
+from replayfmt.format.frames import MAX_NESTING
+from replayfmt.format.model import CHILD_WORK, CaptureInfo, Device
 from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.validation import counted, nested_deeper, printable, scope_count
 
-from .attachments import attachment_rows, code_in, payload_range
-from .contained import contained, statement
-from .files import Needs, file_rows, files_row, state, validation
-from .json_text import encode, integers, quote
-from .values import CHUNK_CHARACTERS, scope_path
+from .contents import (
+    FileNeeds,
+    attachment_rows,
+    code_in,
+    contained,
+    file_rows,
+    files_row,
+    payload_range,
+    state,
+    statement,
+    validation,
+)
+from .row_templates import CHUNK_CHARACTERS, encode, integers, quote, scope_path
 
 Row = dict[str, Any]
 
@@ -66,14 +74,14 @@ def obstacles(reader: CaptureReader) -> list[str]:
         found.append("kernels without code")
     if reader.summary.records.get(RecordKind.collective):
         found.append("collectives")
-    if Needs(reader).unconfirmed(reader):
+    if FileNeeds(reader).unconfirmed(reader):
         found.append("external files that cannot be validated")
     return found
 
 
 def summary_row(reader: CaptureReader) -> Row:
     """Totals over the whole capture, and what it contains. Values that the capture does not have are None."""
-    summary, needs = reader.summary, Needs(reader)
+    summary, needs = reader.summary, FileNeeds(reader)
     records = {kind.name: summary.records.get(kind, 0) for kind in RecordKind if kind != RecordKind.none}
     return {
         "kind": "summary",
@@ -103,14 +111,14 @@ def _by_origin(counts: dict[StorageOrigin, int]) -> dict[str, int]:
     return {origin.name: counts.get(origin, 0) for origin in StorageOrigin if origin != StorageOrigin.none}
 
 
-def created(session: Session) -> str | None:
+def created(session: CaptureInfo) -> str | None:
     """When the capture was started, as ISO 8601 in UTC. None if that is unknown or no date at all."""
     if not 0 < session.created_unix_ns < 253402300800 * 10**9:
         return None
     return datetime.fromtimestamp(session.created_unix_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def session_row(session: Session) -> Row:
+def session_row(session: CaptureInfo) -> Row:
     """The capture's origin."""
     return {
         "kind": "session",
@@ -189,7 +197,7 @@ def definition_rows(reader: CaptureReader) -> Iterator[Row]:
             "digest": payload.digest,
             "range": payload_range(payload),
         }
-    yield from file_rows(reader, Needs(reader))
+    yield from file_rows(reader, FileNeeds(reader))
     yield from attachment_rows(reader)
 
 
@@ -265,7 +273,7 @@ def _file_facts(reader: CaptureReader) -> list[tuple[str, str]]:
     ]
 
 
-def _origin_facts(session: Session) -> list[tuple[str, str]]:
+def _origin_facts(session: CaptureInfo) -> list[tuple[str, str]]:
     makers = [f"{session.producer} {session.producer_version}"]
     makers += [
         f"{name} {version}"
@@ -346,7 +354,7 @@ def _scopes(reader: CaptureReader) -> str:
 
 def _file_facts_outside(reader: CaptureReader) -> list[tuple[str, str]]:
     """The external files one by one, each with the location of its content and the state of its path."""
-    needs = Needs(reader)
+    needs = FileNeeds(reader)
     shown = []
     for number, file in enumerate(reader.files[1 : SHOWN_FILES + 1], start=1):
         where = needs.where(number)
@@ -360,3 +368,30 @@ def _file_facts_outside(reader: CaptureReader) -> list[tuple[str, str]]:
     if needs.files > SHOWN_FILES:
         shown.append(("files", f"{needs.files - SHOWN_FILES:,} more"))
     return shown
+
+
+_SHOWN_KERNELS = 50
+
+
+def capture_html(reader: CaptureReader) -> str:
+    """Two tables; of very many kernels only those called most."""
+    calls = reader.summary.kernel_calls
+    kernels = sorted(range(1, len(reader.kernels)), key=lambda number: (-calls.get(number, 0), number))
+    facts = "".join(_row(name, value) for name, value in summary_facts(reader) if value)
+    rows = "".join(
+        _row(
+            str(number),
+            reader.kernels[number].qualified_name,
+            f"{calls.get(number, 0):,}",
+            reader.kernels[number].schema,
+        )
+        for number in kernels[:_SHOWN_KERNELS]
+    )
+    left = len(kernels) - _SHOWN_KERNELS
+    more = f"<p>and {left:,} kernels that are called less</p>" if left > 0 else ""
+    head = "".join(f"<th>{name}</th>" for name in ("id", "kernel", "calls", "schema"))
+    return f"<table>{facts}</table><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
+
+
+def _row(*cells: str) -> str:
+    return "<tr>" + "".join(f"<td>{escape(printable(cell, SHOWN_LINE))}</td>" for cell in cells) + "</tr>"

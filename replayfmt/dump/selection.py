@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from replayfmt.errors import UsageError
-from replayfmt.format.graphs import only_inside
+from replayfmt.format.attachments import only_inside
 from replayfmt.format.reader import CaptureReader, RecordFrame
 
-from .values import Made
+from .row_templates import ObjectCache
 
 _RANGE = re.compile(r"([0-9]*):([0-9]*)", re.ASCII)
 
@@ -76,7 +76,7 @@ class Filter:
         scopes = [_scopes(reader, name) for name in listed(selection.scope)]
         self._scopes = np.logical_or.reduce(scopes) if scopes else None
         self._kernels = selected_kernels(reader, selection)
-        self._signatures: Made[bool] = Made(
+        self._signatures: ObjectCache[bool] = ObjectCache(
             lambda number: self._kernels is not None and reader.signatures[number].kernel in self._kernels
         )
 

@@ -20,18 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.dump.table import op_column_frames
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.container.output import Output
 from replayfmt.format.memory import LifetimeWalk, StorageEnds
+from replayfmt.format.output import Output
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.report.isolated import IsolatedTimes
-from replayfmt.report.lanes import Names, isolated_lanes
+from replayfmt.report.measurements import IsolatedTimes
 from replayfmt.report.ops import captured_ops
-from replayfmt.report.replayed_trace import FLAG, ReplayedTrace, time_of
+from replayfmt.report.timelines import FLAG, NameTable, ReplayedTrace, isolated_lanes, time_of
 
-from .tables import refuse_capture, result_file
+from .tables import op_column_frames, refuse_capture, result_file
 
 _HOST, _COUNTERS, _ISOLATED, _FIRST_DEVICE, _FIRST_REPLAYED = 1, 2, 3, 10, 1000
 _MARKS = (RecordKind.scope_begin, RecordKind.scope_end, RecordKind.unsupported)
@@ -275,7 +273,7 @@ def _isolated_events(
 ) -> Iterator[dict[str, Any]]:
     """Isolated calls one after the other, from `origin_ns` on."""
     yield _named("process_name", _ISOLATED, 0, "isolated calls, one after the other: not a run")
-    every, names = captured_ops(reader), Names()
+    every, names = captured_ops(reader), NameTable()
     ops = every if ordinals is None else every.only(ordinals)
     lanes, without = isolated_lanes(ops, np.zeros(len(ops), np.int64), reader, names, times, every)
     if without:

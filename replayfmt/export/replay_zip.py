@@ -1,33 +1,291 @@
 """The zip artifact: event_replay_ir.json, a script that replays it with only PyTorch, and a README.
 
-The whole selection is checked before anything is written: a call that the IR cannot express is refused with its reason,
-or left out on request, and then the README says so.
+Ops are TraceLens EventReplay IR: one JSON object for each call, with its arguments and how to make its tensors.
+Integers and booleans that calls take (indices, lengths, masks) cannot be replaced with zeros and are stored.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import math
 import os
 import zipfile
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
-from replayfmt.format.codes import RecordKind
-from replayfmt.format.container.output import check_place, remove_unfinished, same_file
-from replayfmt.format.model import Record
-from replayfmt.format.printable import counted, printable
-from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.operators import refused_names
-from replayfmt.trim.selection import Wanted, resolve
+import torch
 
-from .event_replay_ir import OWN, EntryMaker, Inexpressible
-from .integers import Integers, Texts
+from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
+from replayfmt.format.codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind, TensorFlag
+from replayfmt.format.model import DeviceValue, GeneratorValue, Record, StorageValue, TensorValue
+from replayfmt.format.operator_schema import OperatorSchema, parse_operator_schema
+from replayfmt.format.output import check_place, remove_unfinished, same_file
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.validation import counted, printable
+from replayfmt.initializers import TensorInfo
+from replayfmt.pytorch.operators import refused_names
+from replayfmt.pytorch.tensors.memory import undispatched
+from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+from replayfmt.replay.plan import Plan
+from replayfmt.trim.selection import TrimSelection, resolve_selection
+
+OWN = "opreplay"  # the member that holds what the IR has no place for
+
+DTYPE_NAMES: dict[DType, str] = {
+    DType.uint8: "unsigned char",
+    DType.int8: "signed char",
+    DType.int16: "short int",
+    DType.int32: "int",
+    DType.int64: "long int",
+    DType.float16: "c10::Half",
+    DType.float32: "float",
+    DType.float64: "double",
+    DType.bool: "bool",
+    DType.bfloat16: "c10::BFloat16",
+    DType.complex32: "c10::complex<c10::Half>",
+    DType.complex64: "c10::complex<float>",
+    DType.complex128: "c10::complex<double>",
+    DType.float8_e5m2: "c10::Float8_e5m2",
+    DType.float8_e4m3fn: "c10::Float8_e4m3fn",
+    DType.float8_e5m2fnuz: "c10::Float8_e5m2fnuz",
+    DType.float8_e4m3fnuz: "c10::Float8_e4m3fnuz",
+    DType.float8_e8m0fnu: "c10::Float8_e8m0fnu",
+    DType.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2",
+    DType.uint16: "uint16_t",
+    DType.uint32: "uint32_t",
+    DType.uint64: "uint64_t",
+    **{DType[f"{sign}int{bits}"]: f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)},
+}
+_REAL = frozenset(
+    {DType.float16, DType.bfloat16, DType.float32, DType.float64, DType.complex32, DType.complex64, DType.complex128}
+)
+_FLAGS = ((TensorFlag.conj, "conj"), (TensorFlag.neg, "neg"))
+
+
+class Inexpressible(Exception):
+    """Why the IR cannot express a call."""
+
+
+class EntryMaker:
+    """Makes the IR entries of a capture's ops."""
+
+    def __init__(self, reader: CaptureReader) -> None:
+        self._reader = reader
+
+    def name(self, record: Record) -> str:
+        """The operator of an op: `aten::mm.default`."""
+        kernel = self._reader.kernels[record.signature.kernel]
+        assert kernel is not None
+        return kernel.qualified_name
+
+    def devices(self) -> dict[str, dict[str, str]]:
+        """The capture's device properties besides names."""
+        known = {
+            str(each): {"name": each.name, "fingerprint": each.fingerprint}
+            for each in self._reader.devices
+            if each is not None and (each.name or each.fingerprint)
+        }
+        return {name: {key: text for key, text in about.items() if text} for name, about in known.items()}
+
+    def entry(self, record: Record, count: int = 1) -> dict[str, Any]:
+        """The entry of an op. Raises Inexpressible."""
+        kernel = self._reader.kernels[record.signature.kernel]
+        assert kernel is not None
+        if kernel.kind is not KernelKind.operator:
+            raise Inexpressible(
+                f"it is not an operator but a kernel of the kind {kernel.kind.name}, which the IR has no form for"
+            )
+        if record.signature.status is OpStatus.raised:
+            raise Inexpressible("it raised an exception when it was captured, which the IR has no form for")
+        try:
+            schema = parse_operator_schema(kernel.schema)
+        except ValueError as error:
+            raise Inexpressible(f"its schema cannot be read: {error}") from None
+        memory = _Memory()
+        places = {argument.name: place for place, argument in enumerate(schema.arguments)}
+        positional: list[dict[str, Any]] = []
+        keywords: list[dict[str, Any]] = []
+        for node, value in zip(record.signature.args, record.args, strict=True):
+            if node.name not in places:
+                raise Inexpressible(f"its schema has no argument {node.name!r}")
+            declared = schema.arguments[places[node.name]]
+            written, beside = self._value(value, memory)
+            item = {"arg_name": node.name, "arg_type": _type_text(schema, places[node.name]), "value": written}
+            if beside is not None:
+                item[OWN] = beside
+            # An argument after one that was left to its default is named: the IR's positions have no gaps.
+            in_turn = not declared.keyword_only and len(positional) == places[node.name]
+            (positional if in_turn else keywords).append(item)
+        own = {"overload": kernel.overload, "schema": kernel.schema}
+        return {
+            "op_name": kernel.name,
+            "replay_ir": {"list_pos_args": positional, "list_kwargs": keywords},
+            "count": count,
+            OWN: own,
+        }
+
+    def _value(self, value: Any, memory: _Memory) -> tuple[Any, Any]:
+        """A value in the IR's form, and its extra members."""
+        if value is None or isinstance(value, bool | str):
+            return value, None
+        if isinstance(value, DType | Layout | MemoryFormat):
+            return int(value) - 1, None  # as traces store them: PyTorch's numbers
+        if isinstance(value, int):
+            return value, None
+        if isinstance(value, float):
+            return value, None
+        if isinstance(value, complex):
+            return str(value), None  # as Python's complex() reads it
+        if isinstance(value, TensorValue):
+            return self._tensor(value, memory)
+        if isinstance(value, DeviceValue):
+            return str(self._reader.devices[value.id]), None
+        if isinstance(value, GeneratorValue):
+            generator = self._reader.generators[value.id]
+            if generator is None or not generator.default:
+                raise Inexpressible("it draws from a random generator of its own")
+            return None, {"generator": str(self._reader.devices[generator.device])}
+        if isinstance(value, list | tuple):
+            return self._items(value, memory)
+        kind = "a storage" if isinstance(value, StorageValue) else type(value).__name__.removesuffix("Value").lower()
+        raise Inexpressible(f"an argument is {kind}, which the IR has no form for")
+
+    def _items(self, values: list[Any] | tuple[Any, ...], memory: _Memory) -> tuple[Any, Any]:
+        if isinstance(values, tuple):
+            raise Inexpressible("an argument is a tuple, which the IR has no form for")
+        pairs = [self._value(each, memory) for each in values]
+        beside = [own for _value, own in pairs]
+        return [value for value, _own in pairs], beside if any(own is not None for own in beside) else None
+
+    def _tensor(self, value: TensorValue, memory: _Memory) -> tuple[Any, Any]:
+        meta = value.meta
+        if meta.layout is not Layout.strided:
+            raise Inexpressible(f"an argument is a tensor with the layout {meta.layout.name}")
+        if meta.flags & TensorFlag.zero:
+            raise Inexpressible("an argument is one of autograd's tensors without memory")
+        if meta.dtype not in DTYPE_NAMES:
+            raise Inexpressible(f"an argument is a tensor of dtype {meta.dtype.name}")
+        spec = {
+            "shape": list(meta.sizes),
+            "dtype": DTYPE_NAMES[meta.dtype],
+            "strides": list(meta.strides),
+            "init": "normal" if meta.dtype in _REAL else "zeros",
+        }
+        own: dict[str, Any] = {"device": str(self._reader.devices[meta.device]), "offset": value.offset}
+        if value.storage:
+            own["storage"] = memory.number(value.storage)
+            own["storage_bytes"] = self._reader.storage(value.storage).bytes
+        flags = [name for flag, name in _FLAGS if meta.flags & flag]
+        if flags:
+            own["flags"] = flags
+        return spec, own
+
+
+class _Memory:
+    """Numbers the storages of one call."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def number(self, storage: int) -> int:
+        return self._numbers.setdefault(storage, len(self._numbers))
+
+
+def _type_text(schema: OperatorSchema, place: int) -> str:
+    return schema.arguments[place].type.text
+
+
+_INTEGERS = {
+    DType.bool,
+    DType.uint8,
+    DType.int8,
+    DType.uint16,
+    DType.int16,
+    DType.uint32,
+    DType.int32,
+    DType.uint64,
+    DType.int64,
+}
+_MOST_ELEMENTS = 1 << 22  # quantized weights are integers, too; they need no content
+Texts = dict[str, str]
+
+
+class Integers:
+    """Content of the arguments of ops, as text. `problem` says why there is none at all. Close it after use."""
+
+    def __init__(self, reader: CaptureReader) -> None:
+        self._reader = reader
+        self.missing = 0  # integer arguments without content
+        self.problem = ""
+        self._plan: Plan | None = None
+
+    def _prepared(self) -> Plan | None:
+        """The plan of a replay, once it is needed."""
+        if self._plan is None and not self.problem:
+            on_host = all(device is None or device.kind in ("cpu", "meta") for device in self._reader.devices)
+            try:
+                self._plan = Plan(self._reader, () if on_host else ("cpu",), True, keep_going=True)
+            except ReplayRefused as error:
+                self.problem = f"{error}: {'; '.join(error.findings)}"
+            except UsageError as error:
+                self.problem = str(error)
+        return self._plan
+
+    def close(self) -> None:
+        if self._plan is not None:
+            self._plan.close()
+
+    def __enter__(self) -> Integers:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def of(self, record: Record) -> Texts:
+        """Zlib-compressed bytes in base64 by argument (`indices[1]` in lists): the elements in row-major order,
+        little-endian, those of repeated dimensions once."""
+        found: Texts = {}
+        for node, value in zip(record.signature.args, record.args, strict=True):
+            for label, tensor in _tensors(node.name, value):
+                if tensor.meta.dtype not in _INTEGERS or not tensor.storage or not math.prod(tensor.meta.sizes):
+                    continue
+                content = self._content(tensor)
+                if content is None:
+                    self.missing += 1
+                else:
+                    found[label] = base64.b64encode(zlib.compress(content)).decode()
+        return found
+
+    def _content(self, value: TensorValue) -> bytes | None:
+        meta = value.meta
+        sizes = tuple(size if stride else 1 for size, stride in zip(meta.sizes, meta.strides, strict=True))
+        dtype = TORCH_DTYPE[meta.dtype]
+        end = value.offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, meta.strides, strict=True))
+        inside = end * dtype.itemsize <= self._reader.storage(value.storage).bytes
+        if math.prod(sizes) > _MOST_ELEMENTS or not inside or (plan := self._prepared()) is None:
+            return None
+        info = TensorInfo(
+            value.storage, dtype, sizes, meta.strides, value.offset, str(self._reader.devices[meta.device])
+        )
+        with undispatched():
+            content = plan.synthesis.content(info)
+            return None if content is None else bytes(content.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _tensors(label: str, value: Any) -> Iterator[tuple[str, TensorValue]]:
+    if isinstance(value, TensorValue):
+        yield label, value
+    elif isinstance(value, list):
+        for place, each in enumerate(value):
+            yield from _tensors(f"{label}[{place}]", each)
+
 
 IR_NAME, SCRIPT_NAME, README_NAME = "event_replay_ir.json", "replay.py", "README.md"
 INTEGERS_NAME = "integers.json"
@@ -51,7 +309,7 @@ class Exported:
 def export_replay_zip(
     reader: CaptureReader,
     out: str | os.PathLike[str],
-    wanted: Wanted = Wanted(),  # noqa: B008 - frozen
+    wanted: TrimSelection = TrimSelection(),  # noqa: B008 - frozen
     *,
     unique: bool = False,
     partial: bool = False,
@@ -102,7 +360,7 @@ def _script() -> str:
 
 def _entries(
     reader: CaptureReader,
-    wanted: Wanted,
+    wanted: TrimSelection,
     unique: bool,
     exported: Exported,
     on_record: Callable[[int, int], None] | None,
@@ -113,7 +371,7 @@ def _entries(
     found: dict[str, dict[str, Any]] = {}
     entries: list[dict[str, Any]] = []
     content: dict[int, Texts] = {}
-    kept = resolve(reader, wanted)
+    kept = resolve_selection(reader, wanted)
     for done, ordinal in enumerate(kept.ordinals.tolist()):
         if on_record is not None and not done % 1024:
             on_record(done, len(kept.ordinals))
@@ -178,7 +436,7 @@ def escaped(text: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+-.!|" else c for c in printable(text))
 
 
-def _readme(reader: CaptureReader, wanted: Wanted, entries: list[dict[str, Any]], exported: Exported) -> str:
+def _readme(reader: CaptureReader, wanted: TrimSelection, entries: list[dict[str, Any]], exported: Exported) -> str:
     names = Counter[str]()
     for entry in entries:
         names[entry["op_name"]] += entry["count"]

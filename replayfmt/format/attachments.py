@@ -1,21 +1,28 @@
-"""The attachments of one kernel, by role: read, verified and limited before anybody uses them.
+"""The attachments of a capture, by role: sources and metadata of kernels, the table of device kernels, bodies of
+graphs.
 
-Nothing here looks into code. Metadata is parsed, because it says what the rest is.
+They are read, verified and limited before anything uses them. The table of device kernels belongs to no kernel. The
+body of a graph is the ops that were captured into it, as a capture inside of a capture.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import tempfile
 from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from replayfmt.errors import InvalidCapture
+from replayfmt.errors import CaptureFailed, InvalidCapture, OpReplayError
 
-from .codes import KernelKind
-from .container.frames import MAX_NESTING
-from .json_values import nested_deeper
+from .codes import KernelKind, RecordKind
+from .frames import MAX_NESTING
 from .model import Attachment, Kernel
-from .reader import CaptureReader
+from .reader import CaptureReader, open_capture
+from .validation import nested_deeper
 
 SOURCE, METADATA, BODY = "source", "metadata", "body"
 # How it was found what a kernel writes: from its intermediate code, source or parameters; by comparing what its
@@ -91,3 +98,194 @@ def parse_metadata(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or nested_deeper(value, MAX_NESTING):
         raise InvalidCapture(f"{where}: its metadata is not a JSON object that is nested at most {MAX_NESTING} deep")
     return value
+
+
+DEVICE_KERNELS_ROLE = "device_kernels"
+MAX_DEVICE_KERNEL_BYTES = 64 << 20
+_DEEPEST = 4
+
+_COUNTS = ("registers_per_thread", "shared_memory_bytes", "bytes", "stream", "total_ns", "min_ns", "max_ns")
+_FIGURES = ("blocks_per_sm", "warps_per_sm", "occupancy_percent")
+_LISTS = ("grid", "block")
+_TEXTS = ("device", "direction", "collective_by")
+_MEMBERS = {"name", "category", "collective", "count", "untimed", *_COUNTS, *_FIGURES, *_LISTS, *_TEXTS}
+
+
+def device_kernel_rows(reader: CaptureReader) -> list[dict[str, Any]] | None:
+    """The rows, each with every member that FORMAT.md names, null where unknown; None if the capture has no table.
+
+    Raises InvalidCapture for a table that is no such JSON, or longer than 64 MiB, and for damage.
+    """
+    numbers = [n for n, each in enumerate(reader.attachments) if each is not None and each.role == DEVICE_KERNELS_ROLE]
+    if not numbers:
+        return None
+    payload = reader.attachments[numbers[0]].payload
+    where = f"{reader.path}: attachment {numbers[0]}"
+    length = reader.payload_info(payload).raw_bytes
+    if length > MAX_DEVICE_KERNEL_BYTES:
+        raise InvalidCapture(
+            f"{where}: the table of device kernels has {length:,} bytes; the limit is {MAX_DEVICE_KERNEL_BYTES:,}"
+        )
+    try:
+        table = json.loads(bytes(reader.payload(payload)))
+    except (ValueError, RecursionError) as error:
+        raise InvalidCapture(f"{where}: the table of device kernels is not JSON: {error}") from None
+    rows = table.get("rows") if isinstance(table, dict) and not nested_deeper(table, _DEEPEST) else None
+    if not isinstance(rows, list):
+        raise InvalidCapture(f"{where}: the table of device kernels has no list of rows")
+    for number, row in enumerate(rows):
+        problem = _problem(row)
+        if problem:
+            raise InvalidCapture(f"{where}: row {number} of the table of device kernels: {problem}")
+    return rows
+
+
+def _problem(row: Any) -> str:
+    if not isinstance(row, dict) or not set(row) >= _MEMBERS:
+        return "is no object with all members"
+    if not isinstance(row["name"], str) or not isinstance(row["category"], str):
+        return "its name and category are not text"
+    if not all(_is_count(row[name]) for name in ("count", "untimed")) or row["count"] < max(1, row["untimed"]):
+        return "its counts are no counts"
+    for name in _COUNTS:
+        if row[name] is not None and not _is_count(row[name]):
+            return f"its {name} is not a whole number"
+    for name in _FIGURES:
+        value = row[name]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+            return f"its {name} is not a number"
+    for name in _LISTS:
+        if row[name] is not None and not (isinstance(row[name], list) and all(map(_is_count, row[name]))):
+            return f"its {name} is not a list of whole numbers"
+    for name in _TEXTS:
+        if row[name] is not None and not isinstance(row[name], str):
+            return f"its {name} is not text"
+    if row["collective"] is not None and not isinstance(row["collective"], dict):
+        return "its collective is not an object"
+    return ""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+BODY_SESSION = "00000000-0000-0000-0000-000000000000"  # a body has no session of its own, and the same ops one form
+BODY_VERSION = 1
+_SHOWN = 4
+_IN_BODIES = (RecordKind.op, RecordKind.event_record, RecordKind.event_wait)
+_ARGUMENT = re.compile(r"s([1-9][0-9]{0,17})(?:_[0-9]{1,9})?")
+
+
+def argument_name(storage: int, which: int) -> str:
+    """The name of the argument that is the tensor number `which` on a storage of the body."""
+    return f"s{storage}_{which}" if which else f"s{storage}"
+
+
+def storage_of_argument(name: str) -> int:
+    """The storage of the body that an argument is on. Raises ValueError for the name of no argument."""
+    found = _ARGUMENT.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name!a} names no storage of a graph")
+    return int(found.group(1))
+
+
+def open_body(contents: Mapping[str, bytes]) -> CaptureReader:
+    """The body among a kernel's attachments by role, for the caller to close. Raises ValueError if there is none that
+    can be read, or if it holds anything but ops of operators and of kernels that are no graphs, and events."""
+    if BODY not in contents:
+        raise ValueError("the capture has no body of it")
+    try:
+        with tempfile.TemporaryDirectory(prefix="opreplay-") as folder:
+            path = Path(folder, "body.opreplay")
+            path.write_bytes(contents[BODY])
+            try:
+                reader = open_capture(path)
+            except OpReplayError as error:
+                raise ValueError(f"its body cannot be read ({str(error).replace(str(path), 'body')})") from None
+    except OSError as error:
+        where = os.environ.get("TMPDIR") or "the folder for temporary files"
+        raise CaptureFailed(
+            f"the body of a graph needs {len(contents[BODY])} bytes of temporary space in {where}: {error.strerror}; "
+            "set TMPDIR to a folder with room"
+        ) from None
+    try:
+        _check(reader)
+    except BaseException:
+        reader.close()
+        raise
+    return reader
+
+
+def _check(reader: CaptureReader) -> None:
+    if not reader.complete:
+        raise ValueError(f"its body is incomplete ({reader.incomplete_reason})")
+    for kernel in reader.kernels:
+        if kernel is not None and kernel.kind in (KernelKind.graph, KernelKind.collective):
+            raise ValueError(f"its body calls {kernel.qualified_name}, a kernel of the kind {kernel.kind.name}")
+    try:
+        others = {record.kind.name for record in reader.records() if record.kind not in _IN_BODIES}
+    except InvalidCapture as error:
+        raise ValueError(f"its body cannot be read ({error})") from None
+    if others:
+        raise ValueError(f"its body holds records of other kinds than ops and events: {', '.join(sorted(others))}")
+
+
+def body_metadata(reader: CaptureReader, device: str, streams: int, draws: bool, unchecked: str) -> dict[str, Any]:
+    """What is said of a graph besides its ops: the device that it was captured on, the number of streams that its ops
+    were issued to, whether they draw random numbers, and why it could not be checked that the graph held nothing but
+    them ("" if it was)."""
+    ops = (record for record in reader.records() if record.kind is RecordKind.op)
+    calls = Counter(reader.kernels[record.signature.kernel].qualified_name for record in ops)
+    return {
+        "kind": "graph",
+        "version": BODY_VERSION,
+        "device": device,
+        "streams": streams,
+        "draws": draws,
+        "unchecked": unchecked,
+        "ops": sum(calls.values()),
+        "kernels": dict(sorted(calls.items())),
+    }
+
+
+def only_inside(reader: CaptureReader, fits: Callable[[str], bool]) -> str:
+    """A hint at the bodies whose kernels a selection means, for one that matches nothing else: "" if it means none.
+    `fits` judges names, without and with overload."""
+    found: dict[str, list[str]] = {}
+    for kernel in reader.kernels:
+        if kernel is None or kernel.kind is not KernelKind.graph:
+            continue
+        try:
+            inside = parse_body_metadata(contents_of(reader, kernel)).get("kernels")
+        except (InvalidCapture, ValueError):
+            continue
+        for name in inside if isinstance(inside, dict) else ():
+            if fits(name.rpartition(".")[0]) or fits(name):
+                bodies = (str(number) for number in kernel.attachments if reader.attachments[number].role == BODY)
+                found.setdefault(
+                    f"{kernel.name} (its body: opreplay-dump --attachment={', '.join(bodies)})", []
+                ).append(name)
+    if not found:
+        return ""
+    names = sorted({name for inside in found.values() for name in inside})
+    return f"{_some(names)} {'is' if len(names) == 1 else 'are'} called only inside of {_some(list(found))}"
+
+
+def _some(items: list[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more
+
+
+def parse_body_metadata(contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """The metadata among a graph's attachments. Raises ValueError if there are none of this version."""
+    try:
+        metadata = json.loads(contents[METADATA])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ValueError(f"it has no metadata that can be read ({error!r})") from None
+    if not isinstance(metadata, dict) or metadata.get("kind") != "graph" or metadata.get("version") != BODY_VERSION:
+        raise ValueError(f"its metadata are not those of a graph of version {BODY_VERSION}")
+    if type(metadata.get("streams")) is not int or type(metadata.get("draws")) is not bool:
+        raise ValueError("its metadata do not say how many streams it uses, or whether it draws")
+    if type(metadata.setdefault("unchecked", "it was recorded without")) is not str:
+        raise ValueError("its metadata do not say whether it was checked for work that was not recorded")
+    return metadata

@@ -24,8 +24,8 @@ import numpy as np
 from replayfmt.errors import InvalidCapture
 
 from .codes import RecordKind, StorageOrigin, ValueKind
-from .distinct import distinct
 from .reader import CaptureReader, RecordFrame
+from .record_frames import distinct
 
 _WITHOUT_BYTES = "meta"
 _MADE_HERE = (StorageOrigin.op, StorageOrigin.uninitialized)

@@ -1,7 +1,7 @@
-"""The parts of a capture as plain values: definitions, signatures, records.
+"""The parts of a capture as plain values: definitions, signatures, records, digests of tensors.
 
-Everything here is immutable and does not depend on files or PyTorch. Ids count from 1, 0 means "none"; ordinals count
-from 0. The writer turns these into frames, the reader turns frames into these.
+Also the keys of a capture's policies that several parts of the library know. A trimmed capture keeps the environment of
+the capture it comes from; the policies say what its content was computed by.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind
 
 
 @dataclass(frozen=True)
-class Session:
+class CaptureInfo:
     """What the capture says of its origin. `settings`, `libraries` and `policies` map names to JSON scalars."""
 
     session_id: str
@@ -147,7 +147,7 @@ class FileIdentity:
 
 @dataclass(frozen=True)
 class ExternalFile:
-    """A file that the capture refers to by path. `bytes` is its length; `digest` its file digest (file_digest.py) in 32
+    """A file that the capture refers to by path. `bytes` is its length; `digest` its file digest in 32
     hexadecimal digits. Where there is a digest it decides, else the identity; None if it was not taken.
 
     `payload` is the payload id of the file's whole content, 0 if that is not embedded. `format` is informative:
@@ -425,3 +425,118 @@ class Summary:
     origins: dict[StorageOrigin, int]  # storages
     origin_bytes: dict[StorageOrigin, int]  # their lengths when born
     annotated: int  # records with an annotation
+
+
+TRACED_DEVICE_NS = "traced-device-ns"  # device time of the whole trace that an import read
+OPAQUE_RESULTS = "opaque-results"  # OPERATOR[:INDEX], separated by spaces
+TRIMMED_FROM = "trimmed-from"  # session id of the capture it all comes from
+TRIMMED_SELECTION = "trimmed-selection"  # the flags that selected it; of several trims, in order
+TRIMMED_VERIFIED = "trimmed-verified"  # how the replay that gave its content was verified: bitwise, close, none
+TRIMMED_ELSEWHERE = (
+    "trimmed-elsewhere"  # why that replay need not equal the capture: another machine, nondeterministic ops
+)
+TRIMMED_SYNTHESIZED = "trimmed-synthesized"  # that replay synthesized content that the capture does not hold: why
+
+
+SAMPLE_ELEMENTS = 64
+_INT64_WRAP = 1 << 64
+Sample = tuple[int | float | complex, ...]
+
+
+def sample_positions(elements: int) -> list[int]:
+    """Which logical elements (row-major) a digest samples: all up to 64, otherwise 64 evenly spaced, ends included."""
+    if elements <= SAMPLE_ELEMENTS:
+        return list(range(elements))
+    return [index * (elements - 1) // (SAMPLE_ELEMENTS - 1) for index in range(SAMPLE_ELEMENTS)]
+
+
+def signed(value: int) -> int:
+    """An unsigned 64-bit number as the two's complement that an int slot holds."""
+    return value - _INT64_WRAP if value >= 1 << 63 else value
+
+
+@dataclass(frozen=True)
+class TensorDigest:
+    """Digest of one tensor's logical elements, in row-major order.
+
+    `hash_low` and `hash_high` are the halves of the XXH3-128 of their bytes. Statistics are over the finite elements
+    and None if there are none or the dtype has no order (bool, bits; complex has only `mean` and `l2`, of
+    absolute values). `sample` holds the elements at `sample_positions`, unless the dtype has no such value (bits).
+    """
+
+    hash_low: int
+    hash_high: int
+    elements: int
+    nan: int
+    inf: int
+    min: float | None
+    max: float | None
+    mean: float | None
+    l2: float | None
+    sample: Sample
+
+    @property
+    def hex(self) -> str:
+        """The hash as 32 hexadecimal digits, high half first."""
+        return f"{self.hash_high:016x}{self.hash_low:016x}"
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The signature nodes of this digest's fields."""
+        kinds = {int: ValueKind.int, float: ValueKind.float, complex: ValueKind.complex}
+        statistics = ((name, getattr(self, name)) for name in ("min", "max", "mean", "l2"))
+        return (
+            *(Node(ValueKind.int, name) for name in ("hash_low", "hash_high", "elements", "nan", "inf")),
+            *(Node(ValueKind.none if value is None else ValueKind.float, name) for name, value in statistics),
+            Node(ValueKind.list, "sample", None, tuple(Node(kinds[type(value)]) for value in self.sample)),
+        )
+
+    def slots(self) -> tuple[list[int], list[float]]:
+        """The int and float slots, in the order of `nodes`."""
+        ints = [signed(self.hash_low), signed(self.hash_high), self.elements, self.nan, self.inf]
+        floats = [value for value in (self.min, self.max, self.mean, self.l2) if value is not None]
+        kinds = set(map(type, self.sample))
+        if kinds == {float}:
+            return ints, [*floats, *self.sample]  # type: ignore[list-item]  # all are floats
+        if kinds == {int}:
+            return [*ints, *self.sample], floats  # type: ignore[list-item]  # all are ints
+        for value in self.sample:
+            if isinstance(value, complex):
+                floats += (value.real, value.imag)
+            elif isinstance(value, float):
+                floats.append(value)
+            else:
+                ints.append(value)
+        return ints, floats
+
+    @classmethod
+    def from_record(cls, record: Record) -> TensorDigest | None:
+        """The digest that a digest or host_read record carries; None if it carries none."""
+        fields: dict[str, Value] = {
+            node.name: value for node, value in zip(record.signature.args, record.args, strict=True)
+        }
+        if "hash_low" not in fields:
+            return None
+
+        def whole(name: str) -> int:
+            value = fields[name]
+            assert isinstance(value, int)
+            return value
+
+        def real(name: str) -> float | None:
+            value = fields[name]
+            return value if isinstance(value, float) else None
+
+        sample = fields["sample"]
+        assert isinstance(sample, list)
+        return cls(
+            whole("hash_low") % _INT64_WRAP,
+            whole("hash_high") % _INT64_WRAP,
+            whole("elements"),
+            whole("nan"),
+            whole("inf"),
+            real("min"),
+            real("max"),
+            real("mean"),
+            real("l2"),
+            tuple(sample),
+        )

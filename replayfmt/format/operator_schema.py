@@ -1,9 +1,7 @@
-"""Operator schemas as PyTorch prints them, read without PyTorch: names, types, defaults, what is written.
+"""Names and schemas of operators, read without PyTorch: which names are valid, and what a printed schema says of types,
+defaults and writes.
 
-    aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)
-
-Schemas come from captures, so nothing here trusts them: what is not of this form raises ValueError, and names are
-checked to be identifiers. Types and defaults stay text.
+Only valid names may be in a capture or be looked up.
 """
 
 from __future__ import annotations
@@ -13,7 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-_LONGEST = 1 << 16
+_LONGEST_NAME = 512
+_OVERLOAD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_OPERATOR_NAME = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*::{_OVERLOAD.pattern}")
+
+
+def name_problem(name: str, overload: str) -> str:
+    """Why `name` and `overload` (`default` for the one without a name) name no operator; "" where they may."""
+    if len(name) > _LONGEST_NAME or len(overload) > _LONGEST_NAME:
+        return f"an operator's name of {max(len(name), len(overload))} characters, allowed {_LONGEST_NAME}"
+    if not _OPERATOR_NAME.match(name) or not _OVERLOAD.match(overload):
+        return f"{f'{name}.{overload}'!a} is not an operator name, expected NAMESPACE::OPERATOR.OVERLOAD"
+    return ""
+
+
+_LONGEST_SCHEMA = 1 << 16
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*::[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)?\Z")
 _ARGUMENT = re.compile(r"(?P<type>\S(?:.*\S)?)\s+(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<length>(?:\[\d*\])?)\Z")
 _ALIAS = re.compile(r"\(\s*([A-Za-z0-9_|*]+)(?:\s*(!))?\s*(?:->[A-Za-z0-9_|*\s]*)?\)")
@@ -82,7 +94,7 @@ def _sorted_set(found: re.Match[str]) -> str:
 @lru_cache(maxsize=4096)
 def parse_operator_schema(text: str) -> OperatorSchema:
     """A schema's parts. Raises ValueError if `text` is not a schema."""
-    if len(text) > _LONGEST:
+    if len(text) > _LONGEST_SCHEMA:
         raise ValueError(f"a schema of {len(text)} characters")
     text = canonical_schema(text)
     head, parenthesis, rest = text.partition("(")

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .attachments import BODY, attachments_of, contents_of
+from .attachments import BODY, attachments_of, contents_of, open_body
 from .codes import DType, KernelKind, RecordKind, StorageOrigin, ValueKind
-from .graphs import open_body
 from .model import StreamPlacement
 from .operator_schema import parse_operator_schema
 from .reader import CaptureReader
-from .records.record_frames import RecordFrame
-from .slots import SlotLayout
+from .record_frames import RecordFrame
+from .signature_layout import SlotLayout
 
 MOST_STREAMS = 1024  # each op costs as much as there are streams
 MOST_STEPS = 1 << 25  # entries of clocks that a pass reads: about two seconds

@@ -2,7 +2,7 @@
 
 Opening reads the preamble, the trailer, the index, the head and the definitions; frames are read, verified and decoded
 when they are requested, and a few are kept. Nothing a file says is used before it was checked: see frames.py,
-flatbuffer_tables.py, definitions/ and record_frames.py for what that means at each level. Not safe for use from several
+flatbuffer_tables.py, definition_families.py and record_frames.py. Not safe for use from several
 threads at once.
 """
 
@@ -20,14 +20,12 @@ import numpy as np
 from replayfmt.errors import InvalidCapture
 
 from .codes import MINOR_VERSION, FrameKind, StorageOrigin
-from .container.contents import Contents, find_contents, read_frame, read_preamble, read_session
-from .container.frames import FLAG_CONSOLIDATED, FrameHeader
-from .container.payload_input import PayloadInfo, PayloadInput
-from .container.source import Source
-from .definitions.reading import Definitions, Frozen
+from .contents import Contents, find_contents, read_frame, read_preamble, read_session
+from .definition_tables import Definitions, DefinitionTables
+from .frames import FLAG_CONSOLIDATED, FrameHeader
 from .model import Record, Storage, Summary
-from .records.record_frames import RecordFrame, RecordFrameDecoder
-from .records.values import decode_record
+from .record_frames import RecordFrame, RecordFrameDecoder, decode_record
+from .source import PayloadInfo, PayloadInput, Source
 from .summary import Tally, decode_summary
 
 _CACHED_FRAMES = 4
@@ -105,7 +103,7 @@ class CaptureReader:
         self._cache: OrderedDict[int, RecordFrame] = OrderedDict()
         self._payloads = PayloadInput(source, contents.payloads)
 
-    def _read_definitions(self) -> Frozen:
+    def _read_definitions(self) -> DefinitionTables:
         contents = self.contents
         tables = contents.of_kind(FrameKind.tables)
         consolidated = (contents.frames["flags"][tables] & FLAG_CONSOLIDATED) != 0
@@ -118,7 +116,7 @@ class CaptureReader:
         for position in chosen.tolist():
             header, body, where = self.read_frame(position)
             definitions.add(body, header.minor, where, contents.payloads["raw_bytes"])
-        return Frozen(definitions, self.path)
+        return DefinitionTables(definitions, self.path)
 
     def read_frame(self, position: int) -> tuple[FrameHeader, bytes, str]:
         """Header, verified body and place of any frame, by its position among all frames."""

@@ -1,20 +1,22 @@
-"""Redaction: removes from a capture what reveals who made it and where: host name, user, absolute paths, command line,
-stacks.
+"""Redaction: removes from a capture what reveals who made it and where, and says which attachments it keeps.
 
-Shared by captures that are redacted while they are made and by those that are stripped afterwards. Operators, shapes,
-versions and settings stay: they are what a capture is for. An argument of an op that would have to change becomes
-opaque, so that a replay refuses the op instead of calling it with something else. Does not depend on PyTorch.
+Host name, user, absolute paths, command line and stacks are removed. Attachments are kept as they are, redacted, or
+without sources.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .codes import RecordKind, ValueKind
-from .model import ExternalFile, Node, Session, Signature
+from replayfmt.errors import InvalidCapture
+
+from .attachments import BODY, MAX_BYTES, METADATA, SOURCE, open_body, parse_metadata
+from .codes import RecordKind, StorageOrigin, ValueKind
+from .model import CaptureInfo, ExternalFile, Node, Signature
 
 REDACTED = "(redacted)"
 _OPAQUE = "a string that was redacted"
@@ -43,7 +45,7 @@ class Redaction:
     `session` is the session as it was; its host and the user its paths name are left out of other texts too.
     """
 
-    def __init__(self, session: Session, words: Iterable[str] = ()) -> None:
+    def __init__(self, session: CaptureInfo, words: Iterable[str] = ()) -> None:
         self._session = session
         names = {*words, session.host or ""}
         for place in (session.working_directory or "", *session.argv):
@@ -56,7 +58,7 @@ class Redaction:
         self._words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, secret))})(?!\w)") if secret else None
 
     @property
-    def session(self) -> Session:
+    def session(self) -> CaptureInfo:
         """The session without host, command line and working directory; its policies say `redact`."""
         session = self._session
         return replace(
@@ -124,3 +126,72 @@ def users_in(text: str) -> list[str]:
 def has_stack(text: str) -> bool:
     """Whether a text contains a location in a program, as stack traces do."""
     return _STACK.search(text) is not None
+
+
+BINARIES = frozenset({"cubin", "hsaco", "object"})
+WITHOUT_SOURCES = {"no-sources": True}  # among a session's policies
+_INTERMEDIATE = frozenset({"ttir", "ttgir", "llir", "ptx"})
+
+
+@dataclass(frozen=True)
+class KeptAttachments:
+    """What is kept. With `redaction`, names and metadata are rewritten. `sources` False leaves out sources,
+    intermediate code that names a file, and what has a role that is not known; it needs a redaction."""
+
+    redaction: Redaction | None = None
+    sources: bool = True
+
+    def form(self, role: str, name: str, content: bytes | memoryview) -> tuple[str, bytes | memoryview] | None:
+        """Name and content of an attachment as it is kept; None if it is left out."""
+        if not self.sources and not self._is_free_of_source(role, content):
+            return None
+        if self.redaction is None:
+            return name, content
+        if role == BODY and not self._reveals_nothing(bytes(content)):
+            return None
+        if role == METADATA:
+            redacted = _redacted(self.redaction, bytes(content))
+            return None if redacted is None else (self.redaction.text(name), redacted)
+        return self.redaction.text(name), content
+
+    def _is_free_of_source(self, role: str, content: bytes | memoryview) -> bool:
+        if role in _INTERMEDIATE:
+            return len(content) <= MAX_BYTES[role] and not has_path(bytes(content).decode(errors="replace"))
+        if role == BODY:
+            return self._holds_no_source(bytes(content))
+        return role != SOURCE and role in MAX_BYTES
+
+    def _reveals_nothing(self, body: bytes) -> bool:
+        """Whether the body of a graph has neither content nor a text that would be rewritten."""
+        assert self.redaction is not None
+        try:
+            with open_body({BODY: body}) as reader:
+                content = (reader.summary.origins or {}).get(StorageOrigin.payload)
+                return not content and all(self.redaction.text(text) == text for text in reader.strings if text)
+        except ValueError:
+            return False
+
+    def _holds_no_source(self, body: bytes) -> bool:
+        """Whether the kernels that the body of a graph calls have no source in it."""
+        try:
+            with open_body({BODY: body}) as reader:
+                inside = [each for each in reader.attachments if each is not None]
+                # A body in a body is none that a replay would run.
+                return all(
+                    each.role != BODY and self._is_free_of_source(each.role, reader.payload(each.payload))
+                    for each in inside
+                )
+        except ValueError:
+            return False
+
+
+def _redacted(redaction: Redaction, content: bytes) -> bytes | None:
+    """Metadata without names and paths; None if they are not metadata."""
+    if len(content) > MAX_BYTES[METADATA]:
+        return None
+    try:
+        metadata = parse_metadata(content, METADATA)
+    except InvalidCapture:
+        return None
+    redacted = redaction.values(metadata)
+    return content if redacted == metadata else json.dumps(redacted, indent=1).encode()

@@ -1,17 +1,34 @@
-"""Imports any kind of trace: detects a file's kind and calls its importer."""
+"""Imports any kind of trace: detects a file's kind, finds the traces of all ranks, and calls the kind's importer.
+
+Which tool made a trace is detected by its content, never by its name (`sniff`). Of an archive or a directory,
+`rank_traces` says which file belongs to which rank: the rank is taken from the trace itself (a profiler trace's
+`distributedInfo`, an execution trace's collectives of all ranks), else from its name (`rank_3.json`,
+`rank3/trace.json`), else from the only number in which the names differ.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from os import PathLike, fspath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, get_args
 
-from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
-from replayfmt.format.arguments import (
+from replayfmt.errors import (
+    CaptureFailed,
+    CaptureNotFound,
+    InvalidCapture,
+    OpReplayError,
+    UnsupportedVersion,
+    UsageError,
+)
+from replayfmt.format.output import check_place, same_file
+from replayfmt.format.validation import (
     check_function,
     check_kind,
     choice_of,
@@ -23,19 +40,331 @@ from replayfmt.format.arguments import (
     text_of,
     texts_of,
 )
-from replayfmt.format.container.output import check_place, same_file
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
-from .common.rank_trace import MOST_RANKS, RankTrace
+from .common.json_stream import JsonStream
 from .common.report import ImportReport
 from .common.synthesis import PRODUCER
-from .common.trace_files import Progress, shown_names
-from .kineto.windows import Wanted, parse_time
-from .sniffing import KINDS, TraceKind, sniff
+from .common.trace_files import (
+    MOST_RANKS,
+    Progress,
+    RankTrace,
+    TraceFile,
+    archive_names,
+    is_archive,
+    is_json,
+    regular_length,
+    shown_names,
+)
+from .execution_trace.nodes import node_of, rank_said
+from .kineto.importer import TraceRange, distributed, parse_time
 
-if TYPE_CHECKING:
-    from .ranks import RankTraces
+TraceKind = Literal["kineto", "execution-trace", "tracelens"]
+KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
+_READ = 64  # entries inspected, at most: the distinguishing ones are at the beginning
+
+
+# What other profilers' files begin with, and how to get at their work.
+_FOREIGN = (
+    (rb"SQLite format 3\0", "an SQLite database (rocprofv3's rocpd, rpd, Nsight Systems)"),
+    (rb"\s*\{\s*\"rocprofiler-sdk-tool\"", "rocprofv3's JSON (kernels without PyTorch operators)"),
+    (rb'"?[\w-]+"?,[^\n]{0,400}"?Kernel_?Name"?', "rocprof's table of kernels (without PyTorch operators)"),
+    (
+        rb"\x0a[\s\S]{0,4000}(?:/host:|/device:|Task Environment)",
+        "an XPlane profile of XLA (JAX, TensorFlow, PyTorch/XLA)",
+    ),
+    (rb"[\x01-\x7f]\x0a[\x01-\x20]\d{1,9}\.\d{1,9}\.\d", "a Chakra execution trace in protobuf"),
+    (
+        rb"\s*[\[{][\s\S]{0,4000}\"(?:ctrlDeps|dataDeps|durationMicros|COMP_NODE|COMM_COLL_NODE)\"",
+        "a Chakra execution trace in JSON",
+    ),
+)
+_HEAD_BYTES = 4096
+
+
+def _foreign(path: str | PathLike[str], member: str) -> str:
+    """What a file of another tool seems to be, by its beginning; "" where it is not known."""
+    with TraceFile(path, member=member) as file:
+        head = file.read(_HEAD_BYTES)
+    return next((what for pattern, what in _FOREIGN if re.match(pattern, head)), "")
+
+
+def sniff(path: str | PathLike[str], member: str = "") -> TraceKind:
+    """The kind of a trace file, or of one file of an archive. Raises CaptureNotFound, and InvalidCapture if the kind is
+    unknown."""
+    try:
+        return _sniff(path, member)
+    except InvalidCapture:
+        what = _foreign(path, member)
+        if what:
+            raise UnsupportedVersion(
+                f"{fspath(path)}: it is {what}, which is not read; record the program with torch.profiler or "
+                "ExecutionTraceObserver, or export it to their JSON"
+            ) from None
+        raise
+
+
+def _sniff(path: str | PathLike[str], member: str) -> TraceKind:
+    regular_length(path)
+    if zipfile.is_zipfile(path) and any(name.endswith("event_replay_ir.json") for name in archive_names(path)[0]):
+        return "tracelens"
+    with JsonStream.open(path, member=member) as stream:
+        for seen, (key, value) in enumerate(stream.entries({"traceEvents", "nodes"})):
+            if key == "traceEvents" or (key == "" and isinstance(value, dict) and "ph" in value):
+                return "kineto"
+            if key == "nodes":
+                return "execution-trace"
+            if key == "" and isinstance(value, dict) and ("replay_ir" in value or "op_name" in value):
+                return "tracelens"
+            if seen >= _READ:
+                break
+    with JsonStream.open(path, member=member) as stream:  # an empty list has no entries to inspect
+        if any(entry == ("traceEvents", []) for entry in islice(stream.entries(()), _READ)):
+            raise InvalidCapture(
+                f"{path}: the trace has no operator events: its traceEvents are empty; profile with "
+                "activities=[ProfilerActivity.CPU, ...] while operators run"
+            )
+        which = "" if member else ", the archive's first JSON file,"
+        told = f": {stream.member}{which} is" if stream.member else ":"
+        problem = f" ({stream.problems[0]})" if stream.problems else ""
+    raise InvalidCapture(
+        f"{path}{told} not a known kind of trace: expected a PyTorch profiler trace (traceEvents), a "
+        f"PyTorch execution trace (nodes), or TraceLens replay IR (op_name and replay_ir){problem}"
+    )
+
+
+_MOST_FILES = 1 << 16
+_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")  # in a directory: one trace each, with its resources
+# The last number after the word; not of a rank within one machine.
+_RANK = re.compile(r"(?<![a-z])(?<!local[_-])rank[ _.=-]?(\d{1,8})(?!\d)", re.IGNORECASE)
+_NUMBERS = re.compile(r"\d+")
+
+
+@dataclass
+class _Candidate:
+    path: str
+    member: str
+    name: str  # within the archive or the directory
+    kind: TraceKind
+    rank: int | None = None
+    told: str = ""
+    world_size: int = 1
+
+
+@dataclass
+class RankTraces:
+    """The traces of one kind in an archive or a directory. `problems` are sentences about what may be missing."""
+
+    source: str
+    kind: TraceKind
+    candidates: list[_Candidate]
+    passed_over: list[str]
+    problems: list[str] = field(default_factory=list)
+
+    def of(self, rank: int) -> RankTrace:
+        """The trace of one rank. Raises UsageError if there is none, or more than one."""
+        found = [each for each in self.candidates if each.rank == rank]
+        if len(found) == 1:
+            return self._trace(found[0])
+        if found:
+            raise UsageError(f"{self.source}: {_several(rank, found)}")
+        ranks = sorted({each.rank for each in self.candidates if each.rank is not None})
+        raise UsageError(
+            f"{self.source}: has no trace of rank {rank}; "
+            + (f"it has those of {_shown_ranks(_spans(ranks))}" if ranks else "no trace in it shows its rank")
+            + self._untold()
+        )
+
+    def all(self) -> list[RankTrace]:
+        """The traces of all ranks, in order. Raises UsageError unless each has a different rank."""
+        ranks: dict[int, list[_Candidate]] = {}
+        for each in self.candidates:
+            if each.rank is None:
+                raise UsageError(f"{self.source}: not every trace in it shows its rank{self._untold()}")
+            ranks.setdefault(each.rank, []).append(each)
+        for rank, found in sorted(ranks.items()):
+            if len(found) > 1:
+                raise UsageError(f"{self.source}: {_several(rank, found)}")
+        world = self._world_size()
+        absent = [(low + 1, high - 1) for low, high in pairwise([-1, *sorted(ranks), world]) if high - low > 1]
+        if absent:
+            self.problems.append(f"of {world} ranks, the traces of {_shown_ranks(absent)} are not there")
+        return [self._trace(found[0]) for _rank, found in sorted(ranks.items())]
+
+    def _trace(self, found: _Candidate) -> RankTrace:
+        assert found.rank is not None
+        return RankTrace(found.path, found.member, found.rank, found.told, self._world_size())
+
+    def _world_size(self) -> int:
+        return max(max(each.world_size, (each.rank or 0) + 1) for each in self.candidates)
+
+    def _untold(self) -> str:
+        untold = [each.name for each in self.candidates if each.rank is None]
+        if not untold:
+            return ""
+        return (
+            f"; neither content nor name shows the rank of {shown_names(untold)}: rename it (rank_0.json), or "
+            "import it alone without --rank"
+        )
+
+
+def rank_traces(path: str | PathLike[str], kind: TraceKind | Literal["auto"] = "auto") -> RankTraces:
+    """Search an archive, a directory (with subdirectories), or a single file. With `kind`, only for traces of that
+    kind.
+
+    Raises CaptureNotFound and InvalidCapture if there is no trace, UsageError if there are traces of several kinds and
+    `kind` does not say which is meant.
+    """
+    source = fspath(path)
+    files, problems = _files(source)
+    found: list[_Candidate] = []
+    passed: list[str] = []
+    for file, member, name in files:
+        try:
+            sniffed = sniff(file, member)
+        except (InvalidCapture, CaptureNotFound):
+            if len(files) == 1:
+                raise
+            passed.append(name)
+            continue
+        if kind in ("auto", sniffed):
+            found.append(_Candidate(file, member, name, sniffed))
+    kinds = sorted({each.kind for each in found})
+    if "tracelens" in kinds:
+        raise UsageError(f"{source}: TraceLens IR lists single calls without a rank; import it without --rank")
+    if len(kinds) > 1:
+        raise UsageError(f"{source}: has traces of the kinds {' and '.join(kinds)}; say which with --from={kinds[0]}")
+    if not found:
+        wanted = "" if kind == "auto" else f" of kind {kind}"
+        looked = f"; these files are not traces: {shown_names(passed)}" if passed else ""
+        raise InvalidCapture(
+            f"{source}: has no trace{wanted} in it{looked}" + "".join(f"; {each}" for each in problems)
+        )
+    for each in found:
+        _ask(each)
+    _number(found)
+    return RankTraces(source, kinds[0], found, passed, problems)
+
+
+def _files(source: str) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """Possible traces, as (file, member, name), and what is wrong with the archive."""
+    if os.path.isdir(source):
+        files = [(each, "", os.path.relpath(each, source)) for each in _beneath(source)]
+        if not files:
+            raise InvalidCapture(f"{source}: the directory has no trace in it: expected files such as rank_0.json")
+        return files, []
+    regular_length(source)
+    try:
+        packed = is_archive(source)
+    except OSError as error:
+        raise CaptureNotFound(f"{source}: {error.strerror}; expected a trace file") from error
+    if not packed:
+        return [(source, "", os.path.basename(source))], []
+    names, damage = archive_names(source)
+    wanted = [name for name in names if is_json(name)]
+    if not wanted and not damage:
+        raise InvalidCapture(f"{source}: the archive has no trace in it; it has {shown_names(names)}")
+    if len(wanted) > _MOST_FILES:
+        raise InvalidCapture(f"{source}: has {len(wanted)} JSON files; at most {_MOST_FILES} are inspected")
+    problems = [f"traces of other ranks may be missing: {damage}"] if damage else []
+    return [(source, name, name) for name in wanted], problems
+
+
+def _beneath(folder: str) -> Iterator[str]:
+    """The regular files of a directory and of those in it that are named like traces, in order. Links to directories
+    are not followed."""
+    count = 0
+
+    def fail(error: OSError) -> None:
+        raise CaptureNotFound(f"{error.filename}: {error.strerror}; expected a directory of traces")
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        for name in sorted(names):
+            whole = os.path.join(parent, name)
+            if (is_json(name) or name.endswith(_ARCHIVES)) and os.path.isfile(whole):
+                count += 1
+                if count > _MOST_FILES:
+                    raise InvalidCapture(f"{folder}: has more than {_MOST_FILES} files that may be traces")
+                yield whole
+
+
+def _ask(each: _Candidate) -> None:
+    """Set a trace's rank: from its content, else from its name."""
+    each.rank, each.world_size = _SAID[each.kind](each)
+    each.told = "as it says itself"
+    if each.rank is None:
+        *_others, last = [None, *_RANK.finditer(each.name)]
+        each.rank = int(last[1]) if last and int(last[1]) < MOST_RANKS else None
+        each.told = "by its name"
+
+
+def _number(found: Sequence[_Candidate]) -> None:
+    """If no trace has a rank: number them by the only number in which names differ, if these are 0, 1, 2, and so on."""
+    if len(found) < 2 or any(each.rank is not None for each in found):
+        return
+    if len({_NUMBERS.sub("0", each.name) for each in found}) > 1:
+        return
+    columns = zip(*(_NUMBERS.findall(each.name) for each in found), strict=True)
+    differing = [column for column in columns if len(set(column)) > 1]
+    if len(differing) == 1 and sorted(differing[0], key=lambda each: (len(each), each)) == [
+        *map(str, range(len(found)))
+    ]:
+        for each, number in zip(found, differing[0], strict=True):
+            each.rank, each.told = int(number), "by the number in its name"
+
+
+def _of_kineto(each: _Candidate) -> tuple[int | None, int]:
+    with JsonStream.open(each.path, member=each.member) as stream:
+        for key, value in stream.entries({"traceEvents"}):
+            if key == "distributedInfo":
+                return distributed(value)
+            if key in ("traceEvents", ""):
+                break
+    return None, 1
+
+
+def _of_execution_trace(each: _Candidate) -> tuple[int | None, int]:
+    with JsonStream.open(each.path, member=each.member) as stream:
+        for key, value in stream.entries({"nodes"}):
+            if key == "nodes" and isinstance(value, dict) and value.get("name") == "record_param_comms":
+                try:
+                    rank = rank_said(node_of(value))
+                except ValueError:
+                    continue  # the import reports what is wrong with it
+                if rank is not None:
+                    return rank, 1
+    return None, 1
+
+
+_SAID: dict[str, Any] = {"kineto": _of_kineto, "execution-trace": _of_execution_trace}
+
+
+def _several(rank: int, found: Sequence[_Candidate]) -> str:
+    return (
+        f"has {len(found)} traces of rank {rank}: {shown_names([each.name for each in found])}; move the "
+        f"unwanted ones elsewhere, or import each alone"
+    )
+
+
+def _spans(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Sorted numbers as (first, last) of each stretch."""
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = spans[-1][0], rank
+        else:
+            spans.append((rank, rank))
+    return spans
+
+
+def _shown_ranks(spans: Sequence[tuple[int, int]]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    several = len(spans) > 1 or spans[0][0] < spans[0][1]
+    shown = [f"{low}-{high}" if high > low else str(low) for low, high in spans]
+    return f"rank{'s' if several else ''} {shown_names(shown)}"
+
 
 Level = Literal["auto", "leaf", "launching", "root"]
 
@@ -55,7 +384,7 @@ class _Options:
     progress: Progress | None
     on_record: Callable[[int, int], None] | None
     graph_captures: Sequence[str | PathLike[str]]
-    wanted: Wanted
+    wanted: TraceRange
 
 
 def import_trace(
@@ -103,8 +432,6 @@ def import_trace(
         found: TraceKind = sniff(path) if kind == "auto" else kind
         report = _import(path, out, found, options, force, None)
     else:
-        from .ranks import rank_traces
-
         out = _name(out, rank)
         _check_out(path, out, force)
         traces = rank_traces(path, kind)
@@ -115,10 +442,10 @@ def import_trace(
     return report
 
 
-def _wanted(steps: Any, scopes: Any, time: Any) -> Wanted:
+def _wanted(steps: Any, scopes: Any, time: Any) -> TraceRange:
     """What is to be imported of a profiler trace. Raises UsageError."""
     numbers = tuple(count_of("steps", each, 0, 1 << 62) for each in items_of("steps", steps, "a list of numbers"))
-    wanted = Wanted(numbers, texts_of("scopes", scopes), text_of("time", time))
+    wanted = TraceRange(numbers, texts_of("scopes", scopes), text_of("time", time))
     if wanted.time:
         parse_time(wanted.time)
     return wanted
@@ -146,7 +473,6 @@ def import_ranks(
     `{rank}` in `out` is replaced with each rank's number. Either all captures are written or none: they are created
     beside their final paths and renamed when the last one is complete. Otherwise as import_trace.
     """
-    from .ranks import rank_traces
 
     wanted = _wanted(steps, scopes, time)
     options = _options(level, unique, rewrite, libraries, names, progress, on_record, (), wanted)
@@ -193,7 +519,7 @@ def _options(
     progress: Progress | None,
     on_record: Callable[[int, int], None] | None,
     graph_captures: Sequence[str | PathLike[str]],
-    wanted: Wanted,
+    wanted: TraceRange,
 ) -> _Options:
     for name, value, allowed in (("level", level, LEVELS), ("rewrite", rewrite, REWRITES)):
         choice_of(name, value, allowed)

@@ -19,33 +19,41 @@ import torch
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import Layout, TensorFlag
 from replayfmt.format.model import TensorMeta
-from replayfmt.format.records.builder import Moment
+from replayfmt.format.writer import Moment
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
 from .common.arguments import (
     NOTHING,
     UNRECORDED,
+    ArgumentForm,
+    ArgumentReader,
+    ArgumentType,
     Binding,
     DeviceName,
-    Form,
-    Reader,
-    Recorded,
+    RecordedArgument,
     TensorSpec,
+    dtype_of,
     fits,
     of_list,
     of_value,
     parse,
+    schema_type,
 )
 from .common.json_stream import JsonStream
-from .common.operators import Choice, FoundOperator, Operators
-from .common.report import Entry, ImportReport
+from .common.operators import FoundOperator, OperatorChoice, Operators
+from .common.report import ImportReport, ReportEntry
 from .common.results import infer, refusal
-from .common.schema_types import ArgumentType, schema_type
-from .common.synthesis import ImportedSession, imported_session, plain_device
+from .common.synthesis import (
+    ImportedSession,
+    Tensor,
+    TracedStorage,
+    bytes_needed,
+    contiguous,
+    imported_session,
+    plain_device,
+)
 from .common.trace_files import Progress, TraceFile
-from .common.types import dtype_of
-from .common.values import Tensor, TracedStorage, bytes_needed, contiguous
 
 KIND = "tracelens"
 BY = "the IR"
@@ -135,7 +143,7 @@ class _Call:
     """One entry, parsed. `beside` has what is known about tensors, by the identity in their specs."""
 
     name: str
-    recorded: list[Recorded]
+    recorded: list[RecordedArgument]
     names: list[str]
     beside: dict[int, _Beside] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -146,7 +154,7 @@ class _Writer:
 
     def __init__(self, capture: ImportedSession, report: ImportReport, operators: Operators) -> None:
         self._capture, self._report, self._operators = capture, report, operators
-        self._reader = Reader(operators.names)
+        self._reader = ArgumentReader(operators.names)
         self.placed = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -159,7 +167,7 @@ class _Writer:
         if not own:
             # TraceLens reads profiler traces, which drop strings: it writes an empty one.
             call.recorded = [
-                UNRECORDED if each.form is Form.text and not each.value else each for each in call.recorded
+                UNRECORDED if each.form is ArgumentForm.text and not each.value else each for each in call.recorded
             ]
         choice, binding = self._bind(call, own if isinstance(own, dict) else {})
         if choice.operator is None:
@@ -187,12 +195,12 @@ class _Writer:
         shown, told, operator = _shown(call), tuple(assumed), choice.operator
         self._report.add(
             (name, operator.overload, shown, told),
-            lambda: Entry(name, operator.overload, "inferred" if told else "exact", shown, operator.found, told),
+            lambda: ReportEntry(name, operator.overload, "inferred" if told else "exact", shown, operator.found, told),
             ordinal,
             count,
         )
 
-    def _bind(self, call: _Call, own: Mapping[str, Any]) -> tuple[Choice, Binding]:
+    def _bind(self, call: _Call, own: Mapping[str, Any]) -> tuple[OperatorChoice, Binding]:
         """The operator and its arguments: by name if the entry gives the overload, else by position."""
         text = own.get("schema")
         choice = self._operators.by_schema(text) if isinstance(text, str) else None
@@ -205,16 +213,16 @@ class _Writer:
             return choice, _by_name(self._reader, schema, call, bool(own))
         return choice, self._reader.bind(schema, call.recorded, by=BY)
 
-    def _by_names(self, call: _Call) -> Choice | None:
+    def _by_names(self, call: _Call) -> OperatorChoice | None:
         """The overload whose argument names fit best; None leaves the choice to the positions."""
         best: tuple[int, FoundOperator] | None = None
         for each in self._operators.candidates(call.name)[0]:
             points = _named_score(each.schema, call) if each.dispatched else None
             if points is not None and (best is None or points > best[0]):
                 best = points, each
-        return None if best is None else Choice(best[1], assumed=self._operators.alias(call.name, best[1]))
+        return None if best is None else OperatorChoice(best[1], assumed=self._operators.alias(call.name, best[1]))
 
-    def _op(self, call: _Call, choice: Choice, binding: Binding, note: dict[str, Any]) -> int:
+    def _op(self, call: _Call, choice: OperatorChoice, binding: Binding, note: dict[str, Any]) -> int:
         assert choice.operator is not None
         storages: dict[int, TracedStorage] = {}
 
@@ -255,7 +263,7 @@ class _Writer:
         shown = _shown(call)
         self._report.add(
             (call.name, shown, reason, detail),
-            lambda: Entry(call.name, "", "incomplete", shown, reason=reason, detail=detail),
+            lambda: ReportEntry(call.name, "", "incomplete", shown, reason=reason, detail=detail),
             ordinal,
             count,
         )
@@ -281,10 +289,10 @@ def _named_score(schema: torch.FunctionSchema, call: _Call) -> int | None:
     return total
 
 
-def _by_name(reader: Reader, schema: torch.FunctionSchema, call: _Call, complete: bool) -> Binding:
+def _by_name(reader: ArgumentReader, schema: torch.FunctionSchema, call: _Call, complete: bool) -> Binding:
     """Arguments by their names. If the IR is `complete`, what it omits was omitted from the call."""
     by_name = dict(zip(call.names, call.recorded, strict=True))
-    numbers = {name: each.value for name, each in by_name.items() if each.form is Form.number}
+    numbers = {name: each.value for name, each in by_name.items() if each.form is ArgumentForm.number}
     binding = Binding()
     full = reader.bind(schema, [by_name.get(argument.name, NOTHING) for argument in schema.arguments], by=BY)
     for argument in schema.arguments:
@@ -327,9 +335,9 @@ def _read(name: str, ir: Mapping[str, Any]) -> _Call:
     return call
 
 
-def _argument(call: _Call, value: Any, kind: str, own: Any) -> Recorded:
+def _argument(call: _Call, value: Any, kind: str, own: Any) -> RecordedArgument:
     if isinstance(own, dict) and "generator" in own:
-        return Recorded(Form.text, str(own["generator"]), shown="generator")
+        return RecordedArgument(ArgumentForm.text, str(own["generator"]), shown="generator")
     if isinstance(value, dict):
         return _tensor_argument(call, value, own if isinstance(own, dict) else {})
     if isinstance(value, list):
@@ -344,10 +352,10 @@ def _argument(call: _Call, value: Any, kind: str, own: Any) -> Recorded:
     return of_value(value)
 
 
-def _tensor_argument(call: _Call, value: Mapping[str, Any], own: Mapping[str, Any]) -> Recorded:
+def _tensor_argument(call: _Call, value: Mapping[str, Any], own: Mapping[str, Any]) -> RecordedArgument:
     shape, strides = _integers(value.get("shape")), _integers(value.get("strides"))
     if shape is None:
-        return Recorded(Form.truncated, shown=str(dict(value))[:80])
+        return RecordedArgument(ArgumentForm.truncated, shown=str(dict(value))[:80])
     number = len(call.beside)
     flags = [_FLAGS[each] for each in own.get("flags", ()) if each in _FLAGS]
     storage = own.get("storage")
@@ -363,7 +371,7 @@ def _tensor_argument(call: _Call, value: Mapping[str, Any], own: Mapping[str, An
         _natural(own.get("offset")),
         number,
     )
-    return Recorded(Form.tensor, tensor=spec, shown=f"{value.get('dtype')}{list(shape)}")
+    return RecordedArgument(ArgumentForm.tensor, tensor=spec, shown=f"{value.get('dtype')}{list(shape)}")
 
 
 def _integers(value: Any) -> tuple[int, ...] | None:

@@ -8,10 +8,8 @@ def table(request):
 """
 
 from .demands import Demand, Role
-from .initializer import Initializer
-from .loading import load_initializers
-from .registry import Registry, register, unregister
-from .request import Call, Request, TensorInfo, Use
+from .initializer import Call, Initializer, Request, TensorInfo, Use
+from .registry import Registry, load_initializers, register, unregister
 
 __all__ = [
     "Call",

@@ -3,6 +3,8 @@
 The sources are in this folder. `building` loads the library that the package ships for the installed PyTorch. If there
 is none, it compiles one at first use with the installed compiler and keeps it in the user's cache. If that is not
 possible, one line on stderr says why, the capture continues without the library, and its session says so. `watching` is
-the Python side of `thread_watch.cpp`, `hook` that of `recorder.cpp`, `block_statistics` that of `block_statistics.cpp`.
-Without the last one, digests are the same but take longer.
+the Python side of `thread_watch.cpp`, `hook` that of `recorder.cpp`, and `replayfmt.pytorch.tensors.digests` has that
+of `block_statistics.cpp`. Without the last one, digests are the same but take longer.
 """
+
+from __future__ import annotations

@@ -1,5 +1,5 @@
 // Statistics of the elements of a tensor, for its digest: the same figures, to the last bit, as the NumPy code in
-// replayfmt/pytorch/tensors/statistics.py computes, in one pass instead of five.
+// replayfmt/pytorch/tensors/digests.py computes, in one pass instead of five.
 //
 // Elements are taken in blocks of the same length as there. A block's sums are added up in the order in which NumPy adds
 // contiguous doubles: halves of halves, down to runs of at most 128 elements in eight interleaved sums. No product and
@@ -351,7 +351,7 @@ bool flushes() { return true; }  // unknown: nothing is computed here
 #endif
 #endif
 
-// By kind of element: its letter in block_statistics.py.
+// By kind of element: its letter in pytorch/tensors/digests.py.
 BlockOf block_function(char kind) {
   switch (kind) {
     case 'd': return best<Plain<double>>();

@@ -32,7 +32,7 @@ from typing import BinaryIO
 
 import torch
 
-from replayfmt.format.printable import tell
+from replayfmt.format.validation import tell
 
 _COMPILERS = ("c++", "g++", "clang++")
 # Without contraction, a product is rounded before it is added, as in NumPy. PyTorch's headers check themselves unless

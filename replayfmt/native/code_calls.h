@@ -1,7 +1,7 @@
 // Work that no dispatcher calls: compiled regions that are noted as a whole, or the kernels and allocations of their
 // generated code. And the keys that a thread is given around it.
 //
-// What is new about it takes the complete path, in Python (hooks/undispatched.py, code/inductor_regions.py); calls like
+// What is new about it takes the complete path, in Python (recording/undispatched.py, recording/inductor.py); calls like
 // one that took it are recorded here. All of it is called with the interpreter's lock.
 
 #pragma once

@@ -92,7 +92,7 @@ inline uint64_t general_settings() {
   return bits;
 }
 
-// Those that some ops depend on: number `index` of the settings that Python watches (state/numeric_state.py, WATCHED).
+// Those that some ops depend on: number `index` of the settings that Python watches (stream/program_state.py, WATCHED).
 constexpr size_t kWatched = 25;
 
 inline uint8_t watched_setting(size_t index) {

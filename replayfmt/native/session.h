@@ -179,7 +179,7 @@ class HostRanges {
 };
 
 // Some of a storage's bytes, at places that depend on its length alone; none if it is not in host memory. As in
-// recording/storages/storage_content.py.
+// recording/content/storage_content.py.
 inline std::string sample(const c10::StorageImpl& storage) {
   constexpr size_t whole_bytes = 1024, words = 32, word_bytes = 8;
   const size_t length = storage.nbytes();

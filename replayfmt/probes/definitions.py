@@ -40,7 +40,7 @@ import numpy as np
 
 from replayfmt.errors import CaptureNotFound, UsageError
 
-from .recordings.results import Level, RecordLayout
+from .recordings import Level, RecordLayout
 
 # Where instructions may be put, and what is meant.
 POSITIONS = {

@@ -21,17 +21,14 @@ from pathlib import Path
 
 from replayfmt.errors import CaptureFailed, LibraryMissing, ReplayRefused, UsageError
 from replayfmt.format.attachments import contents_of, roles_of
-from replayfmt.format.container.output import check_place
+from replayfmt.format.output import check_place
 from replayfmt.format.reader import open_capture
 
+from .costs import predicted_bytes
 from .definitions import ProbeDefinition
-from .evaluations.memory import predicted_bytes
-from .evaluations.tables import Cell, ResultTable, Unmeasured
-from .ptx.assembling import AssembledPtx, assemble
-from .ptx.parsing import PtxError, PtxModule, parse_ptx
-from .ptx.rewriting import ProbedPtx, position_of, probed_ptx
-from .recordings.files import check_readable, new_file
-from .recordings.results import MOST_THREADS, LaunchShape
+from .ptx import AssembledPtx, ProbedPtx, PtxError, PtxModule, assemble, parse_ptx, position_of, probed_ptx
+from .recordings import MOST_THREADS, LaunchShape, check_readable, new_file
+from .tables import Cell, ResultTable, Unmeasured
 
 _LAUNCH = re.compile(r"(\d+),(\d+),(\d+):(\d+),(\d+),(\d+)$")
 _NVCC_SECONDS = 300

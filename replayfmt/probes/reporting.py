@@ -10,26 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from replayfmt.errors import CaptureFailed, UsageError
-from replayfmt.format.container.output import check_place
+from replayfmt.format.output import check_place
 
-from .evaluations.block_times import Progress, unwatched
-from .evaluations.dmat import evaluate_dmat
-from .evaluations.latency import evaluate_latency
-from .evaluations.memory import PredictedLaunch, evaluate_memory
-from .evaluations.overhead import evaluate_overhead
-from .evaluations.schedule import evaluate_schedule
-from .evaluations.tables import Evaluated, as_json, as_text
-from .evaluations.warps import evaluate_warps
-from .pictures import bars
-from .pictures import dmat as dmat_picture
-from .pictures import schedule as schedule_picture
-from .pictures import warps as warps_picture
-from .pictures.style import pictures_of
-from .recordings.access_maps import AccessMap
-from .recordings.files import new_file
-from .recordings.folders import TraceFolder
-from .recordings.logs import TensorAddresses, read_tensors
-from .recordings.results import ProbeRecording, ProbeSection
+from . import pictures
+from .costs import PredictedLaunch, evaluate_latency, evaluate_memory, evaluate_overhead
+from .dmat import evaluate_dmat
+from .pictures import pictures_of
+from .recordings import AccessMap, ProbeRecording, ProbeSection, TensorAddresses, TraceFolder, new_file, read_tensors
+from .schedule import Progress, evaluate_schedule, evaluate_warps, no_progress
+from .tables import Evaluated, as_json, as_text
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ class ReportKind:
 
 
 def evaluate(
-    kind: str, files: list[NamedFile], options: ReportOptions | None = None, progress: Progress = unwatched
+    kind: str, files: list[NamedFile], options: ReportOptions | None = None, progress: Progress = no_progress
 ) -> Evaluated:
     """Evaluate files. Raises UsageError for a kind that is unknown or takes other files, CaptureNotFound,
     InvalidRecording."""
@@ -175,31 +164,33 @@ def _latency(files: list[NamedFile], _options: ReportOptions, _progress: Progres
     return evaluate_latency(files[0].path)
 
 
-_BARS = (bars.WIDTH_INCHES, bars.HEIGHT_INCHES)
+_BARS = (pictures.BARS_WIDTH_INCHES, pictures.BARS_HEIGHT_INCHES)
 KINDS: dict[str, ReportKind] = {
     "schedule": ReportKind(
         _schedule,
-        schedule_picture.draw_schedule,
-        (schedule_picture.WIDTH_INCHES, schedule_picture.HEIGHT_INCHES),
+        pictures.draw_schedule,
+        (pictures.SCHEDULE_WIDTH_INCHES, pictures.SCHEDULE_HEIGHT_INCHES),
         (1, 1),
         "a recording of block_sched, or the folder of a run with one",
     ),
     "dmat": ReportKind(
         _dmat,
-        dmat_picture.draw_dmat,
-        (dmat_picture.WIDTH_INCHES, dmat_picture.HEIGHT_INCHES),
+        pictures.draw_dmat,
+        (pictures.DMAT_WIDTH_INCHES, pictures.DMAT_HEIGHT_INCHES),
         (1, 1),
         "a .dmat file, a recording of dmat, or the folder of a run with one",
     ),
-    "overhead": ReportKind(_overhead, bars.draw_overhead, _BARS, (1, None), "folders of runs, or logs, as PROBE=PATH"),
-    "memory": ReportKind(
-        _memory, bars.draw_memory, _BARS, (1, None), "folders of runs, as MODEL/TEST=DIR, or --predict"
+    "overhead": ReportKind(
+        _overhead, pictures.draw_overhead, _BARS, (1, None), "folders of runs, or logs, as PROBE=PATH"
     ),
-    "latency": ReportKind(_latency, bars.draw_latency, _BARS, (1, 1), "a CSV file"),
+    "memory": ReportKind(
+        _memory, pictures.draw_memory, _BARS, (1, None), "folders of runs, as MODEL/TEST=DIR, or --predict"
+    ),
+    "latency": ReportKind(_latency, pictures.draw_latency, _BARS, (1, 1), "a CSV file"),
     "warps": ReportKind(
         _warps,
-        warps_picture.draw_warps,
-        (warps_picture.WIDTH_INCHES, warps_picture.HEIGHT_INCHES),
+        pictures.draw_warps,
+        (pictures.WARPS_WIDTH_INCHES, pictures.WARPS_HEIGHT_INCHES),
         (1, 2),
         "a recording of block_sched, or two to compare, as NAME=PATH",
     ),

@@ -1,18 +1,23 @@
 """What a replay and a capture ask of devices other than the host, by the modules that PyTorch has for them.
 
-A kind of device has a module (`torch.cuda`, `torch.xpu`, that of an out-of-tree backend), which names its functions
-like those of `torch.cuda`. What a module lacks is unknown: None, never a guess.
+Streams: PyTorch calls back where a stream or an event is used, also by C++ code of its own (backward passes), once its
+trace is active: `_gpu_trace` of the device's module has the callbacks. Devices whose module has none, or that give no
+handles of streams, cannot be followed.
 
-A capture must not begin to use a device: that costs seconds and memory, fixes CUDA_VISIBLE_DEVICES, and children that
-the program forks later cannot use the device any more. It asks `kind_here`, which the build answers, and `in_use`
-before anything else; `torch.cuda.is_available()` already initializes the driver.
+Graphs: what is issued while one is captured does not run, and runs at each replay. `frontier` gives the nodes that what
+a stream is given next comes after. It says what the graph holds beneath PyTorch: work that a library launched on its
+own is a node, too. CUDA tells through cuda-bindings, which PyTorch uses for the same (`torch.cuda._graph_annotations`);
+of another device its module is asked, for `capture_frontier()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -191,3 +196,252 @@ def free_memory(device: torch.device) -> int | None:
     """What an accelerator has left, in bytes; None if it is not known."""
     info = getattr(device_module(device.type), "mem_get_info", None)
     return None if info is None else int(info(device)[0])
+
+
+_ACTIVE = "_ZN3c104impl8GPUTrace9haveStateE"  # c10::impl::GPUTrace::haveState
+
+
+class Callbacks(NamedTuple):
+    """What to call, by the names that `_gpu_trace` has. Handles are integers; the device is the current one."""
+
+    EventRecord: Callable[[int, int], None]
+    EventWait: Callable[[int, int], None]
+    EventDeletion: Callable[[int], None]
+    EventSynchronization: Callable[[int], None]
+    StreamSynchronization: Callable[[int], None]
+    DeviceSynchronization: Callable[[], None]
+
+
+def followed_kind() -> str:
+    """The kind of accelerator of this PyTorch whose streams can be followed, be one there or not; "" without."""
+    kind = kind_here()
+    return "" if not kind or _trace(kind) is None else kind
+
+
+def tells_of_memory(kind: str) -> bool:
+    """Whether PyTorch's trace also calls back for each allocation of a kind of device, which costs microseconds."""
+    return kind in ("cuda", "xpu")
+
+
+def current_streams(indices: list[int]) -> list[torch.Stream]:
+    """The current streams of accelerators by index, of those whose current stream is not their default one."""
+    current = torch._C._accelerator_getStream  # what torch.accelerator.current_stream calls, at half its cost
+    streams = [current(index) for index in indices]
+    return [stream for stream in streams if stream.stream_id]
+
+
+def handle_of(stream: torch.Stream) -> int:
+    """The handle by which the trace names a stream."""
+    return int(stream.native_handle)  # type: ignore[attr-defined]
+
+
+def _trace(kind: str) -> Any:
+    module = device_module(kind)
+    if kind in ("cuda", "xpu"):
+        importlib.import_module(f"torch.{kind}._gpu_trace")
+    return getattr(module, "_gpu_trace", None)
+
+
+class GpuTrace:
+    """PyTorch's trace, active between `install` and `remove`."""
+
+    def __init__(self, kind: str, callbacks: Callbacks) -> None:
+        trace = _trace(kind)
+        self._lists = [getattr(trace, f"{name}Callbacks").callback_list for name in Callbacks._fields]
+        self._callbacks = callbacks
+        self._was_active: bool | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether the callbacks are called."""
+        return self._was_active is not None
+
+    def install(self) -> None:
+        """Have the callbacks called. Idempotent."""
+        if self.active:
+            return
+        flag = _flag()
+        self._was_active = flag.value
+        for registered, callback in zip(self._lists, self._callbacks, strict=True):
+            registered.append(callback)
+        torch._C._activate_gpu_trace()
+        flag.value = True  # PyTorch activates it once in a process
+
+    def remove(self) -> None:
+        """Have them called no more; without others the trace is off as before, and costs nothing. Idempotent."""
+        if self._was_active is None:
+            return
+        for registered, callback in zip(self._lists, self._callbacks, strict=True):
+            if callback in registered:
+                registered.remove(callback)
+        _flag().value = self._was_active
+        self._was_active = None
+
+
+def _flag() -> ctypes.c_bool:
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    return ctypes.c_bool.in_dll(library, _ACTIVE)
+
+
+def keeps_memory_for_streams(kind: str) -> bool:
+    """Whether tensors of a kind of device can say that another stream uses their memory (`record_stream`)."""
+    key = {"cuda": "CUDA", "xpu": "XPU"}.get(kind, "PrivateUse1")
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key))
+
+
+class SetStreams:
+    """Sets the current streams of some accelerators. What a replay calls where the captured program had others."""
+
+    def __init__(self, streams: list[torch.Stream]) -> None:
+        self._streams = streams
+
+    def __call__(self) -> None:
+        index = torch.accelerator.current_device_index()
+        for stream in self._streams:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(index)  # setting a stream makes its device current
+
+
+def default_stream(device: torch.device) -> torch.Stream:
+    """An accelerator's default stream."""
+    kind = torch.accelerator.current_stream(device.index).device_type
+    return torch.Stream(stream_id=0, device_index=device.index, device_type=kind)
+
+
+class NoGraphs(Exception):
+    """A device has no graphs; the message says so."""
+
+
+def new_graph(device: torch.device) -> Any:
+    """An empty graph of a device. Raises NoGraphs."""
+    if not is_accelerator(device):
+        raise NoGraphs(f"{device.type} has no graphs")
+    if device.type == "cuda":
+        return torch.cuda.CUDAGraph()
+    if device.type == "xpu":
+        return torch.xpu.XPUGraph()
+    try:
+        return torch.accelerator.Graph(capture_error_mode="thread_local")  # since PyTorch 2.12
+    except (AttributeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise NoGraphs(f"{device.type} has no graphs ({reason})") from None
+
+
+def is_being_captured(kind: str) -> bool:
+    """Whether the current stream of accelerators of a kind is being captured into a graph, as far as PyTorch's module
+    for them tells. Where the program has not begun to use them, none is."""
+    if not in_use(kind):
+        return False
+    stream = torch._C._accelerator_getStream(torch._C._accelerator_getDeviceIndex())
+    if not stream.stream_id:  # no default stream can be
+        return False
+    tells = getattr(device_module(kind), "is_current_stream_capturing", None)
+    return tells is not None and bool(tells())
+
+
+def captured(device: torch.device, issue: Callable[[], None]) -> Any:
+    """A graph of what `issue` gives to the current stream of a device. Raises what `issue` and the device raise, and
+    leaves streams and devices as they were.
+
+    Other threads may use the device meanwhile: only what this one does can spoil the graph.
+    """
+    graph = new_graph(device)
+    before, index = torch.accelerator.current_stream(device), torch.accelerator.current_device_index()
+    try:
+        if device.type == "cuda":
+            # A stream of its own: torch.cuda.graph keeps one for all captures, on the device of the first.
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                issue()
+        elif device.type == "xpu":
+            with torch.xpu.device(device), torch.xpu.graph(graph):
+                issue()
+        else:
+            torch.accelerator.set_device_index(device.index or 0)
+            with torch.Stream(device), graph:
+                issue()
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(index)
+    return graph
+
+
+def without_draws(device: torch.device, run: Callable[[], None]) -> None:
+    """Run something after which the device's generator is in the state that it was in."""
+    generator = default_generator(device)
+    state = None if generator is None else generator.get_state()
+    try:
+        run()
+    finally:
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
+
+EMPTY = "empty"  # the kind of a node that does nothing but order others
+_TOLD_BY_MODULES = "capture_frontier"
+
+
+class GraphNode(NamedTuple):
+    """A node: its handle, and its kind in words (`kernel`, `host`, `memcpy`, …)."""
+
+    handle: int
+    kind: str
+
+
+class UnknownFrontier(Exception):
+    """A device does not tell; the message says why."""
+
+
+def frontier(kind: str) -> list[GraphNode]:
+    """The nodes of a capture that the current streams of all devices of a kind have come to, nodes that do nothing left
+    out in favour of what they come after. Raises UnknownFrontier."""
+    if kind == "cuda":
+        return list(_of_cuda())
+    tell = getattr(device_module(kind), _TOLD_BY_MODULES, None)
+    if tell is None:
+        raise UnknownFrontier(f"PyTorch's module for {kind} has no {_TOLD_BY_MODULES}")
+    try:
+        return [GraphNode(int(handle), str(what)) for handle, what in tell()]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UnknownFrontier(f"{_TOLD_BY_MODULES} of PyTorch's module for {kind} failed: {error}") from None
+
+
+def _of_cuda() -> Iterator[GraphNode]:
+    try:
+        from cuda.bindings import runtime
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UnknownFrontier(f"cuda-bindings cannot be imported: {error}") from None
+    seen: set[int] = set()
+    for index in range(torch.cuda.device_count()):
+        stream = torch.cuda.current_stream(index).cuda_stream
+        if not stream:
+            continue  # a default stream cannot be captured
+        told = _checked(runtime, "cudaStreamGetCaptureInfo", stream)
+        if len(told) < 4:
+            raise UnknownFrontier("cuda-bindings is older than version 13, whose functions are used")
+        status, _number, _graph, nodes = told[:4]
+        if status != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive:
+            continue
+        waiting = list(nodes or ())
+        while waiting:
+            node = waiting.pop()
+            if int(node) in seen:
+                continue
+            seen.add(int(node))
+            kind = _checked(runtime, "cudaGraphNodeGetType", node)[0].name.removeprefix("cudaGraphNodeType").lower()
+            if kind != EMPTY:
+                yield GraphNode(int(node), kind)
+                continue
+            count = _checked(runtime, "cudaGraphNodeGetDependencies", node)[-1]
+            waiting += _checked(runtime, "cudaGraphNodeGetDependencies", node, count)[0] if count else ()
+
+
+def _checked(runtime: Any, name: str, *args: Any) -> tuple[Any, ...]:
+    """What a function of the runtime tells, without its status."""
+    try:
+        status, *told = getattr(runtime, name)(*args)
+    except (AttributeError, RuntimeError, TypeError) as error:  # RuntimeError: a driver without it
+        raise UnknownFrontier(f"cuda-bindings has no {name} that can be used: {error}") from None
+    if status != runtime.cudaError_t.cudaSuccess:
+        raise UnknownFrontier(f"{name} failed: {status.name}")
+    return tuple(told)

@@ -1,5 +1,8 @@
-"""A program's environment: what a session records of it, and what a replay compares before it promises bitwise
-results."""
+"""A program's environment and global numeric state: read at capture, compared and applied for a replay.
+
+`session_fields` is what a session records of the environment, and what a replay compares before it promises bitwise
+results. `SETTINGS` are the global settings that decide numerics: applied for a replay, and restored afterwards.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,333 @@ import functools
 import json
 import os
 import platform
+import re
 import sys
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from replayfmt.errors import CaptureFailed
+from replayfmt.errors import CaptureFailed, ReplayRefused
 from replayfmt.format.model import Device
+from replayfmt.format.validation import printable
 from replayfmt.version import own_version
 
 from . import accelerators
+from .accelerators import kind_here
+from .tensors.metadata import DTYPE_CODE
+
+Scalar = bool | int | float | str | None
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODE}
+_MOST_THREADS = 4096  # more than any machine has; that many would be made at the next op
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting. `get` is PyTorch's own; `read` is how it is asked."""
+
+    name: str
+    get: Callable[[], Scalar]
+    set: Callable[[Any], object]
+
+    def read(self) -> Scalar:
+        """Its present value. None if PyTorch cannot return it; then it is not recorded. So it is with older settings
+        that stand for several newer ones, once those differ: the newer ones are settings of their own."""
+        return guarded(self.get)
+
+
+def guarded(get: Callable[[], Any]) -> Any:
+    """The getter's result; None if PyTorch refuses to answer in its present state."""
+    try:
+        return get()
+    except (RuntimeError, AssertionError):
+        return None
+
+
+def _flushes_denormals() -> bool:
+    # Python's own floats go through the same processor flag, so one multiplication tells.
+    return sys.float_info.min * _HALF == 0.0
+
+
+_HALF = 0.5
+
+
+def _c(name: str, getter: str, setter: str) -> Setting | None:
+    """A setting behind two functions of torch._C, or None if this build lacks one of them."""
+    get, put = getattr(torch._C, getter, None), getattr(torch._C, setter, None)
+    return Setting(name, get, put) if get and put else None
+
+
+def _fp32_precision(backend: str, operation: str) -> Setting | None:
+    get = getattr(torch._C, "_get_fp32_precision_getter", None)
+    put = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if not (get and put):
+        return None
+    return Setting(
+        f"fp32_precision.{backend}.{operation}",
+        lambda: get(backend, operation),
+        lambda value: put(backend, operation, value),
+    )
+
+
+def _reduced_precision(name: str, getter: str, attribute: str) -> Setting | None:
+    """cuBLAS reduced-precision reduction: the getter gives one flag or (allow reduction, allow split-k)."""
+    get = getattr(torch._C, getter, None)
+    if get is None:
+        return None
+
+    def read() -> str:
+        value = get()
+        return ",".join(str(int(part)) for part in (value if isinstance(value, tuple) else (value,)))
+
+    def write(value: str) -> None:
+        parts = tuple(part == "1" for part in value.split(","))
+        setattr(torch.backends.cuda.matmul, attribute, parts if len(parts) > 1 else parts[0])
+
+    return Setting(name, read, write)
+
+
+def _preferred(library: str) -> Setting | None:
+    """The library that CUDA's matrix products (`blas`) or decompositions (`linalg`) prefer, by PyTorch's name."""
+    get = getattr(torch._C, f"_get_{library}_preferred_backend", None)
+    put = getattr(torch._C, f"_set_{library}_preferred_backend", None)
+    names = getattr(torch._C, f"_{library.capitalize()}Backend", None)
+    if not (get and put and names):
+        return None
+
+    def write(name: str) -> None:
+        if name not in names.__members__:
+            raise ValueError(f"expected one of {', '.join(names.__members__)}")
+        if torch.backends.cuda.is_built():  # nothing else has a choice
+            put(names.__members__[name])
+
+    return Setting(f"preferred_{library}", lambda: get().name, write)
+
+
+def _sdp_priority() -> Setting | None:
+    get, put = getattr(torch._C, "_get_sdp_priority_order", None), getattr(torch._C, "_set_sdp_priority_order", None)
+    if not (get and put):
+        return None
+    return Setting(
+        "sdp_priority_order",
+        lambda: ",".join(str(int(backend)) for backend in get()),
+        lambda value: put([int(backend) for backend in value.split(",")]),
+    )
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = _DTYPES.get(name)  # a name out of a file is never looked up in torch itself
+    if dtype is None:
+        raise ValueError(f"{name!r} is not a dtype")
+    return dtype
+
+
+def _set_matmul_precision(precision: Scalar) -> None:
+    if precision not in ("highest", "high", "medium"):  # torch would only warn
+        raise ValueError("expected highest, high or medium")
+    torch.set_float32_matmul_precision(str(precision))
+
+
+def _set_threads(count: Scalar) -> None:
+    if type(count) is not int or not 1 <= count <= _MOST_THREADS:
+        raise ValueError(f"expected a number of threads from 1 to {_MOST_THREADS}")
+    torch.set_num_threads(count)
+
+
+_CANDIDATES: tuple[Setting | None, ...] = (
+    Setting("grad_enabled", torch.is_grad_enabled, torch._C._set_grad_enabled),
+    Setting(
+        "default_dtype",
+        lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+        lambda value: torch.set_default_dtype(_dtype_named(value)),
+    ),
+    Setting("deterministic_debug_mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _c(
+        "fill_uninitialized_memory",
+        "_get_deterministic_fill_uninitialized_memory",
+        "_set_deterministic_fill_uninitialized_memory",
+    ),
+    Setting("num_threads", torch.get_num_threads, _set_threads),
+    Setting("flush_denormal", _flushes_denormals, torch.set_flush_denormal),
+    Setting("float32_matmul_precision", torch.get_float32_matmul_precision, _set_matmul_precision),
+    _c("cudnn_allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+    # After the older flags above, which write some of these too.
+    _fp32_precision("generic", "all"),
+    *(
+        _fp32_precision(backend, operation)
+        for backend in ("cuda", "mkldnn")
+        for operation in ("all", "matmul", "conv", "rnn")
+    ),
+    _reduced_precision(
+        "cublas_fp16_reduced_precision",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+    ),
+    _reduced_precision(
+        "cublas_bf16_reduced_precision",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    ),
+    _c("cublas_fp16_accumulation", "_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+    _c(
+        "cpu_fp16_reduced_precision",
+        "_get_cpu_allow_fp16_reduced_precision_reduction",
+        "_set_cpu_allow_fp16_reduced_precision_reduction",
+    ),
+    _preferred("blas"),
+    _preferred("linalg"),
+    _c("cudnn_enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
+    _c("cudnn_benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    _c("cudnn_deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    _c("mkldnn_enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    _c("mkldnn_deterministic", "_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    _c("nnpack_enabled", "_get_nnpack_enabled", "_set_nnpack_enabled"),
+    _c("quantized_engine", "_get_qengine", "_set_qengine"),
+    _c("sdp_flash", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    _c("sdp_mem_efficient", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    _c("sdp_math", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+    _c("sdp_cudnn", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    _c(
+        "sdp_math_reduced_precision",
+        "_get_math_sdp_allow_fp16_bf16_reduction",
+        "_set_math_sdp_allow_fp16_bf16_reduction",
+    ),
+    _sdp_priority(),
+)
+SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _CANDIDATES if setting is not None}
+
+_AUTOCAST_NAME = re.compile(r"autocast\.([a-z][a-z0-9_]*)")
+# In others it computes nothing: it warns, and is off.
+_AUTOCAST = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def autocast_devices() -> tuple[str, ...]:
+    """The kinds of devices whose autocast is stated: the host, CUDA, and this PyTorch's accelerator."""
+    kind = kind_here()
+    return ("cpu", "cuda") if kind in ("", "cuda") else ("cpu", "cuda", kind)
+
+
+def autocast_dtype(device: str) -> str:
+    """The dtype's name that autocast computes in on a kind of device; "" while it is off."""
+    if not torch.is_autocast_enabled(device):
+        return ""
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def read_settings(names: tuple[str, ...] | None = None) -> dict[str, Scalar]:
+    """The present value of the named settings (default: all of them, with `autocast.<device>`).
+
+    Autocast reads as the dtype's name, or "" while it is off.
+    """
+    values: dict[str, Scalar] = {}
+    for name in names if names is not None else SETTINGS:
+        value = SETTINGS[name].read()
+        if value is not None:
+            values[name] = value
+    if names is None:
+        values.update({f"autocast.{device}": autocast_dtype(device) for device in autocast_devices()})
+    return values
+
+
+def check_settings(values: Mapping[str, Scalar]) -> list[str]:
+    """What of `values` this build cannot set, each as a sentence."""
+    return [
+        f"the setting {_shown(name, value)} does not exist in torch {torch.__version__}"
+        for name, value in values.items()
+        if name not in SETTINGS and not _AUTOCAST_NAME.fullmatch(name)
+    ] + [
+        problem
+        for name, value in values.items()
+        if _AUTOCAST_NAME.fullmatch(name) and value is not None and (problem := _no_autocast(name, value))
+    ]
+
+
+def _no_autocast(name: str, value: Scalar) -> str:
+    """Why autocast of a kind of device cannot be as a value says; "" if it can. Off it is wherever there is none."""
+    if value not in _AUTOCAST:
+        return f"the setting {_shown(name, value)} cannot be set here: autocast computes in bfloat16 or float16"
+    kind = name.removeprefix("autocast.")
+    if value and not guarded(lambda: torch.amp.is_autocast_available(kind)):
+        return f"the setting {_shown(name, value)} cannot be set here: this torch has no autocast for {kind}"
+    return ""
+
+
+def apply_settings(values: Mapping[str, Scalar], present: Mapping[str, Scalar] | None = None) -> None:
+    """Set every setting in `values`, in the table's order; autocast entries are left to `autocast_as_captured`.
+    `present` are their values now, where these were read just before.
+
+    Raises ReplayRefused if a value is refused by torch, or it goes on with another one.
+    """
+    if present is not None and all(_same(present.get(name), values[name]) for name in SETTINGS if name in values):
+        return
+    for name in SETTINGS:
+        if name in values:
+            _apply(name, values[name])
+
+
+def _apply(name: str, value: Scalar) -> None:
+    setting = SETTINGS[name]
+    if _same(setting.read(), value):
+        return
+    try:
+        setting.set(value)
+    except Exception as error:  # a value may be anything, and setters check theirs in many ways
+        reason = printable((str(error).splitlines() or [type(error).__name__])[0], 300)  # it may quote the value
+        raise ReplayRefused(f"the setting {_shown(name, value)} cannot be set here: {reason}") from error
+
+
+def _shown(name: str, value: Scalar) -> str:
+    """A setting as a message says it: both are a capture's, and may be of any length."""
+    return f"{printable(name, 200)} = {printable(repr(value), 200)}"
+
+
+def _same(one: Scalar, other: Scalar) -> bool:
+    return type(one) is type(other) and one == other
+
+
+@contextmanager
+def preserved_settings() -> Iterator[dict[str, Scalar]]:
+    """Put every setting back as it was on leaving: all that can be, also where one of them resists. Gives them.
+
+    Raises ReplayRefused for the first one that does.
+    """
+    before = read_settings()
+    try:
+        yield before
+    finally:
+        refused = None
+        for name in SETTINGS:
+            if name in before:
+                try:
+                    _apply(name, before[name])
+                except ReplayRefused as error:
+                    refused = refused or error
+        if refused is not None:
+            raise refused
+
+
+@contextmanager
+def autocast_as_captured(values: Mapping[str, Scalar]) -> Iterator[None]:
+    """Autocast on or off per device as `values` say, for the call of one custom operator.
+
+    Raises ReplayRefused for a value that is no dtype of autocast's.
+    """
+    with ExitStack() as stack:
+        for name, value in values.items():
+            found = _AUTOCAST_NAME.fullmatch(name)
+            if found and (problem := _no_autocast(name, value)):
+                raise ReplayRefused(problem)
+            if found and value:
+                stack.enter_context(torch.autocast(found[1], dtype=_AUTOCAST[str(value)]))
+        yield
+
 
 PRODUCER = "opreplay"
 # What a fingerprint has of a device's properties, as PyTorch's modules for devices name them.

@@ -2,7 +2,7 @@
 
 A test compares the table with the package's text and walks it on the installed version. `since` and `until` tell of the
 versions that were looked at; 2.12 and 2.15 were not. What the hooks replace says itself when a build lacks it
-(recording/hooks/patches.py). Imports no torch.
+(recording/patches.py). Imports no torch.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,17 @@
-"""Keeps the tracebacks of the program's exceptions as they would be without the recorder.
+"""The recorder's own frames: kept out of the tracebacks of the program's exceptions, and told from the program's.
 
-Imports no torch.
+`leave_no_frames` keeps tracebacks as they would be without the recorder. `is_interrupt` recognizes exceptions that the
+program raised inside the recorder: from its signal handlers, or from one thread in another. Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from inspect import CO_VARARGS
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PROGRAM = _HERE + "program" + os.sep
@@ -66,3 +70,51 @@ def in_recorders_work() -> bool:
 def is_recorders(code: CodeType) -> bool:
     """Whether code is the recorder's own."""
     return code.co_filename.startswith(_HERE)
+
+
+# Packages whose exceptions a failure of the recorder may raise.
+_OURS = {*sys.stdlib_module_names, "flatbuffers", "numpy", "replayfmt", "torch", "zstandard"}
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether an exception came from a signal handler or from another thread, or is of a kind that no bug raises
+    (KeyboardInterrupt, SystemExit). Call it where the exception is caught."""
+    if error is None or not isinstance(error, Exception):
+        return error is not None
+    frames = list(_frames(error))
+    if any(not is_recorders(each.f_code) and any(map(_is_frame, _arguments(each))) for each in frames[1:]):
+        return True
+    # Python makes one that another thread asks for of its class alone, in whatever runs then.
+    return (
+        not error.args
+        and not _is_own_module(type(error).__module__)
+        and any(is_recorders(each.f_code) for each in frames)
+        and all(
+            _is_own_module(each.f_globals.get("__name__")) for each in frames[1:]
+        )  # else the program's code raised it
+    )
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """Those that an exception has passed, from the one that catches it inwards."""
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry.tb_frame
+        entry = entry.tb_next
+
+
+def _is_own_module(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in _OURS
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    """The current values of a function's parameters; those of *args are one tuple."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
+    values = frame.f_locals
+    return [values[name] for name in code.co_varnames[:count] if name in values]
+
+
+def _is_frame(value: Any) -> bool:
+    """Only signal handlers and tracers are called with the frame that they interrupt."""
+    return type(value) is FrameType or (type(value) is tuple and any(type(item) is FrameType for item in value))

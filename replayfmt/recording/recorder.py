@@ -1,16 +1,19 @@
-"""The recorder: starts a capture, keeps the recorder's presence in all threads, and completes the file however the
-program ends.
+"""The recorder: starts a capture, keeps its presence in all threads, and completes the file however the program ends.
 
-`capture(path, ...)` is a context manager around it, `scope(name)` names a region in the capture that is in progress.
+`keep_dynamo_out` keeps Dynamo out of the recorder's own code. While a compiled function runs that Dynamo could not
+compile as a whole, it looks at each frame of Python that is called on the way: the recorder's, too, which would be
+compiled with the program's operators and the recorder's state as their constants.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -18,39 +21,84 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
-from replayfmt.format.arguments import check_kind, path_of, text_of
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.container.output import same_file
-from replayfmt.format.printable import tell
-from replayfmt.pytorch.opaque_results import OpaqueResults
+from replayfmt.format.output import same_file
+from replayfmt.format.validation import check_kind, path_of, tell, text_of
+from replayfmt.pytorch.operators import OpaqueResults
 
+from . import capture_session
+from .capture_session import CaptureSession
+from .code.graph_replays import Graphs
 from .code.triton_launches import TritonLaunches
-from .core import Core
-from .custom_operators.declared_work import DeclaredWork
-from .custom_operators.observing import ObservingMode
-from .custom_operators.whole_composites import WholeComposites
-from .dispatch.kernels import CapturedKernel
-from .dispatch.mode import RecordingMode
-from .dispatch.mode_stack import mode_stack, remove_finished_modes
+from .dispatch.custom_operators import DeclaredWork, ObservingMode
+from .dispatch.mode import RecordingMode, mode_stack, remove_finished_modes
+from .dispatch.native_mode import NativeMode
+from .dispatch.whole_composites import WholeComposites
 from .frames import in_recorders_work
-from .graphs.hooks import Graphs
-from .hooks import direct_writes
-from .hooks.collectives import DirectCollectives
-from .hooks.construction import Construction
-from .hooks.direct_writes import DirectWrites
-from .hooks.host_reads import HostReads
-from .hooks.interruptions import Interruptions
-from .hooks.undispatched import Hooks
+from .hooks import host_access
+from .hooks.host_access import DirectWrites, HostReads
+from .hooks.user_code import Construction, Interruptions
+from .kernels import CapturedKernel
 from .options import CaptureOptions
 from .program.children import AfterFork, ChildrenSeen, child_path
-from .program.dynamo import keep_dynamo_out
-from .program.presence import HookPresence, ModePresence, Presence
-from .program.replacement import ProgramReplacement
-from .program.termination import Termination
+from .program.module_scopes import ModuleScopes
+from .program.process import ProgramReplacement, Termination
+from .program.thread_attachment import HookAttachment, ModeAttachment, ThreadAttachment
 from .program.threads import FLUSHING, Threads
-from .state.streams import StreamTrace
-from .stream.implicit_scope import ImplicitScope
+from .stream.device_streams import StreamTrace
 from .stream.records import Unrepresentable
+from .stream.scopes import ImplicitScope
+from .undispatched import DirectCollectives, Hooks
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+@functools.cache
+def keep_dynamo_out() -> None:
+    """Have Dynamo leave the recorder's frames alone, for as long as the process lives. What the program's operators
+    call in between is not the recorder's."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip, go_on = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == _PACKAGE:
+            for code in _codes(module):
+                dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, go_on))
+    whole = (  # with what they call, which is never the program's; the second's code is that of all attempted methods
+        capture_session.CaptureSession.attempt,
+        capture_session.CaptureSession.before,
+        NativeMode.before,
+        NativeMode.after,
+        ModuleScopes._begin,
+        ModuleScopes._end,
+    )
+    for function in whole:
+        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+
+def _codes(module: ModuleType) -> Iterator[CodeType]:
+    """The code of a module's functions, of its classes' methods, and of the functions that these make."""
+    for value in vars(module).values():
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        for member in vars(value).values() if isinstance(value, type) else [value]:
+            for each in (member.fget, member.fset) if isinstance(member, property) else [member]:
+                yield from _codes_of(each)
+
+
+def _codes_of(member: Any) -> Iterator[CodeType]:
+    function = getattr(member, "__func__", member)
+    while isinstance(function, FunctionType):
+        if function.__globals__.get("__name__", "").partition(".")[0] == _PACKAGE:  # not a decorator's of another's
+            yield from _nested(function.__code__)
+        function = getattr(function, "__wrapped__", None)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
 
 _T = TypeVar("_T")
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -75,7 +123,8 @@ _activation = threading.Lock()
 
 
 def _attempted(step: _Step) -> _Step:
-    """Answer what a hook asks in the middle of the program as an attempt (see `Core.attempt`): None on failure."""
+    """Answer what a hook asks in the middle of the program as an attempt (see `CaptureSession.attempt`): None if
+    it fails."""
 
     @functools.wraps(step)
     def attempted(recorder: Recorder) -> Any:
@@ -103,8 +152,8 @@ class Recorder:
         if options is not None:
             check_kind("options", options, CaptureOptions)
         self.options = CaptureOptions() if options is None else options
-        self._core: Core | None = None
-        self._presence: Presence | None = None
+        self._core: CaptureSession | None = None
+        self._presence: ThreadAttachment | None = None
         self._patches: list[Patches] = []
         self._on_replacement = on_replacement or self._close_for_replacement
         self._after_fork: AfterFork | None = None
@@ -142,7 +191,7 @@ class Recorder:
                     "start the capture outside of it"
                 )
             with self._in_order():
-                self._core = Core(self.path, self.options)
+                self._core = CaptureSession(self.path, self.options)
             _active = self
         try:
             with self._in_order():
@@ -164,11 +213,11 @@ class Recorder:
             what = f"{self.path}: the capture could not be started with torch {torch.__version__}: {error!r}"
             raise CaptureFailed(what) from error
 
-    def _begin(self, core: Core) -> None:
+    def _begin(self, core: CaptureSession) -> None:
         """Put into the process what records. A start that fails in here is undone by `_put_back`."""
         keep_dynamo_out()
         hook = core.hook
-        self._presence = ModePresence(core, ObservingMode(core)) if hook is None else HookPresence(core, hook)
+        self._presence = ModeAttachment(core, ObservingMode(core)) if hook is None else HookAttachment(core, hook)
         self._threads = Threads(self._presence, core)
         self._after_fork = AfterFork(self.disable_after_fork)
         self._patches = [
@@ -238,7 +287,7 @@ class Recorder:
         if not self._forked:
             self._check_content(core)
 
-    def _check_content(self, core: Core) -> None:
+    def _check_content(self, core: CaptureSession) -> None:
         """Refuse a capture that holds no op, whatever the reason. Raises NothingCaptured."""
         summary = core.writer.summary
         if summary is None or summary.records.get(RecordKind.op):
@@ -250,7 +299,7 @@ class Recorder:
         core.writer.withdraw()
         raise NothingCaptured(f"{what}; this process ran no PyTorch operator", "the empty file was removed")
 
-    def _put_back(self, core: Core) -> Exception | None:
+    def _put_back(self, core: CaptureSession) -> Exception | None:
         """Undo everything that recording changed in the process. Returns the first problem, if any."""
         first = None
         steps = [self._termination.remove]
@@ -419,7 +468,7 @@ class Recorder:
             with self.paused():
                 core.step_ended()
 
-    def _running(self) -> Core | None:
+    def _running(self) -> CaptureSession | None:
         core = self._core
         return None if core is None or core.finished or self._closed else core
 
@@ -509,7 +558,7 @@ class Recorder:
             yield
 
     def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
-        """Run recorder code in the middle of the program: see `Core.attempt`."""
+        """Run recorder code in the middle of the program: see `CaptureSession.attempt`."""
         core = self._core
         return None if core is None else core.attempt(step, *args)
 
@@ -535,15 +584,15 @@ class Recorder:
 
     def storage_written(self, storage: torch.UntypedStorage) -> None:
         """Something unseen wrote to a storage: its content is imported again at its next use."""
-        self._tell(lambda core: direct_writes.storage_written(core, storage))
+        self._tell(lambda core: host_access.storage_written(core, storage))
 
     def about_to_be_written(self, storage: torch.UntypedStorage) -> None:
         """The next op that uses a storage writes all of its bytes, and reads none."""
-        self._tell(lambda core: direct_writes.about_to_be_written(core, storage))
+        self._tell(lambda core: host_access.about_to_be_written(core, storage))
 
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was reallocated outside any op: only its length, and which bytes are written, is known."""
-        self._tell(lambda core: direct_writes.storage_resized(core, storage))
+        self._tell(lambda core: host_access.storage_resized(core, storage))
 
     def host_read(self, method: str, tensor: torch.Tensor) -> None:
         """A value left the device for the host outside any op."""
@@ -558,7 +607,7 @@ class Recorder:
         window on it that the program has."""
         self._tell(lambda core: core.outside.shared(storage, windowed))
 
-    def _tell(self, what: Callable[[Core], _T]) -> _T | None:
+    def _tell(self, what: Callable[[CaptureSession], _T]) -> _T | None:
         core = self._core
         return core.attempt(_tell, core, what) if core is not None and core.on else None
 
@@ -602,7 +651,7 @@ def scope(name: str) -> Iterator[None]:
             core.scope_end(entered)
 
 
-def _tell(core: Core, what: Callable[[Core], _T]) -> _T | None:
+def _tell(core: CaptureSession, what: Callable[[CaptureSession], _T]) -> _T | None:
     with core.lock:
         if core.on:
             try:
@@ -612,7 +661,7 @@ def _tell(core: Core, what: Callable[[Core], _T]) -> _T | None:
     return None
 
 
-def _tell_throughout(core: Core, said: tuple[str, str, str]) -> None:
+def _tell_throughout(core: CaptureSession, said: tuple[str, str, str]) -> None:
     with core.lock:
         if core.on:
             core.records.unsupported(*said)

@@ -13,39 +13,31 @@ from os import PathLike
 from typing import Any
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
-from replayfmt.format.arguments import check_function, check_kind, choice_of, flag_of
-from replayfmt.format.printable import counted
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.validation import check_function, check_kind, choice_of, counted, flag_of
 from replayfmt.initializers import Initializer, Registry
-from replayfmt.pytorch.settings import apply_settings
+from replayfmt.pytorch.environment import apply_settings
 
 from .codegen.call_templates import DirectFunctions, TemplateMaker
 from .codegen.lowering import Context, Lowering, Shapes
-from .codegen.op_lowering import lower_op
+from .codegen.op_lowering import Watcher, lower_op, lower_watched
 from .codegen.streams import STREAMS_MODES, StreamsMode, replay_streams
 from .codegen.windows import CodeCache, Window
-from .graphs.kernel import GRAPHS_MODES, GraphsMode
-from .planning.memory import MemoryWatch
-from .planning.scan import Scan
-from .planning.slices import Slice
-from .planning.window_cuts import WindowSize
+from .planning.devices import MemoryWatch
+from .planning.kernels import KernelStandIn
+from .planning.records import Slice
+from .planning.scan import Scan, WindowSize
 from .preparation import Preparation
+from .resolution.graph_kernels import GRAPHS_MODES, GraphsMode
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
-from .run.content import Content
-from .run.execute import Machine, OnScope, RunClock, Timer, surroundings
-from .run.isolated import IsolatedOp
-from .run.restoring import Restoring
-from .run.scope_times import ScopeTimes
-from .run.steps import ONE_RECORD, Steps
-from .run.verdicts import KeepGoing
-from .run.watching import Watcher, lower_watched
-from .substitution.call_sites import KernelStandIn
+from .run.content import Content, Restoring
+from .run.execute import Machine, OnScope, RunClock, ScopeTimes, Timer, surroundings
+from .run.run_twice import NondeterministicOp, RunTwice, name_nondeterministic
+from .run.steps import ONE_RECORD, IsolatedOp, KeepGoing, Steps
 from .substitution.distance import Tolerance
-from .substitution.session import SubstitutionSession
-from .substitution.surroundings import python_dispatch
-from .substitution.table import Asked
-from .verify.comparison import Judge, StopReplay, decide, environment_differences
-from .verify.run_twice import RunTwice, Unsteady, named
+from .substitution.session import SubstitutionSession, python_dispatch
+from .substitution.table import SubstitutionChoice
+from .verification import Judge, StopReplay, decide, environment_differences
 
 _KEPT_RECORDS = 250_000  # longer captures do not keep their windows between runs, at some hundred bytes a record
 _PATIENCE_S = 60.0  # for the search for ops whose results differ from run to run, or
@@ -71,7 +63,7 @@ class Plan(Preparation):
         on_file_bytes: Callable[[int, int], None] | None = None,
         initializers: Sequence[Initializer] = (),
         initializer_options: Mapping[str, str] | None = None,
-        substitutions: Asked = (),
+        substitutions: SubstitutionChoice = (),
         substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
         allow_imports: Iterable[str] = (),
         allow_operators: Iterable[str] = (),
@@ -140,7 +132,7 @@ class Plan(Preparation):
         )
         self._kept: dict[tuple[bool, Shapes, KernelStandIn | None], list[Window]] = {}
         self._shapes_checked, self._executions = False, 0
-        self._unsteady: dict[int, Unsteady] = {}  # nondeterministic ops found so far, by ordinal
+        self._unsteady: dict[int, NondeterministicOp] = {}  # nondeterministic ops found so far, by ordinal
         self._searched = 0  # before this ordinal every op was run twice
         self._differences: list[str] | None = None
         self.substitution: SubstitutionSession | None = None
@@ -288,7 +280,7 @@ class Plan(Preparation):
                 if learned:  # once more: what differs may be what cannot be compared, or only within tolerances
                     stack.close()
                     return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times, only)
-        found = named(self._unsteady.values(), self.describe)
+        found = name_nondeterministic(self._unsteady.values(), self.describe)
         result.nondeterministic = (*found, *gaps) if kept_going is None else found
         self._tell_tolerance(verification)
         return result

@@ -14,34 +14,26 @@ from typing import Any, Self
 import torch
 
 from replayfmt.errors import InvalidCapture, ReplayRefused, UsageError
-from replayfmt.format.arguments import texts_of
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.model import Signature
-from replayfmt.format.policies import OPAQUE_RESULTS
+from replayfmt.format.model import OPAQUE_RESULTS, Signature
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.slots import SlotLayout
+from replayfmt.format.signature_layout import SlotLayout
+from replayfmt.format.validation import texts_of
 from replayfmt.initializers import Registry
-from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
+from replayfmt.pytorch.operators import OpaqueResults, OpaqueSpec
 
-from .code.allowed import AllowedCode
 from .codegen.streams import StreamsMode
-from .graphs.kernel import GraphsMode
-from .graphs.prepared import PreparedGraphs
-from .planning.allowed_imports import AllowedImports
 from .planning.devices import map_devices, map_generators
-from .planning.effects import Addresses, Effects, addresses_of, effects_of_missing
 from .planning.external_files import ExternalFiles
 from .planning.findings import Findings
-from .planning.kernels import ResolvedKernel
-from .planning.overview import Work, count_work, describe
-from .planning.resolve import resolve
-from .planning.scan import Scan
-from .planning.slices import Slice, Slicer
-from .planning.window_cuts import WindowSize
+from .planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of, effects_of_missing
+from .planning.records import Slice, Slicer, Work, count_work, describe
+from .planning.scan import Scan, WindowSize
+from .planning.synthesis import CapturedContent, Synthesis
+from .resolution.graph_kernels import GraphsMode, PreparedGraphs
+from .resolution.kernel_lookup import AllowedCode, AllowedImports, resolve
 from .results import OpaqueResult
-from .substitution.table import Asked, load
-from .synthesis.assignment import Synthesis
-from .synthesis.captured_content import CapturedContent
+from .substitution.table import SubstitutionChoice, load_requests
 
 _SHOWN_KERNELS = 5
 
@@ -64,7 +56,7 @@ class Preparation:
         allow_code: bool,
         graphs: GraphsMode,
         streams: StreamsMode,
-        substitutions: Asked,
+        substitutions: SubstitutionChoice,
         opaque_results: Iterable[str],
         window: WindowSize,
     ) -> None:
@@ -91,7 +83,7 @@ class Preparation:
             )
             opened.callback(self._graphs.close)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
-            self.replacements = load(substitutions)
+            self.replacements = load_requests(substitutions)
             self.window = window
             self._prepare(allow_incomplete, keep_going, on_file_bytes, registry)
             self._opened = opened.pop_all()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from replayfmt.format.printable import counted
+from replayfmt.format.validation import counted
 
 VerifyMode = Literal["auto", "bitwise", "close", "none"]
 VERIFY_MODES: tuple[VerifyMode, ...] = ("auto", "bitwise", "close", "none")

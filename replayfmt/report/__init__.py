@@ -1,8 +1,6 @@
 """A capture, and what was measured of it, as one page and as pictures.
 
-`ops` reads the capture's ops as columns, `call_sites` adds them up; `documents` reads the files of measurements and
-`measured` what they say of each signature; `timeline`, `probe_results` and `verification` are what their names say.
-`pictures` and `tables` hold what is shown as plain values, `contents` decides what that is, in sections.
-`plotly_figures` and `plots` draw the pictures, in the page and as files (`plot_files`); `page` puts all together.
-Never imports torch.
+`ops` reads the capture's ops as columns and adds them up; `measurements` reads the files of measurements; `timelines`
+has what ran when. `pictures` holds pictures and tables as plain values; `contents` decides what is shown, in sections,
+with `kernel_sections` and `probe_section`. `page` and `plots` draw it, as a page and as files. Never imports torch.
 """

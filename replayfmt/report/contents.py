@@ -1,30 +1,463 @@
-"""What a report says: everything on its page, as plain values, before any library sees it."""
+"""What a report says: everything on its page, in sections of plain values, before any library sees it.
+
+Sections: capture against replay, baseline, energy, memory, timelines, verification. Those on kernels and on probes have
+modules of their own.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from replayfmt.benchmark.comparison.baseline import Document, compare_with_baseline
-from replayfmt.dump.definitions import summary_facts
-from replayfmt.errors import UsageError
-from replayfmt.format.memory import DeviceMemory
-from replayfmt.format.printable import counted, printable
-from replayfmt.format.reader import CaptureReader
+import numpy as np
 
-from .call_sites import call_sites, clock_of, kernel_totals
-from .documents import Fields
-from .kernel_sections import KernelFigures, Section, call_site_table, kernel_table, roofline, top_kernels
-from .measured import read_measurements
-from .measurement_sections import baseline_section, captured_and_replayed, energy_section
-from .memory_section import memory_section
-from .ops import captured_ops
-from .probe_results import ProbeRun
-from .probe_section import probe_section
-from .replayed_trace import ReplayedTrace
-from .tables import LONGEST_TEXT, figure_cell, si
-from .timeline_section import timeline_section
-from .verification import VerificationNote, verification_notes
+from replayfmt.benchmark.baseline import BaselineComparison, Document, compare_with_baseline
+from replayfmt.dump.definitions import summary_facts
+from replayfmt.dump.row_templates import scope_path
+from replayfmt.errors import UsageError
+from replayfmt.format.memory import DeviceMemory, PeakShare, memory_by_device
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.validation import counted, printable
+
+from .kernel_sections import MOST_ROWS, KernelFigures, Section, call_site_table, kernel_table, roofline, top_kernels
+from .measurements import Fields, IsolatedTimes, read_measurements
+from .ops import CapturedOps, call_sites, captured_ops, clock_of, kernel_totals
+from .pictures import (
+    CATEGORIES,
+    LONGEST_TEXT,
+    Axis,
+    BarPicture,
+    BarSeries,
+    Line,
+    MissingPicture,
+    Picture,
+    Region,
+    ReportTable,
+    StepPicture,
+    TableColumn,
+    TableRow,
+    TimelinePicture,
+    count_cell,
+    figure_cell,
+    si,
+    text_cell,
+)
+from .probe_section import ProbeRun, probe_section
+from .timelines import Lane, NameTable, ReplayedTrace, captured_lanes, isolated_lanes, replayed_lanes, timeline_of
+
+_WHOLE = "the whole capture"
+_SHOWN_BARS = 30
+
+
+def captured_and_replayed(figures: KernelFigures) -> Section:
+    """What regions took during capture, what their replay takes, and what their isolated calls add up to."""
+    command = figures.command("benchmark --benchmark-out=whole.json")
+    missing = f"no benchmark of whole replays was given. Measure them with {command}, then add --benchmark=whole.json"
+    isolated = _isolated_seconds(figures)
+    about = [
+        "Captured times include the recorder's own work, and the program's between ops. A replay runs the same ops "
+        "without the program. Isolated calls, each in a loop of its own, find their inputs in the caches, or not: "
+        "their sum need not be the time of the replay."
+    ]
+    wholes = figures.measured.wholes
+    if not wholes:
+        return Section("replay", "Captured and replayed", about, [MissingPicture("replay", "Times", missing)])
+    names = [each.name or _WHOLE for each in wholes]
+
+    def seconds(nanoseconds: float | None) -> float | None:
+        return None if nanoseconds is None else nanoseconds / 1e9
+
+    series = [
+        BarSeries("captured", [seconds(each.captured_ns) for each in wholes]),
+        BarSeries(
+            "replayed, median",
+            [seconds(each.median_ns) for each in wholes],
+            [seconds(each.low_ns) for each in wholes],
+            [seconds(each.high_ns) for each in wholes],
+        ),
+        BarSeries("isolated calls, summed", [None if each.name else isolated for each in wholes]),
+    ]
+    series = [each for each in series if any(value is not None for value in each.values)]
+    rows = [
+        TableRow(
+            (
+                text_cell(name),
+                figure_cell(seconds(each.captured_ns), "s", each.reasons.get("captured", "")),
+                figure_cell(seconds(each.median_ns), "s", each.reasons.get("median", "")),
+                figure_cell(seconds(each.low_ns), "s", "the benchmark has no interval"),
+                figure_cell(seconds(each.high_ns), "s", "the benchmark has no interval"),
+                figure_cell(
+                    each.median_ns / each.captured_ns if each.median_ns and each.captured_ns else None,
+                    "×",
+                    "one of the two times is not known",
+                ),
+            )
+        )
+        for name, each in zip(names, wholes, strict=True)
+    ]
+    columns = ("region", "captured", "replayed, median", "at least", "at most", "replayed / captured")
+    table = ReportTable("regions", "Regions", _columns(columns), rows, None)
+    notes = [] if isolated is not None else [f"Sum of isolated calls: not measured: {_no_sum(figures)}."]
+    picture = BarPicture("replay", "Times", Axis("", "s"), names, series)
+    return Section("replay", "Captured and replayed", about, [picture], [table], notes)
+
+
+def _isolated_seconds(figures: KernelFigures) -> float | None:
+    """The sum over all calls of the capture; None if one of them was not measured."""
+    found = [figures.calls_by_kernel.get(each.kernel) for each in figures.kernels]
+    totals = [None if each is None else each.total_ns for each in found]
+    known = [total for total in totals if total is not None]
+    return sum(known) / 1e9 if known and len(known) == len(totals) else None
+
+
+def _no_sum(figures: KernelFigures) -> str:
+    """Why the sum of isolated calls is not known."""
+    if not figures.measured.any_calls:
+        return figures.no_calls
+    found = [figures.calls_by_kernel.get(each.kernel) for each in figures.kernels]
+    without = sum(each is None or each.total_ns is None for each in found)
+    return f"not all calls of {counted(without, 'kernel')} have an isolated time"
+
+
+def baseline_section(comparison: BaselineComparison) -> Section:
+    """Each row against that of the same name in an earlier file."""
+    rows = [
+        TableRow(
+            (
+                text_cell(row.name),
+                figure_cell(None if row.before.value is None else row.before.value / 1e9, "s", row.before.reason),
+                figure_cell(None if row.after.value is None else row.after.value / 1e9, "s", row.after.reason),
+                figure_cell(row.ratio, "×", row.reason),
+                figure_cell(row.ratio_low, "×", row.reason),
+                figure_cell(row.ratio_high, "×", row.reason),
+                text_cell(row.verdict, row.reason),
+            )
+        )
+        for row in comparison.rows[:MOST_ROWS]
+    ]
+    table = ReportTable(
+        "baseline-rows",
+        "Rows",
+        _columns(("row", "before", "now", "ratio", "at least", "at most", "verdict"), texts=(0, 6)),
+        rows,
+        3,
+    )
+    notes = [f"Another {printable(each)}." for each in comparison.differences]
+    for title, names in (
+        ("Only in the baseline", comparison.only_before),
+        ("Not in the baseline", comparison.only_after),
+    ):
+        if names:
+            more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
+            notes.append(f"{title}: {'; '.join(printable(name, 200) for name in names[:10])}{more}.")
+    if len(comparison.rows) > MOST_ROWS:
+        notes.append(f"{len(comparison.rows) - MOST_ROWS:,} more rows are left out of the page.")
+    decided = [row for row in comparison.rows if row.ratio and row.ratio_low and row.ratio_high]
+    furthest = sorted(decided, key=lambda row: -max(row.ratio or 1.0, 1 / (row.ratio or 1.0)))[:_SHOWN_BARS]
+    picture: Picture
+    if not furthest:
+        picture = MissingPicture("baseline", "Change", "no row has an interval in both files")
+    else:
+        bars = BarSeries(
+            "",
+            [(row.ratio or 1.0) - 1 for row in furthest],
+            [(row.ratio_low or 1.0) - 1 for row in furthest],
+            [(row.ratio_high or 1.0) - 1 for row in furthest],
+        )
+        title = (
+            "Change" if len(furthest) == len(decided) else f"Change, the {len(furthest)} largest of {len(decided):,}"
+        )
+        labels = [row.name.removeprefix("BM_op/") for row in furthest]
+        picture = BarPicture("baseline", title, Axis("slower is to the right", "%"), labels, [bars])
+    about = [
+        f"{comparison.summary().capitalize()}. Baseline: {printable(comparison.path)}. A ratio above 1 is slower now; "
+        "where its interval contains 1, there is no measurable difference."
+    ]
+    return Section("baseline", "Compared with the baseline", about, [picture], [table], notes)
+
+
+def energy_section(energy: Fields | None, figures: KernelFigures) -> Section:
+    """Joules of the whole and of isolated kernels, and whether they add up."""
+    title = "Energy"
+    if energy is None:
+        return Section("energy", title, [], [MissingPicture("energy", title, figures.no_energy)])
+    parts = [(name, energy.fields(name)) for name in ("idle", "whole_model", "program") if energy.has(name)]
+    parts += [(each.text("name"), each) for each in energy.rows("scopes")]
+    rows = [
+        TableRow(
+            (
+                text_cell(name.replace("_", " ")),
+                count_cell(part.count("runs")),
+                figure_cell(part.number("joules_per_run"), "J", _reason(part)),
+                figure_cell(part.number("joules"), "J", _reason(part)),
+                figure_cell(part.amount("error_joules"), "J", _reason(part)),
+                figure_cell(part.amount("mean_watts"), "W", _reason(part)),
+                figure_cell(part.amount("seconds"), "s", _reason(part)),
+                count_cell(part.count("samples")),
+            )
+        )
+        for name, part in parts
+    ]
+    columns = ("what", "runs", "a run", "joules", "± at most", "mean power", "seconds", "samples")
+    isolated, comparison = energy.fields("isolated_kernels"), energy.fields("comparison")
+    whole, predicted = comparison.number("whole_joules_per_run"), comparison.number("predicted_joules_per_run")
+    rest = isolated.number("estimated_joules_of_the_rest")
+    values = {"whole model": whole, "isolated kernels, predicted": predicted, "the rest, estimated": rest}
+    known = {name: value for name, value in values.items() if value is not None}
+    picture: Picture = (
+        BarPicture("energy", "A run", Axis("", "J"), list(known), [BarSeries("", list(known.values()))])
+        if known
+        else MissingPicture("energy", "A run", _reason(comparison))
+    )
+    ratio = comparison.number("ratio")
+    verdict = (
+        f"Isolated kernels predict {si(ratio, '×')} the energy of the whole"
+        if ratio is not None
+        else f"Isolated kernels against the whole: not measured: {_reason(comparison)}"
+    )
+    about = [
+        f"{verdict}; {isolated.count('measured'):,} of {isolated.count('distinct'):,} distinct kernels were measured, "
+        f"{isolated.count('unmeasurable'):,} are unmeasurable, {isolated.count('not_run'):,} were not run. Idle power "
+        "is in every figure."
+    ]
+    notes = [f"Warning: {printable(each)}." for each in energy.texts("warnings")]
+    log = energy.fields("power_log")
+    notes.append(f"Power log: {printable(log.text('path'))}; {printable(energy.text('method'))}.")
+    return Section(
+        "energy", title, about, [picture], [ReportTable("energy-parts", "Parts", _columns(columns), rows)], notes
+    )
+
+
+def _reason(fields: Fields) -> str:
+    return fields.text("reason") if fields.has("reason") else "the report does not say"
+
+
+def _columns(titles: tuple[str, ...], texts: tuple[int, ...] = (0,)) -> tuple[TableColumn, ...]:
+    return tuple(TableColumn(title, figures=place not in texts) for place, title in enumerate(titles))
+
+
+_TITLE = "Memory"
+_SHOWN_SHARES = 50
+_LONGEST_NAME = 30
+_CHARACTERS = 45  # fit side by side into the picture on a phone
+
+
+def memory_section(reader: CaptureReader, ops: CapturedOps) -> tuple[Section, list[DeviceMemory]]:
+    """The section, and the figures that it is made of. Raises InvalidCapture for a damaged frame."""
+    devices = memory_by_device(reader)
+    about = [
+        "Bytes of the program's storages that are alive at each record, exactly, from their lifetimes: those that came "
+        "from outside count from their first use. What kernels allocate within a call, and what an allocator rounds up "
+        "or keeps, is not in it."
+    ]
+    about += [
+        f"{each.device}: at most {si(each.peak_bytes, 'B')} at record {each.peak_ordinal:,}, in "
+        f"{each.peak_storages:,} storages; {si(each.held_peak_bytes, 'B')} if each is held until its release was "
+        f"noticed; {si(each.end_bytes, 'B')} at the end."
+        for each in devices
+    ]
+    if not devices:
+        return Section("memory", _TITLE, about, [MissingPicture("memory", _TITLE, "the capture has no storages")]), []
+    notes = [
+        "A step of the picture stands for several records; the line is the most bytes at any of them."
+        for each in devices[:1]
+        if bool((each.least_bytes != each.most_bytes).any())
+    ]
+    lines = [_line(each) for each in devices]
+    picture: Picture = StepPicture("memory", _TITLE, Axis("record"), Axis("alive", "B"), lines, _regions(reader, ops))
+    return Section("memory", _TITLE, about, [picture], [_shares(devices)], notes), devices
+
+
+def _line(memory: DeviceMemory) -> Line:
+    """The steps at which the bytes change, and the last one, where the line ends."""
+    bytes_alive = memory.most_bytes
+    changes = np.concatenate([[True], bytes_alive[1:] != bytes_alive[:-1]])
+    changes[-1] = True
+    return Line(memory.device, memory.ordinals[changes].tolist(), bytes_alive[changes].tolist())
+
+
+def _regions(reader: CaptureReader, ops: CapturedOps) -> list[Region]:
+    """Outermost passes through scopes that have room for their name; where threads overlap, those that begin first."""
+    found: list[Region] = []
+    for each in ops.scope_passes:
+        name = printable(scope_path(reader, each.scope), _LONGEST_NAME)
+        roomy = (each.last - each.first) * _CHARACTERS > len(name) * reader.record_count
+        if not each.depth and roomy and (not found or each.first > found[-1].last):
+            found.append(Region(name, each.first, each.last))
+    return found
+
+
+def _shares(devices: list[DeviceMemory]) -> ReportTable:
+    """What made the storages of each peak, the largest shares first."""
+    rows = [
+        TableRow(
+            (
+                text_cell(device.device),
+                text_cell(_maker(share)),
+                count_cell(share.storages),
+                figure_cell(float(share.bytes), "B", ""),
+                figure_cell(share.bytes / device.peak_bytes if device.peak_bytes else None, "%", "the peak is 0 bytes"),
+            )
+        )
+        for device in devices
+        for share in device.shares[:_SHOWN_SHARES]
+    ]
+    columns = (
+        TableColumn("device"),
+        TableColumn("made by"),
+        TableColumn("storages", figures=True),
+        TableColumn("bytes", figures=True),
+        TableColumn("of the peak", figures=True),
+    )
+    return ReportTable("peak", "What the peak is made of", columns, rows, 3)
+
+
+def _maker(share: PeakShare) -> str:
+    if share.outside:
+        return "from outside the capture" + (f", first used by {share.op}" if share.op else "")
+    return share.op or "not known"
+
+
+_ABOUT = [
+    "Captured: ops as they ran while the program was recorded, with the recorder's own work between them. Replayed: "
+    "one replay under PyTorch's profiler, which adds its own work to each op; on devices, from when their work began. "
+    "Isolated: not a run, but the median time of each call in a loop of its own, one after the other in capture order; "
+    "nothing overlaps in it, and there are no gaps. Each has its own axis of time.",
+    "Drag to zoom, double-click to see everything, click a bar for its call site. Where there is no room for each op, "
+    "neighbours share a bar, which says how many they are.",
+]
+
+
+def timeline_section(
+    figures: KernelFigures, ops: CapturedOps, site_of: np.ndarray, replayed: ReplayedTrace | None
+) -> Section:
+    """`site_of` has the number of each op's call site. Raises UsageError for a trace in which nothing was replayed."""
+    names, notes = NameTable(), []
+    captured = captured_lanes(ops, site_of, figures.reader, names)
+    if captured and figures.clock == "device":
+        notes.append(
+            "In the captured lanes of devices a bar begins when the host issued the op, and is as long as the device "
+            "took: the capture does not hold when the device began."
+        )
+    dropped = int(((ops.duration_ns < 0) & ((ops.device_ns < 0) | (ops.device == 0))).sum())
+    if captured and dropped:
+        notes.append(f"{dropped:,} ops have no captured time, and are not in the picture of the capture.")
+    traced = [] if replayed is None else replayed_lanes(replayed, figures.reader, names)
+    if replayed is not None and not replayed.names_its_capture:
+        notes.append("The replay's trace does not say of which capture it is.")
+    isolated: list[Lane] = []
+    times = IsolatedTimes(figures.measured)
+    if times:
+        isolated, without = isolated_lanes(ops, site_of, figures.reader, names, times)
+        if without:
+            notes.append(f"{without:,} ops have no isolated time, and are not in the picture of isolated calls.")
+    command = figures.command("run --device-profiling-mode=host-ops --device-profiling-output=replay.json.gz")
+    parts = (
+        ("timeline", "Timeline, captured", captured, figures.no_captured),
+        (
+            "timeline-replayed",
+            "Timeline, replayed",
+            traced,
+            f"no trace of a replay was given. Record one with {command}, then add --replayed=replay.json.gz",
+        ),
+        ("timeline-isolated", "Timeline, isolated calls", isolated, figures.no_calls),
+    )
+    coloured = _most_time((*captured, *traced, *isolated))
+    pictures: list[Picture] = []
+    for name, title, lanes, missing in parts:
+        if not lanes:
+            pictures.append(MissingPicture(name, title, missing))
+            continue
+        timeline = timeline_of(lanes, names)
+        pictures.append(TimelinePicture(name, title, timeline, coloured))
+        if timeline.lanes_left_out:
+            notes.append(f"{title}: {timeline.lanes_left_out:,} more lanes of threads and streams are left out.")
+    return Section("timeline", "Timeline", _ABOUT, pictures, [], notes)
+
+
+def _most_time(lanes: Sequence[Lane]) -> list[int]:
+    """The names with most time in any picture, as many as there are colours."""
+    taken: Counter[int] = Counter()
+    for lane in lanes:
+        if not lane.scopes:
+            found, place = np.unique(lane.name, return_inverse=True)
+            sums = np.bincount(place.reshape(-1), weights=lane.taken)
+            taken.update(dict(zip(found.tolist(), sums.tolist(), strict=True)))
+    return [name for name, total in taken.most_common(len(CATEGORIES)) if total > 0]
+
+
+_COMPARED = {
+    "digests": "digests",
+    "host_reads": "host reads",
+    "scalars": "scalars the program read",
+    "structures": "ops' results by their shapes",
+}
+
+
+@dataclass(frozen=True)
+class VerificationNote:
+    """`source` is the file that says it, `command` what verifies, where nothing says it."""
+
+    verified: bool
+    text: str
+    source: str = ""
+    command: str = ""
+
+
+def verification_notes(
+    benchmarks: Sequence[tuple[str, Document]], runs: Sequence[Fields], figures: KernelFigures
+) -> list[VerificationNote]:
+    """Of each file that says anything; else how to find out. Raises UsageError for damaged files."""
+    found = []
+    for where, document in benchmarks:
+        text = document["context"].get("verified")
+        if isinstance(text, str):
+            found.append(_note("not verified" not in text, text, where))
+    found += [_note(*_verdict(row), row.where) for row in runs]
+    if found:
+        return found
+    return [
+        VerificationNote(
+            False, "not verified: no result of a replay was given. This verifies it:", "", figures.command("run")
+        )
+    ]
+
+
+def _note(verified: bool, text: str, source: str) -> VerificationNote:
+    return VerificationNote(verified, printable(text, LONGEST_TEXT), printable(source))
+
+
+def _verdict(row: Fields) -> tuple[bool, str]:
+    """Of what opreplay-run printed."""
+    outcome, verification = row.text("outcome"), row.fields("verification")
+    mode = verification.text("mode")
+    devices = ", ".join(row.texts("devices")) or "no device"
+    if outcome == "mismatched" and row.has("divergence"):
+        first = row.fields("divergence")
+        where = (
+            f"first at ordinal {first.count('ordinal'):,} ({first.text('op')})"
+            if first.has("ordinal")
+            else "at the end"
+        )
+        return False, f"not verified: the replay on {devices} differs from the capture, {where}"
+    if mode == "none":
+        return False, f"not verified: {'; '.join(verification.texts('reasons')) or 'nothing was compared'}"
+    if outcome != "ok":
+        verdicts = row.fields("verdicts").content if row.has("verdicts") else {}
+        counts = ", ".join(f"{count} {name}" for name, count in verdicts.items())
+        return False, f"not verified: the replay on {devices} is {outcome}{counts and ': ' + counts}"
+    compared = {name: verification.count(name) for name in _COMPARED}
+    parts = [f"{count:,} {_COMPARED[name]}" for name, count in compared.items() if count]
+    text = f"{mode}, on {devices}; compared: {', '.join(parts) or 'nothing'}"
+    if row.has("nondeterministic") and (names := row.texts("nondeterministic")):
+        text += f"; nondeterministic: {'; '.join(names)}"
+    for name, what in (("unsupported", "records of work that cannot be replayed"), ("left_out", "records left out")):
+        count = row.count(name) if name == "unsupported" else len(row.texts(name))
+        text += f"; {count:,} {what}" if count else ""
+    return bool(parts), text
+
 
 _LONGEST_WARNING = 240
 

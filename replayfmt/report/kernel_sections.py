@@ -9,15 +9,29 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import log10
 
-from replayfmt.dump.values import scope_path
-from replayfmt.format.printable import counted, printable
+from replayfmt.dump.row_templates import scope_path
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.validation import counted, printable
 
-from .call_sites import CapturedCallSite, CapturedTime, Clock, KernelTotals
-from .kernel_measurements import calls_of_kernels, energy_of_kernels
-from .measured import MeasuredCalls, MeasuredEnergy, Measurements
-from .pictures import Axis, BarPicture, BarSeries, Line, MissingPicture, Picture, Points, ScatterPicture
-from .tables import ReportTable, TableCell, TableColumn, TableRow, count_cell, figure_cell, text_cell
+from .measurements import MeasuredCalls, MeasuredEnergy, Measurements, calls_of_kernels, energy_of_kernels
+from .ops import CapturedCallSite, CapturedTime, Clock, KernelTotals
+from .pictures import (
+    Axis,
+    BarPicture,
+    BarSeries,
+    Line,
+    MissingPicture,
+    Picture,
+    Points,
+    ReportTable,
+    ScatterPicture,
+    TableCell,
+    TableColumn,
+    TableRow,
+    count_cell,
+    figure_cell,
+    text_cell,
+)
 
 MOST_ROWS = 2000
 _TOP = 12

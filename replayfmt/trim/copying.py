@@ -14,7 +14,6 @@ from typing import Any
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.attachments import METADATA, attachments_of
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.kept_attachments import KeptAttachments
 from replayfmt.format.model import (
     CompositeValue,
     ExternalFile,
@@ -30,11 +29,10 @@ from replayfmt.format.model import (
     TensorValue,
     Value,
 )
-from replayfmt.format.printable import counted
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.records.builder import Moment, RecordBuilder, RecordSlots
-from replayfmt.format.redaction import Redaction
-from replayfmt.format.writer import CaptureWriter
+from replayfmt.format.redaction import KeptAttachments, Redaction
+from replayfmt.format.validation import counted
+from replayfmt.format.writer import CaptureWriter, Moment, RecordBuilder, RecordSlots
 
 Values = tuple[Value, ...]
 

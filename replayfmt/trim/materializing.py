@@ -1,8 +1,6 @@
 """Takes a trimmed capture's content from a replay of the original as it reaches the kept ops.
 
-Right before such an op the records up to it are written, with the imported content: in the capture's own form if it has
-exactly these bytes (a payload, a range of a file, a recipe), otherwise as computed by the replay. Right after it,
-digests of its results are written, to verify replays of the trimmed capture with.
+`DefinedBytes` knows which bytes of the result's storages are the same in every replay.
 """
 
 from __future__ import annotations
@@ -11,23 +9,93 @@ import torch
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import KernelKind, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.definitions.signature_rules import argument_nodes
-from replayfmt.format.model import GeneratorValue, PayloadValue, RangeValue, RecipeValue, Record, TensorValue, Value
-from replayfmt.format.records.digest import TensorDigest
-from replayfmt.format.slots import NodePlace
+from replayfmt.format.model import (
+    GeneratorValue,
+    PayloadValue,
+    RangeValue,
+    RecipeValue,
+    Record,
+    TensorDigest,
+    TensorValue,
+    Value,
+)
+from replayfmt.format.signature_layout import NodePlace, argument_nodes
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import host_view, storage_bytes
-from replayfmt.recording.code.kernels import CodeKernel
-from replayfmt.recording.dispatch.kernels import CapturedKernel
+from replayfmt.recording.content.coverage import ByteRegion, Coverage
+from replayfmt.recording.kernels import CapturedKernel, CodeKernel
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
 
 from .copying import Copier, nested_values
-from .defined import Defined
-from .schedule import Enter, Schedule
-from .selection import Kept
+from .schedule import EnterContent, Schedule
+from .selection import KeptRecords
 from .writing import EnteringContent, Writing
+
+
+def region_of(tensor: torch.Tensor) -> ByteRegion:
+    """A strided tensor as bytes of its storage."""
+    item = tensor.element_size()
+    return ByteRegion(
+        int(tensor.storage_offset()) * item,
+        tuple(tensor.shape),
+        tuple(stride * item for stride in tensor.stride()),
+        item,
+    )
+
+
+class DefinedBytes:
+    """Tracks the known bytes, by storage id. Storages it does not know are fully defined."""
+
+    def __init__(self) -> None:
+        self._unwritten: dict[int, Coverage] = {}
+        self._opaque: set[int] = set()
+        self._length: dict[int, int] = {}
+
+    def entered(self, storage: int, length: int) -> None:
+        """The whole content was imported."""
+        self._unwritten.pop(storage, None)
+        self._opaque.discard(storage)
+        self._length[storage] = length
+
+    def born(self, storage: int, length: int, *, written: bool, opaque: bool) -> None:
+        """An op returned a new storage. `opaque`: it holds bytes that no replay reproduces."""
+        self._length[storage] = length
+        if opaque:
+            self._opaque.add(storage)
+        if not written and length:
+            self._unwritten[storage] = Coverage(length)
+
+    def wrote(self, storage: int, tensor: torch.Tensor, *, everything: bool) -> None:
+        """An op wrote to a view: to every element (`everything`) or to some."""
+        coverage = self._unwritten.get(storage)
+        if coverage is None:
+            return
+        if everything:
+            coverage.write(region_of(tensor))
+            if coverage.complete:
+                del self._unwritten[storage]
+        else:
+            coverage.touched = True
+
+    def measure(self, storage: int, length: int) -> None:
+        """A storage has a new length; added bytes are unwritten."""
+        before = self._length.get(storage, length)
+        self._length[storage] = length
+        if length <= before:
+            return
+        coverage, known = Coverage(length), self._unwritten.get(storage)
+        if before and known is None:
+            coverage.write(ByteRegion(0, (before,), (1,), 1))
+        self._unwritten[storage] = coverage
+
+    def covers(self, storage: int, tensor: torch.Tensor) -> bool:
+        """Whether every element of a view on a storage is known."""
+        if storage in self._opaque:
+            return False
+        coverage = self._unwritten.get(storage)
+        return coverage is None or coverage.covers(region_of(tensor))
 
 
 class Materializer:
@@ -43,7 +111,7 @@ class Materializer:
         plan: Plan,
         copier: Copier,
         schedule: Schedule,
-        kept: Kept,
+        kept: KeptRecords,
         *,
         digests: bool,
         annotate: bool = True,
@@ -57,7 +125,7 @@ class Materializer:
         self._references = references
         self._kept = kept
         self._writing = Writing(copier, schedule, kept, self, annotate=annotate, values=values)
-        self._defined = Defined()
+        self._defined = DefinedBytes()
         self._kernel: dict[int, CapturedKernel] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}  # of the op that runs next, only while it runs
         self._record: Record | None = None
@@ -156,7 +224,7 @@ class Materializer:
 
     # ---------------------------------------------------------------------------------------------------------- content
 
-    def enter(self, action: Enter) -> EnteringContent:
+    def enter(self, action: EnterContent) -> EnteringContent:
         """The content imported before the op that runs next."""
         storage = self._storages.get(action.storage)
         if storage is None:

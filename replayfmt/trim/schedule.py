@@ -1,28 +1,81 @@
-"""What a trimmed capture needs besides the records that it keeps.
+"""What a trimmed capture needs besides the records that it keeps: storages, metadata, settings, scopes, producers.
 
-One pass over the capture up to the last kept record, without running anything, determines the prerequisites of each
-kept record: scopes that are open there, settings that changed in between, content to import because an omitted op
-produced or changed it, and released storages. Needs no torch; the caller says what ops write.
+Producers are the ops that make irreproducible bytes which kept ops need. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, TensorFlag
-from replayfmt.format.container.frames import MAX_LENGTH
-from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Record, TensorMeta, TensorValue, Value
+from replayfmt.format.frames import MAX_LENGTH
+from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Record, Scope, TensorMeta, TensorValue, Value
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.format.records.values import decode_record
-from replayfmt.format.slots import SlotLayout
+from replayfmt.format.record_frames import decode_record
+from replayfmt.format.signature_layout import SlotLayout
 
-from .open_scopes import OpenScopes
-from .selection import Kept
+from .selection import KeptRecords
+
+Pass = tuple[int, int]  # scope id, ordinal of the record that began it (-1: no such record)
+
+
+class OpenScopes:
+    """Follows one pass over the records of a capture."""
+
+    def __init__(self, scopes: Sequence[Scope | None]) -> None:
+        self._scopes = scopes
+        self._captured: list[Pass] = []
+        self._result: list[Pass] = []
+
+    def begin(self, scope: int, ordinal: int, *, kept: bool) -> None:
+        """The capture enters a scope here; with `kept`, so does the result."""
+        self._captured.append((scope, ordinal))
+        if kept:
+            self._result.append((scope, ordinal))
+
+    def end(self, scope: int, *, kept: bool) -> None:
+        """The capture leaves a scope here; with `kept`, so does the result."""
+        for place in range(len(self._captured) - 1, -1, -1):
+            if self._captured[place][0] == scope:
+                passed = self._captured.pop(place)
+                break
+        else:
+            passed = (scope, -1)
+        if kept and passed in self._result:
+            self._result.remove(passed)
+
+    def restate(self, scope: int) -> tuple[list[int], list[int]]:
+        """The scopes that the result has to leave and to enter, in this order, before a record inside `scope`."""
+        over = [passed for passed in reversed(self._result) if passed not in self._captured]
+        chain = []
+        while scope:
+            chain.append(scope)
+            definition = self._scopes[scope]
+            assert definition is not None
+            scope = definition.parent
+        wanted = [self._present(each) for each in reversed(chain)]
+        # A scope whose beginning is not recorded, such as one in a thread that outlives it, ends with its last record.
+        over = [passed for passed in over if passed not in wanted]
+        self._result = [passed for passed in self._result if passed not in over]
+        entered = [passed for passed in wanted if passed not in self._result]
+        self._result += entered
+        return [passed[0] for passed in over], [passed[0] for passed in entered]
+
+    def close(self) -> list[int]:
+        """The scopes that are still open in the result, innermost first."""
+        return [scope for scope, _ordinal in reversed(self._result)]
+
+    def _present(self, scope: int) -> Pass:
+        for passed in reversed(self._captured):
+            if passed[0] == scope:
+                return passed
+        return scope, -1
+
 
 Source = PayloadValue | RangeValue | RecipeValue | None
 # The reason given for a first import if the storage was a mapping of the file that has its content.
@@ -30,7 +83,7 @@ MAPPED_FILE = "mapped_file"
 
 
 @dataclass(frozen=True)
-class Enter:
+class EnterContent:
     """An import of content. `first`: it adds the storage to the result. `source` is where the capture itself has
     exactly these bytes, None if they are computed, or if they are `absent`: in no capture. `length` is their number, as
     far as known. `unread`: the next op overwrites every byte without reading any."""
@@ -45,17 +98,17 @@ class Enter:
 
 
 @dataclass(frozen=True)
-class Begin:
+class BeginScope:
     scope: int
 
 
 @dataclass(frozen=True)
-class End:
+class EndScope:
     scope: int
 
 
 @dataclass(frozen=True)
-class Release:
+class ReleaseStorage:
     storage: int
 
 
@@ -64,7 +117,7 @@ class SettingChanges:
     changes: dict[str, Any]
 
 
-Action = Enter | Begin | End | Release | SettingChanges
+Action = EnterContent | BeginScope | EndScope | ReleaseStorage | SettingChanges
 
 
 @dataclass
@@ -85,9 +138,9 @@ class Schedule:
     left_comparisons: int = 0  # host reads and digests of tensors that no kept op uses
     digested: set[tuple[int, int, int]] = field(default_factory=set)
 
-    def enters(self) -> Iterator[Enter]:
+    def enters(self) -> Iterator[EnterContent]:
         """Every import of content, in order."""
-        return (action for actions in self.actions.values() for action in actions if isinstance(action, Enter))
+        return (action for actions in self.actions.values() for action in actions if isinstance(action, EnterContent))
 
 
 class RecordShape:
@@ -157,7 +210,7 @@ class Planner:
     def __init__(
         self,
         reader: CaptureReader,
-        kept: Kept,
+        kept: KeptRecords,
         writes: Callable[[int], tuple[int, ...]] | None,
         overwrites: Callable[[int], tuple[int, ...]] = lambda _signature: (),
     ) -> None:
@@ -318,10 +371,10 @@ class Planner:
 
     def _restate(self, scope: int, actions: list[Action]) -> None:
         over, entered = self._open.restate(scope)
-        actions += [Release(storage) for storage in self._died]
+        actions += [ReleaseStorage(storage) for storage in self._died]
         self._died.clear()
-        actions += [End(each) for each in over]
-        actions += [Begin(each) for each in entered]
+        actions += [EndScope(each) for each in over]
+        actions += [BeginScope(each) for each in entered]
 
     def _state(self, actions: list[Action]) -> None:
         """Add the settings that differ from those in the result so far."""
@@ -345,7 +398,9 @@ class Planner:
                     length = max(self._reader.storage(storage).bytes, self._reach.get(storage, 0))
                 unread = first and self._is_overwritten(frame, row, shape, storage, length)
                 actions.append(
-                    Enter(storage, first, reason, self._source.get(storage), length, storage in self._absent, unread)
+                    EnterContent(
+                        storage, first, reason, self._source.get(storage), length, storage in self._absent, unread
+                    )
                 )
                 self._there.add(storage)
         for storage in frame.written(row, shape):
@@ -401,3 +456,148 @@ def _is_dense(meta: TensorMeta) -> bool:
 
 def _same(one: Value, other: Value) -> bool:
     return type(one) is type(other) and one == other
+
+
+Writes = Callable[[int], tuple[int, ...]]
+
+
+def with_producers(
+    reader: CaptureReader, kept: KeptRecords, opaque: Mapping[int, tuple[int, ...]], writes: Writes
+) -> KeptRecords:
+    """The kept ops, and those that produce irreproducible bytes for them, including all that write the same memory.
+
+    `opaque` has the tensor slots of results that hold such bytes, by signature.
+    """
+    if not opaque:
+        return kept
+    search = _ProducerSearch(reader, kept.stop, opaque, writes)
+    chosen = np.zeros(kept.stop, bool)
+    chosen[kept.ordinals] = True
+    added = 0
+    while more := search.missing(chosen):
+        chosen[list(more)] = True
+        added += len(more)
+    return replace(kept, ordinals=np.flatnonzero(chosen).astype(np.int64), ops=kept.ops + added)
+
+
+class _ProducerSearch:
+    """Goes through the records before an ordinal, any number of times."""
+
+    def __init__(self, reader: CaptureReader, stop: int, opaque: Mapping[int, tuple[int, ...]], writes: Writes) -> None:
+        self._reader, self._stop, self._opaque, self._writes = reader, stop, opaque, writes
+        self._shapes: dict[int, RecordShape] = {}
+        self._zeros = zero_metas(reader)
+
+    def missing(self, chosen: np.ndarray) -> set[int]:
+        """The ops that are not chosen and produce such bytes for chosen ones."""
+        givers: dict[int, list[int]] = {}  # storages with such bytes → the ops that have written them since
+        found: set[int] = set()
+        for index, info in enumerate(self._reader.record_frames):
+            if info.first_ordinal >= self._stop:
+                break
+            rows = Rows(self._reader.frame(index), self._zeros)
+            for row, number in enumerate(rows.signatures[: self._stop - info.first_ordinal]):
+                shape = self._shape(number)
+                if shape.kind is RecordKind.op:
+                    self._op(rows, row, number, shape, chosen, givers, found)
+                elif shape.kind is RecordKind.storage_import and givers:
+                    for slot in shape.storages:
+                        givers.pop(int(rows.ints[rows.int_first[row] + slot]), None)
+        return found
+
+    def _op(
+        self,
+        rows: Rows,
+        row: int,
+        number: int,
+        shape: RecordShape,
+        chosen: np.ndarray,
+        givers: dict[int, list[int]],
+        found: set[int],
+    ) -> None:
+        ordinal = rows.frame.first_ordinal + row
+        if givers:
+            taken = rows.arguments(row, shape)
+            if chosen[ordinal]:
+                found.update(each for storage in taken for each in givers.get(storage, ()) if not chosen[each])
+            for storage in rows.written(row, shape):
+                if storage in givers:
+                    givers[storage].append(ordinal)
+        for slot in self._opaque.get(number, ()):
+            storage = rows.storages[rows.tensor_first[row] + slot]
+            if storage:
+                givers.setdefault(storage, []).append(ordinal)
+
+    def _shape(self, number: int) -> RecordShape:
+        if number not in self._shapes:
+            layout = self._reader.layouts[number]
+            written = self._writes(number) if layout.signature.kind is RecordKind.op else ()
+            self._shapes[number] = RecordShape(layout, written, (), False)
+        return self._shapes[number]
+
+
+def givers(reader: CaptureReader, schedule: Schedule, stop: int, writes: Writes) -> set[int]:
+    """The ops whose bytes a schedule embeds: for each storage, the op that first returned it, and the last one that
+    wrote to it before it is imported."""
+    enters = {
+        ordinal: [
+            each
+            for each in actions
+            if isinstance(each, EnterContent) and not each.absent and not each.unread and each.source is None
+        ]
+        for ordinal, actions in schedule.actions.items()
+    }
+    wanted = np.array(sorted({each.storage for actions in enters.values() for each in actions}), np.int64)
+    found: set[int] = set()
+    if not len(wanted):
+        return found
+    born: dict[int, int] = {}
+    last: dict[int, int] = {}
+    slots: dict[int, tuple[set[int], int]] = {}
+    for index, info in enumerate(reader.record_frames):
+        if info.first_ordinal >= stop:
+            break
+        frame = reader.frame(index)
+        places = np.flatnonzero(np.isin(frame.tensor_storage[frame.tensor_slots].astype(np.int64), wanted))
+        rows = np.searchsorted(frame.tensor_first, places, "right") - 1
+        by_row: dict[int, list[int]] = {}
+        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+            by_row.setdefault(row, []).append(place)
+        entering = [
+            ordinal - info.first_ordinal
+            for ordinal in enters
+            if info.first_ordinal <= ordinal < info.first_ordinal + info.count
+        ]
+        for row in sorted({*by_row, *entering}):
+            ordinal = info.first_ordinal + row
+            for each in enters.get(ordinal, ()):
+                found.update(known[each.storage] for known in (born, last) if each.storage in known)
+            _note(reader, frame, row, by_row.get(row, []), writes, slots, born, last)
+    return found
+
+
+def _note(
+    reader: CaptureReader,
+    frame: RecordFrame,
+    row: int,
+    places: list[int],
+    writes: Writes,
+    slots: dict[int, tuple[set[int], int]],
+    born: dict[int, int],
+    last: dict[int, int],
+) -> None:
+    """What an op returned or wrote of the storages at these places of the frame's tensor column."""
+    number = int(frame.signature[row])
+    if number not in slots:
+        layout = reader.layouts[number]
+        op = layout.signature.kind is RecordKind.op
+        slots[number] = (set(writes(number)) if op else set(), layout.arg_tensors if op else -1)
+    written, arguments = slots[number]
+    first = int(frame.tensor_first[row])
+    for place in places:
+        storage = int(frame.tensor_storage[frame.tensor_slots[place]])
+        ordinal = frame.first_ordinal + row
+        if arguments >= 0 and place - first >= arguments:
+            born.setdefault(storage, ordinal)
+        elif place - first in written:
+            last[storage] = ordinal

@@ -10,8 +10,7 @@ from replayfmt.dump.selection import Filter, Names, Selection, listed, parse_ran
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.signatures.groups import SignatureIndex
-from replayfmt.format.signatures.text import parse_signature
+from replayfmt.format.signature_text import SignatureIndex, parse_signature
 
 # Records that order what streams and the host do, and keep memory for streams.
 EDGES = frozenset(
@@ -27,7 +26,7 @@ EDGES = frozenset(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TrimSelection:
     """The request, as given on the command line. Options of different kinds intersect; options of one kind unite."""
 
     ops: str | None = None
@@ -37,7 +36,7 @@ class Wanted:
 
     @property
     def everything(self) -> bool:
-        return self == Wanted()
+        return self == TrimSelection()
 
     @property
     def text(self) -> str:
@@ -47,7 +46,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRecords:
     """The ordinals of the kept records, ascending, int64; `ops` of them are ops."""
 
     ordinals: np.ndarray
@@ -68,7 +67,7 @@ class Kept:
         return place < len(self.ordinals) and int(self.ordinals[place]) == ordinal
 
 
-def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
+def resolve_selection(reader: CaptureReader, wanted: TrimSelection) -> KeptRecords:
     """The ordinals that a selection keeps. Raises UsageError for a range or scope that is not in the capture, for a
     pattern or signature that matches no op, and if no op is selected."""
     start, stop = (0, None) if wanted.ops is None else parse_range(wanted.ops)
@@ -98,7 +97,7 @@ def resolve(reader: CaptureReader, wanted: Wanted) -> Kept:
     # What orders the streams' work stays, also among records that do not: without it the kept ones might race.
     ordering = np.concatenate(edges)
     ordering = ordering[(ordering > ordinals[0]) & (ordering < ordinals[-1])]
-    return Kept(np.union1d(ordinals, ordering), ops)
+    return KeptRecords(np.union1d(ordinals, ordering), ops)
 
 
 def _with_signatures(reader: CaptureReader, texts: tuple[str, ...], start: int, stop: int | None) -> np.ndarray:

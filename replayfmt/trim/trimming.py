@@ -1,7 +1,7 @@
-"""Cuts a smaller capture out of another, and verifies it before renaming it to its final name.
+"""Makes a smaller capture of another: cut out and verified, stripped, or rewritten as a whole with less in it.
 
-`trim_capture` replays the original up to the end of the kept part and takes the content from there; `strip_capture`
-copies only metadata and replays nothing.
+A result gets its final name only when it is verified. A whole capture that is redacted, or loses its floating-point
+content, is copied without a replay.
 """
 
 from __future__ import annotations
@@ -14,31 +14,36 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, ReplayMismatch, ReplayRefused, UsageError
-from replayfmt.format.codes import RecordKind
-from replayfmt.format.container.output import check_place, remove_unfinished, same_file
-from replayfmt.format.external.file_remap import FileRemaps
-from replayfmt.format.kept_attachments import WITHOUT_SOURCES
-from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Session
-from replayfmt.format.policies import (
+from replayfmt.format.codes import DType, RecordKind, StorageOrigin
+from replayfmt.format.external_files import FileRemaps
+from replayfmt.format.model import (
     OPAQUE_RESULTS,
     TRIMMED_ELSEWHERE,
     TRIMMED_FROM,
     TRIMMED_SELECTION,
     TRIMMED_SYNTHESIZED,
     TRIMMED_VERIFIED,
+    CaptureInfo,
+    GeneratorValue,
+    PayloadValue,
+    RangeValue,
+    Recipe,
+    RecipeValue,
+    Record,
 )
+from replayfmt.format.output import check_place, remove_unfinished, same_file
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.redaction import Redaction
+from replayfmt.format.redaction import WITHOUT_SOURCES, Redaction
 from replayfmt.format.writer import CaptureWriter
 
 from .copying import Copier, notes_on_code
-from .producers import givers, with_producers
-from .schedule import Planner, Schedule
-from .selection import Kept, Wanted, resolve
-from .stripping import POLICIES, plan_stripped, write_stripped
+from .schedule import EnterContent, Planner, Schedule, givers, with_producers
+from .selection import KeptRecords, TrimSelection, resolve_selection
+from .writing import POLICIES, EnteringContent, Writing, plan_stripped, write_stripped
 
 if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
+
 
 Verify = Literal["auto", "bitwise", "close", "none"]
 
@@ -84,7 +89,7 @@ class TrimResult:
     notes: list[str] = field(default_factory=list)
 
 
-def predict(reader: CaptureReader, kept: Kept, schedule: Schedule, *, content: bool = True) -> Prediction:
+def predict(reader: CaptureReader, kept: KeptRecords, schedule: Schedule, *, content: bool = True) -> Prediction:
     """What the capture of a schedule will contain."""
     embedded: dict[Any, int] = {}
     referenced = synthesized = storages = 0
@@ -121,7 +126,7 @@ def _is_embedded(reader: CaptureReader, source: RangeValue) -> bool:
 def strip_capture(
     reader: CaptureReader,
     out: str,
-    wanted: Wanted,
+    wanted: TrimSelection,
     *,
     force: bool = False,
     allow_incomplete: bool = False,
@@ -137,7 +142,7 @@ def strip_capture(
     """
     refuse_incomplete(reader, allow_incomplete)
     with output(reader, out, force) as partial:
-        kept = resolve(reader, wanted)
+        kept = resolve_selection(reader, wanted)
         schedule = plan_stripped(reader, kept)
         on_prediction(predict(reader, kept, schedule, content=False))
         redaction = Redaction(reader.session, words)
@@ -159,7 +164,7 @@ def strip_capture(
 
 
 @dataclass(frozen=True)
-class Checked:
+class ReplayCheck:
     """The outcome of replaying the new capture: how it was verified; where it `differs` (None if it does not), with
     `details`; `opaque` are results in which it found bytes that no replay reproduces: (operator, overload, index,
     why)."""
@@ -170,18 +175,18 @@ class Checked:
     opaque: tuple[tuple[str, str, int, str], ...] = ()
 
 
-Check = Callable[[str, Verify], Checked]
+Check = Callable[[str, Verify], ReplayCheck]
 
 
 def checked_here(make: Callable[[str], Plan]) -> Check:
     """Replay the new capture in this process. An op that crashes takes the process with it."""
 
-    def check(path: str, verify: Verify) -> Checked:
+    def check(path: str, verify: Verify) -> ReplayCheck:
         with make(path) as plan:
             result = plan.execute(verify=verify)
             differs = None if result.divergence is None else str(result.divergence)
             opaque = tuple((*each.op.rsplit(".", 1), each.index, each.why) for each in result.opaque_results)
-            return Checked(result.verification.text, differs, result.nondeterministic, opaque)  # type: ignore[arg-type]
+            return ReplayCheck(result.verification.text, differs, result.nondeterministic, opaque)  # type: ignore[arg-type]
 
     return check
 
@@ -189,7 +194,7 @@ def checked_here(make: Callable[[str], Plan]) -> Check:
 def trim_capture(
     plan: Plan,
     out: str,
-    wanted: Wanted,
+    wanted: TrimSelection,
     check: Check,
     *,
     verify: Verify = "auto",
@@ -208,7 +213,7 @@ def trim_capture(
     replay differs from the capture, ReplayFailed, and the errors of reading and writing.
     """
     with output(plan.reader, out, force) as partial:
-        asked = resolve(plan.reader, wanted)
+        asked = resolve_selection(plan.reader, wanted)
         while True:  # each time more results with bytes that no replay reproduces are known
             result = _trim(plan, partial, out, wanted, asked, check, verify, on_prediction, on_progress)
             if result is not None:
@@ -219,15 +224,15 @@ def _trim(
     plan: Plan,
     partial: str,
     out: str,
-    wanted: Wanted,
-    asked: Kept,
+    wanted: TrimSelection,
+    asked: KeptRecords,
     check: Check,
     verify: Verify,
     on_prediction: Callable[[Prediction], None],
     on_progress: Callable[[int, int], None] | None,
 ) -> TrimResult | None:
     """One attempt; None if it taught the plan something new."""
-    from replayfmt.replay.verify.run_twice import RunTwice
+    from replayfmt.replay.run.run_twice import RunTwice
 
     from .materializing import Materializer, overwrites
 
@@ -324,7 +329,7 @@ def refuse_incomplete(reader: CaptureReader, allowed: bool) -> None:
         )
 
 
-def refuse_unsupported(reader: CaptureReader, kept: Kept, schedule: Schedule) -> None:
+def refuse_unsupported(reader: CaptureReader, kept: KeptRecords, schedule: Schedule) -> None:
     """Raise ReplayRefused if omitted unsupported records precede kept work."""
     if not schedule.unsupported:
         return
@@ -350,7 +355,7 @@ def _notes(schedule: Schedule) -> list[str]:
     return notes
 
 
-def _origin(session: Session, wanted: Wanted, policies: dict[str, Any]) -> dict[str, Any]:
+def _origin(session: CaptureInfo, wanted: TrimSelection, policies: dict[str, Any]) -> dict[str, Any]:
     """Policies that name the capture from which a trimmed one originates, even after repeated trimming."""
     before = session.policies.get(TRIMMED_SELECTION)
     selection = wanted.text if before is None else f"{before}; {wanted.text}"
@@ -362,8 +367,14 @@ def _origin(session: Session, wanted: Wanted, policies: dict[str, Any]) -> dict[
 
 
 def _trimmed_session(
-    session: Session, wanted: Wanted, schedule: Schedule, mode: str, differences: list[str], made_up: str, opaque: str
-) -> Session:
+    session: CaptureInfo,
+    wanted: TrimSelection,
+    schedule: Schedule,
+    mode: str,
+    differences: list[str],
+    made_up: str,
+    opaque: str,
+) -> CaptureInfo:
     policies = {**_origin(session, wanted, session.policies), TRIMMED_VERIFIED: mode}
     if made_up:
         policies |= {"digests": "none", TRIMMED_SYNTHESIZED: made_up}
@@ -408,7 +419,7 @@ def rename(partial: str, out: str) -> None:
 
 
 @contextmanager
-def writer_of(partial: str, session: Session) -> Iterator[CaptureWriter]:
+def writer_of(partial: str, session: CaptureInfo) -> Iterator[CaptureWriter]:
     """A writer whose file is removed if something goes wrong."""
     writer = CaptureWriter(partial, session, force=True, doing="trimming")
     try:
@@ -418,3 +429,162 @@ def writer_of(partial: str, session: Session) -> Iterator[CaptureWriter]:
         if type(error) is ValueError:  # what was read violates a rule of the format
             raise InvalidCapture(f"what the capture says cannot be written again: {error}") from error
         raise
+
+
+_FLOATS = ("float", "bfloat", "complex")
+
+
+def copy_capture(
+    reader: CaptureReader,
+    out: str,
+    *,
+    redact: bool,
+    integers_only: bool,
+    sources: bool = True,
+    force: bool = False,
+    allow_incomplete: bool = False,
+    words: tuple[str, ...] = (),
+) -> TrimResult:
+    """Rewrite the capture: with `redact` without host name, user, command line and directories, and with `words`,
+    further names, removed from texts; with `integers_only` without floating-point content, of which only statistics
+    remain, and without anything to verify a replay with; without `sources` without the sources of kernels that are no
+    operators.
+
+    Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and the errors of
+    reading and writing.
+    """
+    refuse_incomplete(reader, allow_incomplete)
+    with output(reader, out, force) as partial:
+        kept = resolve_selection(reader, TrimSelection())
+        schedule = Planner(reader, kept, None).plan()
+        redaction = Redaction(reader.session, words) if redact else None
+        session = replace(
+            reader.session if redaction is None else redaction.session,
+            session_id=str(uuid.uuid4()),
+            settings=schedule.settings if redaction is None else redaction.values(schedule.settings),
+        )
+        if integers_only:
+            session = replace(session, policies={**session.policies, "payload": "integers", "digests": "none"})
+        if not sources:
+            session = replace(session, policies={**session.policies, **WITHOUT_SOURCES})
+        with writer_of(partial, session) as writer:
+            copier = Copier(reader, writer, redaction, sources=sources)
+            contents = _Contents(copier, _UsedDtypes(reader) if integers_only else None)
+            _Copying(copier, schedule, kept, contents, annotate=False, values=not integers_only).finish()
+            writer.close(reader.summary.ended_ns or 0)
+        result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes)
+    if redaction is not None:
+        result.notes += _lost_strings(reader, redaction)
+    result.notes += notes_on_code(copier, redacted=redaction is not None)
+    return result
+
+
+def _lost_strings(reader: CaptureReader, redaction: Redaction) -> list[str]:
+    """Reasons why a replay of the redacted capture will be refused."""
+    lost = sum(
+        signature is not None and signature.kind is RecordKind.op and redaction.signature(signature) != signature
+        for signature in reader.signatures
+    )
+    said = f"{lost} signatures of ops lose a string that identified the machine: a strict replay refuses them"
+    return [said] if lost else []
+
+
+class _UsedDtypes:
+    """How ops use storages: the dtype of the first use, and whether any use is not floating-point."""
+
+    def __init__(self, reader: CaptureReader) -> None:
+        self.first: dict[int, DType] = {}
+        self.other: set[int] = set()
+        dtypes = [None if meta is None else meta.dtype for meta in reader.metas]
+        is_op = [signature is not None and signature.kind is RecordKind.op for signature in reader.signatures]
+        for index in range(len(reader.record_frames)):
+            frame = reader.frame(index)
+            storages = frame.tensor_storage[frame.tensor_slots].tolist()
+            metas, first = frame.tensor_meta[frame.tensor_slots].tolist(), frame.tensor_first.tolist()
+            for row, signature in enumerate(frame.signature.tolist()):
+                if not is_op[signature]:
+                    continue
+                for slot in range(first[row], first[row + 1]):
+                    dtype = dtypes[metas[slot]]
+                    assert dtype is not None
+                    self.first.setdefault(storages[slot], dtype)
+                    if not dtype.name.startswith(_FLOATS):
+                        self.other.add(storages[slot])
+
+    def synthesized(self, storage: int) -> DType | None:
+        """The dtype of a storage whose content is left out; None if its content is kept."""
+        return None if storage in self.other else self.first.get(storage)
+
+
+class _Copying(Writing):
+    """Writes the states of random generators as the capture has them."""
+
+    def record(self, record: Record) -> None:
+        if record.kind is not RecordKind.generator_state:
+            super().record(record)
+            return
+        generator, state = record.args
+        assert isinstance(generator, GeneratorValue)
+        content = bytes(self.copier.reader.payload(state.id)) if isinstance(state, PayloadValue) else None
+        self.generator_state(record, generator.id, content)
+
+
+class _Contents:
+    """The capture's content; with `used_dtypes`, recipes replace floating-point content."""
+
+    def __init__(self, copier: Copier, used_dtypes: _UsedDtypes | None) -> None:
+        self._copier, self._reader, self._used_dtypes = copier, copier.reader, used_dtypes
+        self._recipes = 0
+
+    def enter(self, action: EnterContent) -> EnteringContent:
+        source, reader = action.source, self._reader
+        dtype = None if self._used_dtypes is None else self._used_dtypes.synthesized(action.storage)
+        if isinstance(source, PayloadValue):
+            length = reader.payload_info(source.id).raw_bytes
+            return self._payload(length, dtype, lambda: reader.payload(source.id))
+        if isinstance(source, RangeValue):
+            given = reader.file_ranges[source.id]
+            embedded = self._embedded(source.id)
+            if dtype is not None and embedded is not None:
+                return self._payload(given.bytes, dtype, embedded)
+            return EnteringContent(StorageOrigin.external_file, self._copier.range(source.id), given.bytes)
+        if isinstance(source, RecipeValue):
+            return EnteringContent(StorageOrigin.initializer, self._copier.recipe(source.id), action.length)
+        origin = StorageOrigin.absent if action.absent and action.length else StorageOrigin.uninitialized
+        if action.length and origin is StorageOrigin.uninitialized and not self._is_meta(action.storage):
+            raise InvalidCapture(f"{reader.path}: storage {action.storage} is used, and nothing says what it holds")
+        return EnteringContent(origin, 0, action.length)
+
+    def _payload(self, length: int, dtype: DType | None, read: Callable[[], Any]) -> EnteringContent:
+        if dtype is None or not length:
+            return EnteringContent(StorageOrigin.payload, self._copier.content(read()), length)
+        self._recipes += 1
+        recipe = _recipe(memoryview(read()), dtype, self._recipes)
+        return EnteringContent(StorageOrigin.initializer, self._copier.writer.recipe(recipe), length)
+
+    def _embedded(self, number: int) -> Callable[[], memoryview] | None:
+        """How to read a range that the capture itself contains; None if only the file has it."""
+        given = self._reader.file_ranges[number]
+        if given.payload:
+            return lambda: memoryview(self._reader.payload(given.payload))
+        whole = self._reader.files[given.file].payload
+        if not whole:
+            return None
+        return lambda: memoryview(self._reader.payload(whole))[given.offset : given.offset + given.bytes]
+
+    def _is_meta(self, storage: int) -> bool:
+        return self._reader.devices[self._reader.storage(storage).device].kind == "meta"
+
+
+def _recipe(content: memoryview, dtype: DType, number: int) -> Recipe:
+    import torch
+
+    from replayfmt.pytorch.tensors.memory import fill_storage, new_storage
+    from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+    from replayfmt.recording.content.storage_content import recipe
+
+    if dtype not in TORCH_DTYPE:
+        raise InvalidCapture(f"this torch has no dtype {dtype.name}, of which a storage's statistics are to be taken")
+    storage = new_storage(len(content), torch.device("cpu"))
+    fill_storage(storage, content)
+    return recipe(storage, TORCH_DTYPE[dtype], number)

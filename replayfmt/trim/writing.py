@@ -1,7 +1,6 @@
 """Writes the records of a trimmed capture one after the other, each with its prerequisites.
 
-An `EnteringContents` decides where content comes from: computed by a replay that has reached the record, or no content
-at all. Needs no torch.
+`write_stripped` writes a capture without any content: only metadata, safe to share. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Protocol
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.definitions.signature_rules import argument_nodes
 from replayfmt.format.model import (
     CompositeValue,
     GeneratorValue,
@@ -27,11 +25,13 @@ from replayfmt.format.model import (
     TensorValue,
     Value,
 )
-from replayfmt.format.records.values import decode_record
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.record_frames import decode_record
+from replayfmt.format.signature_layout import argument_nodes
 
 from .copying import Copier, Values, nested_values
-from .schedule import Action, Begin, End, Enter, Release, Schedule, SettingChanges
-from .selection import Kept
+from .schedule import Action, BeginScope, EndScope, EnterContent, Planner, ReleaseStorage, Schedule, SettingChanges
+from .selection import KeptRecords
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EnteringContent:
 class EnteringContents(Protocol):
     """Returns the content to import once the earlier records have been written."""
 
-    def enter(self, action: Enter) -> EnteringContent: ...
+    def enter(self, action: EnterContent) -> EnteringContent: ...
 
 
 _CONTENT_NODES: dict[StorageOrigin, tuple[ValueKind, Callable[[int], Value]]] = {
@@ -69,7 +69,7 @@ class Writing:
         self,
         copier: Copier,
         schedule: Schedule,
-        kept: Kept,
+        kept: KeptRecords,
         contents: EnteringContents,
         *,
         annotate: bool,
@@ -117,7 +117,7 @@ class Writing:
         for scope in self._schedule.ends:
             if last is None:
                 raise InvalidCapture(f"{self.copier.reader.path}: a scope without records in it does not end")
-            self._act(End(scope), last)
+            self._act(EndScope(scope), last)
         self.copier.flush()
 
     # ---------------------------------------------------------------------------------------------------------- records
@@ -183,13 +183,13 @@ class Writing:
     def _act(self, action: Action, near: Record) -> None:
         add = self.copier.add
         match action:
-            case Begin(scope) | End(scope):
+            case BeginScope(scope) | EndScope(scope):
                 definition = self.copier.reader.scopes[scope]
                 if definition is None:
                     raise InvalidCapture(f"{self.copier.reader.path}: scope {scope} is not defined")
-                kind = RecordKind.scope_begin if isinstance(action, Begin) else RecordKind.scope_end
+                kind = RecordKind.scope_begin if isinstance(action, BeginScope) else RecordKind.scope_end
                 add(near, kind, argument_nodes(kind, name=definition.name), scope=scope)
-            case Release(storage):
+            case ReleaseStorage(storage):
                 kind = RecordKind.storage_release
                 add(near, kind, argument_nodes(kind), [StorageValue(storage)])
             case SettingChanges(changes):
@@ -199,10 +199,10 @@ class Writing:
                     [Node.scalar(name, value) for name, value in changes.items()],
                     [value for value in changes.values() if type(value) in (int, float)],
                 )
-            case Enter():
+            case EnterContent():
                 self._enter(action, near)
 
-    def _enter(self, action: Enter, near: Record) -> None:
+    def _enter(self, action: EnterContent, near: Record) -> None:
         storage = action.storage
         if action.first and storage in self.copier.storages:
             return
@@ -279,3 +279,43 @@ def _storages(values: Iterable[Value]) -> Iterator[int]:
             yield value.storage
         elif isinstance(value, StorageValue):
             yield value.id
+
+
+POLICIES = {"payload": "none", "digests": "none"}
+
+
+class NoContent:
+    """No content at all."""
+
+    def __init__(self, reader: CaptureReader) -> None:
+        self._reader = reader
+
+    def enter(self, action: EnterContent) -> EnteringContent:
+        empty = not action.length or self._is_meta(action.storage)
+        return EnteringContent(StorageOrigin.uninitialized if empty else StorageOrigin.absent, 0, action.length)
+
+    def _is_meta(self, storage: int) -> bool:
+        device = self._reader.devices[self._reader.storage(storage).device]
+        return device is not None and device.kind == "meta"
+
+
+class _Stripped(Writing):
+    """Writes records without the values in them."""
+
+    def record(self, record: Record) -> None:
+        if record.kind is RecordKind.generator_state:
+            generator = record.args[0]
+            assert isinstance(generator, GeneratorValue)
+            self.generator_state(record, generator.id, None)
+        else:
+            super().record(record)
+
+
+def plan_stripped(reader: CaptureReader, kept: KeptRecords) -> Schedule:
+    """The prerequisites of a stripped capture of these records."""
+    return Planner(reader, kept, None).plan()
+
+
+def write_stripped(copier: Copier, schedule: Schedule, kept: KeptRecords, *, annotate: bool) -> None:
+    """Write the records of a stripped capture. The copier should redact."""
+    _Stripped(copier, schedule, kept, NoContent(copier.reader), annotate=annotate, values=False).finish()

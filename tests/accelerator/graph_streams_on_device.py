@@ -17,12 +17,11 @@ from replay.rewriting import rewrite
 import replayfmt
 from replayfmt import Plan
 from replayfmt.errors import ReplayRefused
-from replayfmt.format.attachments import BODY, contents_of
+from replayfmt.format.attachments import BODY, contents_of, open_body
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.graphs import open_body
 from replayfmt.format.races import judge_races
 from replayfmt.format.reader import open_capture
-from replayfmt.replay.graphs.streams import check_edges
+from replayfmt.replay.resolution.graph_bodies import check_edges
 
 sim = register()
 

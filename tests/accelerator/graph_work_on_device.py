@@ -17,7 +17,7 @@ import replayfmt
 from replayfmt import Plan
 from replayfmt.errors import ReplayMismatch, ReplayRefused
 from replayfmt.format.reader import open_capture
-from replayfmt.recording.state import streams
+from replayfmt.recording.stream import device_streams
 
 sim = register()
 
@@ -160,7 +160,7 @@ def test_a_copy_to_the_host_lands_where_the_program_reads_it(tmp_path: Path) -> 
 
 def test_ops_of_the_host_may_run_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where following streams begins late, with a wait that no capture permits."""
-    monkeypatch.setattr(streams, "tells_of_memory", lambda _kind: True)
+    monkeypatch.setattr(device_streams, "tells_of_memory", lambda _kind: True)
     path, x = tmp_path / "a.opreplay", torch.arange(4.0).to(DEVICE)
     x.add_(1)
     with replayfmt.capture(path):
@@ -282,7 +282,7 @@ def test_what_is_issued_to_a_graph_whose_beginning_was_not_seen_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """The program does as ever: nothing waits for the device or reads its memory meanwhile."""
-    monkeypatch.setattr(streams, "tells_of_memory", lambda _kind: late)
+    monkeypatch.setattr(device_streams, "tells_of_memory", lambda _kind: late)
     path, x = tmp_path / "a.opreplay", torch.arange(4.0).to(DEVICE)
     with replayfmt.capture(path):
         graph = base(False)

@@ -19,13 +19,12 @@ from replay.rewriting import rewrite
 import replayfmt
 from replayfmt import Plan
 from replayfmt.errors import ReplayRefused
-from replayfmt.format.attachments import contents_of
+from replayfmt.format.attachments import contents_of, open_body
 from replayfmt.format.codes import KernelKind, RecordKind
-from replayfmt.format.graphs import open_body
 from replayfmt.format.model import Kernel
 from replayfmt.format.races import find_races
 from replayfmt.format.reader import open_capture
-from replayfmt.replay.report import as_text
+from replayfmt.replay.convenience import as_text
 
 sim = register()
 DEVICE = torch.device("sim:0")

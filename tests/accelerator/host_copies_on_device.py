@@ -119,7 +119,7 @@ def test_the_host_waits_for_copies_as_the_program_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[[], Any], begins_late: bool
 ) -> None:
     """Also where the trace has not begun, because there are only default streams: then the capture has no waits."""
-    monkeypatch.setattr("replayfmt.recording.state.streams.tells_of_memory", lambda _kind: begins_late)
+    monkeypatch.setattr("replayfmt.recording.stream.device_streams.tells_of_memory", lambda _kind: begins_late)
     expected = program()
     for number, options in enumerate(({}, {"digests": "ops"})):
         path = tmp_path / f"{number}.opreplay"

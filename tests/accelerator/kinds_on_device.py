@@ -14,7 +14,7 @@ import replayfmt
 from replayfmt import Plan
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
-from replayfmt.pytorch.tensors import staging
+from replayfmt.pytorch.tensors import memory
 
 
 def test_what_a_scope_left_on_another_stream_is_digested_when_it_is_there(tmp_path: Path) -> None:
@@ -41,11 +41,11 @@ def test_what_a_scope_left_on_another_stream_is_digested_when_it_is_there(tmp_pa
 
 
 def test_content_travels_through_pinned_memory_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "PIECE_BYTES", 1 << 12)
-    monkeypatch.setattr(staging, "_WORTH_PINNING", 1 << 12)
-    through, path = list[int](), staging._through_pinned_memory
+    monkeypatch.setattr(memory, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(memory, "_WORTH_PINNING", 1 << 12)
+    through, path = list[int](), memory._through_pinned_memory
     monkeypatch.setattr(
-        staging, "_through_pinned_memory", lambda storage, *rest: (through.append(1), path(storage, *rest))
+        memory, "_through_pinned_memory", lambda storage, *rest: (through.append(1), path(storage, *rest))
     )
     content = bytes(range(256)) * 41  # two pieces and a rest
     storage = torch.UntypedStorage(len(content), device="sim:1")
@@ -53,11 +53,11 @@ def test_content_travels_through_pinned_memory_piece_by_piece(monkeypatch: pytes
     def read(into: memoryview, start: int) -> None:
         into[:] = content[start : start + len(into)]
 
-    staging.fill_from(storage, len(content), read)
-    assert through and b"".join(map(bytes, staging.pieces(storage))) == content
-    monkeypatch.setattr(staging, "pins_memory", lambda _kind: False)
-    staging.fill_from(storage, len(content), read)
-    assert len(through) == 1 and b"".join(map(bytes, staging.pieces(storage))) == content
+    memory.fill_from(storage, len(content), read)
+    assert through and b"".join(map(bytes, memory.pieces(storage))) == content
+    monkeypatch.setattr(memory, "pins_memory", lambda _kind: False)
+    memory.fill_from(storage, len(content), read)
+    assert len(through) == 1 and b"".join(map(bytes, memory.pieces(storage))) == content
 
 
 def test_a_custom_operator_computes_under_the_devices_autocast_as_it_did(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from in_process import Tools, tools  # noqa: F401 - a fixture
 
 import replayfmt
 from replayfmt import Plan
-from replayfmt.replay.graphs import whole
-from replayfmt.replay.graphs.admission import NotInAGraph
+from replayfmt.replay import replay_graph
+from replayfmt.replay.replay_graph import NotGraphCapturable
 
 sim = register()
 DEVICE = torch.device("sim:0")
@@ -95,7 +95,7 @@ def test_a_whole_replay_is_one_graph_and_the_table_says_what_was_compared(tools:
     done = tools("benchmark", "--benchmark-min-time=6x", f"--baseline={out}", "--fail-above=500%", path)
     assert done.code == 1 and "launched in a graph, and the other was not" in done.out + done.err
     with Plan(path) as plan:
-        graph = whole.WholeGraph(plan)
+        graph = replay_graph.WholeGraph(plan)
         assert plan.execute(verify="bitwise").outcome == "ok", "a graph leaves the plan as it was"
         assert graph.compared.startswith("2 results")
 
@@ -141,8 +141,8 @@ def on_two_streams() -> Any:
 )
 def test_what_forbids_a_graph_is_told_with_its_place(tmp_path: Path, program: Callable[[], Any], words: str) -> None:
     path = captured(tmp_path / "a.opreplay", program)
-    with Plan(path) as plan, pytest.raises(NotInAGraph) as refused:
-        whole.WholeGraph(plan)
+    with Plan(path) as plan, pytest.raises(NotGraphCapturable) as refused:
+        replay_graph.WholeGraph(plan)
     assert words in str(refused.value)
     assert "streams" in words or str(refused.value).startswith("ordinal "), refused.value
 
@@ -176,10 +176,13 @@ def test_a_graph_that_computes_something_else_is_not_measured(tmp_path: Path, mo
         whole_graph(device, issue)
         return Empty()
 
-    whole_graph = whole.captured
-    monkeypatch.setattr(whole, "captured", of_nothing)
-    with Plan(path) as plan, pytest.raises(NotInAGraph, match="gave other bytes than its ops one by one, in 1 of 1"):
-        whole.WholeGraph(plan)
+    whole_graph = replay_graph.captured
+    monkeypatch.setattr(replay_graph, "captured", of_nothing)
+    with (
+        Plan(path) as plan,
+        pytest.raises(NotGraphCapturable, match="gave other bytes than its ops one by one, in 1 of 1"),
+    ):
+        replay_graph.WholeGraph(plan)
 
 
 def test_a_device_without_graphs_and_a_replay_on_the_host_are_one_line(
@@ -191,5 +194,5 @@ def test_a_device_without_graphs_and_a_replay_on_the_host_are_one_line(
     done = tools("benchmark", "--cuda-graph", "--device=cpu", path)
     assert done.code == 2 and "--cuda-graph needs a device that has graphs, such as a CUDA device" in done.err
     assert len(done.err.splitlines()) == 1 and not done.out
-    with Plan(path, ["cpu"]) as plan, pytest.raises(NotInAGraph, match="works on cpu"):
-        whole.WholeGraph(plan)
+    with Plan(path, ["cpu"]) as plan, pytest.raises(NotGraphCapturable, match="works on cpu"):
+        replay_graph.WholeGraph(plan)

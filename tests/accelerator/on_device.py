@@ -14,9 +14,9 @@ from replay.rewriting import rewrite
 
 import replayfmt
 from replayfmt import Plan
-from replayfmt.benchmark import peaks
-from replayfmt.benchmark.gpu_state import GpuState
-from replayfmt.benchmark.meters.clocks import DeviceTimer
+from replayfmt.benchmark.machine import GpuState
+from replayfmt.benchmark.meters import DeviceTimer
+from replayfmt.benchmark.per_op import roofline
 from replayfmt.errors import ReplayRefused, SubstitutionRejected
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
@@ -182,13 +182,13 @@ def test_ops_of_the_host_are_timed_by_the_hosts_clock_and_those_of_devices_by_ev
 def test_a_peak_of_a_device_that_is_slowed_down_is_doubtful_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peaks, "_COPIED_BYTES", {True: 1000})
+    monkeypatch.setattr(roofline, "_COPIED_BYTES", {True: 1000})
     for name in ("_AT_LEAST_NS", "_MOST_SPREAD"):
-        monkeypatch.setattr(peaks, name, {"_AT_LEAST_NS": 1, "_MOST_SPREAD": 1e9}[name])
+        monkeypatch.setattr(roofline, name, {"_AT_LEAST_NS": 1, "_MOST_SPREAD": 1e9}[name])
     kept = tmp_path / "peaks.json"
     for reasons, doubts in ((("hardware thermal slowdown",), 1), ((), 0)):
         state = GpuState(1500, 1200, 40, 300, reasons)
-        found = peaks.Peaks(torch.device("sim:1"), 1, cache=kept, open_gpu=lambda _, state=state: lambda: state)
+        found = roofline.Peaks(torch.device("sim:1"), 1, cache=kept, open_gpu=lambda _, state=state: lambda: state)
         peak = found.of_bandwidth()
         assert peak is not None and len(peak.doubts) == doubts and kept.exists() != bool(doubts)
         assert "SM clock 1500 MHz before" in peak.conditions
@@ -327,7 +327,7 @@ def test_a_capture_leaves_pytorchs_trace_as_it_was_and_default_streams_leave_not
 def test_a_trace_that_costs_much_begins_with_the_first_work_on_another_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replayfmt.recording.state.streams.tells_of_memory", lambda _kind: True)
+    monkeypatch.setattr("replayfmt.recording.stream.device_streams.tells_of_memory", lambda _kind: True)
     trace = torch.sim._gpu_trace  # type: ignore[attr-defined]
     one, two = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
     with replayfmt.capture(one):

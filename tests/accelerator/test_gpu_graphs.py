@@ -14,7 +14,7 @@ from replayfmt import Plan
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.reader import open_capture
-from replayfmt.replay.report import as_text
+from replayfmt.replay.convenience import as_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from replayfmt.pytorch.graph_frontier import GraphNode, UnknownFrontier, frontier
-from replayfmt.recording.graphs.unrecorded import UnrecordedWork
+from replayfmt.pytorch.accelerators import GraphNode, UnknownFrontier, frontier
+from replayfmt.recording.code.graph_capture import UnrecordedWork
 
 runtime = pytest.importorskip("cuda.bindings.runtime", reason="needs cuda-bindings")
 _OK = runtime.cudaError_t.cudaSuccess

@@ -14,8 +14,8 @@ import pytest
 from dump import captures
 
 import replayfmt
-from replayfmt.dump.table import COLUMNS, op_columns
 from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.export.tables import COLUMNS, op_columns
 
 from .conftest import NAME
 

@@ -115,7 +115,7 @@ assert "capture" in dir(replayfmt) and replayfmt.__version__
 with replayfmt.open({str(small)!r}) as capture:
     ops = capture.ops[0:20]
     assert ops and repr(capture) and capture._repr_html_()
-    from replayfmt.dump.table import op_columns
+    from replayfmt.export.tables import op_columns
     assert len(op_columns(capture.reader)["op"]) == len(capture.ops)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)

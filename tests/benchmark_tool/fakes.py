@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from replayfmt.benchmark.meters.meter import Clock
+from replayfmt.benchmark.meters import Clock
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.model import Scope, Session
+from replayfmt.format.model import CaptureInfo, Scope
 
 KINDS = {"op": 1, "begin": 2, "end": 3, "import": 4}  # signature ids
 SIGNATURES = (
@@ -44,7 +44,7 @@ class FakeReader:
 
     def __init__(self, script: list[tuple], frames: Iterable[int] = (), times: bool = True) -> None:
         self.path, self.complete, self.incomplete_reason = "fake.opreplay", True, ""
-        self.session = Session("1234", "test", "0", torch_version=torch.__version__)
+        self.session = CaptureInfo("1234", "test", "0", torch_version=torch.__version__)
         self.devices = (None,)
         self.signatures = SIGNATURES
         paths = list(dict.fromkeys(step[1] for step in script if step[0] in ("begin", "end")))

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from opreplay_tools.baseline import BaselineFlags
+from opreplay_tools.per_op import BaselineFlags
 
-from replayfmt.benchmark.comparison.baseline import compare_with_baseline, noise_floor, read_baseline
-from replayfmt.benchmark.reports.rows import Report
+from replayfmt.benchmark.baseline import compare_with_baseline, noise_floor, read_baseline
+from replayfmt.benchmark.run_report import Report
 from replayfmt.errors import UsageError
 
 CONTEXT = {"json_schema_version": 1, "capture_session": "1234", "host_name": "here", "torch_version": "2.13.0"}

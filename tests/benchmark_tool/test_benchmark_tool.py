@@ -14,9 +14,9 @@ import torch
 
 import replayfmt
 from replayfmt.format.codes import RecordKind, ValueKind
-from replayfmt.format.model import Node, Session, Signature
+from replayfmt.format.model import CaptureInfo, Node, Signature
 from replayfmt.format.reader import open_capture
-from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
 
@@ -305,7 +305,7 @@ def test_a_scope_that_the_capture_lacks_is_answered_with_those_it_has(bench, cap
 )
 def test_a_scope_without_both_ends_is_refused_with_exit_code_1(bench, tmp_path, executed, kinds, words):
     path = tmp_path / "open.opreplay"
-    writer = CaptureWriter(path, Session("00112233-4455-6677-8899-aabbccddeeff", "test", "0"))
+    writer = CaptureWriter(path, CaptureInfo("00112233-4455-6677-8899-aabbccddeeff", "test", "0"))
     scope = writer.scope(0, "step")
     signatures = [
         writer.signature(Signature(RecordKind[kind], args=(Node(ValueKind.string, "name", "step"),))) for kind in kinds

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from replayfmt.benchmark import run_report
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
-from replayfmt.benchmark.reports import caveats
-from replayfmt.benchmark.reports.caveats import measurement_caveats, run_caveats
+from replayfmt.benchmark.run_report import measurement_caveats, run_caveats
 from replayfmt.benchmark.scopes import MeasuredRegion
 from replayfmt.format.model import Device
 from replayfmt.pytorch.environment import cpu_capability, describe_device
@@ -33,7 +33,7 @@ def run(**fields):
 
 @pytest.fixture(autouse=True)
 def an_idle_machine(monkeypatch):
-    monkeypatch.setattr(caveats.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    monkeypatch.setattr(run_report.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
 
 
 def test_steady_times_leave_nothing_to_say():
@@ -58,7 +58,7 @@ def test_repetitions_that_differ_are_reported():
 
 
 def test_a_busy_machine_is_said_of_single_ops_too(tools, captured, monkeypatch):
-    monkeypatch.setattr(caveats.os, "getloadavg", lambda: (99.5, 0.1, 0.1))
+    monkeypatch.setattr(run_report.os, "getloadavg", lambda: (99.5, 0.1, 0.1))
     ran = tools("benchmark", "--per-op", "--op-limit=1", "--benchmark-min-time=6x", captured)
     assert "WARNING: the machine was busy: load average 99.5" in ran.out
 
@@ -115,12 +115,12 @@ def test_frequency_scaling_is_reported(tmp_path):
 
 
 def test_a_busy_machine_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(caveats.os, "getloadavg", lambda: (99.0, 1.0, 1.0))
+    monkeypatch.setattr(run_report.os, "getloadavg", lambda: (99.0, 1.0, 1.0))
     assert "the machine was busy: load average 99.0" in run_caveats(run(), here(), [CPU], tmp_path)[0]
 
 
 def test_more_threads_than_processors_are_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(caveats.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(run_report.os, "cpu_count", lambda: 2)
     assert run_caveats(run(), here(settings={"num_threads": 16}), [CPU], tmp_path) == [
         "the capture's 16 threads share 2 processors here"
     ]

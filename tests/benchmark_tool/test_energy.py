@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.energy.integration import find_clock_offset, integrate
+from replayfmt.benchmark.energy.energy_report import SCHEMA_VERSION, make_energy_report
 from replayfmt.benchmark.energy.power_log import PowerLog, Series, resolution_of
-from replayfmt.benchmark.energy.report import SCHEMA_VERSION, make_energy_report
-from replayfmt.benchmark.energy.running import Moments, WindowOptions, WindowRunner
-from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile, read_windows
+from replayfmt.benchmark.energy.running import WindowClock, WindowOptions, WindowRunner
+from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile, find_clock_offset, integrate, read_windows
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
 
@@ -315,7 +314,7 @@ class Now:
         self.ns = 0
 
     def moments(self):
-        return Moments(lambda: int(NOW * 1e9) + self.ns, self.tick, self.sleep)
+        return WindowClock(lambda: int(NOW * 1e9) + self.ns, self.tick, self.sleep)
 
     def tick(self):
         self.ns += 1_000_000
@@ -416,7 +415,7 @@ def test_from_windows_to_the_report_with_the_tools(tools, captured, tmp_path):
 
 def test_windows_during_which_daylight_saving_time_began_say_so(tools, captured, tmp_path, monkeypatch):
     offsets = iter([3600, 7200])
-    monkeypatch.setattr("opreplay_tools.energy_windows._utc_offset_s", lambda: next(offsets))
+    monkeypatch.setattr("opreplay_tools.energy._utc_offset_s", lambda: next(offsets))
     path = tmp_path / "windows.jsonl"
     flags = ("--power-interval=0.001", "--power-averaging=0.01", "--op-limit=1", "--replay-scope=init")
     assert tools("benchmark", captured, f"--energy-windows={path}", *flags).code == 0

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.energy.report import make_energy_report
-from replayfmt.benchmark.energy.report_lines import report_lines
+from replayfmt.benchmark.energy.energy_report import make_energy_report, report_lines
 from replayfmt.benchmark.energy.running import WindowOptions, WindowRunner
 from replayfmt.replay.plan import Plan
 

@@ -11,20 +11,12 @@ import jsonschema
 import pytest
 import torch
 
-from replayfmt.benchmark.energy.integration import integrate
-from replayfmt.benchmark.energy.power_log_file import read_power_log
-from replayfmt.benchmark.energy.report import make_energy_report
-from replayfmt.benchmark.energy.running import Moments, WindowOptions, WindowRunner
+from replayfmt.benchmark.energy.energy_report import make_energy_report
+from replayfmt.benchmark.energy.power_log import read_power_log
+from replayfmt.benchmark.energy.running import WindowClock, WindowOptions, WindowRunner
 from replayfmt.benchmark.energy.sampler import PowerSourceLost, Sampler, _update_period, sampling
-from replayfmt.benchmark.energy.sources import (
-    EnergySource,
-    NoSource,
-    PowerSample,
-    SourceLost,
-    WrappingCounter,
-    open_source,
-)
-from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile
+from replayfmt.benchmark.energy.windows import EnergyWindow, WindowsFile, integrate
+from replayfmt.benchmark.machine import EnergySource, NoSource, PowerSample, SourceLost, WrappingCounter, open_source
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
 
@@ -430,7 +422,7 @@ def test_no_window_is_run_once_the_sampler_is_gone(captured):
         now.ns += 1_000_000
         return now.ns
 
-    moments = Moments(tick, tick, lambda seconds: None)
+    moments = WindowClock(tick, tick, lambda seconds: None)
     runner = WindowRunner(WindowOptions(0.001, 0.002, "none"), moments, require_source=require_source)
     with Plan(captured) as plan:
         runner.idle_and_whole(plan)

@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from replayfmt.benchmark.energy.windows import read_windows
-from replayfmt.benchmark.gpu_state import (
-    GpuState,
-    GpuWatch,
-    are_gpu_rows,
-    gpu_caveats,
-    gpu_lines,
-    nvml_reader,
-    open_nvml,
-)
+from replayfmt.benchmark.machine import GpuState, GpuWatch, are_gpu_rows, gpu_caveats, gpu_lines, nvml_reader, open_nvml
 from replayfmt.errors import UsageError
 
 pytest.importorskip("pynvml")

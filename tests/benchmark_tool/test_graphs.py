@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.meters.meter import Clock
-from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.per_op.graphs import NoGraph, graph_of, graphs_of
-from replayfmt.benchmark.per_op.measuring import measure_ops
-from replayfmt.benchmark.per_op.report import make_op_report
+from replayfmt.benchmark.meters import Clock
+from replayfmt.benchmark.per_op.measuring import NoGraph, graph_of, graphs_of, measure_ops
+from replayfmt.benchmark.per_op.op_report import make_op_report
 from replayfmt.benchmark.per_op.results import OpOptions
+from replayfmt.benchmark.precision import MinTime
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
 

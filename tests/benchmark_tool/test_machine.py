@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from replayfmt.benchmark.reports.machine import frequency_scaling, machine_context
+from replayfmt.benchmark.machine import frequency_scaling, machine_context
 
 CPU0 = "sys/devices/system/cpu/cpu0"
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from replayfmt.benchmark.measure import Options, measure
-from replayfmt.benchmark.meters.clocks import DeviceTimer, HostTimer
-from replayfmt.benchmark.meters.stopwatch import ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
-from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark.meters import DeviceTimer, HostTimer, ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
+from replayfmt.benchmark.precision import MinTime
 from replayfmt.benchmark.scopes import MeasuredRegion
 from replayfmt.errors import ReplayFailed, ReplayMismatch, UsageError
 

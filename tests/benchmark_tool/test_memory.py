@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.memory import MemoryReport
+from replayfmt.benchmark.memory_report import MemoryReport
 from replayfmt.format.memory import memory_by_device
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.results import PeakMemory

@@ -8,17 +8,12 @@ import pytest
 from rich.console import Console
 
 from replayfmt.benchmark.measure import Options, measure
-from replayfmt.benchmark.meters.clocks import CLOCKS
-from replayfmt.benchmark.meters.meter import AbsentMeter, Description, NotMeasured, Quantity
-from replayfmt.benchmark.meters.registered import METERS
-from replayfmt.benchmark.meters.stopwatch import stopwatch_for
-from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark.meters import CLOCKS, METERS, AbsentMeter, Description, NotMeasured, Quantity, stopwatch_for
 from replayfmt.benchmark.per_op.measuring import measure_ops
-from replayfmt.benchmark.per_op.report import make_op_report
+from replayfmt.benchmark.per_op.op_report import make_op_report, table_lines
 from replayfmt.benchmark.per_op.results import OpOptions
-from replayfmt.benchmark.per_op.table import table_lines
-from replayfmt.benchmark.reports.console import print_report
-from replayfmt.benchmark.reports.rows import make_report
+from replayfmt.benchmark.precision import MinTime
+from replayfmt.benchmark.run_report import make_report, print_report
 from replayfmt.replay.plan import Plan
 
 from .fakes import Time

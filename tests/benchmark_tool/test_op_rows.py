@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.per_op.groups import Chosen, OpGroup, Unsupported
+from replayfmt.benchmark.per_op.groups import OpGroup, SelectedOps, UnsupportedWork
 from replayfmt.benchmark.per_op.measuring import measure_ops
-from replayfmt.benchmark.per_op.report import _warnings
-from replayfmt.benchmark.per_op.results import MeasuredOp, OpOptions, PerOpRun
-from replayfmt.benchmark.per_op.rows import NO_SCOPE, make_rows
+from replayfmt.benchmark.per_op.op_report import _warnings
+from replayfmt.benchmark.per_op.results import NO_SCOPE, MeasuredOp, OpOptions, PerOpRun, make_rows
+from replayfmt.benchmark.precision import MinTime
 from replayfmt.benchmark.statistics import summarize
 from replayfmt.format.model import Kernel, Scope
 from replayfmt.replay.plan import Plan
@@ -33,7 +32,7 @@ def op(kernel, times, by_scope, verdict="ok", reason="", sizes=""):
 
 
 def run_of(*ops):
-    chosen = Chosen([each.group for each in ops], {}, len(ops), len(ops), True, Unsupported(), 0)
+    chosen = SelectedOps([each.group for each in ops], {}, len(ops), len(ops), True, UnsupportedWork(), 0)
     return PerOpRun(OpOptions(), chosen, list(ops), "not verified: made up", 10.0)
 
 

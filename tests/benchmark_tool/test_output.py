@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from replayfmt.benchmark.output import output_file
+from replayfmt.benchmark.result_files import output_file
 from replayfmt.errors import CaptureFailed, OpReplayError, OutputExists
 
 

@@ -8,17 +8,16 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.meters.meter import Clock
-from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.per_op.groups import choose
+from replayfmt.benchmark.meters import Clock
+from replayfmt.benchmark.per_op.groups import select_ops
 from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.results import OpOptions
+from replayfmt.benchmark.precision import MinTime
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
-from replayfmt.format.records.builder import Moment
-from replayfmt.importers.common.synthesis import ImportedSession, imported_session
-from replayfmt.importers.common.values import plain_tensor
+from replayfmt.format.writer import Moment
+from replayfmt.importers.common.synthesis import ImportedSession, imported_session, plain_tensor
 from replayfmt.replay.plan import Plan
 
 FEW = MinTime(iterations=3)
@@ -262,13 +261,13 @@ def test_describing_and_choosing_ops_makes_no_tensor(captured, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", no_tensor)
     with replayfmt.open(captured) as capture:
-        chosen = choose(capture.reader, pattern=None, limit=None, every=False, progress=quiet)
+        chosen = select_ops(capture.reader, pattern=None, limit=None, every=False, progress=quiet)
         assert all(repr(capture.ops[ordinal]) for ordinal in chosen.by_ordinal)
 
 
 def test_a_slice_gives_every_op_what_it_was_captured_with(dropout):
     with Plan(dropout, keep_going=True) as plan:
-        ordinals = sorted(choose(plan.reader, pattern=None, limit=None, every=True, progress=quiet).by_ordinal)
+        ordinals = sorted(select_ops(plan.reader, pattern=None, limit=None, every=True, progress=quiet).by_ordinal)
         sizes = []
         for ordinal in ordinals:
             result = plan.execute(verify="bitwise", keep_going=True, only=plan.slice([ordinal]))
@@ -375,7 +374,7 @@ def made_of(path, *annotations):
 
 def test_the_captured_time_of_a_record_counts_for_each_call_that_it_stands_for(tmp_path):
     with open_capture(made_of(tmp_path / "c.opreplay", {"count": 3}, {})) as reader:
-        (group,) = choose(reader, pattern=None, limit=None, every=False, progress=lambda *_seen: None).groups
+        (group,) = select_ops(reader, pattern=None, limit=None, every=False, progress=lambda *_seen: None).groups
     assert (group.count, group.captured_ns) == (4, (3 * 1000 + 2000) / 4)
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.min_time import parse_min_time
 from replayfmt.benchmark.per_op.measuring import measure_ops
+from replayfmt.benchmark.per_op.op_report import describe
 from replayfmt.benchmark.per_op.results import MeasuredOp, OpOptions, PerOpRun
-from replayfmt.benchmark.per_op.table import describe
+from replayfmt.benchmark.precision import parse_min_time
 from replayfmt.importers.importing import import_trace
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.synthesis.assignment import Synthesis
+from replayfmt.replay.planning.synthesis import Synthesis
 
 
 def call(name: str, start: int, *sizes: list[int]) -> dict[str, Any]:

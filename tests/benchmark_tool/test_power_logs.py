@@ -4,8 +4,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from replayfmt.benchmark.energy.integration import integrate
-from replayfmt.benchmark.energy.power_log_file import read_power_log, zone_named
+from replayfmt.benchmark.energy.power_log import read_power_log, zone_named
+from replayfmt.benchmark.energy.windows import integrate
 from replayfmt.errors import UsageError
 
 NOW = 1_700_000_000.0

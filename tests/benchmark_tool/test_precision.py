@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from replayfmt.benchmark import inputs as inputs_module
-from replayfmt.benchmark.inputs import CacheFlush, default_inputs, describe_inputs
-from replayfmt.benchmark.measure import Options, measure
-from replayfmt.benchmark.meters.clocks import _step_and_cost
-from replayfmt.benchmark.meters.meter import Clock
-from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark import measure as inputs_module
+from replayfmt.benchmark.measure import CacheFlush, Options, default_inputs, describe_inputs, measure
+from replayfmt.benchmark.meters import Clock, _step_and_cost
 from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.results import OpOptions
-from replayfmt.benchmark.precision import NarrowEnough, Precision, op_precision, parse_share, whole_precision
+from replayfmt.benchmark.precision import MinTime, Precision, StoppingRule, op_precision, parse_share, whole_precision
 from replayfmt.benchmark.statistics import median_interval
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
@@ -89,11 +86,11 @@ def test_every_scope_has_to_be_narrow_and_not_only_the_whole():
 
 def test_looking_costs_little_because_it_happens_less_and_less_often(monkeypatch):
     looks = []
-    original = NarrowEnough.__call__.__globals__["median_interval"]
+    original = StoppingRule.__call__.__globals__["median_interval"]
     monkeypatch.setitem(
-        NarrowEnough.__call__.__globals__, "median_interval", lambda v: looks.append(len(v)) or original(v)
+        StoppingRule.__call__.__globals__, "median_interval", lambda v: looks.append(len(v)) or original(v)
     )
-    narrow, times = NarrowEnough(0.01), []
+    narrow, times = StoppingRule(0.01), []
     for index in range(1000):
         times.append(50.0 + 100 * (index % 2))
         assert not narrow(times)
@@ -111,7 +108,7 @@ def test_ending_when_the_interval_is_narrow_leaves_it_nearly_as_certain_as_it_sa
     random = np.random.default_rng(11)
     held = []
     for _ in range(1000):
-        times, narrow, count = draw(random), NarrowEnough(0.02), 6
+        times, narrow, count = draw(random), StoppingRule(0.02), 6
         while not narrow(times[:count]) and count < len(times):
             count += 1
         interval = median_interval(times[:count])

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from opreplay_tools.profiling_flags import profiling_request
+from opreplay_tools.replay_flags import profiling_request
 
-from replayfmt.benchmark.meters.profiling import check_families, parse_families, profile_replay
+from replayfmt.benchmark.profiling import check_families, parse_families, profile_replay
 from replayfmt.errors import OpReplayError, OutputExists, ReplayFailed, UsageError
 
 from .fakes import FakeReader

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.reconciliation import Isolated, ProgramTimes, Reconciliation
+from replayfmt.benchmark.per_op.reconciliation import IsolatedTotal, ProgramTimes, Reconciliation
 from replayfmt.benchmark.statistics import summarize
 
 US = 1e3
@@ -16,7 +16,7 @@ US = 1e3
 
 def found(hot_us, whole_us, cold_us=None, *, overhead_us=0.0, host_us=None, left_out=0, program=None):
     def isolated(inputs, total):
-        return Isolated(inputs, total * US, None, None, 10, left_out, overhead_us * US)
+        return IsolatedTotal(inputs, total * US, None, None, 10, left_out, overhead_us * US)
 
     return Reconciliation(
         "BM_replay",
@@ -67,8 +67,8 @@ def test_calls_without_a_time_are_said_to_be_in_the_replay_alone():
 
 
 def test_ops_without_a_time_are_no_sum_of_zero_and_not_the_hosts_work():
-    nothing = Isolated("hot", None, None, None, 0, 10, 0.0)
-    cold = Isolated("cold", None, None, None, 0, 10, 0.0)
+    nothing = IsolatedTotal("hot", None, None, None, 0, 10, 0.0)
+    cold = IsolatedTotal("cold", None, None, None, 0, 10, 0.0)
     found_none = replace(found(60, 100), hot=nothing, cold=cold)
     lines = list(found_none.lines())
     assert lines[1:3] == [
@@ -79,7 +79,7 @@ def test_ops_without_a_time_are_no_sum_of_zero_and_not_the_hosts_work():
     assert found_none.as_json()["isolated_hot"]["total_ns"] is None
     (*_, rest) = found(60, 100, left_out=3).explain()
     assert "are in no measured op's time: ops without one, memory allocated" in rest
-    fewer = replace(found(60, 100, 130), cold=Isolated("cold", 130 * US, None, None, 7, 3, 0.0))
+    fewer = replace(found(60, 100, 130), cold=IsolatedTotal("cold", 130 * US, None, None, 7, 3, 0.0))
     assert reasons(fewer) == ["host time between ops"], "sums over other calls are not compared"
     stopped = found(1, 0.0)
     assert f"  whole replay:   {'not measured':>12}  the clock did not advance" in list(stopped.lines())

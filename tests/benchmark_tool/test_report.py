@@ -10,14 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from replayfmt.benchmark import run_report
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
-from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.precision import Precision
-from replayfmt.benchmark.reports import caveats
-from replayfmt.benchmark.reports.console import print_report
-from replayfmt.benchmark.reports.rows import make_report
-from replayfmt.benchmark.reports.units import duration, rate, share_text
+from replayfmt.benchmark.precision import MinTime, Precision
+from replayfmt.benchmark.run_report import make_report, print_report
 from replayfmt.benchmark.scopes import MeasuredRegion
+from replayfmt.benchmark.statistics import duration, rate, share_text
 from replayfmt.replay.results import Verification
 
 from .fakes import EXECUTE, FakeReader
@@ -82,7 +80,7 @@ def sample(*real, cpu=None, host=None):
 
 @pytest.fixture(autouse=True)
 def an_idle_machine(monkeypatch):
-    monkeypatch.setattr(caveats.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    monkeypatch.setattr(run_report.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
 
 
 def report(*measurements, verification=None, options=None, step_ns=None):

@@ -7,15 +7,13 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.meters.clocks import DeviceTimer, host_timer
-from replayfmt.benchmark.meters.meter import Clock
-from replayfmt.benchmark.min_time import MinTime
-from replayfmt.benchmark.per_op.measuring import measure_ops
-from replayfmt.benchmark.per_op.report import make_op_report
+from replayfmt.benchmark.meters import Clock, DeviceTimer, host_timer
+from replayfmt.benchmark.per_op.measuring import Sampler, Shape, measure_ops
+from replayfmt.benchmark.per_op.op_report import make_op_report
 from replayfmt.benchmark.per_op.results import OpOptions
-from replayfmt.benchmark.per_op.sampling import Sampler, Shape
+from replayfmt.benchmark.precision import MinTime
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.run.isolated import IsolatedOp
+from replayfmt.replay.run.steps import IsolatedOp
 
 EVENT_NS = 1_000  # what an event takes on the device
 

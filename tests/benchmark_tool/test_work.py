@@ -8,15 +8,14 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark import peaks as peaks_module
-from replayfmt.benchmark.meters.meter import Clock
-from replayfmt.benchmark.peaks import Peak, Peaks, parse_rate, peak_caveats, peak_line
-from replayfmt.benchmark.per_op.roofline import place
-from replayfmt.benchmark.per_op.work import CallWork, work_of
+from replayfmt.benchmark.meters import Clock
+from replayfmt.benchmark.per_op import roofline as peaks_module
+from replayfmt.benchmark.per_op.groups import CallWork, work_of
+from replayfmt.benchmark.per_op.roofline import Peak, Peaks, parse_rate, peak_caveats, peak_line, place
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
-from replayfmt.replay.run.isolated import IsolatedCall
+from replayfmt.replay.run.steps import IsolatedCall
 
 aten = torch.ops.aten
 

@@ -7,9 +7,9 @@ import pytest
 from opreplay_tools.capture import main as capture_main
 
 from replayfmt.format.codes import RecordKind, StorageOrigin
-from replayfmt.format.container.output import identity
-from replayfmt.recording.program import supervisor
-from replayfmt.recording.program.supervisor import _say
+from replayfmt.format.output import identity
+from replayfmt.recording import supervisor
+from replayfmt.recording.supervisor import _say
 
 from .running import LOSSES, Captured, capture
 

@@ -274,8 +274,8 @@ def test_torch_first_imported_by_another_thread_fails_the_capture_alone(tmp_path
 @pytest.mark.slow
 def test_a_mistake_of_the_recorders_own_is_no_good_capture(tmp_path):
     (tmp_path / "sabotage.py").write_text(
-        "import torch\nfrom replayfmt.recording import core\ntorch.ones(1)\n"
-        "core.Core.finish = lambda self: 1 / 0\nprint('done')\n"
+        "import torch\nfrom replayfmt.recording import capture_session\ntorch.ones(1)\n"
+        "capture_session.CaptureSession.finish = lambda self: 1 / 0\nprint('done')\n"
     )
     done = capture(tmp_path, "-o", "s.opreplay", "sabotage.py")
     assert (done.returncode, done.stdout) == (1, "done\n")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.recording.program.children import AfterFork, ChildrenSeen
-from replayfmt.recording.program.interpreters import runs_python_program
+from replayfmt.recording.program.children import AfterFork, ChildrenSeen, runs_python_program
 
 from .running import Captured, capture, plain
 

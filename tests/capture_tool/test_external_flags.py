@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from replayfmt.format.codes import StorageOrigin
-from replayfmt.format.external.file_digest import digest_file
+from replayfmt.format.external_files import digest_file
 from replayfmt.format.reader import open_capture
 
 from .running import capture

@@ -10,10 +10,10 @@ import torch
 
 import replayfmt
 from replayfmt.format.reader import open_capture
-from replayfmt.recording.graphs.hooks import Graphs
-from replayfmt.recording.hooks import undispatched as hooks_module
-from replayfmt.recording.hooks.patches import Patch
-from replayfmt.recording.hooks.undispatched import Hooks
+from replayfmt.recording import undispatched as hooks_module
+from replayfmt.recording.code.graph_replays import Graphs
+from replayfmt.recording.patches import Patch
+from replayfmt.recording.undispatched import Hooks
 
 from .fakes import FakeRecorder
 

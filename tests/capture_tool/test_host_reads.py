@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from replayfmt.recording.hooks.host_reads import HostReads
+from replayfmt.recording.hooks.host_access import HostReads
 
 from .fakes import FakeRecorder
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from replayfmt.recording.hooks import import_watch
-from replayfmt.recording.hooks.import_watch import Watch
+from replayfmt.recording import patches
+from replayfmt.recording.patches import Watch
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_a_module_that_fails_to_import_is_not_reported_and_fails_as_before(packa
 
 def test_the_finder_is_gone_when_nothing_is_watched(package):
     watches = [Watch(package, lambda module: None), Watch(f"{package}.part", lambda module: None)]
-    assert import_watch._finder in sys.meta_path
+    assert patches._finder in sys.meta_path
     for watch in watches:
         watch.stop()
         watch.stop()
-    assert import_watch._finder not in sys.meta_path
+    assert patches._finder not in sys.meta_path

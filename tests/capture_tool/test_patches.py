@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from replayfmt.recording.hooks.patches import Patch, PatchSet
+from replayfmt.recording.patches import Patch, PatchSet
 
 
 class Base:

@@ -20,10 +20,10 @@ from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
-from replayfmt.pytorch.inductor import code_machine
-from replayfmt.pytorch.inductor.cpp_library import _FLAG, CannotLoad, compiled
-from replayfmt.replay.code.inductor_cpp import InductorCppKernel, resolve_inductor_cpp
+from replayfmt.pytorch import cpp_kernels
+from replayfmt.pytorch.cpp_kernels import _FLAG, CannotLoad, compiled
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.resolution.code_kernels import InductorCppKernel, resolve_inductor_cpp
 
 pytestmark = pytest.mark.slow
 Contents = dict[str, bytes]
@@ -57,8 +57,8 @@ def resolved(kernel: Kernel, contents: Contents) -> Any:
 
 
 def another_machine(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    here = {**code_machine.machine_of_code(), "cpu": "another one"}
-    monkeypatch.setattr(code_machine, "machine_of_code", lambda: here)
+    here = {**cpp_kernels.machine_of_code(), "cpu": "another one"}
+    monkeypatch.setattr(cpp_kernels, "machine_of_code", lambda: here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 

@@ -106,7 +106,7 @@ def test_a_region_that_is_not_known_keeps_its_graph(regions: list[Any], tmp_path
 def test_the_session_says_that_graphs_are_off_where_there_may_be_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from replayfmt.recording.code.cudagraph_trees import graph_policies
+    from replayfmt.recording.inductor import graph_policies
 
     assert graph_policies("kernels") == ({"cudagraph-trees": "off"} if torch.backends.cuda.is_built() else {})
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)

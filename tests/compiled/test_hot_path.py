@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import TensorValue
 from replayfmt.format.reader import open_capture
-from replayfmt.recording.core import Core
+from replayfmt.recording.capture_session import CaptureSession
 from tests.native_recorder import require_native_recorder
 
 from .conftest import Capture, Captured
@@ -30,13 +30,13 @@ def native() -> None:
 def cold(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels whose calls took the complete path."""
     seen: list[str] = []
-    before = Core.before
+    before = CaptureSession.before
 
-    def counted(self: Core, kernel: Any, *arguments: Any) -> Any:
+    def counted(self: CaptureSession, kernel: Any, *arguments: Any) -> Any:
         seen.append(kernel.name)
         return before(self, kernel, *arguments)
 
-    monkeypatch.setattr(Core, "before", counted)
+    monkeypatch.setattr(CaptureSession, "before", counted)
     return seen
 
 

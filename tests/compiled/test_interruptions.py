@@ -14,7 +14,7 @@ from torch import Tensor
 
 import replayfmt
 from replayfmt.format.reader import open_capture
-from replayfmt.recording.code import inductor_kernels, inductor_regions
+from replayfmt.recording import inductor
 
 from .conftest import Capture
 
@@ -96,7 +96,7 @@ def test_what_a_signal_handler_raises_while_a_region_is_read_is_the_programs_and
 ) -> None:
     run, x = torch.compile(lambda x: x.sin() @ x + 1), torch.randn(8, 8)
     run(x)
-    module = inductor_regions if hasattr(inductor_regions, place) else inductor_kernels
+    module = inductor if hasattr(inductor, place) else inductor
     original, struck = getattr(module, place), []
 
     def interrupted(*args: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from replayfmt.recording.code.inductor_text import Unknown, read_module
+from replayfmt.recording.inductor import Unknown, read_module
 
 pytestmark = pytest.mark.slow
 SINE, RECTIFIED = "triton::triton_poi_fused_sin_0", "triton::triton_poi_fused_add_relu_1"

@@ -19,7 +19,7 @@ import replayfmt
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.reader import CaptureReader
-from replayfmt.replay.code.triton_kernels import resolve_triton
+from replayfmt.replay.resolution.code_kernels import resolve_triton
 from tests.triton_kernels.fake_device import install
 
 ARCH = 90

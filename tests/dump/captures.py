@@ -20,6 +20,7 @@ from replayfmt.format.codes import (
     ValueKind,
 )
 from replayfmt.format.model import (
+    CaptureInfo,
     Device,
     ExternalFile,
     FileIdentity,
@@ -28,17 +29,16 @@ from replayfmt.format.model import (
     Kernel,
     Node,
     Recipe,
-    Session,
     Signature,
     Statistics,
     StreamPlacement,
+    TensorDigest,
     TensorMeta,
 )
-from replayfmt.format.records.columns import RecordColumns
-from replayfmt.format.records.digest import TensorDigest
+from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 
-SESSION = Session(
+SESSION = CaptureInfo(
     session_id="11111111-2222-3333-4444-555555555555",
     producer="opreplay",
     producer_version="0.1.0",
@@ -84,7 +84,7 @@ def tensors(*names: str) -> tuple[Node, ...]:
 class Builder:
     """A capture under construction. Frames end where `frame` is called."""
 
-    def __init__(self, path: Path, session: Session = SESSION) -> None:
+    def __init__(self, path: Path, session: CaptureInfo = SESSION) -> None:
         self.path = path
         self.writer = CaptureWriter(path, session)
         self.definitions: dict[int, tuple[int, int, int]] = {}

@@ -18,10 +18,10 @@ from replayfmt.format.model import (
     RecipeValue,
     Record,
     StorageValue,
+    TensorDigest,
     TensorValue,
 )
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.records.digest import TensorDigest
 
 ID_TYPES = StorageValue | GeneratorValue | PayloadValue | RangeValue | RecipeValue
 PLAIN_TYPES = (

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayfmt.dump.contained import Contained, statement
+from replayfmt.dump.contents import Contained, state, statement
 from replayfmt.dump.definitions import SHOWN_LINE
-from replayfmt.dump.files import state
-from replayfmt.dump.json_text import encode, encode_fast
+from replayfmt.dump.row_templates import encode, encode_fast
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.format.codes import DType, OpStatus, RecordKind, StorageOrigin
 from replayfmt.format.codes import ValueKind as V
 from replayfmt.format.model import (
+    CaptureInfo,
     Device,
     ExternalFile,
     FileIdentity,
@@ -30,19 +30,18 @@ from replayfmt.format.model import (
     Kernel,
     Node,
     Recipe,
-    Session,
     Signature,
     Statistics,
+    TensorDigest,
     TensorMeta,
 )
 from replayfmt.format.reader import open_capture
-from replayfmt.format.records.digest import TensorDigest
 
 from .captures import HOSTILE, SESSION, STRIDED, Builder
 from .oracle import exact
 
 USERS = "/" + "Users"  # in two pieces: no file of the project names a home
-ANONYMOUS = Session(SESSION.session_id, "opreplay", "0.1.0")
+ANONYMOUS = CaptureInfo(SESSION.session_id, "opreplay", "0.1.0")
 
 
 def rows(path: Path, kind: str) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 import pytest
-from opreplay_tools import playbook
 from opreplay_tools.__main__ import TOOLS
+from opreplay_tools.command import playbook_text
 
 ROOT = Path(__file__).parents[2]
 WHOLE = (ROOT / "tools" / "playbook.md").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def test_every_tool_prints_its_part_and_run_prints_all(
         importlib.import_module(f"opreplay_tools.{TOOLS[tool]}").main()
     assert not left.value.code
     printed = capsys.readouterr().out
-    assert printed == playbook.text(f"opreplay-{tool}")
+    assert printed == playbook_text(f"opreplay-{tool}")
     if tool == "run":
         assert printed == WHOLE
     else:

@@ -9,9 +9,8 @@ from shutil import which
 
 import pytest
 
-from replayfmt.dump.query import FilterFailed, Query
 from replayfmt.dump.selection import Selection
-from replayfmt.dump.stream import jsonl_chunks
+from replayfmt.dump.stream import FilterFailed, Query, jsonl_chunks
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
 

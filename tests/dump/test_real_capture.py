@@ -9,9 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from replayfmt.dump.query import Query
 from replayfmt.dump.selection import Selection
-from replayfmt.dump.stream import jsonl_chunks, text_chunks
+from replayfmt.dump.stream import Query, jsonl_chunks, text_chunks
 from replayfmt.format.reader import open_capture
 
 from . import oracle

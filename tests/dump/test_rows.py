@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayfmt.dump import values
-from replayfmt.dump.json_text import encode
+from replayfmt.dump import row_templates
+from replayfmt.dump.listings import signature_lines
+from replayfmt.dump.row_templates import encode
 from replayfmt.dump.selection import Selection
-from replayfmt.dump.signatures import signature_lines
 from replayfmt.dump.stream import jsonl_chunks
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import (
@@ -42,7 +42,7 @@ from replayfmt.format.model import (
     TensorMeta,
 )
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.slots import SlotLayout
+from replayfmt.format.signature_layout import SlotLayout
 
 from . import oracle
 from .captures import HOSTILE, SESSION, STRIDED, Builder
@@ -463,11 +463,11 @@ def test_a_chunk_stays_bounded_however_long_the_rows_of_a_capture_are(
 ) -> None:
     with open_capture(every) as reader:
         whole = "".join(jsonl_chunks(reader, EVERYTHING))
-        monkeypatch.setattr(values, "CHUNK_CHARACTERS", 100_000)
-        monkeypatch.setattr(values, "CACHE_CHARACTERS", 1000)
+        monkeypatch.setattr(row_templates, "CHUNK_CHARACTERS", 100_000)
+        monkeypatch.setattr(row_templates, "CACHE_CHARACTERS", 1000)
         chunks = [chunk for chunk in jsonl_chunks(reader, EVERYTHING) if '"ordinal"' in chunk]
         assert "".join(chunks).splitlines() == [line for line in whole.splitlines() if '"ordinal"' in line]
-        monkeypatch.setattr(values, "CHUNK_CHARACTERS", 10_000)
+        monkeypatch.setattr(row_templates, "CHUNK_CHARACTERS", 10_000)
         with pytest.raises(InvalidCapture, match="limit is 10000"):
             list(jsonl_chunks(reader, EVERYTHING))
     assert len(chunks) > 5 and all(len(chunk) <= 100_000 for chunk in chunks)

@@ -14,11 +14,11 @@ import torch
 from jsonschema import Draft202012Validator
 
 import replayfmt
+from replayfmt.dump.record_rows import SmallValues
 from replayfmt.dump.selection import Selection
-from replayfmt.dump.small_values import SmallValues
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
-from replayfmt.format.distinct import distinct
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.record_frames import distinct
 from replayfmt.pytorch.tensors.memory import storage_bytes
 from replayfmt.replay.plan import Plan
 

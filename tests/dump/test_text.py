@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from replayfmt.dump.record_rows import contiguous, printable
 from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import text_chunks
-from replayfmt.dump.text import contiguous, printable
 from replayfmt.format.codes import DType, Layout, OpStatus, RecordKind
 from replayfmt.format.codes import ValueKind as V
 from replayfmt.format.model import Device, Kernel, Node, Signature, TensorMeta

@@ -19,7 +19,7 @@ from in_process import Tools
 import replayfmt
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
 from replayfmt.export.tables import NULLABLE, TABLE_COLUMNS, TABLES, TableName, export_table, table_rows
-from replayfmt.format.container.output import Output
+from replayfmt.format.output import Output
 from replayfmt.format.reader import open_capture
 
 

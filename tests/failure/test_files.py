@@ -14,7 +14,7 @@ from format.reseal import change_header
 from in_process import Tools
 
 from replayfmt.format.codes import Codec, FrameKind
-from replayfmt.format.container.frames import PREAMBLE_BYTES, PREAMBLE_MAGIC
+from replayfmt.format.frames import PREAMBLE_BYTES, PREAMBLE_MAGIC
 
 from .table import recorded
 
@@ -108,11 +108,11 @@ def test_a_truncated_capture_is_incomplete_or_damaged_but_never_complete(tools: 
 
 def test_a_newer_major_version_is_named(tools: Tools, path: Path) -> None:
     from replayfmt.format.codes import MAJOR_VERSION
-    from replayfmt.format.container.frames import pack_preamble
+    from replayfmt.format.frames import pack_preamble
 
     content = path.read_bytes()
     reader_id = "11111111-2222-3333-4444-555555555555"
-    import replayfmt.format.container.frames as frames_module
+    import replayfmt.format.frames as frames_module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frames_module, "MAJOR_VERSION", MAJOR_VERSION + 1)

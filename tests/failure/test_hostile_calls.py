@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark import one_call
+from replayfmt.benchmark import convenience
 from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
-from replayfmt.format.arguments import count_of, flag_of, path_of, paths_of, texts_of
+from replayfmt.format.validation import count_of, flag_of, path_of, paths_of, texts_of
 from replayfmt.recording.options import CaptureOptions
-from replayfmt.replay.one_call import PlanOptions
+from replayfmt.replay.convenience import PlanOptions
 
 VALUES: tuple[Any, ...] = (
     None,
@@ -104,7 +104,7 @@ def calls() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     for name in ("file_remaps", "replay", "substitutions"):
         yield f"inputs {name}", lambda value, name=name: of_op(lambda op: op.inputs(**{name: value}))
     measured = {"path": "step.opreplay", "min_time": "1x", "warmup": 0}
-    yield from each("benchmark", replayfmt.benchmark, parameters(one_call.benchmark), **measured)
+    yield from each("benchmark", replayfmt.benchmark, parameters(convenience.benchmark), **measured)
     source = {"path": "trace.json", "out": "{rank}.opreplay"}
     yield from each("import_trace", replayfmt.import_trace, parameters(replayfmt.import_trace), **source)
     yield from each("import_ranks", replayfmt.import_ranks, parameters(replayfmt.import_ranks), **source)

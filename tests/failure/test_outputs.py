@@ -20,7 +20,7 @@ from in_process import Tools
 
 import replayfmt
 from replayfmt.errors import CaptureFailed
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.maintenance import recover_capture
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance import check_capture
 from replayfmt.format.reader import open_capture
 
 

@@ -10,9 +10,11 @@ import flatbuffers
 import numpy as np
 import zstandard
 
+from replayfmt.format import flatbuffer_tables
 from replayfmt.format.codes import Codec, FrameKind
-from replayfmt.format.container import flatbuffer_tables
-from replayfmt.format.container.frames import (
+from replayfmt.format.definition_tables import COLUMNS, NUMBERED, TABLES, encode_tables
+from replayfmt.format.flatbuffer_tables import RECORDS
+from replayfmt.format.frames import (
     FRAME_ROW,
     HEADER_BYTES,
     PAYLOAD_ROW,
@@ -25,8 +27,6 @@ from replayfmt.format.container.frames import (
     pack_frame_row,
     parse_header,
 )
-from replayfmt.format.container.layouts import RECORDS
-from replayfmt.format.definitions.tables import COLUMNS, NUMBERED, TABLES, encode_tables
 
 from .bindings import bindings
 

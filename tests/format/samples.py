@@ -21,6 +21,7 @@ from replayfmt.format.codes import (
 )
 from replayfmt.format.model import (
     Attachment,
+    CaptureInfo,
     Device,
     ExternalFile,
     FileIdentity,
@@ -29,18 +30,17 @@ from replayfmt.format.model import (
     Kernel,
     Node,
     Recipe,
-    Session,
     Signature,
     Statistics,
     StreamPlacement,
+    TensorDigest,
     TensorMeta,
 )
-from replayfmt.format.records.columns import RecordColumns
-from replayfmt.format.records.digest import TensorDigest
+from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 
 V = ValueKind
-SESSION = Session(
+SESSION = CaptureInfo(
     session_id="00112233-4455-6677-8899-aabbccddeeff",
     producer="opreplay",
     producer_version="0.1.0",
@@ -396,7 +396,7 @@ def write_everything(path: Path) -> None:
 
 def write_small(path: Path, frames: int = 2, close: bool = True) -> CaptureWriter:
     """A capture of a kilobyte or three: `frames` frames of two records, a payload in each."""
-    writer = CaptureWriter(path, Session("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "0.1.0"))
+    writer = CaptureWriter(path, CaptureInfo("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "0.1.0"))
     cpu = writer.device(Device("cpu"))
     add = writer.kernel(Kernel("aten::add", "Tensor", ADD))
     meta = writer.meta(TensorMeta(DType.float32, Layout.strided, cpu, (2,), (1,)))

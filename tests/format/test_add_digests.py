@@ -11,8 +11,7 @@ import pytest
 from in_process import Tool
 
 from replayfmt.format.codes import DType, Layout, RecordKind, StorageOrigin
-from replayfmt.format.external.file_digest import digest_file
-from replayfmt.format.external.files import validate
+from replayfmt.format.external_files import digest_file, validate
 from replayfmt.format.model import Device, ExternalFile, FileIdentity, FileRange, TensorMeta
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
+from replayfmt.format import flatbuffer_tables
 from replayfmt.format.codes import FrameKind, KernelKind
-from replayfmt.format.container import flatbuffer_tables
-from replayfmt.format.definitions.tables import TABLES
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.definition_tables import TABLES
+from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.model import Attachment, Kernel
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.writer import CaptureWriter

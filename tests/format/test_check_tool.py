@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from in_process import Tool
 
-from replayfmt.format.container.frames import HEADER_BYTES
-from replayfmt.format.model import ExternalFile, FileIdentity, Session
+from replayfmt.format.frames import HEADER_BYTES
+from replayfmt.format.model import CaptureInfo, ExternalFile, FileIdentity
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 
@@ -118,7 +118,7 @@ def test_help_and_version_and_the_playbook_exit_with_0(run: Tool) -> None:
 
 def test_what_a_capture_says_of_itself_cannot_steer_the_terminal(run: Tool, tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
-    CaptureWriter(path, Session(SESSION.session_id, "\x1b[31mred\nvalid\n", "1")).close(1)
+    CaptureWriter(path, CaptureInfo(SESSION.session_id, "\x1b[31mred\nvalid\n", "1")).close(1)
     ran = run(path)
     assert ran.code == 0 and "\x1b" not in ran.out and "\\x1b[31mred\\nvalid\\n" in ran.out
 

@@ -11,9 +11,8 @@ import pytest
 
 from replayfmt.errors import InvalidCapture, OpReplayError
 from replayfmt.format.codes import FrameKind
-from replayfmt.format.container.frames import HEADER_BYTES, PREAMBLE_BYTES, TRAILER_BYTES
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.frames import HEADER_BYTES, PREAMBLE_BYTES, TRAILER_BYTES
+from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.reader import open_capture
 
 from .reading import read_all

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import ExternalFileProblem
-from replayfmt.format.external import files as external
-from replayfmt.format.external.file_digest import digest_file
-from replayfmt.format.external.files import OpenedFile, validate
+from replayfmt.format import external_files as external
+from replayfmt.format.external_files import OpenedFile, digest_file, validate
 from replayfmt.format.model import ExternalFile, FileIdentity
 
 CONTENT = bytes(range(256)) * 64

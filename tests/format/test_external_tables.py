@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.codes import ITEM_BYTES, DType, FrameKind, RecordKind, StorageOrigin
-from replayfmt.format.definitions.tables import encode_tables
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.definition_tables import encode_tables
+from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.model import (
     Device,
     ExternalFile,

@@ -11,8 +11,8 @@ import pytest
 from xxhash import xxh3_128, xxh3_128_digest
 
 from replayfmt.errors import ExternalFileProblem
-from replayfmt.format.external import file_digest
-from replayfmt.format.external.file_digest import CHUNK_BYTES, digest_file
+from replayfmt.format import external_files
+from replayfmt.format.external_files import CHUNK_BYTES, digest_file
 
 
 def _defined(data: bytes, chunk_bytes: int) -> str:
@@ -26,9 +26,9 @@ def _defined(data: bytes, chunk_bytes: int) -> str:
 def test_the_digest_is_that_of_the_chunks_digests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, threads: int
 ) -> None:
-    monkeypatch.setattr(file_digest, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(file_digest, "_BUFFER_BYTES", 300)
-    monkeypatch.setattr(file_digest, "_MOST_THREADS", threads)
+    monkeypatch.setattr(external_files, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(external_files, "_BUFFER_BYTES", 300)
+    monkeypatch.setattr(external_files, "_MOST_THREADS", threads)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     data = os.urandom(length)
     (tmp_path / "file").write_bytes(data)
@@ -79,7 +79,7 @@ def test_what_is_no_readable_file_has_no_digest(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_digest, "_BUFFER_BYTES", 10)
+    monkeypatch.setattr(external_files, "_BUFFER_BYTES", 10)
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     with pytest.raises(ExternalFileProblem, match="changed while it was read"):
@@ -89,8 +89,8 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path: Path, monk
 
 
 def test_a_failure_in_one_chunk_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_digest, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(file_digest, "_BUFFER_BYTES", 10)
+    monkeypatch.setattr(external_files, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(external_files, "_BUFFER_BYTES", 10)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     path = tmp_path / "file"
     path.write_bytes(bytes(100_000))

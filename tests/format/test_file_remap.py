@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replayfmt.errors import UsageError
-from replayfmt.format.external.file_remap import FileRemaps
+from replayfmt.format.external_files import FileRemaps
 
 
 @pytest.mark.parametrize(

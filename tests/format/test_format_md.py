@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
 
-from replayfmt.format import codes
+from replayfmt.format import codes, frames
 from replayfmt.format.codes import FrameKind, RecordKind, ValueKind
-from replayfmt.format.container import frames
-from replayfmt.format.container.frames import FRAME_ROW, HEADER_BYTES, PAYLOAD_ROW, align, parse_header, parse_trailer
-from replayfmt.format.definitions.signature_rules import ARGUMENTS, CODE_CONSTANTS, DIGEST_ARGUMENTS, TEXT_CONSTANTS
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.frames import FRAME_ROW, HEADER_BYTES, PAYLOAD_ROW, align, parse_header, parse_trailer
+from replayfmt.format.maintenance import check_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.slots import SLOTS
+from replayfmt.format.signature_layout import ARGUMENTS, CODE_CONSTANTS, DIGEST_ARGUMENTS, SLOTS, TEXT_CONSTANTS
 
 TEXT = (Path(__file__).parents[2] / "schema" / "FORMAT.md").read_text()
 
@@ -125,7 +123,7 @@ def test_struct_tables_add_up() -> None:
 
 
 def test_setting_names_and_composite_forms_are_those_in_use() -> None:
-    from replayfmt.pytorch.settings import SETTINGS, autocast_devices
+    from replayfmt.pytorch.environment import SETTINGS, autocast_devices
     from replayfmt.pytorch.tensors.composites import FORMS
 
     named = {name for row in TABLES["setting"] for name in re.findall(r"`([\w.]+)`", row[0])}

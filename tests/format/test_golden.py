@@ -10,9 +10,8 @@ import pytest
 from opreplay_tools import dump
 
 from replayfmt.format.codes import RecordKind, ValueKind
-from replayfmt.format.external.files import OpenedFile, validate
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.external_files import OpenedFile, validate
+from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.reader import open_capture
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -11,10 +11,10 @@ import pytest
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import FrameKind, RecordKind, ValueKind
-from replayfmt.format.definitions.signatures import SIGNATURES
-from replayfmt.format.definitions.tables import FAMILIES, NUMBERED, encode_tables
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.definition_tables import FAMILIES, NUMBERED, encode_tables
+from replayfmt.format.maintenance import check_capture
 from replayfmt.format.reader import open_capture
+from replayfmt.format.signature_layout import SIGNATURES
 
 from .reading import read_all, refused
 from .reseal import Frame, Tables, change, change_records, change_tables, join, split, tables_of

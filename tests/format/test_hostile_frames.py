@@ -17,9 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidCapture, OpReplayError, UnsupportedVersion
+from replayfmt.format import flatbuffer_tables
 from replayfmt.format.codes import Codec, FrameKind, RecordKind, ValueKind
-from replayfmt.format.container import flatbuffer_tables
-from replayfmt.format.container.frames import (
+from replayfmt.format.definition_tables import TABLES
+from replayfmt.format.flatbuffer_tables import HEAD, RECORDS, SUMMARY, TableLayout
+from replayfmt.format.frames import (
     FRAME_ROW,
     HEADER_BYTES,
     MAX_BODY_BYTES,
@@ -30,10 +32,7 @@ from replayfmt.format.container.frames import (
     parse_header,
     parse_trailer,
 )
-from replayfmt.format.container.layouts import HEAD, RECORDS, SUMMARY, TableLayout
-from replayfmt.format.definitions.tables import TABLES
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.reader import open_capture
 from replayfmt.format.summary import encode_summary
 

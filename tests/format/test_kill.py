@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, UsageError
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.reader import open_capture
 
 from .reading import read_all

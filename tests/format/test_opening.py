@@ -14,8 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from replayfmt.errors import CaptureNotFound, InvalidCapture
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 

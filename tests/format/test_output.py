@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import CaptureFailed, OutputExists
-from replayfmt.format.container.output import Output
-from replayfmt.format.model import Session
+from replayfmt.format.model import CaptureInfo
+from replayfmt.format.output import Output
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 
 from .samples import write_small
 
 
-def session(digit: str) -> Session:
-    return Session(f"{digit * 8}-{digit * 4}-{digit * 4}-{digit * 4}-{digit * 12}", "opreplay", "1")
+def session(digit: str) -> CaptureInfo:
+    return CaptureInfo(f"{digit * 8}-{digit * 4}-{digit * 4}-{digit * 4}-{digit * 12}", "opreplay", "1")
 
 
 def descriptor(output: Output) -> int:
@@ -55,7 +55,7 @@ def test_a_file_is_never_open_under_the_number_of_a_missing_standard_stream(
 ) -> None:
     program = """
 import os, sys
-from replayfmt.format.container.output import Output
+from replayfmt.format.output import Output
 for number in map(int, sys.argv[2:]):
     os.close(number)
 free = os.open(os.devnull, os.O_RDONLY)

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replayfmt.format.printable import printable, printable_json
+from replayfmt.format.validation import printable, printable_json
 
 ANY_TEXT = st.text(st.characters(), max_size=40)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replayfmt.format.codes import DType, Layout, RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance import check_capture
 from replayfmt.format.model import Device, Kernel, Node, Signature, StreamPlacement, TensorMeta
 from replayfmt.format.races import find_races, judge_races
 from replayfmt.format.reader import open_capture

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from replayfmt.format.codes import OpStatus, RecordKind, ValueKind
-from replayfmt.format.model import ExternalFile, Node, Session, Signature
+from replayfmt.format.model import CaptureInfo, ExternalFile, Node, Signature
 from replayfmt.format.redaction import REDACTED, Redaction
 
 HOME = "/".join(("", "home", "alice"))  # no path of a machine stands in any file of the project
-SESSION = Session(
+SESSION = CaptureInfo(
     session_id="01234567-89ab-cdef-0123-456789abcdef",
     producer="opreplay",
     producer_version="1",

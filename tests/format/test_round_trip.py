@@ -23,8 +23,9 @@ from replayfmt.format.codes import (
     TensorFlag,
     ValueKind,
 )
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance import check_capture
 from replayfmt.format.model import (
+    CaptureInfo,
     CompositeValue,
     Device,
     DeviceValue,
@@ -38,14 +39,13 @@ from replayfmt.format.model import (
     RangeValue,
     RecipeValue,
     Scope,
-    Session,
     Storage,
     StorageValue,
+    TensorDigest,
     TensorMeta,
     TensorValue,
 )
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.records.digest import TensorDigest
 from replayfmt.format.writer import CaptureWriter
 
 from .bindings import bindings
@@ -292,7 +292,7 @@ def test_an_empty_capture_is_a_capture(tmp_path: Path) -> None:
 
 def test_strings_without_a_utf8_form_are_escaped(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
-    writer = CaptureWriter(path, Session(SESSION.session_id, "opreplay", "1", argv=("caf\udce9",)))
+    writer = CaptureWriter(path, CaptureInfo(SESSION.session_id, "opreplay", "1", argv=("caf\udce9",)))
     number = writer.string("caf\udce9")
     writer.close(0)
     reader = open_capture(path)

@@ -8,9 +8,7 @@ import re
 from enum import IntEnum, IntFlag
 from pathlib import Path
 
-from replayfmt.format import codes
-from replayfmt.format.container import frames, layouts
-from replayfmt.format.definitions import tables
+from replayfmt.format import codes, definition_tables, flatbuffer_tables, frames
 
 from .bindings import SCHEMA, bindings
 
@@ -39,7 +37,7 @@ def test_structs_have_the_schemas_fields_in_order() -> None:
         assert "<" + "".join(formats[kind] for kind in types) == packed
     for name, dtype in (("FrameRow", frames.FRAME_ROW), ("PayloadRow", frames.PAYLOAD_ROW)):
         fields = re.findall(r"(\w+)\s*:\s*(\w+)\s*;", _blocks("struct")[name])
-        assert [(field, layouts.SCALARS[kind]) for field, kind in fields] == [
+        assert [(field, flatbuffer_tables.SCALARS[kind]) for field, kind in fields] == [
             (field, dtype.fields[field][0]) for field in dtype.names
         ]
 
@@ -59,8 +57,8 @@ def test_enumerations_are_the_schemas() -> None:
 
 def test_table_layouts_are_the_schemas() -> None:
     blocks = _blocks("table")
-    found = [layout for layout in vars(layouts).values() if isinstance(layout, layouts.TableLayout)]
-    ours = {layout.name: layout for layout in (*found, tables.TABLES)}
+    found = [layout for layout in vars(flatbuffer_tables).values() if isinstance(layout, flatbuffer_tables.TableLayout)]
+    ours = {layout.name: layout for layout in (*found, definition_tables.TABLES)}
     assert set(ours) == set(blocks)
     for name, body in blocks.items():
         fields = re.findall(r"(\w+)\s*:\s*(\[?\w+\]?)\s*(?:=\s*(\d+))?\s*(\(required\))?\s*;", body)
@@ -80,7 +78,7 @@ def test_everything_is_little_endian() -> None:
     for packed in (frames.PREAMBLE, frames.HEADER, frames.TRAILER):
         assert packed.format.startswith("<")
     for dtype in (
-        *layouts.SCALARS.values(),
+        *flatbuffer_tables.SCALARS.values(),
         *(frames.FRAME_ROW[i] for i in range(len(frames.FRAME_ROW))),
         *(frames.PAYLOAD_ROW[i] for i in range(len(frames.PAYLOAD_ROW))),
     ):
@@ -101,7 +99,7 @@ def test_nothing_in_a_capture_can_become_code() -> None:
         "ctypes",
         "subprocess",
     }
-    for path in Path(tables.__file__).parents[1].rglob("*.py"):
+    for path in Path(definition_tables.__file__).parent.rglob("*.py"):
         used: set[str | None] = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Name):
@@ -125,8 +123,8 @@ def test_the_schemas_version_is_the_codes(tmp_path: Path) -> None:
 
 def test_the_columns_of_a_family_are_listed_in_its_module_alone() -> None:
     """A new column is one module to edit beside the schema."""
-    folder = Path(tables.__file__).parent
-    words = {path: set(re.findall(r"\w+", path.read_text())) for path in folder.parent.rglob("*.py")}
-    for family in tables.FAMILIES:
+    folder = Path(definition_tables.__file__).parent
+    words = {path: set(re.findall(r"\w+", path.read_text())) for path in folder.rglob("*.py")}
+    for family in definition_tables.FAMILIES:
         listing = {path for path, found in words.items() if found.issuperset(family.columns)}
         assert listing == {Path(inspect.getfile(type(family)))}

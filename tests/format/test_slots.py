@@ -10,10 +10,9 @@ import pytest
 
 import replayfmt
 from replayfmt.format.codes import RecordKind, ValueKind
-from replayfmt.format.definitions.signature_rules import ARGUMENTS, argument_nodes, flatten
 from replayfmt.format.model import CompositeValue, Signature, TensorValue
 from replayfmt.format.reader import RecordFrame, open_capture
-from replayfmt.format.slots import NodePlace
+from replayfmt.format.signature_layout import ARGUMENTS, NodePlace, argument_nodes, flatten
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LIBRARY = Path(replayfmt.__file__).parent
@@ -80,10 +79,10 @@ def test_the_arguments_of_a_record_kind_are_made_as_its_rule_asks() -> None:
 def test_slots_are_laid_out_and_records_gathered_in_few_places() -> None:
     texts = {str(path.relative_to(LIBRARY)): path.read_text() for path in LIBRARY.rglob("*.py")}
     assert [path for path, text in texts.items() if re.search(r"\bSLOTS\b.*ValueKind|\bSLOTS\.get", text)] == [
-        "format/slots.py"
+        "format/signature_layout.py"
     ]
     # Where records come one by one, and where threads append them without a lock.
     assert {path for path, text in texts.items() if "RecordColumns(\n" in text} == {
-        "format/records/builder.py",
+        "format/writer.py",
         "recording/stream/buffer.py",
     }

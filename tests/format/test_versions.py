@@ -12,10 +12,9 @@ from xxhash import xxh3_64_intdigest
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.codes import Codec, FrameKind
-from replayfmt.format.container.frames import FLAG_REQUIRED, FrameHeader
-from replayfmt.format.definitions.tables import encode_tables
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.definition_tables import encode_tables
+from replayfmt.format.frames import FLAG_REQUIRED, FrameHeader
+from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.reader import open_capture
 
 from .reading import read_all
@@ -155,7 +154,7 @@ def test_fields_that_a_newer_minor_version_appended_are_ignored(tmp_path: Path) 
     """A Records table with three more fields than this version knows."""
     import flatbuffers
 
-    from replayfmt.format.container.layouts import RECORDS
+    from replayfmt.format.flatbuffer_tables import RECORDS
 
     path = tmp_path / "a.opreplay"
     write_everything(path)

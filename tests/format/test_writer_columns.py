@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replayfmt.format import record_columns
 from replayfmt.format.codes import DType, FrameKind, Layout, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.container.frames import FLAG_CONSOLIDATED
-from replayfmt.format.definitions.interning import InternedDefinitions
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
-from replayfmt.format.model import Device, Kernel, Node, Session, Signature, TensorMeta
+from replayfmt.format.definition_tables import InternedDefinitions
+from replayfmt.format.frames import FLAG_CONSOLIDATED
+from replayfmt.format.maintenance import check_capture, recover_capture
+from replayfmt.format.model import CaptureInfo, Device, Kernel, Node, Signature, TensorMeta
 from replayfmt.format.reader import open_capture
-from replayfmt.format.records import columns
-from replayfmt.format.records.columns import RecordColumns, _distinct
+from replayfmt.format.record_columns import RecordColumns, _distinct
 from replayfmt.format.writer import CaptureWriter
 
 from .reading import read_all
@@ -97,8 +96,8 @@ def test_columns_that_contradict_each_other_are_the_callers_error_and_change_not
 
 
 def test_records_beyond_a_frames_limits_become_several_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "MAX_BODY_BYTES", 1 << 20)
-    monkeypatch.setattr(columns, "MAX_FRAME_RECORDS", 1000)
+    monkeypatch.setattr(record_columns, "MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr(record_columns, "MAX_FRAME_RECORDS", 1000)
     path = tmp_path / "a.opreplay"
     writer = CaptureWriter(path, SESSION)
     writer.meta(TensorMeta(DType.int8, Layout.strided, writer.device(Device("cpu")), (8,), (1,)))
@@ -145,7 +144,7 @@ def test_records_beyond_a_frames_limits_become_several_frames(tmp_path: Path, mo
 def test_definitions_that_do_not_fit_one_frame_stay_in_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InternedDefinitions, "encoded_bytes", property(lambda _self: 1 << 40))
     monkeypatch.setattr("replayfmt.format.writer._TEXT_FLUSH_BYTES", 1000)
-    monkeypatch.setattr("replayfmt.format.maintenance.recover.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("replayfmt.format.maintenance.MAX_BODY_BYTES", 1000)
     path, out = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
     writer = CaptureWriter(path, SESSION)
     strings = [writer.string(f"string {number} " + "x" * 100) for number in range(200)]
@@ -260,7 +259,10 @@ def test_metadata_that_the_format_cannot_hold_is_the_callers_error(tmp_path: Pat
 
 
 def test_a_session_that_cannot_be_stored_is_the_callers_error(tmp_path: Path) -> None:
-    for session in (Session("not a uuid", "p", "1"), Session(SESSION.session_id, "p", "1", settings={"x": [1]})):
+    for session in (
+        CaptureInfo("not a uuid", "p", "1"),
+        CaptureInfo(SESSION.session_id, "p", "1", settings={"x": [1]}),
+    ):
         with pytest.raises(ValueError):
             CaptureWriter(tmp_path / "a.opreplay", session)
     assert not list(tmp_path.iterdir())

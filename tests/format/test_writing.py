@@ -17,11 +17,10 @@ import pytest
 
 from replayfmt.errors import CaptureFailed, OutputExists
 from replayfmt.format.codes import Codec, DType, FrameKind, Layout, RecordKind, ValueKind
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.maintenance.recover import recover_capture
+from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.model import Device, Generator, TensorMeta
 from replayfmt.format.reader import open_capture
-from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 
 from .reading import read_all
@@ -348,7 +347,7 @@ _MANY = """
 import sys, os, gc
 import numpy as np, psutil
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.model import Device, Kernel, Node, Session, Signature, TensorMeta
 from replayfmt.format.codes import DType, Layout, OpStatus, RecordKind, ValueKind as V
 

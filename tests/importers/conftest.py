@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance import check_capture
 from replayfmt.format.model import Record
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.importers.common.report import ImportReport

@@ -15,29 +15,29 @@ from replayfmt.importers.common.arguments import (
     HIDDEN_NUMBER,
     NOTHING,
     UNRECORDED,
+    ArgumentForm,
+    ArgumentReader,
     Binding,
     DefaultGenerator,
     DeviceName,
-    Form,
-    Reader,
-    Recorded,
+    RecordedArgument,
     TensorSpec,
     number,
     of_list,
     of_tensor,
     of_value,
     parse,
+    schema_type,
 )
 from replayfmt.importers.common.operators import Operators
-from replayfmt.importers.common.schema_types import schema_type
 
 T = of_tensor(TensorSpec(DType.float32, (4, 4), (4, 1)))
 ZERO_DIM = of_tensor(TensorSpec(DType.float64, (), ()))
 OPERATORS = Operators()
 
 
-def bind(overload: Any, *recorded: Recorded) -> Binding:
-    return Reader().bind(overload._schema, recorded)
+def bind(overload: Any, *recorded: RecordedArgument) -> Binding:
+    return ArgumentReader().bind(overload._schema, recorded)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,9 @@ def bind(overload: Any, *recorded: Recorded) -> Binding:
         ("aten::_foreach_add_", [of_list([T, T]), parse("[1, 2]")], "ScalarList"),
     ],
 )
-def test_the_overload_is_the_one_whose_schema_fits(name: str, recorded: Sequence[Recorded], overload: str) -> None:
+def test_the_overload_is_the_one_whose_schema_fits(
+    name: str, recorded: Sequence[RecordedArgument], overload: str
+) -> None:
     choice = OPERATORS.choose(name, recorded)
     assert choice.operator is not None, choice.detail
     assert choice.operator.overload == overload
@@ -140,10 +142,10 @@ def test_numbers_keep_their_kind(text: str, value: Any) -> None:
 
 def test_values_are_parsed_as_far_as_they_are_there() -> None:
     assert parse("[1, 2.5, [True, None]]").items[1].value == 2.5
-    assert parse("[]").form is Form.items and parse("[]").items == ()
+    assert parse("[]").form is ArgumentForm.items and parse("[]").items == ()
     assert parse("None") is NOTHING and parse("<None>") is NOTHING
-    assert parse("[1, 2, ...]").form is Form.truncated and parse("...").form is Form.truncated
-    assert parse("mean").form is Form.text
+    assert parse("[1, 2, ...]").form is ArgumentForm.truncated and parse("...").form is ArgumentForm.truncated
+    assert parse("mean").form is ArgumentForm.text
     assert of_value([1, None, "a", [2.0]]).items[3].items[0].value == 2.0
 
 

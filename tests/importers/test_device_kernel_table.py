@@ -12,7 +12,7 @@ import pytest
 from in_process import Tools
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.device_kernels import ROLE, device_kernel_rows
+from replayfmt.format.attachments import DEVICE_KERNELS_ROLE, device_kernel_rows
 from replayfmt.format.model import Attachment
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
@@ -203,7 +203,7 @@ def test_a_capture_without_the_table_and_flags_that_do_not_fit_are_one_line(impo
 def test_a_table_that_is_none_is_one_error(text: str, imported: Import, tmp_path: Path) -> None:
     session = imported(EVENTS).reader.session
     writer = CaptureWriter(tmp_path / "a.opreplay", session)
-    writer.attachment(Attachment(ROLE, "device kernels", writer.payload(text.encode())))
+    writer.attachment(Attachment(DEVICE_KERNELS_ROLE, "device kernels", writer.payload(text.encode())))
     writer.close(0)
     with (
         open_capture(tmp_path / "a.opreplay") as reader,

@@ -15,8 +15,8 @@ from opreplay_tools.command import run_tool
 from opreplay_tools.run import cli as run
 from torch.profiler import ProfilerActivity, profile
 
-from replayfmt.benchmark.meters import device_kernels
-from replayfmt.benchmark.meters.device_kernels import (
+from replayfmt.benchmark import profiling
+from replayfmt.benchmark.profiling import (
     Launched,
     captured_kernels,
     check_device,
@@ -146,9 +146,9 @@ def test_run_has_a_flag_for_it_that_needs_a_device(
         run_tool(run)
     said = capsys.readouterr()
     assert refused.value.code == 2 and "no accelerator" in said.err and not said.out, "before anything runs"
-    monkeypatch.setattr(device_kernels, "check_device", lambda _plan: None)
-    compare = device_kernels.compare_kernels
-    monkeypatch.setattr(device_kernels, "compare_kernels", lambda plan, captured: compare(plan, captured, tracing))
+    monkeypatch.setattr(profiling, "check_device", lambda _plan: None)
+    compare = profiling.compare_kernels
+    monkeypatch.setattr(profiling, "compare_kernels", lambda plan, captured: compare(plan, captured, tracing))
     with pytest.raises(SystemExit):
         run_tool(run)
     printed = capsys.readouterr().out.splitlines()
@@ -173,4 +173,4 @@ def test_a_trace_made_here_matches_its_replay_here(tmp_path: Path) -> None:
     with Plan(out, keep_going=True) as plan:
         verdicts = compare_kernels(plan, kernels_of(plan))
     assert [each.verdict for each in verdicts] == ["MATCH", "MATCH"], [str(each) for each in verdicts]
-    assert device_kernels.FLAG == "--compare-kernels"
+    assert profiling.FLAG == "--compare-kernels"

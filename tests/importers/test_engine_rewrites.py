@@ -14,7 +14,7 @@ from replayfmt.importers.importing import import_trace
 from replayfmt.importers.rewrites.engines import ENGINE_SCHEMAS, ENGINES
 from replayfmt.importers.rewrites.portable import Portable
 from replayfmt.importers.rewrites.rewriting import Rewritten
-from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.overloads import parse_schema
 from tests.importers.test_portable import Machine
 
 from .traces import kernel, launch, op, scalar, tensor, trace

@@ -15,7 +15,7 @@ from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.importers.execution_trace import content as execution_trace_content
+from replayfmt.importers.execution_trace import allocations as execution_trace_content
 from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.replay.plan import Plan
 
@@ -98,9 +98,11 @@ def test_values_flow_through_the_replayed_graph(
         for tensor in [*fresh.model.parameters(), fresh.inputs, fresh.labels]
     }
 
-    def find(_self: Any, _node: int, _number: int, placed: Any, *_more: Any) -> execution_trace_content.Found | None:
+    def find(
+        _self: Any, _node: int, _number: int, placed: Any, *_more: Any
+    ) -> execution_trace_content.FoundContent | None:
         data = contents.get(placed.tensor.sizes)
-        return None if data is None else execution_trace_content.Found(StorageOrigin.payload, data, "")
+        return None if data is None else execution_trace_content.FoundContent(StorageOrigin.payload, data, "")
 
     monkeypatch.setattr(execution_trace_content.TracedContent, "find", find)
     import_execution_trace(mlp[0], tmp_path / "known.opreplay")

@@ -20,7 +20,7 @@ from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.execution_trace.importer import import_execution_trace
-from replayfmt.importers.sniffing import sniff
+from replayfmt.importers.importing import sniff
 from replayfmt.replay.plan import Plan
 
 from .observed import ADD_, MM, RELU, Traced, Written, as_schema, observe

@@ -18,11 +18,11 @@ import replayfmt
 from replayfmt.errors import OutputExists, ReplayRefused, UsageError
 from replayfmt.export.replay_zip import escaped, export_replay_zip
 from replayfmt.format.codes import DType, RecordKind
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance import check_capture
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.signatures.text import signature_of
+from replayfmt.format.signature_text import signature_of
 from replayfmt.importers.tracelens import import_tracelens
-from replayfmt.trim.selection import Wanted
+from replayfmt.trim.selection import TrimSelection
 
 from .observed import Mlp
 
@@ -81,7 +81,7 @@ def _memory(values: Any, known: dict[int, int] | None = None) -> list[Any]:
 
 def export(path: Path, out: Path, **options: Any) -> Any:
     with open_capture(path) as reader:
-        return export_replay_zip(reader, out, options.pop("wanted", Wanted()), **options)
+        return export_replay_zip(reader, out, options.pop("wanted", TrimSelection()), **options)
 
 
 def test_it_imports_back_identically(capture: Path, tmp_path: Path) -> None:
@@ -244,9 +244,9 @@ def test_the_script_names_what_it_lacks_without_a_traceback(tmp_path: Path, caps
 
 
 def test_the_script_knows_every_dtype_that_an_export_writes() -> None:
-    from replayfmt.export.event_replay_ir import DTYPE_NAMES
     from replayfmt.export.replay_script import Inputs, dtype_of
-    from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
+    from replayfmt.export.replay_zip import DTYPE_NAMES
+    from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
 
     assert DTYPE_NAMES[DType.int16] == "short int" and DTYPE_NAMES[DType.int32] == "int", "as profilers print them"
     for dtype, name in DTYPE_NAMES.items():
@@ -267,10 +267,10 @@ def test_unique_counts_calls_with_the_same_arguments(capture: Path, tmp_path: Pa
 
 
 def test_a_selection_is_exported_alone(capture: Path, tmp_path: Path) -> None:
-    exported = export(capture, tmp_path / "x.zip", wanted=Wanted(kernel="aten::addmm"))
+    exported = export(capture, tmp_path / "x.zip", wanted=TrimSelection(kernel="aten::addmm"))
     assert exported.entries == 6
     with pytest.raises(UsageError):
-        export(capture, tmp_path / "y.zip", wanted=Wanted(kernel="aten::nothing"))
+        export(capture, tmp_path / "y.zip", wanted=TrimSelection(kernel="aten::nothing"))
 
 
 def test_what_the_ir_cannot_say_is_refused_with_all_of_it_listed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.importing import import_trace
 from replayfmt.importers.rewrites.portable import Portable
-from replayfmt.trim.selection import Wanted
+from replayfmt.trim.selection import TrimSelection
 from replayfmt.trim.trimming import strip_capture
 
 from .test_portable import Machine, rewrite
@@ -187,7 +187,7 @@ def test_aiters_attention_is_replaced_though_the_library_is_not_here(tmp_path: P
     rows = [json.loads(line) for line in CliRunner().invoke(dump, [str(out), "--format=jsonl"]).output.splitlines()]
     assert [row["duration_ns"] for row in rows if row["kind"] == "op"] == times
     with open_capture(out) as reader:
-        strip_capture(reader, str(tmp_path / "stripped.opreplay"), Wanted())
+        strip_capture(reader, str(tmp_path / "stripped.opreplay"), TrimSelection())
     with replayfmt.open(tmp_path / "stripped.opreplay") as capture:
         assert [each.record.duration_ns for each in capture.ops.values()] == times
     assert import_trace(path, out, force=True).calls()["incomplete"] == 2, "only where that is asked for"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replayfmt.pytorch.iterations import Requests, iteration_in, parse_iteration
+from replayfmt.pytorch.traced_names import Requests, iteration_in, parse_iteration
 
 from .conftest import Import
 from .traces import MM, annotation, op

@@ -19,8 +19,7 @@ from replayfmt.errors import CaptureNotFound, InvalidCapture
 from replayfmt.importers.common import json_stream
 from replayfmt.importers.common.json_stream import JsonStream
 from replayfmt.importers.common.trace_files import TraceFile, archive_texts
-from replayfmt.importers.importing import import_trace
-from replayfmt.importers.sniffing import sniff
+from replayfmt.importers.importing import import_trace, sniff
 
 EVENTS = [
     {"ph": "X", "name": f"op {i}", "ts": i * 0.5, "args": {"n": [i, -i, 1e-5], "s": 'a"}]\\b{'}} for i in range(40)
@@ -375,7 +374,7 @@ def test_a_zip_that_is_encrypted_or_packed_in_an_unknown_way_is_one_error(
 
 
 def test_a_schema_with_a_lone_surrogate_is_no_schema() -> None:
-    from replayfmt.pytorch.schemas import parse_schema
+    from replayfmt.pytorch.overloads import parse_schema
 
     for text in ("aten::relu\ud800(Tensor self) -> Tensor", "aten::relü(Tensor self) -> Tensor"):
         with pytest.raises(ValueError, match="characters that no name has"):

@@ -18,8 +18,7 @@ from replayfmt.format.codes import DType
 from replayfmt.importers.common.arguments import TensorSpec, of_tensor
 from replayfmt.importers.common.operators import ATTRIBUTE, REGISTRY, Operators
 from replayfmt.pytorch import op_libraries
-from replayfmt.pytorch.op_libraries import KNOWN_LIBRARIES, OpLibraries, parse_op_library
-from replayfmt.pytorch.op_registrations import modules_registering
+from replayfmt.pytorch.op_libraries import KNOWN_LIBRARIES, OpLibraries, modules_registering, parse_op_library
 
 T = of_tensor(TensorSpec(DType.float32, (4,), (1,)))
 

@@ -10,10 +10,10 @@ import torch
 
 from replayfmt.format.codes import DType, Layout, StorageOrigin, TensorFlag
 from replayfmt.format.model import Kernel, TensorMeta
-from replayfmt.importers.common.values import Tensor, TracedStorage, contiguous
+from replayfmt.importers.common.synthesis import Tensor, TracedStorage, contiguous
 from replayfmt.importers.rewrites.portable import Portable
 from replayfmt.importers.rewrites.rewriting import Rewritten
-from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, TORCH_DTYPE
+from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, TORCH_DTYPE
 
 
 class Machine:

@@ -16,10 +16,9 @@ from in_process import Tool, Tools
 
 import replayfmt
 from replayfmt.errors import CaptureFailed, CaptureNotFound, InvalidCapture, OutputExists, UsageError
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance import check_capture
 from replayfmt.importers.common.json_stream import JsonStream
-from replayfmt.importers.importing import import_ranks, import_trace
-from replayfmt.importers.ranks import rank_traces
+from replayfmt.importers.importing import import_ranks, import_trace, rank_traces
 
 from .test_execution_trace_graph import Traced, Written
 from .traces import MM, SHARED, op, trace
@@ -162,7 +161,7 @@ def test_the_root_of_a_broadcast_is_no_rank_of_its_own(tmp_path: Path) -> None:
 
 
 def test_resources_of_one_rank_are_not_those_of_another(tmp_path: Path) -> None:
-    from replayfmt.importers.execution_trace.content import TracedContent
+    from replayfmt.importers.execution_trace.allocations import TracedContent
 
     files = {f"et_rank_{each}_resources/kernel.py": f"# {each}".encode() for each in range(2)}
     source = packed(tmp_path / "ranks.tar.gz", {"et_rank_0.json": b"{}", "et_rank_1.json": b"{}", **files})

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from replayfmt.format.device_kernels import device_kernel_rows
+from replayfmt.format.attachments import device_kernel_rows
 from replayfmt.importers.importing import import_trace
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import ResolvedKernel

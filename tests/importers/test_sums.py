@@ -13,8 +13,7 @@ from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.common.report import ImportReport
-from replayfmt.importers.importing import import_trace
-from replayfmt.importers.sniffing import sniff
+from replayfmt.importers.importing import import_trace, sniff
 
 from .observed import ADD_, MM, RELU, Mlp, Traced, Written, observe
 from .traces import ADD, NONE, SHARED, annotation, kernel, launch, op, trace

@@ -15,7 +15,7 @@ from opreplay_tools.importer import cli
 import replayfmt
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
-from replayfmt.importers.common.arguments import UNRECORDED, Reader, TensorSpec, of_tensor
+from replayfmt.importers.common.arguments import UNRECORDED, ArgumentReader, TensorSpec, of_tensor
 from replayfmt.importers.common.operators import Operators
 from replayfmt.importers.importing import import_trace
 from replayfmt.pytorch import traced_names
@@ -183,7 +183,7 @@ def test_autograds_names_without_a_namespace_are_no_guess() -> None:
 def test_only_strings_take_string_defaults() -> None:
     names = TracedNames(string_defaults={("*", "dim"): "1", ("*", "self"): "x"})
     recorded = [of_tensor(TensorSpec(None, (2,))), UNRECORDED, UNRECORDED]
-    binding = Reader(names).bind(torch.ops.aten.sum.dim_IntList._schema, recorded)
+    binding = ArgumentReader(names).bind(torch.ops.aten.sum.dim_IntList._schema, recorded)
     assert not any(isinstance(sentence, Guess) for sentence in binding.assumed)
     assert len(names.unused()) == 2
 

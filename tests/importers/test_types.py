@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from replayfmt.format.codes import DType, Layout, MemoryFormat
-from replayfmt.importers.common import types
-from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
+from replayfmt.importers.common import arguments
+from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, LAYOUT_CODE, MEMORY_FOR
     ],
 )
 def test_type_names_are_dtypes(name: str, dtype: DType | None) -> None:
-    assert types.dtype_of(name) == dtype
+    assert arguments.dtype_of(name) == dtype
 
 
 def test_every_dtype_of_torch_is_found_by_the_name_that_torch_prints() -> None:
     for dtype, code in DTYPE_CODE.items():
-        assert types.dtype_of(str(dtype)) == code
+        assert arguments.dtype_of(str(dtype)) == code
 
 
 @pytest.mark.parametrize(
@@ -78,36 +78,36 @@ def test_every_dtype_of_torch_is_found_by_the_name_that_torch_prints() -> None:
 def test_numbers_of_enumerations_are_those_that_torch_passes_to_operators(dtype: torch.dtype) -> None:
     graph = torch._C.Graph()  # values do not keep their graph alive
     number = int(graph.insertConstant(dtype).toIValue())
-    assert types.scalar_type(number) == DTYPE_CODE[dtype]
+    assert arguments.scalar_type(number) == DTYPE_CODE[dtype]
 
 
 def test_layouts_and_memory_formats_are_numbered_as_in_c10() -> None:
-    assert [types.layout(n) for n in range(3)] == [Layout.strided, Layout.sparse_coo, Layout.sparse_csr]
-    assert [types.memory_format(n) for n in range(4)] == [
+    assert [arguments.layout(n) for n in range(3)] == [Layout.strided, Layout.sparse_coo, Layout.sparse_csr]
+    assert [arguments.memory_format(n) for n in range(4)] == [
         MemoryFormat.contiguous_format,
         MemoryFormat.preserve_format,
         MemoryFormat.channels_last,
         MemoryFormat.channels_last_3d,
     ]
-    assert types.scalar_type(99) is None and types.layout(-1) is None and types.memory_format(9) is None
+    assert arguments.scalar_type(99) is None and arguments.layout(-1) is None and arguments.memory_format(9) is None
 
 
 def test_layouts_and_memory_formats_are_known_by_name() -> None:
     for layout, code in LAYOUT_CODE.items():
-        assert types.layout_of(str(layout).replace("_mkldnn", "mkldnn")) == code
+        assert arguments.layout_of(str(layout).replace("_mkldnn", "mkldnn")) == code
     for memory_format, code in MEMORY_FORMAT_CODE.items():
-        assert types.memory_format_of(str(memory_format)) == code
-    assert types.layout_of("Strided") == Layout.strided and types.memory_format_of("ChannelsLast") == (
+        assert arguments.memory_format_of(str(memory_format)) == code
+    assert arguments.layout_of("Strided") == Layout.strided and arguments.memory_format_of("ChannelsLast") == (
         MemoryFormat.channels_last
     )
-    assert types.layout_of("tiled") is None and types.memory_format_of("") is None
+    assert arguments.layout_of("tiled") is None and arguments.memory_format_of("") is None
 
 
 def test_wrapped_names_are_taken_apart() -> None:
-    assert types.wrapped("Tensor(long int)") == ("Tensor", ["long int"])
-    assert types.wrapped("GenericList[Tensor(c10::complex<float>),Int,GenericList[Int,Int]]") == (
+    assert arguments.wrapped("Tensor(long int)") == ("Tensor", ["long int"])
+    assert arguments.wrapped("GenericList[Tensor(c10::complex<float>),Int,GenericList[Int,Int]]") == (
         "GenericList",
         ["Tensor(c10::complex<float>)", "Int", "GenericList[Int,Int]"],
     )
-    assert types.wrapped("GenericList[]") == ("GenericList", [])
-    assert types.wrapped("c10::BFloat16") == ("c10::BFloat16", [])
+    assert arguments.wrapped("GenericList[]") == ("GenericList", [])
+    assert arguments.wrapped("c10::BFloat16") == ("c10::BFloat16", [])

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 import replayfmt
 from replayfmt.format.reader import CaptureReader
-from replayfmt.trim.script.export import synthesized_script
-from replayfmt.trim.selection import Wanted
+from replayfmt.trim.script import synthesized_script
+from replayfmt.trim.selection import TrimSelection
 
 from .operator_samples import SHARE, operators, replay_samples
 
@@ -79,7 +79,7 @@ def test_a_script_s_integers_do_the_work_that_those_of_a_replay_do(
 
 def _run_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     with CaptureReader(folder / "c.opreplay") as reader:
-        synthesized_script(reader, str(folder / "script.py"), Wanted())
+        synthesized_script(reader, str(folder / "script.py"), TrimSelection())
     monkeypatch.setattr(sys, "argv", ["script.py"])
     module = runpy.run_path(str(folder / "script.py"))
     assert module["main"]() == 0

@@ -10,7 +10,7 @@ import torch
 
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Recipe, Statistics
-from replayfmt.initializers.floats import DEFAULT_STD, contradiction, synthesize
+from replayfmt.initializers.demands import DEFAULT_STD, contradiction, synthesize
 
 
 def statistics_of(content: torch.Tensor) -> Statistics:

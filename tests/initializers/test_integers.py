@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replayfmt.initializers.demands import Conflict, Demand, DemandStep, Role, combine, pull_back
-from replayfmt.initializers.integers import Unsatisfiable, fill_integers
+from replayfmt.initializers.demands import (
+    Conflict,
+    Demand,
+    DemandStep,
+    Role,
+    Unsatisfiable,
+    combine,
+    fill_integers,
+    pull_back,
+)
 
 
 def fill(demand: Demand, elements: int = 100, dtype: torch.dtype = torch.int64, seed: int = 3) -> torch.Tensor:

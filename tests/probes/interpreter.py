@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.probes.ptx.parsing import PtxEntry, PtxInstruction, PtxModule, address, vector
-from replayfmt.probes.ptx.rewriting import position_of
+from replayfmt.probes.ptx import PtxEntry, PtxInstruction, PtxModule, address, position_of, vector
 
 Lanes = np.ndarray[Any, np.dtype[Any]]
 GLOBAL_BASE = 0x10_0000

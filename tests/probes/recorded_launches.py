@@ -22,14 +22,12 @@ from replayfmt.errors import OpReplayError
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.reader import CaptureReader
 from replayfmt.probes.definitions import find_probe
-from replayfmt.probes.ptx.assembling import AssembledPtx
-from replayfmt.probes.ptx.parsing import PtxModule, parse_ptx
-from replayfmt.probes.recordings.results import LaunchShape
-from replayfmt.probing.collecting import collect, plan_probe
-from replayfmt.probing.launches import LaunchableKernel
-from replayfmt.replay.code.triton_kernels import TritonKernel, resolve_triton
+from replayfmt.probes.ptx import AssembledPtx, PtxModule, parse_ptx
+from replayfmt.probes.recordings import LaunchShape
+from replayfmt.probing import LaunchableKernel, collect, plan_probe
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.run.isolated import IsolatedCall
+from replayfmt.replay.resolution.code_kernels import TritonKernel, resolve_triton
+from replayfmt.replay.run.steps import IsolatedCall
 
 from .interpreter import HostMemory, launch
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from replayfmt.probes.recordings.results import BLOCK_SCHED, DMAT, LaunchShape, Structured
+from replayfmt.probes.recordings import BLOCK_SCHED, DMAT, LaunchShape, Structured
 
 
 def block_records(

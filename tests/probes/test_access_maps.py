@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidRecording
-from replayfmt.probes.recordings import access_maps
-from replayfmt.probes.recordings.access_maps import AccessMap, write_access_map
+from replayfmt.probes import recordings
+from replayfmt.probes.recordings import AccessMap, write_access_map
 
 PAGE = 1 << 16
 CLOCKS = [(900, [(0, 3), (2 * PAGE, 1)]), (5, [(PAGE, 7)]), (1 << 40, []), (6, [(2 * PAGE, 1), (0, 1), (PAGE, 9)])]
@@ -27,7 +27,7 @@ def rows(path: Path) -> list[tuple[int, int, int]]:
 def test_accesses_are_read_back_in_order_however_many_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(access_maps, "_PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr(recordings, "_PAIRS_AT_ONCE", at_once)
     write_access_map(tmp_path / "a.dmat", CLOCKS)
     assert rows(tmp_path / "a.dmat") == [(clock, page, count) for clock, pairs in CLOCKS for page, count in pairs]
     assert AccessMap.open(tmp_path / "a.dmat").pages.tolist() == [0, PAGE, 2 * PAGE]
@@ -39,7 +39,7 @@ def test_a_map_has_the_bytes_that_the_format_says(tmp_path: Path) -> None:
 
 
 def test_progress_ends_at_the_end_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access_maps, "_PAIRS_AT_ONCE", 1)
+    monkeypatch.setattr(recordings, "_PAIRS_AT_ONCE", 1)
     write_access_map(tmp_path / "a.dmat", CLOCKS)
     told: list[int] = []
     assert sum(len(part) for part in AccessMap.open(tmp_path / "a.dmat").accesses(told.append)) == 6
@@ -97,7 +97,7 @@ def test_a_map_with_any_bytes_changed_is_a_map_or_one_error(data: st.DataObject)
 
 
 def test_a_clock_of_many_pages_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access_maps, "_PAIRS_AT_ONCE", 64)
+    monkeypatch.setattr(recordings, "_PAIRS_AT_ONCE", 64)
     pairs = [(page * PAGE, page + 1) for page in range(1000)]
     write_access_map(tmp_path / "a.dmat", [(3, pairs)])
     parts = list(AccessMap.open(tmp_path / "a.dmat").accesses())

@@ -12,11 +12,15 @@ import pytest
 from opreplay_tools.probe import main
 
 from replayfmt.errors import CaptureNotFound, InvalidRecording, UsageError
-from replayfmt.probes.evaluations.latency import evaluate_latency
-from replayfmt.probes.evaluations.memory import PredictedLaunch, evaluate_memory, predicted_bytes
-from replayfmt.probes.evaluations.overhead import evaluate_overhead
-from replayfmt.probes.evaluations.tables import as_json
-from replayfmt.probes.recordings.results import LaunchShape
+from replayfmt.probes.costs import (
+    PredictedLaunch,
+    evaluate_latency,
+    evaluate_memory,
+    evaluate_overhead,
+    predicted_bytes,
+)
+from replayfmt.probes.recordings import LaunchShape
+from replayfmt.probes.tables import as_json
 
 
 def run_folder(

@@ -11,7 +11,7 @@ import pytest
 
 from replayfmt.errors import CaptureNotFound, UsageError
 from replayfmt.probes.definitions import find_probe, parse_probe, shipped_probes
-from replayfmt.probes.recordings.results import BLOCK_SCHED, DMAT
+from replayfmt.probes.recordings import BLOCK_SCHED, DMAT
 
 from .test_report import ran
 

@@ -11,13 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidRecording
-from replayfmt.probes.evaluations import dmat as module
-from replayfmt.probes.evaluations.dmat import OTHER, UNKNOWN, WINDOWS, DmatResult, _distances, _previous, evaluate_dmat
-from replayfmt.probes.evaluations.tables import as_json
-from replayfmt.probes.pictures.dmat import LEVELS, colours_of, shades
-from replayfmt.probes.recordings.access_maps import AccessMap, write_access_map
-from replayfmt.probes.recordings.logs import TensorAddresses
-from replayfmt.probes.recordings.results import DMAT, ProbeRecording, Structured, write_recording
+from replayfmt.probes import dmat as module
+from replayfmt.probes.dmat import OTHER, UNKNOWN, WINDOWS, DmatResult, _distances, _previous, evaluate_dmat
+from replayfmt.probes.pictures import LEVELS, colours_of, shades
+from replayfmt.probes.recordings import (
+    DMAT,
+    AccessMap,
+    ProbeRecording,
+    Structured,
+    TensorAddresses,
+    write_access_map,
+    write_recording,
+)
+from replayfmt.probes.tables import as_json
 
 from .synthetic import shape_of, sweep_records
 

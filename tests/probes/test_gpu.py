@@ -10,8 +10,8 @@ import torch
 
 import replayfmt
 from replayfmt.probes.definitions import find_probe
-from replayfmt.probes.recordings.results import ProbeRecording
-from replayfmt.probing.collecting import collect, plan_probe
+from replayfmt.probes.recordings import ProbeRecording
+from replayfmt.probing import collect, plan_probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 N, BLOCK = 1 << 16, 1024
@@ -29,7 +29,7 @@ def captured(path: Path) -> Path:
 
 
 def records(path: Path, probe: str, kernel: str, folder: Path) -> np.ndarray:
-    from replayfmt.probing.device import CudaDevice
+    from replayfmt.probing import CudaDevice
 
     definition = find_probe(probe)
     with replayfmt.Plan(path, keep_going=True, allow_code=True) as plan:

@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from replayfmt.format.codes import KernelKind
-from replayfmt.format.model import Attachment, Kernel, Session
+from replayfmt.format.model import Attachment, CaptureInfo, Kernel
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.probes.ptx.assembling import ptxas_programs
-from replayfmt.probes.recordings.folders import TraceFolder
-from replayfmt.probes.recordings.logs import read_ptxas_log
+from replayfmt.probes.ptx import ptxas_programs
+from replayfmt.probes.recordings import TraceFolder, read_ptxas_log
 
 from .kernels import CUDA, FOLDER, ptx
 from .test_report import ran
 
 needs_ptxas = pytest.mark.skipif(not ptxas_programs(), reason="no ptxas")
-SESSION = Session("00112233-4455-6677-8899-aabbccddeeff", "test", "0")
+SESSION = CaptureInfo("00112233-4455-6677-8899-aabbccddeeff", "test", "0")
 ADD = Kernel("triton::triton_add", "v1", "triton::triton_add.v1(Tensor x) -> ()", KernelKind.triton)
 MM = Kernel("aten::mm", "default", "aten::mm(Tensor self, Tensor mat2) -> Tensor")
 

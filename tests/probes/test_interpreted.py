@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from replayfmt.probes.definitions import parse_probe, shipped_probes
-from replayfmt.probes.ptx.parsing import PtxError, parse_ptx
-from replayfmt.probes.ptx.rewriting import probed_ptx
+from replayfmt.probes.ptx import PtxError, parse_ptx, probed_ptx
 
 from .interpreter import SM, Device, launch
 from .kernels import ptx

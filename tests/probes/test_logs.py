@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replayfmt.errors import CaptureNotFound, InvalidRecording
-from replayfmt.probes.recordings.folders import TraceFolder
-from replayfmt.probes.recordings.logs import (
+from replayfmt.probes.recordings import (
     BenchmarkTimes,
+    LaunchShape,
     LoggedLaunch,
     PtxasFigures,
+    TraceFolder,
     read_event_log,
     read_peak_memory,
     read_ptxas_log,
     read_tensors,
 )
-from replayfmt.probes.recordings.results import LaunchShape
 
 EVENTS = """\
 [pid] 812

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from opreplay_tools.probe import main
 
-from replayfmt.probes.recordings.results import write_recording
+from replayfmt.probes.recordings import write_recording
 
 from .synthetic import block_records, shape_of, waves
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replayfmt.errors import CaptureNotFound, InvalidRecording, OutputExists, UsageError
-from replayfmt.probes.recordings.results import (
+from replayfmt.probes.recordings import (
     BLOCK_SCHED,
     DMAT,
     HEADER,

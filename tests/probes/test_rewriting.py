@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import LibraryMissing
+from replayfmt.probes import ptx as ptx_module
 from replayfmt.probes.definitions import ProbeDefinition, parse_probe, shipped_probes
-from replayfmt.probes.ptx import assembling
-from replayfmt.probes.ptx.assembling import assemble, ptxas_programs
-from replayfmt.probes.ptx.parsing import PtxError, PtxModule, parse_ptx
-from replayfmt.probes.ptx.rewriting import accessed_bytes, position_of, probed_ptx
+from replayfmt.probes.ptx import (
+    PtxError,
+    PtxModule,
+    accessed_bytes,
+    assemble,
+    parse_ptx,
+    position_of,
+    probed_ptx,
+    ptxas_programs,
+)
 
 from .kernels import ARCHITECTURES, BY_HAND, CUDA_KERNELS, TRITON_KERNELS, nvcc_ptx, ptx, triton_ptx
 from .test_definitions import MINE
@@ -240,6 +247,6 @@ def test_what_ptxas_refuses_is_one_error() -> None:
 
 
 def test_without_ptxas_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembling, "ptxas_programs", lambda: ())
+    monkeypatch.setattr(ptx_module, "ptxas_programs", lambda: ())
     with pytest.raises(LibraryMissing, match="needs ptxas: install CUDA and set CUDA_HOME, or pip install triton"):
         assemble(ptx("predicated_return"))

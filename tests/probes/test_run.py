@@ -15,10 +15,9 @@ from opreplay_tools.probe import main
 
 import replayfmt
 from replayfmt.probes.definitions import find_probe
-from replayfmt.probes.evaluations.tables import as_json
-from replayfmt.probes.recordings.logs import read_event_log, read_tensors
-from replayfmt.probes.recordings.results import ProbeRecording
+from replayfmt.probes.recordings import ProbeRecording, read_event_log, read_tensors
 from replayfmt.probes.reporting import NamedFile, evaluate
+from replayfmt.probes.tables import as_json
 from tests.triton_kernels.conftest import run_python, skip_unless_triton_compiles
 
 from .interpreter import SM

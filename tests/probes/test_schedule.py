@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidRecording
-from replayfmt.probes.evaluations import block_times
-from replayfmt.probes.evaluations.block_times import OnSm
-from replayfmt.probes.evaluations.schedule import ScheduleResult, evaluate_schedule, place_in_slots
-from replayfmt.probes.evaluations.tables import as_json
-from replayfmt.probes.recordings import results
-from replayfmt.probes.recordings.results import BLOCK_SCHED, LaunchShape, ProbeRecording, write_recording
+from replayfmt.probes import recordings, schedule
+from replayfmt.probes.recordings import BLOCK_SCHED, LaunchShape, ProbeRecording, write_recording
+from replayfmt.probes.schedule import ScheduleResult, SmTimeline, evaluate_schedule, place_in_slots
+from replayfmt.probes.tables import as_json
 
 from .synthetic import block_records, shape_of, waves
 
@@ -135,7 +133,7 @@ def test_records_of_something_else_are_refused(tmp_path: Path) -> None:
 def test_slots_never_overlap_and_no_slot_is_taken_without_need(blocks: list[tuple[int, int, int]]) -> None:
     ordered = sorted((start, elapsed) for _sm, start, elapsed in blocks)
     start, elapsed = np.array(ordered).T
-    slots, costs = place_in_slots(OnSm(0, np.arange(len(start)), start, start + elapsed))
+    slots, costs = place_in_slots(SmTimeline(0, np.arange(len(start)), start, start + elapsed))
     ends: dict[int, int] = {}
     for begin, length, slot, cost in zip(start, elapsed, slots, costs, strict=True):
         ended = [end for end in ends.values() if end <= begin]
@@ -152,8 +150,8 @@ def test_a_large_recording_is_evaluated_in_little_memory_with_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records of 64 MiB, in parts of a mebibyte; what is kept of each block lies in files."""
-    monkeypatch.setattr(results, "_CHUNK_BYTES", 1 << 20)
-    monkeypatch.setattr(block_times, "_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(recordings, "_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(schedule, "_IN_MEMORY_BYTES", 0)
     count, warps, sms = 1 << 17, 32, 128
     number = np.arange(count)
     blocks = np.zeros((count, 1, 1), BLOCK_SCHED.dtype)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from replayfmt.errors import InvalidRecording
-from replayfmt.probes.evaluations import warps as module
-from replayfmt.probes.evaluations.tables import as_json
-from replayfmt.probes.evaluations.warps import WarpsResult, evaluate_warps
-from replayfmt.probes.recordings.results import ProbeRecording, write_recording
+from replayfmt.probes import schedule as module
+from replayfmt.probes.recordings import ProbeRecording, write_recording
+from replayfmt.probes.schedule import WarpsResult, evaluate_warps
+from replayfmt.probes.tables import as_json
 
 from .synthetic import block_records, shape_of, waves
 

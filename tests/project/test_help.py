@@ -12,8 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from opreplay_tools.__main__ import TOOLS
-from opreplay_tools.command import ToolCommand, run_tool
-from opreplay_tools.option_groups import GROUPS
+from opreplay_tools.command import GROUPS, ToolCommand, run_tool
 
 COMMANDS: dict[str, ToolCommand] = {
     name: import_module(f"opreplay_tools.{module}").cli for name, module in TOOLS.items()

@@ -54,14 +54,10 @@ WITHOUT_TORCH = (
     "tools/__init__.py",
     "tools/command.py",
     "tools/__main__.py",
-    "tools/playbook.py",
     "tools/dump.py",
     "tools/check.py",
     "tools/probe.py",
-    *(
-        f"replayfmt/trim/{name}.py"
-        for name in ("selection", "schedule", "open_scopes", "copying", "writing", "stripping", "safetensors")
-    ),
+    *(f"replayfmt/trim/{name}.py" for name in ("selection", "schedule", "copying", "writing")),
 )
 TOP_LEVEL = {"__init__", "__main__", "api"}  # the package's own face: may use every part
 
@@ -148,6 +144,25 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circles(_edges())
 
 
+@pytest.mark.slow
+def test_the_folders_and_modules_of_a_package_have_an_order() -> None:
+    """In every package, folders and the modules that stand beside them import each other in one direction only."""
+    edges = _edges()
+    for package in {name.rpartition(".")[0] for name in edges}:
+        children: dict[str, set[str]] = {}
+        for name, targets in edges.items():
+            child = _child(name, package)
+            if child:
+                children.setdefault(child, set()).update({_child(each, package) for each in targets} - {"", child})
+        assert not circles(children), package
+
+
+def _child(module: str, package: str) -> str:
+    """The folder or module of `package` that a module is or is in; "" for those outside."""
+    inside = module.removeprefix(f"{package}.")
+    return "" if inside == module else inside.partition(".")[0]
+
+
 def test_a_circle_is_seen() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": set()}) == [{"b", "c"}]
 
@@ -169,7 +184,7 @@ def test_a_replay_knows_operators_by_its_kernels_alone() -> None:
     operators themselves.)"""
     knows = {
         Path("replayfmt/replay") / name
-        for name in ("planning/kernels.py", "planning/resolve.py", "substitution/loading.py")
+        for name in ("planning/kernels.py", "resolution/kernel_lookup.py", "substitution/loading.py")
     }
     wrong = []
     for path in modules():

@@ -11,7 +11,7 @@ import torch
 import replayfmt
 from replayfmt.pytorch import operators
 from replayfmt.pytorch.operators import COLLECTIVES, COMPUTING, opaque_results, operator_named
-from replayfmt.pytorch.registry import find_overload, overloads_of
+from replayfmt.pytorch.overloads import find_overload, overloads_of
 from replayfmt.replay.plan import Plan
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import io
 import sys
 
 import pytest
-from opreplay_tools.progress import record_bar
+from opreplay_tools.command import record_bar
 
 
 class _Terminal(io.StringIO):

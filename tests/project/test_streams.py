@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replayfmt.format.model import Session
+from replayfmt.format.model import CaptureInfo
 from replayfmt.format.writer import CaptureWriter
 
 _TOOL = """
@@ -112,7 +112,7 @@ def test_an_error_whose_reader_has_gone_away_still_has_its_exit_code(toy: Path) 
 
 def test_an_invalid_capture_is_invalid_whoever_reads(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
-    CaptureWriter(path, Session("00112233-4455-6677-8899-aabbccddeeff", "test", "0")).close(0)
+    CaptureWriter(path, CaptureInfo("00112233-4455-6677-8899-aabbccddeeff", "test", "0")).close(0)
     path.write_bytes(path.read_bytes()[:-1])
     code, said = _left_alone([str(Path(sys.executable).with_name("opreplay-check")), str(path)])
     assert code == 3 and said.startswith("DATA_LOSS: ")
@@ -132,7 +132,7 @@ def test_an_invalid_capture_is_invalid_whoever_reads(tmp_path: Path) -> None:
     ],
 )
 def test_a_device_or_a_pipe_is_never_replaced_by_a_file_not_even_with_force(tmp_path: Path, command: str) -> None:
-    CaptureWriter(tmp_path / "a.opreplay", Session("00112233-4455-6677-8899-aabbccddeeff", "test", "0")).close(0)
+    CaptureWriter(tmp_path / "a.opreplay", CaptureInfo("00112233-4455-6677-8899-aabbccddeeff", "test", "0")).close(0)
     (tmp_path / "program.py").write_text("import torch\ntorch.ones(1) + 1\n")
     (tmp_path / "trace.json").write_text('{"traceEvents": [], "schemaVersion": 1}')
     os.mkfifo(tmp_path / "pipe")

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import TensorDigest
 from replayfmt.format.reader import open_capture
-from replayfmt.format.records.digest import TensorDigest
-from replayfmt.native import block_statistics, watching
-from replayfmt.native.block_statistics import BLOCK_ELEMENTS, BlockStatistics, Totals
+from replayfmt.native import watching
 from replayfmt.native.building import NotAvailable
-from replayfmt.pytorch.tensors import digests, statistics
-from replayfmt.pytorch.tensors.digests import digest_tensor
+from replayfmt.pytorch.tensors import digests
+from replayfmt.pytorch.tensors.digests import BLOCK_ELEMENTS, BlockStatistics, Totals, digest_tensor
 
 from .conftest import Capture
 
@@ -65,19 +64,19 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BlockStatistics:
     """The library, with so many threads for any number of elements."""
-    monkeypatch.setattr(block_statistics, "_LONG", 0)
-    monkeypatch.setattr(block_statistics, "_threads", lambda count: request.param)
+    monkeypatch.setattr(digests, "_LONG", 0)
+    monkeypatch.setattr(digests, "_threads", lambda count: request.param)
     return BlockStatistics()
 
 
 def digest(tensor: torch.Tensor, native: BlockStatistics | None) -> TensorDigest:
     digests._recent.clear()
     digests._older.clear()
-    before, statistics._native = statistics._native, native
+    before, digests._native = digests._native, native
     try:
         return digest_tensor(tensor)
     finally:
-        statistics._native = before
+        digests._native = before
 
 
 def assert_same(tensor: torch.Tensor, native: BlockStatistics) -> None:
@@ -144,11 +143,11 @@ def test_c_plus_plus_leaves_to_numpy_what_depends_on_its_order(native: BlockStat
 
 def test_many_elements_are_shared_among_the_threads_that_pytorch_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)), raising=False)
-    work = block_statistics._BLOCKS_A_THREAD * BLOCK_ELEMENTS
+    work = digests._BLOCKS_A_THREAD * BLOCK_ELEMENTS
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(4)
-        found = [block_statistics._threads(count) for count in (1, 2 * work - 1, 2 * work, 3 * work, 1000 * work)]
+        found = [digests._threads(count) for count in (1, 2 * work - 1, 2 * work, 3 * work, 1000 * work)]
     finally:
         torch.set_num_threads(before)
     assert found == [1, 1, 2, 3, 4]
@@ -162,10 +161,10 @@ def test_without_the_library_the_digests_are_the_same_and_it_is_said(
 
     tensor = torch.randn(100_000)
     expected = digest(tensor, BlockStatistics())
-    monkeypatch.setattr(statistics, "_native", None)
-    monkeypatch.setattr(statistics, "BlockStatistics", missing)
-    statistics.use_native.__wrapped__()
-    assert statistics._native is None and digest(tensor, statistics._native) == expected
+    monkeypatch.setattr(digests, "_native", None)
+    monkeypatch.setattr(digests, "BlockStatistics", missing)
+    digests.use_native.__wrapped__()
+    assert digests._native is None and digest(tensor, digests._native) == expected
     assert capsys.readouterr().err == "opreplay: digests take longer in this process (the compiler failed: no space)\n"
 
 
@@ -175,20 +174,20 @@ def test_a_library_that_does_not_add_up_as_numpy_does_is_not_used(
     def in_order(doubles: np.ndarray) -> float:
         return float(np.cumsum(doubles)[-1])
 
-    monkeypatch.setattr(statistics, "_native", None)
-    monkeypatch.setattr(statistics, "_sum", in_order)
-    statistics.use_native.__wrapped__()
-    assert statistics._native is None
+    monkeypatch.setattr(digests, "_native", None)
+    monkeypatch.setattr(digests, "_sum", in_order)
+    digests.use_native.__wrapped__()
+    assert digests._native is None
     assert "this NumPy does not add up as the library in C++ does" in capsys.readouterr().err
     monkeypatch.undo()
-    statistics.use_native.__wrapped__()
-    assert statistics._native is not None
+    digests.use_native.__wrapped__()
+    assert digests._native is not None
 
 
 def test_a_capture_does_not_meet_the_threads(
     native: BlockStatistics, monkeypatch: pytest.MonkeyPatch, capture: Capture
 ) -> None:
-    monkeypatch.setattr(statistics, "_native", native)
+    monkeypatch.setattr(digests, "_native", native)
     captured = capture(lambda: torch.arange(5.0 * BLOCK_ELEMENTS).mul(3).sum(), digests="ops")
     assert captured.unsupported() == {}
     assert {record.thread for record in captured.records(RecordKind.op)} == {0}
@@ -200,16 +199,15 @@ FORKING = """
 import os, signal, sys, threading
 import torch
 import replayfmt
-from replayfmt.native import block_statistics
-from replayfmt.pytorch.tensors import statistics
+from replayfmt.pytorch.tensors import digests
 
-block_statistics._LONG, block_statistics._threads = 0, lambda count: 3
+digests._LONG, digests._threads = 0, lambda count: 3
 torch.set_num_threads(1)
 numbers = torch.arange(1 << 21, dtype=torch.float32)
 turns = threading.Semaphore(0)
 
 def maximum():
-    return statistics.statistics(numbers.numpy().view("u4"), statistics.DType.float32)[3]
+    return digests.statistics(numbers.numpy().view("u4"), digests.DType.float32)[3]
 
 def work():
     numbers.add(-1)  # what PyTorch does once and a child would wait for
@@ -218,7 +216,7 @@ def work():
         numbers.add(number)
 
 with replayfmt.capture(sys.argv[1], digests="ops"):
-    assert statistics._native is not None and maximum()
+    assert digests._native is not None and maximum()
     thread = threading.Thread(target=work)
     thread.start()
     for _ in range(8):

@@ -13,7 +13,7 @@ import torch
 import replayfmt
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
-from replayfmt.recording.core import Core
+from replayfmt.recording.capture_session import CaptureSession
 from replayfmt.recording.options import CaptureOptions
 from replayfmt.recording.recorder import Recorder
 from replayfmt.recording.stream import buffer as module
@@ -112,7 +112,7 @@ def test_memory_does_not_grow_with_the_number_of_ops(tmp_path: Path) -> None:
 def test_another_thread_may_flush_at_any_time(tmp_path: Path) -> None:
     path = tmp_path / "x.opreplay"
     with replayfmt.capture(path, chunk_records=32) as recorder:
-        core: Core = recorder._core
+        core: CaptureSession = recorder._core
         done = threading.Event()
 
         def flush() -> None:

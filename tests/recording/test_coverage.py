@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replayfmt.recording.storages.coverage import ByteRegion, Coverage
+from replayfmt.recording.content.coverage import ByteRegion, Coverage
 
 pytestmark = pytest.mark.recorder("python")  # of no recorder at all
 

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
+from replayfmt.format.model import Sample, TensorDigest, sample_positions
 from replayfmt.format.reader import open_capture
-from replayfmt.format.records.digest import Sample, TensorDigest, sample_positions
-from replayfmt.native.block_statistics import BLOCK_ELEMENTS
 from replayfmt.pytorch.tensors import digests
-from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
+from replayfmt.pytorch.tensors.digests import BLOCK_ELEMENTS, digest_tensor, hash_tensor
 
 DTYPES = [
     torch.float64,

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
-from replayfmt.recording.storages import file_mappings, pages
-from replayfmt.recording.storages.storage_content import is_readable
+from replayfmt.recording.content import file_mappings
+from replayfmt.recording.content.storage_content import is_readable
 
 from .conftest import Capture, Captured
 from .external import origins, payload_bytes, range_bytes, ranges
@@ -246,7 +246,7 @@ def test_gigabytes_are_neither_read_nor_copied(tmp_path: Path, monkeypatch: pyte
     with replayfmt.capture(tmp_path / "step.opreplay"):
         for row in range(4):
             weights[row * 1000 : row * 1000 + 10].sum()
-    sizes = pages.mapping_sizes(storage.data_ptr())
+    sizes = file_mappings.mapping_sizes(storage.data_ptr())
     assert sizes is not None and sizes["Rss"] < 64 << 20 and sizes["Anonymous"] == 0
     assert (tmp_path / "step.opreplay").stat().st_size < 1 << 20
     assert origins(Captured(tmp_path / "step.opreplay", None)) == ["external_file"]

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from replayfmt.errors import UsageError
 from replayfmt.pytorch.tensors.memory import host_view
-from replayfmt.recording.storages.known_files import KnownFiles, expand, format_of, look_at
+from replayfmt.recording.known_files import KnownFiles, expand, format_of, look_at
 
 TENSORS = {"a": torch.arange(300.0), "b": torch.arange(40), "empty": torch.zeros(0)}
 

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from replayfmt.recording.storages import file_mappings, pages
-from replayfmt.recording.storages.file_mappings import FileMappings, MappedRange, read_mappings
-from replayfmt.recording.storages.pages import PAGE, written_pages
+from replayfmt.recording.content import file_mappings
+from replayfmt.recording.content.file_mappings import PAGE, FileMappings, MappedRange, read_mappings, written_pages
 
 LENGTH = 8 * PAGE
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the system does not tell of mappings")
@@ -114,7 +113,7 @@ def test_ordinary_memory_is_no_file(path: Path) -> None:
 def test_the_mappings_are_not_read_for_memory_that_the_system_says_is_no_files(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not pages.holds_no_file(np.ones(1).ctypes.data, 8):
+    if not file_mappings.holds_no_file(np.ones(1).ctypes.data, 8):
         pytest.skip("this system cannot be asked about an address")
     looked: list[int] = []
     original = read_mappings
@@ -126,21 +125,22 @@ def test_the_mappings_are_not_read_for_memory_that_the_system_says_is_no_files(
     assert looked
 
 
-@pytest.mark.parametrize("query", [pages._QUERY, 0])
+@pytest.mark.parametrize("query", [file_mappings._QUERY, 0])
 def test_an_address_is_told_from_a_number(query: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """0 is no request that a system knows: then the mappings are read."""
-    monkeypatch.setattr(pages, "_QUERY", query)
+    monkeypatch.setattr(file_mappings, "_QUERY", query)
     memory = mmap.mmap(-1, 3 * PAGE)
     first = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
-    assert pages.is_mapped(first) and pages.is_mapped(first + 3 * PAGE - 1)
+    assert file_mappings.is_mapped(first) and file_mappings.is_mapped(first + 3 * PAGE - 1)
     del memory
     gc.collect()
-    assert not pages.is_mapped(first)
-    assert not pages.is_mapped((1 << 62) + 5)
+    assert not file_mappings.is_mapped(first)
+    assert not file_mappings.is_mapped((1 << 62) + 5)
 
 
 def test_small_arrays_in_ordinary_memory_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_MAPS", "/nonexistent")  # as where the system cannot be asked about an address
+    # As where the system cannot be asked about an address.
+    monkeypatch.setattr(file_mappings, "_ADDRESS_MAPS", "/nonexistent")
     mappings, looked = FileMappings(), []
     original = read_mappings
     monkeypatch.setattr(file_mappings, "read_mappings", lambda: looked.append(1) or original())
@@ -154,7 +154,7 @@ def test_small_arrays_in_ordinary_memory_are_looked_up_once(monkeypatch: pytest.
 def test_a_file_that_is_mapped_where_ordinary_memory_was_is_found(
     path: Path, maps: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_MAPS", maps)
+    monkeypatch.setattr(file_mappings, "_ADDRESS_MAPS", maps)
     mappings = FileMappings()
     ordinary = mmap.mmap(-1, LENGTH)
     ordinary[:] = bytes([1]) * LENGTH
@@ -277,14 +277,14 @@ def test_a_mapping_is_remembered_only_while_its_memory_lives(path: Path, monkeyp
 
 
 def test_without_pagemap_smaps_decides(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_PAGEMAP", "/nonexistent")
+    monkeypatch.setattr(file_mappings, "_PAGEMAP", "/nonexistent")
     storage = mapped(path)
     assert written_pages(storage.data_ptr(), 1) is None
     found = find(storage)
     assert found is not None and found.fingerprint() is None
     storage[0] = 1
     assert find(storage) is None
-    monkeypatch.setattr(pages, "_SMAPS", "/nonexistent")
+    monkeypatch.setattr(file_mappings, "_SMAPS", "/nonexistent")
     assert find(mapped(path)) is None
 
 
@@ -350,4 +350,4 @@ def test_gigabytes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     storage = mapped(path, 3 << 30)
     found = find(storage)
     assert found is not None and found.fingerprint() is not None
-    assert pages.mapping_sizes(storage.data_ptr())["Rss"] == 0
+    assert file_mappings.mapping_sizes(storage.data_ptr())["Rss"] == 0

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayfmt.recording.storages.file_mappings import FileMappings, memory
-from replayfmt.recording.storages.pages import PAGE
+from replayfmt.recording.content.file_mappings import PAGE, FileMappings, memory
 
 LENGTH = 6 * PAGE
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="the system does not tell of pages")

@@ -17,7 +17,7 @@ import replayfmt
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.reader import open_capture
-from replayfmt.recording.dispatch import calls
+from replayfmt.recording import calls
 from replayfmt.recording.recorder import Recorder
 
 from .conftest import Capture
@@ -142,19 +142,19 @@ def test_an_op_that_names_a_gpu_that_is_not_there_raises_and_is_recorded_as_such
 
 
 STEPS_OF_A_START = (
-    "replayfmt.recording.core.Streams.__init__",
-    "replayfmt.recording.core.NumericState.__init__",
-    "replayfmt.recording.core.CallRecorder.__init__",
+    "replayfmt.recording.capture_session.Streams.__init__",
+    "replayfmt.recording.capture_session.NumericState.__init__",
+    "replayfmt.recording.capture_session.CallRecorder.__init__",
     "replayfmt.recording.recorder.keep_dynamo_out",
     "replayfmt.recording.recorder.AfterFork.__init__",
     "replayfmt.recording.recorder.Hooks.install",
     "replayfmt.recording.recorder.Graphs.install",
     "replayfmt.recording.recorder.DirectWrites.install",
     "replayfmt.recording.recorder.ProgramReplacement.install",
-    "replayfmt.recording.core.Core.resume",
+    "replayfmt.recording.capture_session.CaptureSession.resume",
     "replayfmt.recording.recorder.Termination.install",
     pytest.param(
-        "replayfmt.recording.program.presence._InferenceMode.begin",
+        "replayfmt.recording.program.thread_attachment._InferenceMode.begin",
         marks=pytest.mark.recorder("python"),
         id="inference",
     ),
@@ -195,7 +195,7 @@ def test_a_start_that_fails_undoes_what_it_did_and_a_later_capture_works(
     with monkeypatch.context() as patched:
         patched.setattr(step, fail)
         if step.endswith("Streams.__init__"):
-            patched.setattr("replayfmt.recording.core.followed_kind", lambda: "cuda")
+            patched.setattr("replayfmt.recording.capture_session.followed_kind", lambda: "cuda")
         with pytest.raises(CaptureFailed, match="could not be started with torch 2"):
             replayfmt.Recorder(tmp_path / "failed.opreplay").start()
     assert state_of_the_process() == before

@@ -15,8 +15,8 @@ from replayfmt.errors import OpReplayError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.recording.program.threads import Threads
-from replayfmt.recording.stream import flushing
-from replayfmt.recording.stream.flushing import FlushTimes
+from replayfmt.recording.stream import buffer
+from replayfmt.recording.stream.buffer import FlushTimes
 
 _NEVER_NS = 10**15
 
@@ -58,8 +58,8 @@ def test_a_thread_that_records_writes_what_is_overdue(
 ) -> None:
     looked = []
     monkeypatch.setattr(Threads, "look", lambda self: looked.append(threading.get_ident()))
-    monkeypatch.setattr(flushing, "_DUE_NS", 0 if is_due else _NEVER_NS)
-    monkeypatch.setattr(flushing, "_SHARE", 0)
+    monkeypatch.setattr(buffer, "_DUE_NS", 0 if is_due else _NEVER_NS)
+    monkeypatch.setattr(buffer, "_SHARE", 0)
     path = tmp_path / "1.opreplay"
     with replayfmt.capture(path):
         for turn in range(1, 4):
@@ -72,9 +72,9 @@ def test_a_thread_that_records_writes_what_is_overdue(
 def test_the_recorders_thread_writes_where_nothing_more_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flushing, "_DUE_NS", _NEVER_NS)
-    monkeypatch.setattr(flushing, "PERIOD_NS", 1_000_000)
-    monkeypatch.setattr(flushing, "_SHARE", 0)
+    monkeypatch.setattr(buffer, "_DUE_NS", _NEVER_NS)
+    monkeypatch.setattr(buffer, "PERIOD_NS", 1_000_000)
+    monkeypatch.setattr(buffer, "_SHARE", 0)
     path = tmp_path / "1.opreplay"
     with replayfmt.capture(path):
         for turn in range(1, 4):
@@ -83,8 +83,8 @@ def test_the_recorders_thread_writes_where_nothing_more_is_recorded(
 
 
 def test_the_recorders_thread_is_woken_for_a_full_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flushing, "_DUE_NS", _NEVER_NS)
-    monkeypatch.setattr(flushing, "PERIOD_NS", _NEVER_NS)
+    monkeypatch.setattr(buffer, "_DUE_NS", _NEVER_NS)
+    monkeypatch.setattr(buffer, "PERIOD_NS", _NEVER_NS)
     path = tmp_path / "1.opreplay"
     with replayfmt.capture(path, chunk_records=1024):
         adds(1500)

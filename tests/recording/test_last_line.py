@@ -24,30 +24,27 @@ from replayfmt import recording
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
-from replayfmt.recording import core, recorder
+from replayfmt.recording import capture_session, recorder
 
 # Beside the recorder itself: what it writes with, and what it knows PyTorch by.
 _OTHERS = (
     "format.writer",
-    "format.container.frame_output",
-    "format.container.payload_output",
-    "format.container.building",
-    "format.definitions.tables",
-    "format.container.output",
-    "format.definitions.interning",
-    "format.records.columns",
+    "format.frame_output",
+    "format.flatbuffer_tables",
+    "format.definition_tables",
+    "format.output",
+    "format.record_columns",
     "pytorch.tensors.memory",
     "pytorch.tensors.digests",
     "pytorch.tensors.composites",
-    "pytorch.settings",
     "pytorch.environment",
 )
 # Not steps: the defence itself, what a program calls on purpose and has to be told of, and what stands in the place of
 # something that the program calls, and runs that.
 _DEFENCE = {
-    "Core.attempt",
-    "Core.failed",
-    "Core.fail",
+    "CaptureSession.attempt",
+    "CaptureSession.failed",
+    "CaptureSession.fail",
     "_attempted",
     "is_interrupt",
     "_frames",
@@ -57,6 +54,7 @@ _DEFENCE = {
     "leave_no_own_frame",
     "_next_of_others",
     "_is_ours",
+    "_is_own_module",
     "is_recorders",
     "CaptureWriter.abandon",
     "Recorder._put_back",
@@ -65,8 +63,8 @@ _DEFENCE = {
     "remove_mode_at",
     "set_modes",
     "OpenScope.__init__",
-    "ModePresence.end",
-    "HookPresence.end",
+    "ModeAttachment.end",
+    "HookAttachment.end",
 }
 _CALLED_BY_PROGRAMS = {
     "capture",
@@ -83,21 +81,23 @@ _STANDS_IN = {"RecordingMode.__torch_dispatch__", "RecordingMode._dispatch", "Re
               "RecordingMode._record", "RecordingMode._special", "RecordingMode.run_inside",
               "RecordingMode.observed", "ObservingMode.observed",
               "RecordingMode._unrecorded", "RecordingMode._run_unsupported",
-              "AsInProgram.__call__", "InParts.__call__", "InParts._run", "Body.__call__", "_below_another_handler",
+              "AsInProgram.__call__", "CompositeDecomposition.__call__", "CompositeDecomposition._run",
+              "Body.__call__", "_below_another_handler",
               "construct",
               "StandIn.__get__", "StandIn.__hash__", "StandIn.__eq__", "_Read.__call__", "_Write.__call__",
               "_Carrying.__init__", "_Carrying.__call__", "_Carrying.__repr__", "_Read._read", "watch",
               "Recorder.recording", "Recorder._mode_now", "Recorder.launching", "Recorder.present",
               "Recorder.sees_first", "Recorder.paused",
-              "Recorder.attempt", "Recorder._running", "Core.scope_begin",
+              "Recorder.attempt", "Recorder._running", "CaptureSession.scope_begin",
               "NativeMode.before", "NativeMode.meet", "NativeMode.after", "NativeMode.raised",
               "NativeMode.interrupted", "NativeMode.run",
               "NativeMode.describe", "NativeMode.meet_thread", "NativeMode.wrote", "NativeMode.late",
               "NativeMode.late_raised",
               "NativeMode._end_or_pass", "NativeMode.run_inside",
-              "ModePresence.mode_now", "ModePresence.sees_first", "ModePresence.paused", "HookPresence.mode_now",
-              "HookPresence.sees_first", "HookPresence.paused", "HookPresence._without_key", "_told",
-              "ModePresence.hidden", "HookPresence.hidden", "_without_modes"}
+              "ModeAttachment.mode_now", "ModeAttachment.sees_first", "ModeAttachment.paused",
+              "HookAttachment.mode_now",
+              "HookAttachment.sees_first", "HookAttachment.paused", "HookAttachment._without_key", "_told",
+              "ModeAttachment.hidden", "HookAttachment.hidden", "_without_modes"}
 # fmt: on
 _NO_STEPS = _DEFENCE | _CALLED_BY_PROGRAMS | _STANDS_IN
 
@@ -160,7 +160,7 @@ class Sabotage:
                     raise Mistake(name)
             return original(*args, **kwargs)
 
-        if getattr(raw, "__wrapped__", None) is not None and holder is core.Core:
+        if getattr(raw, "__wrapped__", None) is not None and holder is capture_session.CaptureSession:
             original = stand_in.__wrapped__ = raw.__wrapped__  # an attempt: the step is what it attempts
             monkeypatch.setattr(raw, "__wrapped__", stand_in)
             return

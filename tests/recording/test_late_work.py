@@ -13,7 +13,7 @@ import torch
 import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
-from replayfmt.recording.dispatch import kernels
+from replayfmt.recording import kernels
 from replayfmt.recording.dispatch.native_mode import NativeMode
 from replayfmt.recording.recorder import Recorder
 from replayfmt.recording.storages.trackers import ATTRIBUTE

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark import peaks
+from replayfmt.benchmark.per_op import roofline
 from replayfmt.errors import UsageError
 from replayfmt.native import building, hook, watching
-from replayfmt.pytorch.inductor import cpp_library
-from replayfmt.recording import core
+from replayfmt.pytorch import cpp_kernels
+from replayfmt.recording import capture_session
 from replayfmt.recording.options import CaptureOptions
 from replayfmt.recording.program.children import ChildrenSeen
 
@@ -80,7 +80,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The libraries are looked for as in a new process."""
     monkeypatch.delenv("OPREPLAY_NATIVE", raising=False)
     monkeypatch.setattr(watching, "_found", functools.cache(watching._found.__wrapped__))
-    monkeypatch.setattr(core, "dispatch_hook", functools.cache(hook.dispatch_hook.__wrapped__))
+    monkeypatch.setattr(capture_session, "dispatch_hook", functools.cache(hook.dispatch_hook.__wrapped__))
     monkeypatch.setattr(building, "_missing", set())
 
 
@@ -253,12 +253,12 @@ def test_what_others_may_have_written_is_never_loaded(built: Path, change: Calla
     path = built
     if name == "code":
         built.parent.rename(built.parent.with_name("code"))
-        path = built.parent.with_name("code") / f"{cpp_library._digest('', ())}.so"
+        path = built.parent.with_name("code") / f"{cpp_kernels._digest('', ())}.so"
         (path.parent / built.name).rename(path)
     change(path)
-    with pytest.raises((building.NotAvailable, cpp_library.CannotLoad), match="the cache is not safe"):
+    with pytest.raises((building.NotAvailable, cpp_kernels.CannotLoad), match="the cache is not safe"):
         if name == "code":
-            cpp_library.compiled("", ())
+            cpp_kernels.compiled("", ())
         else:
             building.library("thread_watch.cpp")
 
@@ -313,7 +313,7 @@ def test_with_any_umask_what_is_made_is_this_users_alone(
     before = os.umask(0)
     try:
         building.library("thread_watch.cpp")
-        peaks._write(peaks.cache_file(), {})
+        roofline._write(roofline.cache_file(), {})
     finally:
         os.umask(before)
     made = [tmp_path / "new", *(tmp_path / "new").rglob("*")]

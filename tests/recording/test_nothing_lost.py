@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import replayfmt
 from replayfmt.errors import ReplayRefused
-from replayfmt.recording.dispatch.calls import CallRecorder
+from replayfmt.recording.calls import CallRecorder
 
 from .conftest import Capture
 

@@ -13,7 +13,7 @@ import torch
 
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
-from replayfmt.recording.storages.storage_content import sampled_places
+from replayfmt.recording.content.storage_content import sampled_places
 from replayfmt.replay.plan import Plan
 
 from .conftest import Capture

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replayfmt.errors import CaptureFailed, UsageError
-from replayfmt.format.external import files as external
-from replayfmt.format.external.file_digest import digest_file
+from replayfmt.format import external_files as external
+from replayfmt.format.external_files import digest_file
+from replayfmt.recording.content import first_content
 from replayfmt.recording.options import CaptureOptions
-from replayfmt.recording.storages import external_files
 
 from .conftest import Capture, Captured
 from .external import origins, payload_bytes, range_bytes, ranges
@@ -215,13 +215,13 @@ def test_a_file_that_changed_before_it_was_digested_ends_the_capture(
     capture: Capture, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load_file(saved)
-    original = external_files.OpenedFile
+    original = first_content.OpenedFile
 
     def opened_late(path: str) -> Any:
         os.utime(path, ns=(1, 1))
         return original(path)
 
-    monkeypatch.setattr(external_files, "OpenedFile", opened_late)
+    monkeypatch.setattr(first_content, "OpenedFile", opened_late)
     with pytest.raises(CaptureFailed, match="changed while it was captured"):
         capture(program(loaded), file_validation="digest")
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from replayfmt.format.codes import DType
-from replayfmt.recording.storages import recipes
-from replayfmt.recording.storages.recipes import recipe
+from replayfmt.recording.content import storage_content
+from replayfmt.recording.content.storage_content import recipe
 
 
-def of(values: torch.Tensor, number: int = 1) -> recipes.Recipe:
+def of(values: torch.Tensor, number: int = 1) -> storage_content.Recipe:
     return recipe(values.untyped_storage(), values.dtype, number)
 
 
 def test_statistics_are_of_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "_AT_ONCE", 7)  # so that they are put together from parts
+    monkeypatch.setattr(storage_content, "_AT_ONCE", 7)  # so that they are put together from parts
     values = torch.randn(100, dtype=torch.float64) * 3 + 5
     values[:10] = 0
     made = of(values)

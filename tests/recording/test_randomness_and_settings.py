@@ -12,7 +12,7 @@ import torch
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind
-from replayfmt.pytorch.settings import SETTINGS, preserved_settings, read_settings
+from replayfmt.pytorch.environment import SETTINGS, preserved_settings, read_settings
 
 from .conftest import Capture
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from replayfmt.native import building
-from replayfmt.recording.custom_operators.replaced_operators import forget_libraries, is_replaced
+from replayfmt.recording.kernels import forget_libraries, is_replaced
 
 from .conftest import Capture, Captured
 from .test_thread_watch import watched

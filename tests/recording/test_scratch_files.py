@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import replayfmt
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance import check_capture
 
 
 def _written_memory(path: Path) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from replayfmt.format.codes import RecordKind
 from replayfmt.native import building
-from replayfmt.recording.dispatch import kernels
+from replayfmt.recording import kernels
 
 from .conftest import Capture
 

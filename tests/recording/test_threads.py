@@ -19,7 +19,7 @@ from torch._C import _len_torch_dispatch_stack
 import replayfmt
 from replayfmt.errors import CaptureFailed, NothingCaptured
 from replayfmt.format.codes import RecordKind
-from replayfmt.recording.program.thread_states import NextStep, own_id, thread_states
+from replayfmt.recording.program.thread_attachment import NextStep, own_id, thread_states
 
 from .conftest import Capture, Captured
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.external.file_digest import digest_file
+from replayfmt.format.external_files import digest_file
 from replayfmt.format.model import ExternalFile, FileIdentity, FileRange, Node, PayloadValue, Record, Signature
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.writer import CaptureWriter

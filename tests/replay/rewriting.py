@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.model import Device, Kernel, Recipe, Record, Session, Signature, TensorMeta
+from replayfmt.format.model import CaptureInfo, Device, Kernel, Recipe, Record, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 
 # Changes a record's int and float slots in place; returns False to leave the record out.
@@ -52,7 +52,7 @@ def rewrite(
     Returns where the result is: `target`, or its `.partial` where it was not closed.
     """
     with open_capture(source) as reader:
-        changed: Session = replace(reader.session, **(session or {}))
+        changed: CaptureInfo = replace(reader.session, **(session or {}))
         writer = CaptureWriter(target, changed)
         for text in reader.strings[1:]:
             writer.string(text)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from replayfmt.pytorch.bindings import direct_function
+from replayfmt.pytorch.overloads import direct_function
 
 aten = torch.ops.aten
 functions, methods = torch._C._VariableFunctions, torch._C.TensorBase
@@ -66,7 +66,7 @@ def test_finding_a_function_runs_nothing_and_draws_nothing() -> None:
 def test_finding_a_function_warns_of_nothing() -> None:
     # PyTorch warns of `add_(Number, Tensor)` once in a process: this needs a fresh one.
     program = (
-        "import torch; from replayfmt.pytorch.bindings import direct_function; "
+        "import torch; from replayfmt.pytorch.overloads import direct_function; "
         "direct_function(torch.ops.aten.add_.Tensor, '%s(%s, %s, %s)', [None, 1, 1], [0])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)

@@ -210,7 +210,7 @@ def test_a_run_that_differs_does_not_say_verified(
 def test_close_compares_statistics_and_integers_exactly() -> None:
     from replayfmt.format.codes import DType
     from replayfmt.pytorch.tensors.digests import digest_tensor
-    from replayfmt.replay.verify.comparison import digests_differ
+    from replayfmt.replay.verification import digests_differ
 
     base = torch.randn(1000)
     digest = digest_tensor(base)

@@ -15,9 +15,9 @@ from in_process import tools as tools
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.reader import open_capture
 from replayfmt.pytorch import environment
-from replayfmt.pytorch.settings import SETTINGS, apply_settings, preserved_settings, read_settings
+from replayfmt.pytorch.environment import SETTINGS, apply_settings, preserved_settings, read_settings
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.verify.comparison import tunes_convolutions
+from replayfmt.replay.verification import tunes_convolutions
 
 from .conftest import Captured
 from .rewriting import rewrite
@@ -69,8 +69,8 @@ def test_the_wheels_of_cudas_libraries_are_recorded_and_compared(
 
 def test_nothing_asks_a_device_for_any_of_it() -> None:
     code = (
-        "import torch\nfrom replayfmt.pytorch import environment, settings\n"
-        "environment.session_fields(); settings.read_settings(); assert not torch.cuda.is_initialized()"
+        "import torch\nfrom replayfmt.pytorch import environment\n"
+        "environment.session_fields(); environment.read_settings(); assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

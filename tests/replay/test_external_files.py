@@ -267,7 +267,7 @@ def test_a_file_that_may_not_be_read_is_refused(source: Path, weights: Path) -> 
     script = textwrap.dedent("""
         import os, sys
         from replayfmt.errors import ExternalFileProblem
-        from replayfmt.format.external.files import OpenedFile
+        from replayfmt.format.external_files import OpenedFile
         os.seteuid(65534)
         try:
             OpenedFile(sys.argv[1])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import replayfmt
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.window_cuts import WindowSize
+from replayfmt.replay.planning.scan import WindowSize
 
 from .conftest import Captured
 
@@ -331,7 +331,7 @@ def test_one_op_alone_gives_its_results(captured: Captured) -> None:
 
 
 def test_a_replay_leaves_everything_around_it_as_it_was(captured: Captured) -> None:
-    from replayfmt.pytorch.settings import read_settings
+    from replayfmt.pytorch.environment import read_settings
 
     def program() -> None:
         torch.manual_seed(1)

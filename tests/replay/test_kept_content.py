@@ -14,10 +14,10 @@ import torch
 
 from replayfmt.errors import ReplayFailed
 from replayfmt.pytorch.operators import operator_named
-from replayfmt.pytorch.tensors.staging import hash_storage
-from replayfmt.replay.codegen.operations import View
+from replayfmt.pytorch.tensors.memory import hash_storage
+from replayfmt.replay.operations import View
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.window_cuts import WindowSize
+from replayfmt.replay.planning.scan import WindowSize
 from replayfmt.replay.run.content import Content
 from replayfmt.replay.substitution.requests import Substitution
 
@@ -241,7 +241,7 @@ def undeclared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forgetful(name: str, overload: str = "default") -> Any:
         return replace(operator_named(name, overload), quiet_writes=())
 
-    monkeypatch.setattr("replayfmt.replay.planning.effects.operator_named", forgetful)
+    monkeypatch.setattr("replayfmt.replay.planning.kernels.operator_named", forgetful)
     yield
 
 
@@ -363,7 +363,7 @@ def test_a_map_of_a_file_is_not_read_to_know_that_nothing_wrote_it(
         memory[5] = memory[5] ^ 1
         result = plan.execute(verify="bitwise")
         assert result.outcome == "mismatched" and "no op is known to write it" in result.notes[0]
-    monkeypatch.setattr("replayfmt.replay.run.private_maps._SMAPS", tmp_path / "nowhere")
+    monkeypatch.setattr("replayfmt.replay.run.content._SMAPS", tmp_path / "nowhere")
     with Plan(path) as plan:
         hashed.clear()
         assert plan.execute(verify="bitwise").outcome == "ok"

@@ -14,8 +14,8 @@ import torch
 from replayfmt.errors import ReplayFailed, ReplayRefused
 from replayfmt.format.codes import RecordKind
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.memory import MemoryWatch
-from replayfmt.replay.planning.window_cuts import WindowSize
+from replayfmt.replay.planning.devices import MemoryWatch
+from replayfmt.replay.planning.scan import WindowSize
 from replayfmt.replay.run.execute import Machine
 
 from .conftest import Captured
@@ -164,13 +164,13 @@ def test_peak_memory_is_reported_or_the_reason_why_not(
         (peak,) = plan.execute().memory
         assert peak.device == "cpu" and peak.peak_bytes is not None and peak.before_bytes is not None
         assert peak.peak_bytes >= peak.before_bytes > 0
-        monkeypatch.setattr("replayfmt.replay.planning.memory._CLEAR", tmp_path / "nowhere" / "clear_refs")
+        monkeypatch.setattr("replayfmt.replay.planning.devices._CLEAR", tmp_path / "nowhere" / "clear_refs")
         (peak,) = plan.execute().memory
         assert peak.peak_bytes is None and "cannot be reset" in peak.note
 
 
 def test_a_peak_is_never_below_what_there_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replayfmt.replay.planning.memory._status_bytes", {"VmRSS": 5000, "VmHWM": 4000}.get)
+    monkeypatch.setattr("replayfmt.replay.planning.devices._status_bytes", {"VmRSS": 5000, "VmHWM": 4000}.get)
     watch = MemoryWatch([torch.device("cpu")])
     watch.start()
     (peak,) = watch.read()

@@ -21,7 +21,7 @@ from replayfmt.format.model import Record
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
-from replayfmt.replay.verify import run_twice
+from replayfmt.replay.run import run_twice
 
 from .conftest import Captured
 from .rewriting import rewrite

@@ -16,10 +16,10 @@ import replayfmt
 from replayfmt.errors import InvalidCapture, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
-from replayfmt.pytorch.opaque_results import OpaqueResults, OpaqueSpec
+from replayfmt.pytorch.operators import OpaqueResults, OpaqueSpec
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
-from replayfmt.replay.verify import run_twice
+from replayfmt.replay.run import run_twice
 
 from .conftest import Captured
 from .rewriting import rewrite

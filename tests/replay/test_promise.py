@@ -168,7 +168,7 @@ def test_lazy_bits_on_a_call_that_looks_the_same_are_seen(path: Path) -> None:
 
 
 def test_scalars_differ_bitwise_by_type_and_by_the_sign_of_zero() -> None:
-    from replayfmt.replay.verify.comparison import _same_scalar
+    from replayfmt.replay.verification import _same_scalar
 
     assert _same_scalar(math.nan, math.nan) and _same_scalar(-0.0, -0.0) and _same_scalar([1, 2.5], [1, 2.5])
     assert not _same_scalar(0.0, -0.0) and not _same_scalar(True, 1) and not _same_scalar(1, 1.0)

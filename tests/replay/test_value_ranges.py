@@ -13,10 +13,9 @@ from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.initializers import TensorInfo
-from replayfmt.initializers.roles import is_integral
+from replayfmt.initializers.operator_rules import is_integral
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.synthesis.calls import CapturedCalls
-from replayfmt.replay.synthesis.value_ranges import Range, result_range
+from replayfmt.replay.planning.content_uses import CapturedCalls, ValueRange, result_range
 
 from .conftest import Captured
 
@@ -153,7 +152,7 @@ def test_ranges_hold_for_what_ops_really_give(captured: Captured) -> None:
     x, y, table = torch.randint(-9, 10, (4, 5)), torch.randint(-3, 4, (4, 5)), torch.randn(4, 6)
     results: dict[str, torch.Tensor] = {}
     path = captured(lambda: results.update(_many_integer_ops(x, y, table)), payload="full", digests="ops")
-    ranges: dict[int, Range] = {}
+    ranges: dict[int, ValueRange] = {}
     checked = 0
     with open_capture(path) as reader, Plan(reader) as plan:
         calls = CapturedCalls(reader, plan.kernels)
@@ -163,10 +162,10 @@ def test_ranges_hold_for_what_ops_really_give(captured: Captured) -> None:
             if record.kind is RecordKind.digest and record.argument("result") == 0
         }
 
-        def known(value: Any) -> Range | None:
+        def known(value: Any) -> ValueRange | None:
             if isinstance(value, TensorInfo):
-                return Range(0, 1) if value.dtype is torch.bool else ranges.get(value.storage, Range(-9, 9))
-            return Range(value, value) if isinstance(value, int | float) else None
+                return ValueRange(0, 1) if value.dtype is torch.bool else ranges.get(value.storage, ValueRange(-9, 9))
+            return ValueRange(value, value) if isinstance(value, int | float) else None
 
         for record in list(reader.records()):
             if record.kind is not RecordKind.op:

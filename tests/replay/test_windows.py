@@ -14,9 +14,9 @@ import replayfmt
 from replayfmt.errors import ReplayFailed
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
-from replayfmt.replay.codegen.operations import DrawOnHost
+from replayfmt.replay.operations import DrawOnHost
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.window_cuts import CutFinder, WindowSize
+from replayfmt.replay.planning.scan import CutFinder, WindowSize
 
 from .conftest import Captured
 from .rewriting import rewrite
@@ -171,7 +171,7 @@ def test_a_timer_is_started_once_and_stopped_also_when_an_op_fails(captured: Cap
 
 
 def test_settings_and_generators_are_put_back_also_when_an_op_fails(captured: Captured, tmp_path: Path) -> None:
-    from replayfmt.pytorch.settings import read_settings
+    from replayfmt.pytorch.environment import read_settings
 
     def program() -> None:
         torch.set_default_dtype(torch.float64)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.dump.skeleton import kernel_skeleton
+from replayfmt.dump.kernel_skeleton import kernel_skeleton
 from replayfmt.export.replay_zip import export_replay_zip
 from replayfmt.format.operator_schema import canonical_schema, parse_operator_schema
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.tracelens import import_tracelens
-from replayfmt.pytorch.schemas import parse_schema, printed_schema
+from replayfmt.pytorch.overloads import parse_schema, printed_schema
 
 SCHEMAS = {
     "one": "(Tensor! out, Tensor x) -> ()",

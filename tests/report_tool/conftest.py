@@ -14,7 +14,7 @@ from dump.captures import SESSION, STRIDED, Builder
 
 import replayfmt
 from replayfmt.format.codes import DType, KernelKind, OpStatus, RecordKind, ValueKind
-from replayfmt.format.model import Device, Kernel, Node, Session, Signature, TensorMeta
+from replayfmt.format.model import CaptureInfo, Device, Kernel, Node, Signature, TensorMeta
 
 HOSTILE = "</script><img src=x onerror=window.harmed=1>"
 
@@ -136,7 +136,7 @@ def energy_of(per_op: dict[str, object]) -> dict[str, object]:
 @pytest.fixture(scope="session")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Whatever may be named by whoever made the capture is named to do harm."""
-    session = Session(
+    session = CaptureInfo(
         SESSION.session_id, HOSTILE, HOSTILE, argv=(HOSTILE, "\ud800{{ 7 * 7 }}"), cpu=HOSTILE, host=HOSTILE
     )
     b = Builder(tmp_path_factory.mktemp("hostile") / "x<script>alert(1)<.opreplay", session)

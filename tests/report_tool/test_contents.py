@@ -12,20 +12,25 @@ import jsonschema
 import numpy as np
 import pytest
 
-from replayfmt.benchmark.comparison.baseline import read_baseline
+from replayfmt.benchmark.baseline import read_baseline
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.memory import memory_by_device
 from replayfmt.format.reader import open_capture
-from replayfmt.report.call_sites import call_sites, kernel_totals
 from replayfmt.report.contents import ReportContents, ReportInputs, make_contents
-from replayfmt.report.documents import read_benchmark, read_energy
 from replayfmt.report.kernel_sections import Section
-from replayfmt.report.ops import captured_ops
-from replayfmt.report.pictures import BarPicture, MissingPicture, ScatterPicture, StepPicture, TimelinePicture
-from replayfmt.report.replayed_trace import ReplayedTrace
-from replayfmt.report.tables import ReportTable, TableRow
-from replayfmt.report.timeline import Bars, merged
+from replayfmt.report.measurements import read_benchmark, read_energy
+from replayfmt.report.ops import call_sites, captured_ops, kernel_totals
+from replayfmt.report.pictures import (
+    BarPicture,
+    MissingPicture,
+    ReportTable,
+    ScatterPicture,
+    StepPicture,
+    TableRow,
+    TimelinePicture,
+)
+from replayfmt.report.timelines import Bars, ReplayedTrace, merged
 
 from .conftest import Measured, energy_of, tool
 

@@ -13,10 +13,10 @@ from matplotlib.image import imread
 
 from replayfmt.format.reader import open_capture
 from replayfmt.report.contents import ReportInputs, make_contents
-from replayfmt.report.documents import read_benchmark, read_energy
+from replayfmt.report.measurements import read_benchmark, read_energy
 from replayfmt.report.pictures import Axis, BarPicture, BarSeries, Line, Points, ScatterPicture, StepPicture
 from replayfmt.report.plots import Plot, _draw, _drawing, plots_of
-from replayfmt.report.replayed_trace import ReplayedTrace
+from replayfmt.report.timelines import ReplayedTrace
 
 from .conftest import Measured, tool
 

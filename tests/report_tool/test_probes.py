@@ -15,13 +15,11 @@ from replayfmt.format.codes import DType, KernelKind, OpStatus, RecordKind
 from replayfmt.format.model import Attachment, Device, Kernel, Signature, TensorMeta
 from replayfmt.format.reader import open_capture
 from replayfmt.probes.definitions import find_probe
-from replayfmt.probes.ptx.parsing import parse_ptx
-from replayfmt.probes.ptx.rewriting import probed_ptx
-from replayfmt.probes.recordings.results import write_recording
+from replayfmt.probes.ptx import parse_ptx, probed_ptx
+from replayfmt.probes.recordings import write_recording
 from replayfmt.report.contents import ReportContents, ReportInputs, make_contents
-from replayfmt.report.pictures import BarPicture, MissingPicture
-from replayfmt.report.probe_results import read_probe_run
-from replayfmt.report.tables import NOT_MEASURED
+from replayfmt.report.pictures import NOT_MEASURED, BarPicture, MissingPicture
+from replayfmt.report.probe_section import read_probe_run
 from tests.probes.kernels import ptx
 from tests.probes.synthetic import block_records, shape_of, waves
 from tests.probes.test_costs import run_folder

@@ -18,11 +18,9 @@ from replayfmt.format.codes import DType, OpStatus, RecordKind, ValueKind
 from replayfmt.format.model import Device, Kernel, Node, Signature, TensorMeta
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.importers.importing import import_trace
-from replayfmt.report.isolated import IsolatedTimes, read_isolated
-from replayfmt.report.lanes import Lane, Names, captured_lanes, isolated_lanes, replayed_lanes
-from replayfmt.report.measured import MeasuredCalls, Measurements
+from replayfmt.report.measurements import IsolatedTimes, MeasuredCalls, Measurements, read_isolated
 from replayfmt.report.ops import captured_ops
-from replayfmt.report.replayed_trace import ReplayedTrace
+from replayfmt.report.timelines import Lane, NameTable, ReplayedTrace, captured_lanes, isolated_lanes, replayed_lanes
 
 from .conftest import Measured, tool
 
@@ -35,7 +33,7 @@ def op(name: str, start: float, duration: float, tid: object = 7, kind: str = "c
 
 def traced(reader: CaptureReader, path: Path, *events: Event) -> tuple[list[Lane], list[str]]:
     path.write_text(json.dumps({"traceEvents": events}))
-    names = Names()
+    names = NameTable()
     return replayed_lanes(ReplayedTrace(str(path), reader), reader, names), names.all()
 
 
@@ -48,7 +46,7 @@ def bars(lane: Lane, names: list[str]) -> list[tuple[str, int, int]]:
 
 def test_a_replays_timeline_has_its_scopes_and_each_op_once_however_many_operators_it_calls(measured: Measured) -> None:
     with open_capture(measured.capture) as reader:
-        names = Names()
+        names = NameTable()
         lanes = {each.label: each for each in replayed_lanes(ReplayedTrace(str(measured.trace), reader), reader, names)}
         ops = captured_ops(reader)
         captured = [reader.kernels[kernel].qualified_name for kernel in ops.kernel.tolist()]
@@ -93,7 +91,7 @@ def test_threads_streams_and_what_is_inside_what_are_told_apart_in_a_trace(measu
 def test_isolated_calls_follow_each_other_and_take_what_the_benchmark_says(measured: Measured) -> None:
     document = json.loads(measured.per_op.read_text())
     with open_capture(measured.capture) as reader:
-        ops, names = captured_ops(reader), Names()
+        ops, names = captured_ops(reader), NameTable()
         times = read_isolated("x", document)
         lanes, without = isolated_lanes(ops, np.arange(len(ops)), reader, names, times)
     assert not without and [each.label for each in lanes] == [
@@ -109,7 +107,7 @@ def test_isolated_calls_follow_each_other_and_take_what_the_benchmark_says(measu
 
 def test_an_op_that_nobody_measured_takes_no_room_among_isolated_calls_and_is_counted(measured: Measured) -> None:
     with open_capture(measured.capture) as reader:
-        ops, names = captured_ops(reader), Names()
+        ops, names = captured_ops(reader), NameTable()
         known = Measurements(by_kernel={"aten::mm.default": MeasuredCalls(calls=3, total_ns=3000.0)})
         lanes, without = isolated_lanes(ops, np.zeros(len(ops), np.int64), reader, names, IsolatedTimes(known))
     assert bars(lanes[-1], names.all()) == [("aten::mm.default", 1000 * place, 1000) for place in range(3)]
@@ -128,7 +126,7 @@ def test_isolated_calls_are_in_the_lanes_of_their_devices_and_stand_for_all_call
     path = b.close()
     known = Measurements(by_kernel={"a::b.default": MeasuredCalls(calls=6, total_ns=420.0)})
     with open_capture(path) as reader:
-        ops, names = captured_ops(reader), Names()
+        ops, names = captured_ops(reader), NameTable()
         ops.calls[1] = 5
         host, device = isolated_lanes(ops, np.zeros(2, np.int64), reader, names, IsolatedTimes(known))[0]
         assert all("cuda" not in each.label for each in captured_lanes(ops, np.zeros(2, np.int64), reader, names))
@@ -167,7 +165,7 @@ def test_kernels_of_a_gpu_are_in_the_lanes_of_their_streams(tmp_path: Path, tool
     assert tools("run", *traced_with, path).code == 0
     assert tools("benchmark", "--per-op", f"--benchmark-out={results}", path).code == 0
     with open_capture(path) as reader:
-        ops, names = captured_ops(reader), Names()
+        ops, names = captured_ops(reader), NameTable()
         replayed = replayed_lanes(ReplayedTrace(str(trace), reader), reader, names)
         times = read_isolated("x", json.loads(results.read_text()))
         isolated, without = isolated_lanes(ops, np.zeros(len(ops), np.int64), reader, names, times)
@@ -198,7 +196,7 @@ def test_queued_kernels_are_drawn_from_when_the_device_began_with_them(tmp_path:
     (tmp_path / "trace.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
     import_trace(tmp_path / "trace.json", tmp_path / "out.opreplay")
     with open_capture(tmp_path / "out.opreplay") as reader:
-        ops, names = captured_ops(reader), Names()
+        ops, names = captured_ops(reader), NameTable()
         lanes = captured_lanes(ops, np.zeros(len(ops), np.int64), reader, names)
     (lane,) = [each for each in lanes if each.label.startswith("cuda:0")]
     assert lane.label == "cuda:0, stream 7"

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from replayfmt.format.reader import open_capture
-from replayfmt.report.contents import ReportInputs, make_contents
-from replayfmt.report.documents import read_run
-from replayfmt.report.verification import VerificationNote
+from replayfmt.report.contents import ReportInputs, VerificationNote, make_contents
+from replayfmt.report.measurements import read_run
 
 from .conftest import Measured, tool
 

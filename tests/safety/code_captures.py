@@ -8,7 +8,7 @@ import numpy as np
 from format.samples import IMPORT, Records, op
 
 from replayfmt.format.codes import DType, KernelKind, Layout, StorageOrigin, ValueKind
-from replayfmt.format.model import Attachment, Device, Kernel, Node, Session, TensorMeta
+from replayfmt.format.model import Attachment, CaptureInfo, Device, Kernel, Node, TensorMeta
 from replayfmt.format.writer import CaptureWriter
 
 V = ValueKind
@@ -28,7 +28,7 @@ def write(
 ) -> Path:
     """A capture in which each kernel negates a tensor of two elements in place, if it is called. `last`: the
     attachments of the last kernel, if it has others."""
-    writer = CaptureWriter(path, Session("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "0.1.0"))
+    writer = CaptureWriter(path, CaptureInfo("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "0.1.0"))
     cpu = writer.device(Device("cpu"))
     meta = writer.meta(TensorMeta(DType.float32, Layout.strided, cpu, (2,), (1,)))
     numbers, numbers_of_last = (

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import ValueKind
 from replayfmt.format.model import Node, Record, Signature
-from replayfmt.pytorch.argument_rules import ArgumentRules
+from replayfmt.pytorch.overloads import ArgumentRules
 from replayfmt.replay.plan import Plan
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ import replayfmt
 from replayfmt.errors import InvalidCapture, ReplayRefused, UsageError
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
-from replayfmt.replay.code import allowed
 from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
+from replayfmt.replay.resolution import kernel_lookup
 
 from .code_captures import CODE, write
 
@@ -47,7 +47,7 @@ class Negating:
 @pytest.fixture()
 def resolver(monkeypatch: pytest.MonkeyPatch) -> Negating:
     negating = Negating()
-    monkeypatch.setitem(allowed.RESOLVERS, KernelKind.native, negating)
+    monkeypatch.setitem(kernel_lookup.RESOLVERS, KernelKind.native, negating)
     return negating
 
 

@@ -16,14 +16,13 @@ from format.samples import IMPORT, SESSION, Records, op
 
 import replayfmt
 from replayfmt.errors import OpReplayError
+from replayfmt.format.attachments import body_metadata
 from replayfmt.format.codes import DType, KernelKind, Layout, StorageOrigin, ValueKind
-from replayfmt.format.graphs import body_metadata
 from replayfmt.format.model import Attachment, Device, Kernel, Node, TensorMeta
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.native.building import NotAvailable, compiler
-from replayfmt.pytorch.inductor.code_machine import machine_of_code
-from replayfmt.pytorch.inductor.cpp_kernels import StoredCppKernel, parse_parameters, schema_of
+from replayfmt.pytorch.cpp_kernels import StoredCppKernel, machine_of_code, parse_parameters, schema_of
 
 V = ValueKind
 PARAMETERS = "float* x, int64_t n"

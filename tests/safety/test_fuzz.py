@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from format.reseal import join, split
 
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance import check_capture
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
 

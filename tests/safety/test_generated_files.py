@@ -14,7 +14,7 @@ from failure.table import recorded
 from format.reseal import rename_kernel
 from replay.rewriting import rewrite
 
-from replayfmt.dump.skeleton import kernel_skeleton
+from replayfmt.dump.kernel_skeleton import kernel_skeleton
 from replayfmt.errors import InvalidCapture, UsageError
 from replayfmt.format.reader import open_capture
 

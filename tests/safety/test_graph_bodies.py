@@ -17,8 +17,8 @@ from in_process import Tools, tools  # noqa: F401 - a fixture
 
 import replayfmt
 from replayfmt.errors import ReplayRefused
+from replayfmt.format.attachments import BODY_SESSION, body_metadata
 from replayfmt.format.codes import DType, KernelKind, Layout, StorageOrigin, ValueKind
-from replayfmt.format.graphs import BODY_SESSION, body_metadata
 from replayfmt.format.model import Attachment, Device, Kernel, Node, TensorMeta
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter

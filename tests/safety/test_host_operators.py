@@ -21,9 +21,9 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.common.results import infer
 from replayfmt.pytorch.operators import COMPUTING, acts_outside
-from replayfmt.pytorch.registry import find_overload
+from replayfmt.pytorch.overloads import find_overload
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.resolve import resolve
+from replayfmt.replay.resolution.kernel_lookup import resolve
 
 HOST_CALLS = [
     "aten::from_file",

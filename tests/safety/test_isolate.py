@@ -101,7 +101,7 @@ def test_the_process_that_works_does_not_outlive_the_one_that_waits(tmp_path: Pa
     )
     (tmp_path / "waiting.py").write_text(
         "import click, endless\n"
-        "from opreplay_tools.isolate import isolate_option\n"
+        "from opreplay_tools.replay_flags import isolate_option\n"
         "def main(): pass\n"
         "main.__module__ = 'endless'\n"
         "isolate_option(click.command()(main)).main()\n"

@@ -16,12 +16,12 @@ from format.reseal import join, split, tables_of
 from in_process import Tools
 
 from replayfmt.format.codes import FrameKind, OpStatus, RecordKind, ValueKind
-from replayfmt.format.container.frames import FLAG_CONSOLIDATED, FREE_DEFINITION_BYTES, MAX_EXPANSION
-from replayfmt.format.definitions.metas import METAS
-from replayfmt.format.definitions.signatures import SIGNATURES
-from replayfmt.format.definitions.tables import FAMILIES, encode_tables
+from replayfmt.format.definition_families import METAS
+from replayfmt.format.definition_tables import FAMILIES, encode_tables
+from replayfmt.format.frames import FLAG_CONSOLIDATED, FREE_DEFINITION_BYTES, MAX_EXPANSION
 from replayfmt.format.model import Kernel, Node, Signature
 from replayfmt.format.reader import open_capture
+from replayfmt.format.signature_layout import SIGNATURES
 from replayfmt.format.writer import CaptureWriter
 
 

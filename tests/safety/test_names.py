@@ -159,7 +159,7 @@ SETTINGS: list[tuple[str, Any]] = [
 def test_settings_take_known_names_and_values_and_are_put_back(
     tmp_path: Path, seen: Seen, name: str, value: Any
 ) -> None:
-    from replayfmt.pytorch.settings import read_settings
+    from replayfmt.pytorch.environment import read_settings
 
     source = recorded(tmp_path, lambda: torch.ones(3).exp())
     with Plan(source) as plan:
@@ -177,7 +177,7 @@ VALUES: list[Any] = [True, 0, -1, 2**63 - 1, float("nan"), "1", "tf32", "-1,9", 
 
 
 def test_no_value_of_any_setting_is_more_than_one_error() -> None:
-    from replayfmt.pytorch.settings import SETTINGS, apply_settings, preserved_settings, read_settings
+    from replayfmt.pytorch.environment import SETTINGS, apply_settings, preserved_settings, read_settings
 
     before, refused = read_settings(), 0
     for name in SETTINGS:

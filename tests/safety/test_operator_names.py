@@ -15,7 +15,7 @@ from failure.table import recorded
 from format.reseal import rename_kernel
 from in_process import Tools
 
-from replayfmt.dump.skeleton import kernel_skeleton
+from replayfmt.dump.kernel_skeleton import kernel_skeleton
 from replayfmt.errors import InvalidCapture, ReplayRefused, UsageError
 from replayfmt.export import replay_script
 from replayfmt.format.model import Kernel
@@ -23,8 +23,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.importers.common.operators import Operators
 from replayfmt.importers.common.results import infer
-from replayfmt.pytorch.registry import find_overload, overloads_of
-from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.overloads import find_overload, overloads_of, parse_schema
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.substitution.loading import find_operator
 

@@ -19,7 +19,7 @@ from replay.rewriting import rewrite
 
 from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.external.file_remap import FileRemaps
+from replayfmt.format.external_files import FileRemaps
 from replayfmt.format.model import ExternalFile, FileIdentity, FileRange, Node, Record, Signature
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.writer import CaptureWriter

@@ -15,7 +15,7 @@ from in_process import Tools
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.importers.common.operators import Operators
-from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.replay.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ def test_every_schema_of_pytorchs_own_is_read() -> None:
 @pytest.mark.slow
 def test_nothing_else_calls_pytorchs_parsers() -> None:
     """What is defined in a library was read by the guarded parser before."""
-    allowed = {"parse_schema": "replayfmt/pytorch/schemas.py", "define": "replayfmt/pytorch/plain_callables.py"}
+    allowed = {"parse_schema": "replayfmt/pytorch/overloads.py", "define": "replayfmt/pytorch/overloads.py"}
     parsers = {
         "parse_schema",
         "parse_ir",

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.comparison.compare import measure_both
-from replayfmt.benchmark.comparison.paired import compare
-from replayfmt.benchmark.comparison.report import make_compare_report
+from replayfmt.benchmark.comparison import make_compare_report, measure_both
 from replayfmt.benchmark.measure import Options
-from replayfmt.benchmark.meters.meter import Clock
-from replayfmt.benchmark.min_time import MinTime
+from replayfmt.benchmark.meters import Clock
+from replayfmt.benchmark.precision import MinTime
+from replayfmt.benchmark.statistics import compare_pairs
 from replayfmt.errors import ReplayMismatch, SubstitutionRejected, UsageError
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.substitution.requests import Substitution
@@ -39,33 +38,33 @@ def noisy(seed: int, factor: float, rounds: int = 40) -> tuple[np.ndarray, np.nd
 @pytest.mark.parametrize(("factor", "verdict"), [(0.9, "faster"), (1.1, "slower"), (0.98, "faster"), (1.02, "slower")])
 def test_a_difference_shows_through_drift_that_is_much_larger(factor: float, verdict: str) -> None:
     for seed in range(20):
-        found = compare(*noisy(seed, factor))
+        found = compare_pairs(*noisy(seed, factor))
         assert found.verdict == verdict
         assert found.ratio == pytest.approx(factor, rel=0.02) and found.interval is not None
         assert found.interval.low <= found.ratio <= found.interval.high and found.interval.confidence >= 0.95
 
 
 def test_the_same_thing_twice_is_no_measurable_difference() -> None:
-    verdicts = [compare(*noisy(seed, 1.0)).verdict for seed in range(200)]
+    verdicts = [compare_pairs(*noisy(seed, 1.0)).verdict for seed in range(200)]
     assert verdicts.count("no measurable difference") >= 185  # 95% of 200, and a little for chance
 
 
 def test_a_few_disturbed_rounds_do_not_decide() -> None:
     mine, theirs = noisy(3, 1.0)
     theirs[[4, 9, 20]] *= 50
-    assert compare(mine, theirs).verdict == "no measurable difference"
+    assert compare_pairs(mine, theirs).verdict == "no measurable difference"
 
 
 def test_too_few_rounds_and_a_clock_that_stands_still_are_not_known() -> None:
-    found = compare([100.0] * 5, [50.0] * 5)
+    found = compare_pairs([100.0] * 5, [50.0] * 5)
     assert (found.verdict, found.ratio, found.interval) == ("not known", pytest.approx(0.5), None)
     assert "5 rounds cannot enclose the ratio with 95% confidence; 6 are needed" in found.reason
-    assert compare([100.0] * 6, [50.0] * 6).verdict == "faster"
-    still = compare([0.0, 5.0], [1.0, 5.0])
+    assert compare_pairs([100.0] * 6, [50.0] * 6).verdict == "faster"
+    still = compare_pairs([0.0, 5.0], [1.0, 5.0])
     assert (still.verdict, still.ratio) == ("not known", None) and "clock" in still.reason
     for wrong in (([1.0], [1.0, 2.0]), ([], [])):
         with pytest.raises(ValueError, match="do not make pairs"):
-            compare(*wrong)
+            compare_pairs(*wrong)
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
@@ -261,7 +260,7 @@ def test_an_interval_too_wide_to_see_differences_is_a_warning(captured: Captured
     with Plan(captured(program), substitutions=[Substitution("aten::mm", lambda a, b: torch.mm(a, b))]) as plan:
         run = measure_both(plan, Options(MinTime(iterations=6), warmup=0))
         mine = np.array([100.0, 200, 100, 200, 100, 200])
-        wide = run.rows[0].__class__("whole replay", compare(mine, mine[::-1]), (mine, mine))
+        wide = run.rows[0].__class__("whole replay", compare_pairs(mine, mine[::-1]), (mine, mine))
         report = make_compare_report(run.__class__(**{**vars(run), "rows": [wide]}), plan)
     assert report.comparisons[0]["verdict"] == "too noisy to tell"
     assert any("the ratio is only known to be between 0.500 and 2.000" in text for text in report.context["warnings"])

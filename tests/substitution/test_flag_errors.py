@@ -174,6 +174,6 @@ def test_an_operator_that_is_not_here_is_refused_although_something_stands_for_i
 ) -> None:
     """The original is what a replacement is judged by."""
     path = captured(program)
-    monkeypatch.setattr("replayfmt.replay.planning.resolve.find_overload", lambda *_names: None)
+    monkeypatch.setattr("replayfmt.replay.resolution.kernel_lookup.find_overload", lambda *_names: None)
     code, _out, err = tool("run", f"--replay-kernel-substitution=aten::mm={kernels(KERNELS)}", path)
     assert code == 1 and "aten::mm.default does not exist in torch" in err

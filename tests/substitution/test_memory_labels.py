@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from replayfmt.replay.substitution.memory_labels import MemoryLabels
+from replayfmt.replay.substitution.judging import MemoryLabels
 
 
 def test_memory_is_found_by_any_byte_in_common_also_where_what_is_known_overlaps() -> None:

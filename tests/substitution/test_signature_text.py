@@ -17,14 +17,12 @@ from replayfmt.errors import UsageError
 from replayfmt.format.codes import DType, RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.signatures.groups import SignatureIndex
-from replayfmt.format.signatures.text import matches, parse_signature, signature_of, signature_text
-from replayfmt.format.signatures.values import (
+from replayfmt.format.signature_grammar import (
     TYPES,
+    AnyValue,
     DeviceText,
     Items,
     Number,
-    Open,
     SignatureText,
     TensorText,
     Text,
@@ -32,6 +30,7 @@ from replayfmt.format.signatures.values import (
     Word,
     runs_of,
 )
+from replayfmt.format.signature_text import SignatureIndex, matches, parse_signature, signature_of, signature_text
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
@@ -45,7 +44,7 @@ def tensors(draw: st.DrawFn) -> TensorText:
     strides = draw(
         st.one_of(
             st.none(),
-            st.just(Open()),
+            st.just(AnyValue()),
             st.lists(st.integers(0, 2**40), min_size=len(sizes), max_size=len(sizes)).map(tuple),
         )
     )
@@ -62,7 +61,7 @@ def tensors(draw: st.DrawFn) -> TensorText:
 
 VALUES: st.SearchStrategy[ValueText] = st.recursive(
     st.one_of(
-        st.just(Open()),
+        st.just(AnyValue()),
         st.sampled_from(["None", "True", "channels_last", "strided", *TYPES.values()]).map(Word),
         st.integers(-(2**63), 2**63 - 1).map(lambda value: Number(repr(value))),
         st.floats().map(lambda value: Number(repr(value))),
@@ -229,7 +228,7 @@ def test_only_numbers_that_stand_for_themselves_make_calls_of_one_signature_diff
 
 def test_the_signatures_module_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.modules['torch'] = None; from replayfmt.format.signatures.text import parse_signature; "
+        "import sys; sys.modules['torch'] = None; from replayfmt.format.signature_text import parse_signature; "
         "print(parse_signature('aten::mm.default(float32[2,3], *)'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)

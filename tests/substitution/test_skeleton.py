@@ -17,15 +17,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import replayfmt
-from replayfmt.dump.skeleton import _Skeleton, kernel_skeleton
+from replayfmt.dump.kernel_skeleton import _Skeleton, kernel_skeleton
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.substitution.binding import check_binding
-from replayfmt.replay.substitution.loading import replacement_of
+from replayfmt.replay.substitution.loading import check_binding, replacement_of
 
 from .conftest import Captured, Tool
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from replayfmt.replay.substitution.distance import Tolerance, chunks
+from replayfmt.replay.substitution.distance import Tolerance, WorstElement, chunks, worst_element
 from replayfmt.replay.substitution.judging import compare
-from replayfmt.replay.substitution.worst import Worst, worst_element
 
 AUTO = Tolerance()
 
@@ -17,7 +16,7 @@ def test_it_is_the_one_that_is_farthest_off_for_what_is_allowed_there() -> None:
     expected = torch.tensor([[1000.0, 1.0], [1.0, 1000.0]])
     got = expected + torch.tensor([[5.0, 1.0], [0.5, 0.0]])
     by_value = Tolerance(relative=1e-3, absolute=1e-9)
-    assert worst_element(expected, got, by_value) == Worst((0, 1), 1.0, 2.0, pytest.approx(1000, rel=1e-3))
+    assert worst_element(expected, got, by_value) == WorstElement((0, 1), 1.0, 2.0, pytest.approx(1000, rel=1e-3))
     assert worst_element(expected, got, AUTO).index == (0, 0)
     assert worst_element(expected, got, AUTO).times < 20, "small values may be off by a share of the root mean square"
 

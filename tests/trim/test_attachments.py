@@ -15,21 +15,17 @@ import replayfmt
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import KernelKind
-from replayfmt.format.kept_attachments import KeptAttachments
-from replayfmt.format.maintenance.add_digests import add_digests
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.model import Attachment, ExternalFile, FileIdentity, Kernel, Session
+from replayfmt.format.maintenance import add_digests, check_capture
+from replayfmt.format.model import Attachment, CaptureInfo, ExternalFile, FileIdentity, Kernel
 from replayfmt.format.reader import open_capture
-from replayfmt.format.redaction import Redaction
-from replayfmt.format.slots import SlotLayout
+from replayfmt.format.redaction import KeptAttachments, Redaction
+from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.pytorch.schemas import parse_schema
-from replayfmt.replay.code import allowed
-from replayfmt.replay.planning.effects import Effects, effects_of_schema
-from replayfmt.replay.planning.kernels import ResolvedKernel
-from replayfmt.trim.redacting import copy_capture
-from replayfmt.trim.selection import Wanted
-from replayfmt.trim.trimming import checked_here, strip_capture, trim_capture
+from replayfmt.pytorch.overloads import parse_schema
+from replayfmt.replay.planning.kernels import Effects, ResolvedKernel, effects_of_schema
+from replayfmt.replay.resolution import kernel_lookup
+from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.trimming import checked_here, copy_capture, strip_capture, trim_capture
 
 from .conftest import Tool
 
@@ -55,7 +51,7 @@ def telling(tmp_path: Path) -> Path:
 @pytest.fixture()
 def negating(monkeypatch: pytest.MonkeyPatch) -> Negating:
     resolver = Negating()
-    monkeypatch.setitem(allowed.RESOLVERS, KernelKind.native, resolver)
+    monkeypatch.setitem(kernel_lookup.RESOLVERS, KernelKind.native, resolver)
     return resolver
 
 
@@ -112,7 +108,7 @@ def test_what_is_not_redacted_is_copied_exactly(telling: Path, tmp_path: Path, t
 def test_stripped_captures_keep_code_unless_it_is_left_out(telling: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
     with open_capture(telling) as reader:
-        result = strip_capture(reader, str(out), Wanted())
+        result = strip_capture(reader, str(out), TrimSelection())
     assert [role for role, _name, _content in attached(out)["native::negate0"]] == [role for role, _content in TELLING]
     assert result.notes == [
         "5 attachments of kernels kept: code is as it was written, with the names and paths in it; "
@@ -155,16 +151,16 @@ class Negate(ResolvedKernel):
 def test_a_part_with_code_is_computed_and_verified_with_leave_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(allowed.RESOLVERS, KernelKind.native, lambda kernel, _contents, _types: Negate(kernel))
+    monkeypatch.setitem(kernel_lookup.RESOLVERS, KernelKind.native, lambda kernel, _contents, _types: Negate(kernel))
     path, out = write(tmp_path / "code.opreplay", kernels=3), tmp_path / "part.opreplay"
     check = checked_here(lambda part: replayfmt.Plan(part, allow_code=True))
     with (
         replayfmt.Plan(path, keep_going=True) as plan,
         pytest.raises(ReplayRefused, match="what comes before ordinal 3 cannot be replayed here"),
     ):
-        trim_capture(plan, str(out), Wanted(ops="2:3"), check)
+        trim_capture(plan, str(out), TrimSelection(ops="2:3"), check)
     with replayfmt.Plan(path, keep_going=True, allow_code=True) as plan:
-        result = trim_capture(plan, str(out), Wanted(ops="2:3"), check)
+        result = trim_capture(plan, str(out), TrimSelection(ops="2:3"), check)
     assert result.digests == 1 and ": 1 digest," in result.checked
     assert list(attached(out)) == ["native::negate1"]
     with open_capture(out) as reader:
@@ -197,7 +193,9 @@ def test_metadata_that_cannot_be_redacted_are_left_out(tmp_path: Path) -> None:
 
 def test_a_recorder_that_leaves_sources_out_writes_none_of_their_bytes(tmp_path: Path) -> None:
     path = tmp_path / "recorded.opreplay"
-    session = Session("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "0.1.0", argv=(f"{USERS}/alice/train.py",))
+    session = CaptureInfo(
+        "01234567-89ab-cdef-0123-456789abcdef", "opreplay", "0.1.0", argv=(f"{USERS}/alice/train.py",)
+    )
     writer = CaptureWriter(path, session)
     writer.keeps = KeptAttachments(Redaction(session), sources=False)
     attachments = writer.attach((role, f"{USERS}/alice/a.{role}", content) for role, content in TELLING)
@@ -214,7 +212,7 @@ def test_adding_digests_of_files_keeps_attachments(tmp_path: Path) -> None:
     path, out = tmp_path / "in.opreplay", tmp_path / "out.opreplay"
     data = tmp_path / "data.bin"
     data.write_bytes(bytes(64))
-    writer = CaptureWriter(path, Session("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "0.1.0"))
+    writer = CaptureWriter(path, CaptureInfo("01234567-89ab-cdef-0123-456789abcdef", "opreplay", "0.1.0"))
     status = data.stat()
     identity = FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
     writer.file(ExternalFile(str(data), 64, identity))

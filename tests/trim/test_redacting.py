@@ -13,14 +13,13 @@ from format.samples import write_everything
 from in_process import Tools, tools  # noqa: F401 - a fixture
 
 import replayfmt
-from replayfmt.dump.contained import contained
+from replayfmt.dump.contents import contained
 from replayfmt.errors import OutputExists, ReplayRefused
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.maintenance.check import check_capture
+from replayfmt.format.maintenance import check_capture
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.redacting import copy_capture
-from replayfmt.trim.trimming import TrimResult
+from replayfmt.trim.trimming import TrimResult, copy_capture
 
 from .conftest import Captured, Tool
 from .trimmed import ops

@@ -14,15 +14,14 @@ from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
-from replayfmt.format.slots import SlotLayout
+from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.replay import preparation
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.effects import Effects
-from replayfmt.replay.planning.kernels import ResolvedKernel
-from replayfmt.replay.planning.resolve import resolve
-from replayfmt.trim.defined import Defined, region_of
-from replayfmt.trim.open_scopes import OpenScopes
-from replayfmt.trim.selection import Wanted
+from replayfmt.replay.planning.kernels import Effects, ResolvedKernel
+from replayfmt.replay.resolution.kernel_lookup import resolve
+from replayfmt.trim.materializing import DefinedBytes, region_of
+from replayfmt.trim.schedule import OpenScopes
+from replayfmt.trim.selection import TrimSelection
 from replayfmt.trim.trimming import checked_here, trim_capture
 
 from .conftest import Captured
@@ -104,7 +103,7 @@ def test_an_interrupt_leaves_nothing_behind(captured: Captured, tmp_path: Path) 
         raise KeyboardInterrupt
 
     with Plan(path, keep_going=True) as plan, pytest.raises(KeyboardInterrupt):
-        trim_capture(plan, str(out), Wanted(ops="1:3"), checked_here(Plan), on_progress=interrupted)
+        trim_capture(plan, str(out), TrimSelection(ops="1:3"), checked_here(Plan), on_progress=interrupted)
     assert [each.name for each in tmp_path.iterdir()] == ["capture.opreplay"]
 
 
@@ -148,7 +147,7 @@ def test_open_scopes_tell_passes_apart() -> None:
 
 def test_only_bytes_that_every_replay_gives_are_digested() -> None:
     whole = torch.zeros(8)
-    defined = Defined()
+    defined = DefinedBytes()
     defined.born(1, 32, written=False, opaque=False)
     assert not defined.covers(1, whole)
     defined.wrote(1, whole[:4], everything=True)
@@ -172,7 +171,7 @@ def test_progress_counts_up_to_the_end_of_what_is_kept(captured: Captured, tmp_p
         trim_capture(
             plan,
             str(tmp_path / "out.opreplay"),
-            Wanted(ops="5:21"),
+            TrimSelection(ops="5:21"),
             checked_here(Plan),
             on_progress=lambda done, total: seen.append((done, total)),
         )
@@ -217,5 +216,5 @@ def test_a_kernel_that_is_no_operator_replays_and_is_refused_by_name(
     with Plan(path, keep_going=True) as plan:
         assert plan.execute(verify="bitwise").outcome == "ok"
         with pytest.raises(ReplayRefused, match=r"ordinal \d+: aten::mul.Tensor cannot be kept: expected an operator"):
-            trim_capture(plan, str(out), Wanted(kernel=("aten::mul",)), checked_here)
+            trim_capture(plan, str(out), TrimSelection(kernel=("aten::mul",)), checked_here)
     assert not list(tmp_path.glob("out.*")), "nothing half written"

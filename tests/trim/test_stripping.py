@@ -17,13 +17,13 @@ from replay.rewriting import rewrite
 import replayfmt
 from replayfmt.errors import InvalidCapture, ReplayRefused
 from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.maintenance.check import check_capture
-from replayfmt.format.model import Device, ExternalFile, FileRange, Kernel, Node, Record, Session, Signature
+from replayfmt.format.maintenance import check_capture
+from replayfmt.format.model import CaptureInfo, Device, ExternalFile, FileRange, Kernel, Node, Record, Signature
 from replayfmt.format.reader import open_capture
-from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.selection import Wanted
+from replayfmt.trim.selection import TrimSelection
 from replayfmt.trim.trimming import TrimResult, strip_capture
 
 from .conftest import Captured
@@ -45,7 +45,7 @@ def program() -> None:
 
 def strip(path: Path, out: Path, **wanted: str) -> TrimResult:
     with open_capture(path) as reader:
-        return strip_capture(reader, str(out), Wanted(**wanted))
+        return strip_capture(reader, str(out), TrimSelection(**wanted))
 
 
 def bodies(path: Path) -> Iterator[bytes]:
@@ -163,7 +163,7 @@ def test_a_capture_that_cannot_be_replayed_can_be_stripped(tmp_path: Path) -> No
 
 def write_odd_capture(path: Path) -> None:
     """Paths in every place where a capture may have text, and an operator that nobody has."""
-    session = Session(
+    session = CaptureInfo(
         "01234567-89ab-cdef-0123-456789abcdef",
         "opreplay",
         "1",
@@ -278,7 +278,7 @@ def test_a_selection_that_names_a_path_is_redacted_too(tmp_path: Path) -> None:
 def test_captures_with_records_of_every_kind_can_be_stripped(name: str, tmp_path: Path) -> None:
     path, out = GOLDEN / f"{name}.opreplay", tmp_path / "out.opreplay"
     with open_capture(path) as reader:
-        strip_capture(reader, str(out), Wanted(), allow_incomplete=True)
+        strip_capture(reader, str(out), TrimSelection(), allow_incomplete=True)
         contents = [bytes(reader.payload(number)) for number in range(1, len(reader.payloads) + 1)]
         kinds = dict(reader.summary.records)
     check_capture(str(out))

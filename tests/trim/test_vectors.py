@@ -16,10 +16,9 @@ import replayfmt
 from replayfmt.errors import CaptureFailed, OutputExists, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.model import Kernel
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.selection import Wanted
-from replayfmt.trim.vectors import export
-from replayfmt.trim.vectors.encoding import file_name
-from replayfmt.trim.vectors.export import VectorsResult, write_vectors
+from replayfmt.trim import vectors
+from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.vectors import VectorsResult, file_name, write_vectors
 
 from .conftest import Captured, Tool
 
@@ -53,7 +52,7 @@ def written(
     path: Path, out: Path, *, verify: Any = "auto", force: bool = False, partial: bool = False, **wanted: str
 ) -> VectorsResult:
     with Plan(path, keep_going=True) as plan:
-        return write_vectors(plan, str(out), Wanted(**wanted), verify=verify, force=force, partial=partial)
+        return write_vectors(plan, str(out), TrimSelection(**wanted), verify=verify, force=force, partial=partial)
 
 
 def cases(out: Path) -> dict[str, list[dict[str, Any]]]:
@@ -210,7 +209,7 @@ def test_a_directory_is_written_whole_or_not_at_all(
     captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, out = captured(program), tmp_path / "vectors"
-    write, count = export.write_safetensors, 0
+    write, count = vectors.write_safetensors, 0
 
     def full(name: Path, arrays: Any) -> None:
         nonlocal count
@@ -219,7 +218,7 @@ def test_a_directory_is_written_whole_or_not_at_all(
             raise OSError(28, "No space left on device", str(name))
         write(name, arrays)
 
-    monkeypatch.setattr(export, "write_safetensors", full)
+    monkeypatch.setattr(vectors, "write_safetensors", full)
     with pytest.raises(CaptureFailed, match="cannot be written: No space left on device"):
         written(path, out, partial=True)
     assert count == 3 and list(tmp_path.glob("vectors*")) == []

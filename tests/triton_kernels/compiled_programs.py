@@ -22,8 +22,7 @@ from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.model import TensorValue
 from replayfmt.format.reader import CaptureReader
-from replayfmt.replay.code.triton_kernels import resolve_triton
-from replayfmt.replay.code.triton_launcher import launcher_of
+from replayfmt.replay.resolution.code_kernels import launcher_of, resolve_triton
 from tests.triton_kernels import programs
 from tests.triton_kernels.fake_device import install
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from replayfmt.probes.ptx.assembling import ptxas_programs
+from replayfmt.probes.ptx import ptxas_programs
 
 
 def run_python(

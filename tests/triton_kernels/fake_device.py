@@ -12,9 +12,9 @@ from triton.runtime import _allocation
 
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
-from replayfmt.replay.code import allowed
-from replayfmt.replay.code.triton_kernels import TritonKernel, resolve_triton
 from replayfmt.replay.planning.kernels import ResolvedKernel
+from replayfmt.replay.resolution import kernel_lookup
+from replayfmt.replay.resolution.code_kernels import TritonKernel, resolve_triton
 
 
 class FakeDriver:
@@ -77,6 +77,6 @@ def replay_as_on_a_device() -> None:
     ) -> ResolvedKernel | str:
         return resolve_triton(kernel, contents, frozenset({"cuda"}))
 
-    allowed.RESOLVERS[KernelKind.triton] = resolve
-    allowed.prepare_triton = lambda _types: None
+    kernel_lookup.RESOLVERS[KernelKind.triton] = resolve
+    kernel_lookup.prepare_triton = lambda _types: None
     TritonKernel.runs_on = lambda _self, _type: True  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from replayfmt.errors import OpReplayError
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.reader import CaptureReader
-from replayfmt.replay.code.triton_kernels import resolve_triton
+from replayfmt.replay.resolution.code_kernels import resolve_triton
 from tests.triton_kernels.fake_device import install
 
 torch.utils._triton.has_triton = lambda **_options: True  # it asks for a device

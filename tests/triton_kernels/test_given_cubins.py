@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from replayfmt.pytorch.triton.cubins import Cubin, CubinKernel
+from replayfmt.pytorch.triton.compiled import Cubin, CubinKernel
 from tests.triton_kernels.conftest import run_python, skip_unless_triton_compiles
 
 SOURCE = Path(__file__).with_name("given_cubins.cu")

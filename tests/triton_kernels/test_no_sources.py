@@ -11,7 +11,7 @@ import replayfmt
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.reader import open_capture
-from replayfmt.pytorch.triton.declarations import source_without_bodies
+from replayfmt.pytorch.triton.kernels import source_without_bodies
 from tests.triton_kernels.conftest import run_python
 
 PROGRAM = """

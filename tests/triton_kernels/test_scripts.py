@@ -13,7 +13,7 @@ from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import CaptureReader
-from replayfmt.trim.script.triton_sections import TritonSections, with_names
+from replayfmt.trim.script_triton import TritonSections, with_names
 from tests.triton_kernels.conftest import run_python
 
 # Writes a script of the launches in each capture of a directory, into a directory of its own.

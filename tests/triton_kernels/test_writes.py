@@ -21,10 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gluon_language
 from triton.language import pointer_type as pointer_to
 
-from replayfmt.pytorch.triton.accesses import accesses_of
-from replayfmt.pytorch.triton.functions import NotStandalone
-from replayfmt.pytorch.triton.ir_writes import NotRead, ir_accesses
-from replayfmt.pytorch.triton.sources import load_source, standalone_source
+from replayfmt.pytorch.triton.accesses import NotRead, accesses_of, ir_accesses
+from replayfmt.pytorch.triton.sources import NotStandalone, load_source, standalone_source
 from tests.triton_kernels import writing_kernels
 from tests.triton_kernels.writing_kernels import KERNELS, POINTERS
 

@@ -1,10 +1,31 @@
-"""Power over time, as a log holds it: each GPU is a series of its own, in the order of time."""
+"""Logs of sampled power: nvidia-smi's CSV, rocm-smi's with a time, or `timestamp,gpu,power_w`.
+
+`read_power_log` makes a `PowerLog` of a file: each GPU is a series of its own, in the order of time. A column
+`energy_counter_j` has the joules that each GPU has taken since some moment, beside its power or alone.
+
+What cannot be read, or is said to be not available, is counted and left out: it is never 0 W. A log whose rows could
+mean something else than they say (a decimal comma that makes two columns of one, GPUs that no column tells apart, a
+clock that ran backwards) is refused, or these rows are left out.
+"""
 
 from __future__ import annotations
 
+import codecs
+import csv
+import math
+import os
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import numpy as np
+
+from replayfmt.errors import UsageError
+from replayfmt.format.validation import require_regular_file
 
 
 @dataclass(frozen=True)
@@ -110,3 +131,454 @@ def resolution_of(readings: np.ndarray, written_w: float = 0.0) -> float:
 
 def _interval_s(times_s: np.ndarray) -> float | None:
     return float(np.median(np.diff(times_s))) if times_s.size > 1 else None
+
+
+COUNTER = "energy_counter_j"
+# What says which GPU a row is of; the first of these that there is. The last ones are of nvidia-smi's, long but right.
+_GPU_NAMES = (
+    *("gpu", "index", "gpu_index", "gpu_id", "gpu id", "device", "card", "id"),
+    *("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "serial", "gpu_serial"),
+)
+EXPECTED = "timestamp,gpu,power_w or nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv"
+_NOT_AVAILABLE = re.compile(r"\[?(n/a|not supported|unknown error|not available|gpu requires reset)\]?", re.IGNORECASE)
+_POWER = re.compile(
+    r"(?P<number>[-+]?\d{1,18}(?:\.(?P<decimals>\d{0,18}))?(?:[eE](?P<exponent>[-+]?\d{1,2}))?)\s*"
+    r"(?P<unit>[kmu\u00b5\u03bc]?W)?",
+    re.ASCII,
+)
+# The unit in a column's name: power_mw, power.draw [W], Power (uW).
+_UNIT = re.compile(r"[\[(]([^\])\[(]*)[\])]$|[_ ](\w?w|watts|milliwatts|microwatts|kilowatts)$")
+_WATTS = {
+    "w": 1.0,
+    "watts": 1.0,
+    "kw": 1e3,
+    "kilowatts": 1e3,
+    "mw": 1e-3,
+    "milliwatts": 1e-3,
+    "uw": 1e-6,
+    "\u00b5w": 1e-6,
+    "\u03bcw": 1e-6,
+    "microwatts": 1e-6,
+}
+# What a column of power holds that is no power drawn.
+_NO_DRAW = frozenset(
+    {"limit", "cap", "max", "min", "state", "mode", "management", "voltage", "throttle", "status", "brake", "slowdown"}
+)
+_METER = re.compile(r"pm\d{1,3}")
+_WORD = re.compile(r"[a-z]+")
+# Times are between 2001 and 2286. Numbers are since 1970, in the first of these units that puts them there.
+_EPOCH_UNITS = (1.0, 1e-3, 1e-6, 1e-9)
+_EPOCH_RANGE = (1e9, 1e10)
+_FRACTION = re.compile("[.,]")
+
+
+class UnusableCell(Exception):
+    """A row has no value; the message says why."""
+
+
+@dataclass(frozen=True)
+class LogColumns:
+    """Where a row has what; `scale` makes watts of the numbers in `power` that have no unit beside them. `others` are
+    the columns that hold power as well."""
+
+    time: int
+    gpu: int | None
+    power: int | None
+    scale: float
+    counter: int | None
+    others: tuple[str, ...] = ()
+
+    @property
+    def last(self) -> int:
+        """The last place that is needed."""
+        return max(place for place in (self.time, self.gpu, self.power, self.counter) if place is not None)
+
+    @staticmethod
+    def of(names: Sequence[str], path: str) -> LogColumns:
+        plain = [name.lower() for name in names]
+        time = next((i for i, name in enumerate(plain) if name.startswith(("timestamp", "time", "date"))), None)
+        counter = next((i for i, name in enumerate(plain) if name == COUNTER), None)
+        drawn = [i for i, name in enumerate(plain) if "power" in name and _NO_DRAW.isdisjoint(_WORD.findall(name))]
+        power = min(drawn, key=lambda place: _preference(plain[place]), default=None)
+        if power is None and "sum" in plain and any(_METER.fullmatch(name) for name in plain):
+            power = plain.index("sum")  # a logger of WattsUp meters: what each draws, and all of them
+        if time is None or (power is None and counter is None):
+            missing = "time" if time is None else "power"
+            raise UsageError(
+                f"{path}: no column of the power log holds a {missing} (its header: {', '.join(names)}); expected "
+                f"{EXPECTED}"
+            )
+        gpu = next((plain.index(name) for name in _GPU_NAMES if name in plain), None)
+        others = tuple(names[i] for i in drawn if i != power)
+        return LogColumns(time, gpu, power, 1.0 if power is None else _scale(names[power], path), counter, others)
+
+    def values(self, line: Sequence[str]) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
+        """The watts and the counter's joules of a row, each with the step of its last digit. Raises LeftOut if it has
+        neither."""
+        cells = [None if place is None else line[place] for place in (self.power, self.counter)]
+        found: list[tuple[float, float] | None] = [None, None]
+        reasons = []
+        for place, (cell, scale) in enumerate(zip(cells, (self.scale, None), strict=True)):
+            try:
+                found[place] = None if cell is None else _number(cell, scale)
+            except UnusableCell as reason:
+                reasons.append(reason)
+        if found == [None, None]:
+            raise reasons[0]
+        return found[0], found[1]
+
+
+def _preference(name: str) -> tuple[bool, bool, bool, bool]:
+    """What comes first is taken for the power, of nvidia-smi's columns above all: that of the GPU and not of the module
+    with its processor (Grace), the one at a moment rather than an average."""
+    return ("draw" not in name, "module" in name, "average" in name, "instant" not in name)
+
+
+def _scale(name: str, path: str) -> float:
+    """What makes watts of the numbers in a column of this name. Raises UsageError for a unit that is none of power."""
+    unit = _UNIT.search(name.lower())
+    if unit is None:
+        return 1.0
+    text = (unit[1] if unit[1] is not None else unit[2]).strip()
+    if text not in _WATTS:
+        raise UsageError(f"{path}: the column {name} has the unit {text!r}; expected one of {', '.join(_WATTS)}")
+    return _WATTS[text]
+
+
+def is_header(cells: Sequence[str]) -> bool:
+    plain = [cell.lower() for cell in cells]
+    return any("power" in cell or cell.startswith("timestamp") or cell == "time" for cell in plain)
+
+
+def _number(text: str, watts: float | None) -> tuple[float, float]:
+    """A number, of power if `watts` says what one without a unit is worth, and the step of its last digit."""
+    if _NOT_AVAILABLE.fullmatch(text):
+        raise UnusableCell("not available")
+    matched = _POWER.fullmatch(text)
+    if matched is None or (watts is None and matched["unit"]):
+        raise UnusableCell("unreadable")
+    value = float(matched["number"])
+    if not math.isfinite(value) or value < 0:
+        raise UnusableCell("unreadable")
+    scale = 1.0 if watts is None else _WATTS[matched["unit"].lower()] if matched["unit"] else watts
+    return value * scale, scale * 10.0 ** (int(matched["exponent"] or 0) - len(matched["decimals"] or ""))
+
+
+@dataclass(frozen=True)
+class LogMoment:
+    """Seconds since 1970; whether the text has no zone of its own, and whether it has whole seconds and no more."""
+
+    seconds: float
+    naive: bool
+    whole: bool
+
+
+def time_of(text: str, zone: tzinfo | None) -> LogMoment:
+    """The moment that a text is. Raises LeftOut for one that is none, or may be two."""
+    try:
+        number = float(text)
+    except ValueError:
+        pass
+    else:
+        for unit in _EPOCH_UNITS:
+            if _EPOCH_RANGE[0] <= number * unit < _EPOCH_RANGE[1]:
+                return LogMoment(number * unit, False, unit == 1.0 and not _FRACTION.search(text))
+        raise UnusableCell("unreadable")
+    try:
+        when = datetime.fromisoformat(text.replace("/", "-"))
+    except ValueError:
+        raise UnusableCell("unreadable") from None
+    try:
+        naive = when.tzinfo is None
+        zoned = when.replace(tzinfo=zone or UTC) if naive else when
+        first, second = (zoned.replace(fold=fold).timestamp() for fold in (0, 1))
+    except (OverflowError, ValueError):
+        raise UnusableCell("unreadable") from None
+    if not _EPOCH_RANGE[0] <= first < _EPOCH_RANGE[1]:
+        raise UnusableCell("unreadable")
+    if first != second:
+        raise UnusableCell("in the hour that daylight saving time repeats or leaves out")
+    return LogMoment(first, naive, not _FRACTION.search(text))
+
+
+# nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv,noheader
+_WITHOUT_HEADER = ("timestamp", "index", "power.draw [W]")
+_SHOWN = 60  # characters of a row, in errors
+# A clock that writes whole seconds cuts off the rest: on average half a second.
+_CUT_OFF_S = 0.5
+# A step back by more intervals, between so many rows that are in order, is the clock's and not that of rows written in
+# another order.
+_STEP_BACK_INTERVALS = 3.0
+_STEP_BACK_ROWS = 10
+# Rows of one time, or nearly: so many groups of one size, and so large a share of all, are several GPUs.
+_LEAST_GROUPS = 5
+_ALIKE = 0.8
+# A column `id` of so many different numbers, each once, counts rows.
+_LEAST_NUMBERED = 3
+_APART = 4.0
+
+
+def zone_named(name: str) -> tzinfo:
+    """The time zone that --zone names: `UTC`, `Europe/Berlin`, or an offset such as `+02:00`. Raises UsageError."""
+    offset = re.fullmatch(r"([+-])(\d\d):?([0-5]\d)", name)
+    if offset and int(offset[2]) < 24:
+        minutes = int(offset[2]) * 60 + int(offset[3])
+        return timezone(timedelta(minutes=minutes if offset[1] == "+" else -minutes))
+    try:
+        return UTC if name == "UTC" else ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise UsageError(f"--zone={name}: expected UTC, a name such as Europe/Berlin, or an offset: +02:00") from error
+
+
+def read_power_log(
+    path: str | os.PathLike[str], *, zone: tzinfo | None = None, gpus: Sequence[str] = (), zone_text: str = ""
+) -> PowerLog:
+    """Read a log. `zone` is that of times without one; `gpus` selects some, by their names in the log.
+
+    Raises UsageError if the file cannot be read, has no times or no power in it, has times without a zone while `zone`
+    is None, does not tell its GPUs apart, was written while its clock ran backwards, or holds none of `gpus`.
+    """
+    rows = _Rows(str(path), zone)
+    try:
+        require_regular_file(path)
+        with open(path, "rb") as file:
+            wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # PowerShell's `>`
+        with open(path, encoding="utf-16" if wide else "utf-8-sig", newline="") as text:
+            rows.read(text)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read as a power log: {error.strerror}") from error
+    except (UnicodeError, csv.Error) as error:
+        raise UsageError(f"{path}: cannot be read as a power log: {error}") from error
+    if rows.columns is None:
+        raise UsageError(f"{path}: the power log is empty")
+    if rows.without_zone and zone is None:
+        raise UsageError(f"{path}: its times have no zone: give --zone=UTC, --zone=Europe/Berlin or --zone=+02:00")
+    numbered = rows.join_numbered_rows()
+    known = list(dict.fromkeys((*rows.power, *rows.counted)))
+    missing = [gpu for gpu in gpus if gpu not in known]
+    if missing:
+        raise UsageError(f"{path}: no GPU {', '.join(missing)} in it; it has {', '.join(known) or 'no readable row'}")
+    chosen = [gpu for gpu in known if not gpus or gpu in gpus]
+    if not chosen:
+        told = ", ".join(f"{count} {reason}" for reason, count in rows.left_out.items()) or "no rows"
+        raise UsageError(f"{path}: no row of the power log can be read ({told}){rows.example}; expected {EXPECTED}")
+    power = {gpu: rows.power[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.power}
+    counted = {gpu: rows.counted[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.counted}
+    if rows.columns.gpu is None or numbered:
+        _require_one_gpu(str(path), (power or counted)["0"])
+    each = [power.get(gpu) or counted[gpu] for gpu in chosen]
+    late_s = _CUT_OFF_S if rows.whole_seconds else 0.0
+    return PowerLog(
+        str(path),
+        {gpu: found.series(rows.power[gpu].step, late_s) for gpu, found in power.items()},
+        rows.count,
+        dict(rows.left_out),
+        sum(found.backwards for found in each),
+        zone_text if rows.without_zone else "",
+        {gpu: CounterSeries(*found.last()).shifted(late_s) for gpu, found in counted.items()},
+        sum(found.same_time for found in each),
+        rows.power_column,
+        rows.columns.others,
+        rows.whole_seconds,
+    )
+
+
+class _Readings:
+    """What a log says of one GPU, in the order of its rows. `step` is that of the last digit that it writes."""
+
+    def __init__(self) -> None:
+        self._times, self._values = array("d"), array("d")
+        self.step = math.inf
+
+    def add(self, when: float, value: float, step: float) -> None:
+        self._times.append(when)
+        self._values.append(value)
+        self.step = min(self.step, step)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def join(self, other: _Readings) -> None:
+        """Add the readings of another one after these."""
+        self._times += other._times
+        self._values += other._values
+        self.step = min(self.step, other.step)
+
+    @property
+    def first(self) -> float:
+        return self._times[0]
+
+    def ordered(self, path: str, gpu: str) -> _Ordered:
+        """The readings in the order of time. Raises UsageError if the clock ran backwards: two moments then have one
+        time."""
+        times, values = np.array(self._times), np.array(self._values)
+        steps = np.diff(times)
+        usual = float(np.median(steps[steps > 0])) if (steps > 0).any() else 0.0
+        for place in np.flatnonzero(steps < -_STEP_BACK_INTERVALS * usual).tolist():
+            before, after = times[: place + 1], times[place + 1 :]
+            around = steps[max(0, place - _STEP_BACK_ROWS) : place], steps[place + 1 : place + 1 + _STEP_BACK_ROWS]
+            if any(len(side) < _STEP_BACK_ROWS or (side < 0).any() for side in around):
+                continue
+            falls = np.flatnonzero(np.diff(after) < 0)
+            last = after[falls[0]] if falls.size else after[-1]
+            if ((before >= after[0]) & (before <= last)).any():
+                raise UsageError(
+                    f"{path}: its clock ran backwards by {-steps[place]:.3f} s after "
+                    f"{datetime.fromtimestamp(times[place], UTC).isoformat()} (GPU {gpu}), so that a time in it stands "
+                    "for two moments: take the rows before or behind that, or measure again"
+                )
+        order = np.argsort(times, kind="stable")
+        return _Ordered(times[order], values[order], int((steps < 0).sum()))
+
+
+@dataclass(frozen=True)
+class _Ordered:
+    """Readings in the order of time; `backwards` counts the rows that were before the row above them."""
+
+    times: np.ndarray
+    values: np.ndarray
+    backwards: int
+
+    @property
+    def same_time(self) -> int:
+        """The rows that have the time of another one before them."""
+        return int((np.diff(self.times) == 0).sum())
+
+    def series(self, step: float, late_s: float) -> Series:
+        """The times that differ, and the mean of each one's values; samples are up to twice `late_s` after them."""
+        times, place, counts = np.unique(self.times, return_inverse=True, return_counts=True)
+        means = np.bincount(place, self.values) / counts
+        return Series(times + late_s, means, resolution_of(self.values, step), late_s)
+
+    def last(self) -> tuple[np.ndarray, np.ndarray]:
+        """The times that differ, and the value of each one's last row."""
+        last = np.append(np.diff(self.times) > 0, True)
+        return self.times[last], self.values[last]
+
+
+def _require_one_gpu(path: str, readings: _Ordered) -> None:
+    """Raises UsageError for rows in groups of (nearly) one time, without a column that says which GPU each is of: the
+    power of several GPUs would be averaged instead of added up."""
+    distances = np.diff(readings.times)
+    near = float(np.percentile(distances, 25)) if distances.size else 0.0
+    ends = np.flatnonzero(distances > _APART * near)
+    sizes = np.diff(ends)
+    if sizes.size < _LEAST_GROUPS:
+        return
+    size = int(np.median(sizes))
+    if size > 1 and (sizes == size).mean() >= _ALIKE:
+        raise UsageError(
+            f"{path}: {size} rows each have the same time, or nearly, and no column says which GPU a row is of: add it "
+            "(nvidia-smi --query-gpu=timestamp,index,power.draw); or, of one GPU, write times with milliseconds"
+        )
+
+
+class _Rows:
+    """What a file has said so far: readings by GPU, and which rows were left out and why."""
+
+    def __init__(self, path: str, zone: tzinfo | None) -> None:
+        self._path = path
+        self._zone = zone
+        self._header: list[str] | None = None
+        self._names: Sequence[str] = ()
+        self.columns: LogColumns | None = None
+        self.count = 0
+        self.power: dict[str, _Readings] = {}
+        self.counted: dict[str, _Readings] = {}
+        self.left_out: Counter[str] = Counter()
+        self.example = ""  # the first row that was left out, for errors
+        self.without_zone = False
+        self.whole_seconds = True
+
+    @property
+    def power_column(self) -> str:
+        """The name of the column that power is from, "" if there is none."""
+        place = None if self.columns is None else self.columns.power
+        return "" if place is None else self._names[place]
+
+    def read(self, text: Iterator[str]) -> None:
+        """Read all lines. Raises UsageError for columns that are none of a power log."""
+        lines = _Lines(text)
+        reader = csv.reader(lines)
+        for cells in reader:
+            row = [cell.strip() for cell in cells]
+            if not any(row) or row == self._header:
+                continue  # a header again: logs are appended to each other
+            if self.columns is None and self._begin(row):
+                continue
+            self.count += 1
+            try:
+                if lines.cut_off:
+                    raise UnusableCell("cut off")  # perhaps within a number
+                self._add(row)
+            except UnusableCell as reason:
+                self.left_out[str(reason)] += 1
+                self.example = self.example or f"; the first is line {reader.line_num}: {','.join(cells)[:_SHOWN]!r}"
+
+    def join_numbered_rows(self) -> bool:
+        """Make one GPU of all rows if a column `id` only counts them, as loggers of a whole machine's power do: no two
+        rows have one number or one time. Returns whether it did."""
+        place = None if self.columns is None else self.columns.gpu
+        if place is None or self._names[place].lower() != "id":
+            return False
+        for found in (self.power, self.counted):
+            times = {readings.first for readings in found.values()}
+            alone = all(len(readings) == 1 for readings in found.values())
+            if found and not (alone and len(found) >= _LEAST_NUMBERED and len(times) == len(found)):
+                return False
+        for found in (self.power, self.counted):
+            whole = _Readings()
+            for readings in found.values():
+                whole.join(readings)
+            found.clear()
+            if len(whole):
+                found["0"] = whole
+        return bool(self.power or self.counted)
+
+    def _begin(self, row: list[str]) -> bool:
+        """Find the columns in the first row; whether it is a header."""
+        if is_header(row):
+            self._header = row
+        self._names = self._header or _WITHOUT_HEADER
+        for separator in ";\t":
+            if len(row) == 1 and separator in row[0]:
+                raise UsageError(
+                    f"{self._path}: its columns are separated by {separator!r}; expected commas between columns, and "
+                    "points in numbers"
+                )
+        self.columns = LogColumns.of(self._names, self._path)
+        return self._header is not None
+
+    def _add(self, row: list[str]) -> None:
+        columns = self.columns
+        assert columns is not None
+        if len(row) <= columns.last:
+            raise UnusableCell("cut off")
+        if any(row[len(self._names) :]):
+            raise UnusableCell("with more cells than columns")  # a decimal comma, or columns that are not known
+        gpu = "0" if columns.gpu is None else row[columns.gpu]
+        if self._header is None and not gpu.isdecimal():
+            raise UnusableCell("without a GPU's index where it is expected")
+        when = time_of(row[columns.time], self._zone)
+        watts, joules = columns.values(row)
+        self.without_zone = self.without_zone or when.naive
+        self.whole_seconds = self.whole_seconds and when.whole
+        for value, found in ((watts, self.power), (joules, self.counted)):
+            if value is not None:
+                found.setdefault(gpu, _Readings()).add(when.seconds, *value)
+
+
+class _Lines:
+    """The lines of a text; `cut_off` says whether the last one that was read had no end."""
+
+    def __init__(self, text: Iterator[str]) -> None:
+        self._text = text
+        self.cut_off = False
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._text)
+        self.cut_off = not line.endswith(("\n", "\r"))
+        return line

@@ -22,8 +22,8 @@ from typing import NoReturn
 
 from replayfmt.errors import OpReplayError
 
-from .power_log_cells import COUNTER
-from .sources import KINDS, EnergySource, NoSource, SourceLost, open_source
+from ..machine import KINDS, EnergySource, NoSource, SourceLost, open_source
+from .power_log import COUNTER
 
 HEADER = "timestamp,gpu,power_w"
 _READY_S = 60.0

@@ -1,8 +1,11 @@
-"""The windows of a measurement of energy, and their file: what ran when.
+"""The windows of a measurement of energy, their file, and the energy of each.
 
-One JSON object a line: a header (`kind: header`), a line for each window, and `kind: end` with their number, so that
-a file that was cut off is recognized. Times are UTC in nanoseconds since 1970, and monotonic ones: the length of
-a window is by the latter, and a window whose two lengths differ was measured while the clock was being set.
+The file has one JSON object a line: a header (`kind: header`), a line for each window, and `kind: end` with their
+number, so that a file that was cut off is recognized. Times are UTC in nanoseconds since 1970, and monotonic ones: the
+length of a window is by the latter, and a window whose two lengths differ was measured while the clock was being set.
+
+The energy of a window is what an energy counter rose by in it, or the trapezoid rule over sampled power; both are
+interpolated linearly at the window's edges.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NoReturn, get_args
 
-from replayfmt.errors import UsageError
-from replayfmt.format.regular_files import require_regular_file
+import numpy as np
 
-from ..gpu_state import are_gpu_rows
+from replayfmt.errors import UsageError
+from replayfmt.format.validation import require_regular_file
+
+from ..machine import are_gpu_rows
+from .power_log import CounterSeries, PowerLog, Series
 
 FORMAT = "opreplay-energy-windows"
 VERSION = 1
@@ -160,3 +166,155 @@ def _window(row: dict[str, Any], path: str) -> EnergyWindow:
             f"day and {monotonic / 1e9:.3f} s by the monotonic clock; measure again"
         )
     return window
+
+
+LEAST_SAMPLES = 10
+TRAPEZOID = "trapezoid rule, linear interpolation at the edges"
+COUNTER = "energy counter, linear interpolation at the edges"
+# Two samples farther apart than so many intervals have a gap between them.
+GAP_INTERVALS = 3.0
+# Load has to be that much above idle for its edge to be found, which is where that part of the rise is over.
+_CLEAR_EDGE = 1.2
+_RISE = 0.25
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules of one window. `joules` is None if they cannot be known, and `reason` says why.
+
+    `error` bounds them on either side: power between two samples lies between these, and each sample is right to half
+    the log's resolution, and as far from its time as the log's times may be; a counter may be one step late at either
+    edge. `samples` are those inside the window, or the changes of the counter, of the GPU that has the fewest; `gaps`
+    the pairs of samples that are too far apart.
+    """
+
+    joules: float | None
+    error: float | None
+    seconds: float
+    samples: int
+    gaps: int
+    reason: str = ""
+
+    @property
+    def watts(self) -> float | None:
+        """The mean power."""
+        return None if self.joules is None else self.joules / self.seconds
+
+
+def method_of(log: PowerLog) -> str:
+    """How energy is found from a log."""
+    trapezoid = log.series.keys() - log.counters.keys()
+    return "; ".join([*([COUNTER] if log.counters else []), *([TRAPEZOID] if trapezoid else [])])
+
+
+def integrate(log: PowerLog, start_s: float, end_s: float, least: int = LEAST_SAMPLES) -> Energy:
+    """The energy of all GPUs of a log from one moment to another (seconds since 1970): by its counter where a GPU has
+    one. GPUs are taken one by one and added: their samples need not be of the same moments. With fewer than `least`
+    samples in between there is none."""
+    seconds = end_s - start_s
+    joules = error = 0.0
+    fewest: tuple[int, str] | None = None
+    gaps = 0
+    for gpu in log.gpus:
+        counter = log.counters.get(gpu)
+        times = log.series[gpu].times_s if counter is None else counter.times_s
+        begins, ends = float(times[0]), float(times[-1])
+        if start_s < begins or end_s > ends:
+            late, early = max(0.0, begins - start_s), max(0.0, end_s - ends)
+            what = f"begins {late:.3f} s after" if late else f"ends {early:.3f} s before"
+            return Energy(None, None, seconds, 0, 0, f"the power log of GPU {gpu} {what} the window does")
+        if counter is None:
+            found, wrong, samples = _trapezoid(log.series[gpu], start_s, end_s)
+            gaps += _gaps(log.series[gpu], start_s, end_s)
+            what = "samples"
+        else:
+            told = _counted(counter, start_s, end_s)
+            if told is None:
+                return Energy(None, None, seconds, 0, 0, f"the energy counter of GPU {gpu} ran backwards in the window")
+            found, wrong, samples = told
+            what = "changes of the energy counter"
+        joules, error = joules + found, error + wrong
+        if fewest is None or samples < fewest[0]:
+            fewest = samples, what
+    samples, what = fewest or (0, "samples")
+    if samples < least:
+        reason = f"{samples} {what} in the window; {least} are needed"
+        return Energy(None, None, seconds, samples, gaps, reason)
+    return Energy(joules, error, seconds, samples, gaps)
+
+
+def _trapezoid(series: Series, start_s: float, end_s: float) -> tuple[float, float, int]:
+    """Joules, their error, and the samples inside."""
+    times, watts = _cut(series, start_s, end_s)
+    rises = np.abs(np.diff(watts))
+    error = float((rises * np.diff(times)).sum() / 2) + series.resolution_w / 2 * (end_s - start_s)
+    if series.time_error_s:
+        _, near = _cut(series, start_s - series.time_error_s, end_s + series.time_error_s)
+        error += series.time_error_s * float(np.abs(np.diff(near)).sum())
+    return float(np.trapezoid(watts, times)), error, times.size - 2
+
+
+def _counted(series: CounterSeries, start_s: float, end_s: float) -> tuple[float, float, int] | None:
+    """Joules, their error, and the changes inside; None if the counter fell between the sample before the window and
+    the one behind it."""
+    first = int(np.searchsorted(series.times_s, start_s, "right")) - 1
+    behind = int(np.searchsorted(series.times_s, end_s, "left"))
+    steps = np.diff(series.joules[first : behind + 1])
+    if (steps < 0).any():
+        return None
+    before, after = np.interp([start_s, end_s], series.times_s, series.joules)
+    return float(after - before), 2 * float(steps.max(initial=0.0)), int((steps[:-1] > 0).sum())
+
+
+def _cut(series: Series, start_s: float, end_s: float) -> tuple[np.ndarray, np.ndarray]:
+    """The samples inside a window, with interpolated ones at its edges."""
+    inside = (series.times_s > start_s) & (series.times_s < end_s)
+    edges = np.interp([start_s, end_s], series.times_s, series.watts)
+    times = np.concatenate(([start_s], series.times_s[inside], [end_s]))
+    return times, np.concatenate(([edges[0]], series.watts[inside], [edges[1]]))
+
+
+def _gaps(series: Series, start_s: float, end_s: float) -> int:
+    """Pairs of neighbouring samples, at least partly in the window, that are too far apart."""
+    interval_s = series.interval_s
+    if interval_s is None:
+        return 0  # a single sample has no neighbour
+    before, after = series.times_s[:-1], series.times_s[1:]
+    touching = (after > start_s) & (before < end_s)
+    return int(((after - before)[touching] > GAP_INTERVALS * interval_s).sum())
+
+
+def find_clock_offset(log: PowerLog, idle: tuple[float, float], load: tuple[float, float]) -> float:
+    """Seconds to add to the log's times so that power rises where work began: at the end of the idle window.
+
+    A rise is where power exceeds a quarter of the way from idle (the 5th percentile) to the most (the 95th). Of those
+    after which the window of `load` has clearly more power than that of `idle`, the one is taken that needs the
+    smallest offset. Raises UsageError if there is none.
+    """
+    if not log.series:
+        raise UsageError(f"{log.path}: holds no power, so a rise of it cannot be found: give --clock-offset=SECONDS")
+    grid = np.unique(np.concatenate([series.times_s for series in log.series.values()]))
+    total = np.sum([np.interp(grid, series.times_s, series.watts) for series in log.series.values()], axis=0)
+    low, high = np.percentile(total, (5, 95))
+    level = low + _RISE * (high - low)
+    rises = np.flatnonzero((total[:-1] <= level) & (total[1:] > level))
+    fitting = []
+    for index in rises:
+        share = (level - total[index]) / (total[index + 1] - total[index])
+        offset = idle[1] - float(grid[index] + share * (grid[index + 1] - grid[index]))
+        if _mean(grid + offset, total, load) > _CLEAR_EDGE * _mean(grid + offset, total, idle):
+            fitting.append(offset)
+    best = min(fitting, key=abs, default=None)
+    if best is None:
+        raise UsageError(
+            f"{log.path}: no rise from idle to load in it fits the windows (from {low:.4g} to {high:.4g} W), so the "
+            "offset of its clock cannot be found: give --clock-offset=SECONDS"
+        )
+    return best
+
+
+def _mean(times: np.ndarray, watts: np.ndarray, window: tuple[float, float]) -> float:
+    """The mean power in a window; NaN, which compares with nothing, if the log does not cover it."""
+    if window[0] < times[0] or window[1] > times[-1]:
+        return float("nan")
+    return float(np.interp(np.linspace(*window, 100), times, watts).mean())

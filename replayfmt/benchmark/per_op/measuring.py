@@ -1,41 +1,269 @@
 """Every op of a capture measured on its own, on its inputs in the replay.
 
 The capture is walked through once, op by op; if only some ops are chosen, only they and the ops they depend on are run.
-If ops do not depend on each other (most imports) and nothing can be compared, one op of each signature is run. The
-first time that an op of each signature can run, it is run apart from the replay until there are enough times: warmed
-up, with the tensors it writes restored between calls (`sampling` has how). A loop of calls finds inputs and code in the
-caches (unless they are flushed: `inputs`), which a whole replay may not: the sum of isolated times is an estimate.
+If ops do not depend on each other (most imports) and nothing can be compared, one op of each signature is run.
+
+A sample is a few calls, timed together. On an accelerator calls are issued behind a *cover*, work that keeps the device
+busy meanwhile; otherwise the time between two events of an idle device would be the time that the host takes to issue
+what lies between them. With --cuda-graph, many calls of an op are launched as one graph of the device instead.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from replayfmt.pytorch.accelerators import is_accelerator
+from replayfmt.pytorch.accelerators import captured, is_accelerator, spinning
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.slices import Slice
+from replayfmt.replay.planning.records import Slice
 from replayfmt.replay.results import Verdict
-from replayfmt.replay.run.isolated import IsolatedOp, call_repeatedly
+from replayfmt.replay.run.steps import IsolatedOp, call_repeatedly
 
-from ..gpu_state import GpuWatch
-from ..inputs import CacheFlush, default_inputs, describe_inputs
-from ..measure import Progress, further_readings
-from ..meters.meter import Clock, MakeMeter, NotMeasured
-from ..meters.registered import METERS
-from ..meters.stopwatch import Readings, stopwatch_for
-from ..min_time import MOST_ITERATIONS
-from ..precision import NarrowEnough
+from ..machine import GpuWatch
+from ..measure import CacheFlush, Progress, default_inputs, describe_inputs, further_readings, require_graphs
+from ..meters import METERS, Clock, MakeMeter, NotMeasured, Readings, Stopwatch, stopwatch_for
+from ..precision import MOST_ITERATIONS, StoppingRule
 from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize, why_unmeasurable
-from .graphs import NoGraph, OpGraph, RecordGraph, graph_of, graphs_of
-from .groups import Chosen, choose
+from .groups import SelectedOps, select_ops, work_of
 from .results import FAILURES, SEVERITY, MeasuredOp, OpOptions, PerOpRun
-from .sampling import Sampler, Shape
-from .work import work_of
+
+# A launch of a graph takes some microseconds on the host: the calls in it take much longer.
+_GRAPH_NS = 500_000
+_MOST_CALLS_IN_GRAPH = 1000
+_SHOWN = 200
+
+# Records what a function does into a graph, and returns what launches that. Raises NoGraph.
+RecordGraph = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class NoGraph(Exception):
+    """Work that cannot be put into a graph; the message says why."""
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """`calls` calls of an op in one graph. `restoring` launches as many times putting back what it writes, None if it
+    writes nothing."""
+
+    calls: int
+    launch: Callable[[], None]
+    restoring: Callable[[], None] | None
+
+
+def graphs_of(devices: Sequence[torch.device]) -> RecordGraph:
+    """What records graphs on the device of a plan. Raises UsageError if there is none."""
+    device = require_graphs(devices)
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        return _record(work, device)
+
+    return record
+
+
+def _record(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    stream = torch.Stream(device)
+    torch.accelerator.synchronize(device)
+    with stream:
+        work()  # what a first use sets up is no part of the graph
+    torch.accelerator.synchronize(device)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            graph = captured(device, work)
+        except Exception as error:  # each operator has its own way to say so
+            cause = error.__context__ or error  # ending the graph fails, too
+            raise NoGraph(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:_SHOWN]}") from error
+    if any("empty" in str(each.message) for each in said):
+        raise NoGraph("it launches nothing on the device's stream, so its graph is empty")
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def graph_of(op: IsolatedOp, call_ns: float, record: RecordGraph) -> OpGraph:
+    """A graph of calls that take `call_ns` each. Raises NoGraph."""
+    calls = int(min(max(_GRAPH_NS / max(call_ns, 1.0), 1.0), _MOST_CALLS_IN_GRAPH))
+
+    def restore() -> None:
+        for _ in range(calls):
+            op.restore()
+
+    def run() -> None:
+        for _ in range(calls):
+            op.restore()
+            op.calls(1)
+
+    if not op.writes:
+        return OpGraph(calls, record(lambda: op.calls(calls)), None)
+    op.restore()
+    memory = op.addresses()
+    graph = OpGraph(calls, record(run), record(restore))
+    op.restore()
+    if op.addresses() != memory:
+        raise NoGraph("it moves the memory that it writes, whose addresses a graph keeps")
+    return graph
+
+
+# Calls that leave their inputs unchanged are timed together for at least this long, so that reading the clock does not
+# matter.
+_SAMPLE_NS = 20_000
+_MOST_CALLS = 10_000
+# On an accelerator: what the host may take to issue a sample, and how many calls with events of their own are in it.
+_ISSUE_NS = 200_000
+_MOST_PAIRS = 8
+_FIRST_COVER_NS = 30_000
+_LONGEST_COVER_NS = 5_000_000
+_EMPTY_PAIRS = 11
+# No kernel of an accelerator takes less than twice this.
+_NO_KERNEL_NS = 400
+_EXPOSED = "the device waited for the host while the op was timed: it came to the op before everything was issued"
+
+Cover = Callable[[float], None]  # issues work that takes about so many nanoseconds
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A sample: `pairs` of begin and end with `calls` calls in each."""
+
+    pairs: int = 1
+    calls: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.pairs * self.calls
+
+
+class Sampler:
+    """Takes samples of ops; `flush` empties the caches before each call."""
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        clock: Clock,
+        meters: Sequence[MakeMeter],
+        flush: CacheFlush | None,
+        covers: Sequence[Cover] | None = None,
+    ) -> None:
+        """`covers` replaces those of the accelerators among `devices`."""
+        self.watch = stopwatch_for(devices, clock, meters)
+        self._hosts = stopwatch_for((), clock, meters)
+        self._clock, self._flush = clock, flush
+        self._accelerators = [device for device in devices if is_accelerator(device)]
+        self._covers = [spinning(device) for device in self._accelerators] if covers is None else list(covers)
+        self._cover_ns: float = _FIRST_COVER_NS
+        self.pair_ns = 0.0  # between two events with nothing between them
+        self.begin(on_host=False)
+        if self._covers:
+            self.pair_ns = statistics.median(self._taken(self.watch, lambda: None) for _ in range(_EMPTY_PAIRS))
+            self.why_exposed = ""
+
+    def begin(self, *, on_host: bool) -> None:
+        """Another op follows; `on_host`: it works on no accelerator, so its time is the host's."""
+        self._watch: Stopwatch = self._hosts if on_host else self.watch
+        self._covered = bool(self._covers) and not on_host
+        self.why_exposed = ""
+
+    @property
+    def step_ns(self) -> float | None:
+        """The smallest step of the clock that the times are from; None if it is not known."""
+        return self._watch.step_ns()
+
+    def works_on_device(self, call_ns: float) -> bool:
+        """Whether a call that takes so long launches anything; always, where times are not those of a covered
+        device."""
+        return not self._covered or bool(self.why_exposed) or call_ns >= _NO_KERNEL_NS
+
+    def shape(self, op: IsolatedOp, first: Readings, share_ns: float) -> Shape:
+        """The sample of an op whose `first` call is known; `share_ns` is the time that one sample should take.
+
+        Memory has to be restored, or caches flushed, between any two calls: such calls have events of their own.
+        """
+        wanted = max(_SAMPLE_NS, share_ns) / max(first.real_ns, 1.0)
+        if not self._covered:
+            return (
+                Shape() if op.writes or self._flush is not None else Shape(calls=int(max(1, min(wanted, _MOST_CALLS))))
+            )
+        issued = _ISSUE_NS / max(first.host_ns or first.cpu_ns, 1.0)
+        several = int(max(1, min(wanted, issued)))
+        if op.writes or self._flush is not None:
+            return Shape(pairs=min(several, _MOST_PAIRS))
+        return Shape(calls=several)
+
+    def sample(self, op: IsolatedOp, shape: Shape) -> tuple[Readings, float]:
+        """The readings of one call, and for how long the sample was timed, in nanoseconds."""
+        while True:
+            began = self._clock.real()
+            self._synchronize()
+            watch, ahead = self._watch, True
+            watch.reset()
+            start, stop = watch.start, watch.stop
+            for _ in range(shape.pairs):
+                op.restore()
+                if self._flush is not None:
+                    self._flush()
+                if self._covered:
+                    self._cover()
+                else:
+                    self._synchronize()
+                start()
+                op.calls(shape.calls)
+                stop()
+                ahead = ahead and not (self._covered and watch.began())
+            self._synchronize()
+            if ahead or not self._lengthen():
+                break
+        found = watch.read()
+        if not self._covered:
+            return found.per(shape.total), found.real_ns
+        # Covers are part of it: what takes little on the device would otherwise take very long to measure.
+        spent = float(self._clock.real() - began)
+        return replace(found, real_ns=self._without_pairs(found.real_ns, shape.pairs)).per(shape.total), spent
+
+    def launch(self, work: Callable[[], None]) -> float:
+        """Nanoseconds of what one launch does, such as that of a graph."""
+        return self._without_pairs(self._taken(self.watch, work), 1)
+
+    def _without_pairs(self, taken_ns: float, pairs: int) -> float:
+        return max(taken_ns - pairs * self.pair_ns, 0.0)
+
+    def _taken(self, watch: Stopwatch, work: Callable[[], None]) -> float:
+        while True:
+            self._synchronize()
+            watch.reset()
+            if self._covers:
+                self._cover()
+            watch.start()
+            work()
+            watch.stop()
+            ahead = not (self._covers and watch.began())
+            self._synchronize()
+            if ahead or not self._lengthen():
+                return watch.read().real_ns
+
+    def _cover(self) -> None:
+        for cover in self._covers:
+            cover(self._cover_ns)
+
+    def _lengthen(self) -> bool:
+        """Whether a longer cover may help; it stays for the ops that follow. One that did not help does not."""
+        if self.why_exposed:
+            return False
+        if self._cover_ns >= _LONGEST_COVER_NS:
+            self._cover_ns, self.why_exposed = _FIRST_COVER_NS, _EXPOSED
+            return False
+        self._cover_ns = min(2 * self._cover_ns, _LONGEST_COVER_NS)
+        return True
+
+    def _synchronize(self) -> None:
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)
+
 
 # A sample takes at least this part of the time for an op: every one is kept and reported.
 _SAMPLES_AT_MOST = 250
@@ -78,7 +306,7 @@ def measure_ops(
     """
     if options.cuda_graph and record_graph is None:
         record_graph = graphs_of(plan.devices)
-    chosen = choose(
+    chosen = select_ops(
         plan.reader,
         pattern=options.pattern,
         limit=options.limit,
@@ -121,7 +349,7 @@ class _OpMeasurement:
         self,
         plan: Plan,
         options: OpOptions,
-        chosen: Chosen,
+        chosen: SelectedOps,
         clock: Clock,
         progress: Progress,
         on_measured: OnMeasured | None,
@@ -274,8 +502,8 @@ class _OpMeasurement:
         measured.times = None if measured.unmeasurable else statistics
         measured.calls, measured.samples, measured.graph_calls = graph.calls * len(times), tuple(times), graph.calls
 
-    def _narrow(self) -> NarrowEnough | None:
-        return None if self._options.precision is None else NarrowEnough(self._options.precision.share)
+    def _narrow(self) -> StoppingRule | None:
+        return None if self._options.precision is None else StoppingRule(self._options.precision.share)
 
     def _unmeasurable(self, statistics: TimeStatistics, calls: int) -> str:
         """Why times are no measurement if each is that of `calls` calls."""
@@ -284,7 +512,7 @@ class _OpMeasurement:
         return why_unmeasurable(statistics, step, noise=self._options.precision is not None)
 
     def _enough(
-        self, calls: int, times: list[float], timed_ns: float, waited_ns: float, narrow: NarrowEnough | None
+        self, calls: int, times: list[float], timed_ns: float, waited_ns: float, narrow: StoppingRule | None
     ) -> bool:
         samples, goal, precision = len(times), self._options.min_time, self._options.precision
         if waited_ns < _LONG_NS and (timed_ns < _FLOOR_NS or samples < _FLOOR_SAMPLES):

@@ -1,8 +1,10 @@
 """One call's arguments: as a trace recorded them, and as an operator's schema reads them.
 
-A `Recorded` is what the trace says about one argument, before the overload is known. `bind` reads a list of them by a
+What a trace says about one argument, before the overload is known, is recorded first. `bind` reads a list of such by a
 schema: numbers become the enumerations, booleans and integers that the schema requires; what the trace omits is taken
-from the schema's default, with a note, or reported as missing. Nothing is filled in without a note.
+from the schema's default, with a note, or reported as missing. The first functions read type names as traces print
+them: C++ type names (`c10::BFloat16`), PyTorch's scalar type names (`BFloat16`) and Python's (`torch.bfloat16`), also
+wrapped as `Tensor(long int)`; `schema_type` reduces the type of a schema's argument to what this needs.
 """
 
 from __future__ import annotations
@@ -11,18 +13,196 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from replayfmt.format.codes import DType, TensorFlag
+from replayfmt.format.codes import DType, Layout, MemoryFormat, TensorFlag
 from replayfmt.pytorch.traced_names import Guess, TracedNames
 
-from .schema_types import ArgumentType, schema_type
-from .types import dtype_of, layout, layout_of, memory_format, memory_format_of, scalar_type
+# fmt: off
+_CPLUSPLUS = {
+    "unsigned char": DType.uint8, "uint8_t": DType.uint8, "signed char": DType.int8, "char": DType.int8,
+    "int8_t": DType.int8, "short": DType.int16, "short int": DType.int16, "int16_t": DType.int16, "int": DType.int32,
+    "int32_t": DType.int32, "long": DType.int64, "long int": DType.int64, "long long": DType.int64,
+    "long long int": DType.int64, "int64_t": DType.int64, "__int64": DType.int64, "half": DType.float16,
+    "__half": DType.float16, "__nv_bfloat16": DType.bfloat16, "float": DType.float32, "double": DType.float64,
+    "bool": DType.bool, "unsigned short": DType.uint16, "unsigned short int": DType.uint16,
+    "short unsigned int": DType.uint16, "uint16_t": DType.uint16, "unsigned int": DType.uint32,
+    "unsigned": DType.uint32, "uint32_t": DType.uint32, "unsigned long": DType.uint64,
+    "long unsigned int": DType.uint64, "unsigned long int": DType.uint64, "unsigned long long": DType.uint64,
+    "long long unsigned int": DType.uint64, "uint64_t": DType.uint64, "complex<half>": DType.complex32,
+    "complex<float>": DType.complex64, "complex<double>": DType.complex128,
+}
+# fmt: on
+# The names of c10::ScalarType, which some traces use where others use C++ names.
+_SCALAR_TYPES = {
+    "byte": DType.uint8,
+    "char": DType.int8,
+    "short": DType.int16,
+    "int": DType.int32,
+    "long": DType.int64,
+    "half": DType.float16,
+    "float": DType.float32,
+    "double": DType.float64,
+    "complexhalf": DType.complex32,
+    "complexfloat": DType.complex64,
+    "complexdouble": DType.complex128,
+    "cfloat": DType.complex64,
+    "cdouble": DType.complex128,
+}
+_BY_NAME = {dtype.name.lower(): dtype for dtype in DType if dtype}
+_PREFIXES = ("c10::", "at::", "std::", "torch.", "thrust::", "const ", "::")
 
 
-class Form(Enum):
+@lru_cache(maxsize=4096)
+def dtype_of(name: str) -> DType | None:
+    """The dtype of a type name, None if it is not a known dtype.
+
+    >>> dtype_of("long int"), dtype_of("c10::Float8_e4m3fn"), dtype_of("BFloat16"), dtype_of("torch.int8")
+    """
+    text = " ".join(name.split())
+    stripped = True
+    while stripped:
+        stripped = False
+        for prefix in _PREFIXES:
+            if text.startswith(prefix):
+                text, stripped = text[len(prefix) :], True
+    text = text.removesuffix(" const").replace("c10::", "").replace("at::", "").replace("std::", "")
+    lowered = text.lower().replace("< ", "<").replace(" >", ">")
+    return _CPLUSPLUS.get(lowered) or _BY_NAME.get(lowered) or _SCALAR_TYPES.get(lowered)
+
+
+def wrapped(name: str) -> tuple[str, list[str]]:
+    """A type name split into its parts: `Tensor(float)` is ("Tensor", ["float"]), `GenericList[Int,Tensor(c10::Half)]`
+    is ("GenericList", ["Int", "Tensor(c10::Half)"]); a name that wraps nothing has no inner names."""
+    text = name.strip()
+    for opening, closing in ("()", "[]"):
+        head, found, rest = text.partition(opening)
+        if found and rest.endswith(closing) and head.isidentifier():
+            return head, _split(rest[:-1])
+    return text, []
+
+
+def _split(text: str) -> list[str]:
+    """Comma-separated names, not split at commas inside brackets."""
+    parts: list[str] = []
+    depth, start = 0, 0
+    for position, character in enumerate(text):
+        if character in "([<{":
+            depth += 1
+        elif character in ")]>}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    last = text[start:].strip()
+    return [*parts, last] if last or parts else []
+
+
+def scalar_type(number: int) -> DType | None:
+    """The dtype for a c10::ScalarType's number, None if there is none: the format's codes are those plus one."""
+    return DType(number + 1) if 0 <= number < max(DType) else None
+
+
+def layout(number: int) -> Layout | None:
+    """The layout of a c10::Layout's number."""
+    return Layout(number + 1) if 0 <= number < max(Layout) else None
+
+
+def memory_format(number: int) -> MemoryFormat | None:
+    """The memory format of a c10::MemoryFormat's number."""
+    return MemoryFormat(number + 1) if 0 <= number < max(MemoryFormat) else None
+
+
+def layout_of(name: str) -> Layout | None:
+    """The layout for a name: `torch.strided`, `Strided`, `SparseCsr`."""
+    text = name.removeprefix("torch.").lower().replace("_", "")
+    text = {"sparse": "sparsecoo", "mkldnn": "mkldnn"}.get(text, text)
+    return next((each for each in Layout if each and each.name.replace("_", "") == text), None)
+
+
+def memory_format_of(name: str) -> MemoryFormat | None:
+    """The memory format for a name: `torch.channels_last`, `ChannelsLast`, `Preserve`."""
+    text = name.removeprefix("torch.").lower().replace("_", "").removesuffix("format")
+    names = {each.name.replace("_", "").removesuffix("format"): each for each in MemoryFormat if each}
+    return names.get(text)
+
+
+_NAMES = {"Scalar": "number", "SymInt": "int", "SymFloat": "float", "SymBool": "bool", "string": "str"}
+
+
+# Element types of values that a trace can contain; any other is an object of a library's own type.
+BASES = frozenset(
+    {
+        "Tensor",
+        "int",
+        "float",
+        "number",
+        "bool",
+        "complex",
+        "str",
+        "ScalarType",
+        "Layout",
+        "MemoryFormat",
+        "Device",
+        "Generator",
+    }
+)
+
+
+@dataclass(frozen=True)
+class ArgumentType:
+    """`base` is Tensor, int, float, number, bool, complex, str, ScalarType, Layout, MemoryFormat, Device, Generator, or
+    another name; `depth` is the number of lists around it; `length` is a list's fixed length, 0 if it has none.
+    `inner_optional` says for each list level, outermost first, whether its elements may be None."""
+
+    base: str
+    optional: bool = False
+    depth: int = 0
+    length: int = 0
+    inner_optional: tuple[bool, ...] = ()
+
+    @property
+    def element(self) -> ArgumentType:
+        """The type of a list's elements."""
+        assert self.depth
+        return ArgumentType(self.base, self.inner_optional[0], self.depth - 1, 0, self.inner_optional[1:])
+
+    def __str__(self) -> str:
+        text = self.base
+        for optional in reversed(self.inner_optional):
+            text += "?[]" if optional else "[]"
+        return text + ("?" if self.optional else "")
+
+
+_known: dict[str, ArgumentType] = {}
+
+
+def schema_type(argument: Any) -> ArgumentType:
+    """The type of a schema's argument (torch._C.Argument)."""
+    real = argument.real_type
+    length = argument.N or 0
+    key = f"{real}|{length}"
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = _of(real, length)
+    return found
+
+
+def _of(kind: Any, length: int = 0) -> ArgumentType:
+    optional = False
+    if isinstance(kind, torch._C.OptionalType):
+        optional, kind = True, kind.getElementType()
+    if isinstance(kind, torch._C.ListType):
+        inner = _of(kind.getElementType())
+        return ArgumentType(inner.base, optional, inner.depth + 1, length, (inner.optional, *inner.inner_optional))
+    text = str(kind)
+    return ArgumentType(_NAMES.get(text, text), optional)
+
+
+class ArgumentForm(Enum):
     """What a trace says about an argument."""
 
     tensor = "a tensor"
@@ -52,13 +232,13 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedArgument:
     """One argument as recorded. `value` is a bool, int, float or complex for a number, a str for text."""
 
-    form: Form
+    form: ArgumentForm
     value: Any = None
     tensor: TensorSpec | None = None
-    items: tuple[Recorded, ...] = ()
+    items: tuple[RecordedArgument, ...] = ()
     shown: str = ""  # as the trace prints it, for messages
 
 
@@ -102,11 +282,11 @@ class Binding:
     missing: list[str] = field(default_factory=list)
 
 
-NOTHING = Recorded(Form.nothing, shown="None")
-UNRECORDED = Recorded(Form.unrecorded, shown="")
-NO_NUMBERS = Recorded(Form.unrecorded, value="no numbers", shown="")  # in place of lists of numbers
-HIDDEN_NUMBER = Recorded(Form.hidden, value="a number", shown="a number")
-HIDDEN_LIST = Recorded(Form.hidden, value="a list of numbers", shown="a list of numbers")
+NOTHING = RecordedArgument(ArgumentForm.nothing, shown="None")
+UNRECORDED = RecordedArgument(ArgumentForm.unrecorded, shown="")
+NO_NUMBERS = RecordedArgument(ArgumentForm.unrecorded, value="no numbers", shown="")  # in place of lists of numbers
+HIDDEN_NUMBER = RecordedArgument(ArgumentForm.hidden, value="a number", shown="a number")
+HIDDEN_LIST = RecordedArgument(ArgumentForm.hidden, value="a list of numbers", shown="a list of numbers")
 _NUMBER = re.compile(r"[+-]?(\d+(?:\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)f?\Z")
 _LONGEST_NUMBER = 100  # characters
 _DEEPEST = 8  # lists inside lists
@@ -143,20 +323,20 @@ def number(text: str) -> bool | int | float | complex | None:
     return None
 
 
-def parse(text: str, depth: int = 0) -> Recorded:
+def parse(text: str, depth: int = 0) -> RecordedArgument:
     """Parse a value: `[1, 2]`, `0.5`, `False`, `None`; anything else is text. `depth` is the number of lists around
     it."""
     stripped = text.strip()
     if stripped in ("None", "<None>", "null"):
         return NOTHING
     if "..." in stripped and stripped.rstrip("]) ,").endswith("..."):
-        return Recorded(Form.truncated, shown=stripped)
+        return RecordedArgument(ArgumentForm.truncated, shown=stripped)
     if stripped[:1] == "[" and stripped[-1:] == "]" and depth < _DEEPEST:
         return of_list([parse(part, depth + 1) for part in _elements(stripped[1:-1])], stripped)
     value = number(stripped)
     if value is not None:
-        return Recorded(Form.number, value, shown=stripped)
-    return Recorded(Form.text, stripped, shown=stripped)
+        return RecordedArgument(ArgumentForm.number, value, shown=stripped)
+    return RecordedArgument(ArgumentForm.text, stripped, shown=stripped)
 
 
 def _elements(text: str) -> list[str]:
@@ -173,51 +353,51 @@ def _elements(text: str) -> list[str]:
     return [*parts, text[start:]] if text.strip() else []
 
 
-def of_tensor(spec: TensorSpec, shown: str = "") -> Recorded:
-    return Recorded(Form.tensor, tensor=spec, shown=shown)
+def of_tensor(spec: TensorSpec, shown: str = "") -> RecordedArgument:
+    return RecordedArgument(ArgumentForm.tensor, tensor=spec, shown=shown)
 
 
-def of_list(items: Sequence[Recorded], shown: str = "") -> Recorded:
+def of_list(items: Sequence[RecordedArgument], shown: str = "") -> RecordedArgument:
     """A list; it is truncated if one of its items is."""
-    if any(item.form is Form.truncated for item in items):
-        return Recorded(Form.truncated, shown=shown)
-    return Recorded(Form.items, items=tuple(items), shown=shown)
+    if any(item.form is ArgumentForm.truncated for item in items):
+        return RecordedArgument(ArgumentForm.truncated, shown=shown)
+    return RecordedArgument(ArgumentForm.items, items=tuple(items), shown=shown)
 
 
-def of_value(value: Any) -> Recorded:
+def of_value(value: Any) -> RecordedArgument:
     """A Python value from JSON as a recorded argument."""
     if value is None:
         return NOTHING
     if isinstance(value, bool | int | float | complex):
-        return Recorded(Form.number, value, shown=repr(value))
+        return RecordedArgument(ArgumentForm.number, value, shown=repr(value))
     if isinstance(value, list | tuple):
         return of_list([of_value(each) for each in value], repr(value))
-    return Recorded(Form.text, str(value), shown=str(value))
+    return RecordedArgument(ArgumentForm.text, str(value), shown=str(value))
 
 
 # ------------------------------------------------------------------------------------------------------------- matching
 
 
-def fits(kind: ArgumentType, recorded: Recorded) -> int | None:
+def fits(kind: ArgumentType, recorded: RecordedArgument) -> int | None:
     """How well a recorded argument fits a schema type: 3 exactly, 2 by conversion, 1 possibly; None: not at all."""
     form = recorded.form
-    if form is Form.nothing:
+    if form is ArgumentForm.nothing:
         return 3 if kind.optional else 1 if kind.base == "Tensor" and not kind.depth else None
-    if form is Form.unrecorded:
+    if form is ArgumentForm.unrecorded:
         if kind.optional:
             return 3
         # Undefined tensors, and values of kinds that the profiler does not record; it records all plain numbers.
         plain = kind.base in ("int", "float", "number", "bool", "complex")
         return None if plain and (recorded is NO_NUMBERS or not kind.depth) else 1
-    if form is Form.hidden:
+    if form is ArgumentForm.hidden:
         plain = kind.base not in ("Tensor", "str", "Device", "Generator")
         return 2 if plain and bool(kind.depth) is (recorded is HIDDEN_LIST) else None
-    if form is Form.truncated:
+    if form is ArgumentForm.truncated:
         return 2 if kind.depth or kind.base == "str" else 1
     if kind.depth:
-        if form is not Form.items:
+        if form is not ArgumentForm.items:
             # One number may stand for a list if the schema gives the list's length: `int[2] stride`.
-            return 1 if form is Form.number and kind.length and fits(kind.element, recorded) else None
+            return 1 if form is ArgumentForm.number and kind.length and fits(kind.element, recorded) else None
         worst = 3
         for item in recorded.items:
             each = fits(kind.element, item)
@@ -225,16 +405,16 @@ def fits(kind: ArgumentType, recorded: Recorded) -> int | None:
                 return None
             worst = min(worst, each)
         return worst
-    if form is Form.tensor:
+    if form is ArgumentForm.tensor:
         return 3 if kind.base == "Tensor" else 1 if kind.base == "Any" else None
-    if form is Form.items:
+    if form is ArgumentForm.items:
         return 1 if kind.base == "Any" else None
     return _scalar_fits(kind.base, recorded)
 
 
-def _scalar_fits(base: str, recorded: Recorded) -> int | None:
+def _scalar_fits(base: str, recorded: RecordedArgument) -> int | None:
     value = recorded.value
-    if recorded.form is Form.text:
+    if recorded.form is ArgumentForm.text:
         if base in ("str", "Device"):
             return 3
         readers: dict[str, Any] = {"ScalarType": dtype_of, "Layout": layout_of, "MemoryFormat": memory_format_of}
@@ -266,7 +446,7 @@ _ENUMERATIONS: dict[str, Any] = {"ScalarType": scalar_type, "Layout": layout, "M
 # -------------------------------------------------------------------------------------------------------------- binding
 
 
-def score(schema: torch.FunctionSchema, recorded: Sequence[Recorded]) -> int | None:
+def score(schema: torch.FunctionSchema, recorded: Sequence[RecordedArgument]) -> int | None:
     """How well recorded arguments, by position, fit a schema; None: not at all.
 
     Arguments that the trace lacks (older PyTorch had fewer) must have defaults.
@@ -287,13 +467,15 @@ def score(schema: torch.FunctionSchema, recorded: Sequence[Recorded]) -> int | N
     return total
 
 
-class Reader:
+class ArgumentReader:
     """Reads recorded arguments by a schema. `names` has replacements for strings that a trace dropped."""
 
     def __init__(self, names: TracedNames | None = None) -> None:
         self._names = names or TracedNames()
 
-    def bind(self, schema: torch.FunctionSchema, recorded: Sequence[Recorded], *, by: str = "the trace") -> Binding:
+    def bind(
+        self, schema: torch.FunctionSchema, recorded: Sequence[RecordedArgument], *, by: str = "the trace"
+    ) -> Binding:
         """Bind every argument of the schema, as far as the trace or its default says. `by` names the trace in notes."""
         binding = Binding()
         for position, argument in enumerate(schema.arguments):
@@ -302,19 +484,19 @@ class Reader:
         return binding
 
     def _one(
-        self, binding: Binding, schema: torch.FunctionSchema, argument: Any, recorded: Recorded | None, by: str
+        self, binding: Binding, schema: torch.FunctionSchema, argument: Any, recorded: RecordedArgument | None, by: str
     ) -> None:
         name, kind = argument.name, schema_type(argument)
         if recorded is None:
             self._default(binding, schema, argument, f"{by} does not have it")
             return
-        if recorded.form is Form.truncated:
+        if recorded.form is ArgumentForm.truncated:
             binding.missing.append(f"{name}: {by} holds only a part of it ({_short(recorded.shown)})")
             return
-        if recorded.form is Form.hidden:
+        if recorded.form is ArgumentForm.hidden:
             self._default(binding, schema, argument, f"{by} does not record the values of numbers", given=True)
             return
-        if recorded.form is Form.unrecorded:
+        if recorded.form is ArgumentForm.unrecorded:
             self._unrecorded(binding, schema, argument, kind, by)
             return
         value, problem = decode(kind, recorded)
@@ -371,14 +553,14 @@ class Reader:
             binding.missing.append(f"{argument.name}: {why}, and it has no default{hint}")
 
 
-def decode(kind: ArgumentType, recorded: Recorded) -> tuple[Bound, str]:
+def decode(kind: ArgumentType, recorded: RecordedArgument) -> tuple[Bound, str]:
     """A recorded argument read as a schema type: (value, ""), or (None, what is wrong)."""
-    if recorded.form is Form.nothing:
+    if recorded.form is ArgumentForm.nothing:
         if kind.optional or kind.base == "Tensor":
             return None, ""
         return None, f"None, expected {kind}"
     if kind.depth:
-        if recorded.form is Form.items:
+        if recorded.form is ArgumentForm.items:
             values = []
             for item in recorded.items:
                 value, problem = decode(kind.element, item)
@@ -386,13 +568,13 @@ def decode(kind: ArgumentType, recorded: Recorded) -> tuple[Bound, str]:
                     return None, problem
                 values.append(value)
             return values, ""
-        if recorded.form is Form.number and kind.length:
+        if recorded.form is ArgumentForm.number and kind.length:
             value, problem = decode(kind.element, recorded)
             return [value] * kind.length, problem
         return None, f"{recorded.form.value} ({_short(recorded.shown)}), expected {kind}"
-    if recorded.form is Form.unrecorded:
+    if recorded.form is ArgumentForm.unrecorded:
         return None, "" if kind.optional or kind.base == "Tensor" else "not recorded"
-    if recorded.form is Form.tensor:
+    if recorded.form is ArgumentForm.tensor:
         if kind.base not in ("Tensor", "Any"):
             return None, f"a tensor, expected {kind}"
         return _tensor(recorded)
@@ -405,9 +587,9 @@ def decode(kind: ArgumentType, recorded: Recorded) -> tuple[Bound, str]:
 _WRONG = object()
 
 
-def _decode_scalar(base: str, recorded: Recorded) -> Any:
+def _decode_scalar(base: str, recorded: RecordedArgument) -> Any:
     value = recorded.value
-    if recorded.form is Form.text:
+    if recorded.form is ArgumentForm.text:
         if base == "str":
             return value
         if base == "Device":
@@ -421,7 +603,7 @@ def _decode_scalar(base: str, recorded: Recorded) -> Any:
             found = readers[base](value)
             return _WRONG if found is None else found
         return _WRONG
-    if recorded.form is not Form.number:
+    if recorded.form is not ArgumentForm.number:
         return _WRONG
     if base in _ENUMERATIONS and isinstance(value, int):
         found = _ENUMERATIONS[base](value)
@@ -441,7 +623,7 @@ def _decode_scalar(base: str, recorded: Recorded) -> Any:
     return _WRONG
 
 
-def _tensor(recorded: Recorded) -> tuple[Bound, str]:
+def _tensor(recorded: RecordedArgument) -> tuple[Bound, str]:
     spec = recorded.tensor
     assert spec is not None
     if spec.lacks or spec.sizes is None:

@@ -41,7 +41,7 @@ _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 @dataclass(frozen=True)
-class Problem:
+class JsonProblem:
     """Something wrong with the file, at a byte offset of its JSON."""
 
     offset: int
@@ -81,7 +81,7 @@ class JsonStream:
         self._in_vain = 0  # characters of entries that had no end, or were not JSON
         self._ended = False
         self._not_utf8 = False
-        self.problems: list[Problem] = []
+        self.problems: list[JsonProblem] = []
         self.problem_counts: Counter[str] = Counter()
 
     @staticmethod
@@ -387,7 +387,7 @@ class JsonStream:
     def _note(self, kind: str, text: str, offset: int) -> None:
         self.problem_counts[kind] += 1
         if self.problem_counts[kind] <= 3 and len(self.problems) < _SHOWN_PROBLEMS:
-            self.problems.append(Problem(offset, text))
+            self.problems.append(JsonProblem(offset, text))
 
     def _shown(self) -> str:
         return repr(self._text[self._place : self._place + 40])

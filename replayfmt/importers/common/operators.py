@@ -16,16 +16,20 @@ from typing import Any
 import torch
 
 from replayfmt.format.model import Kernel
-from replayfmt.format.operator_names import name_problem
+from replayfmt.format.operator_schema import name_problem
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.operators import operator_named
-from replayfmt.pytorch.plain_callables import parameter_names, schema_text
-from replayfmt.pytorch.registry import is_registered, overloads_of
-from replayfmt.pytorch.schemas import parse_schema, printed_schema
+from replayfmt.pytorch.overloads import (
+    is_registered,
+    overloads_of,
+    parameter_names,
+    parse_schema,
+    printed_schema,
+    schema_text,
+)
 from replayfmt.pytorch.traced_names import REMOVED, TracedNames
 
-from .arguments import Form, Recorded, score
-from .schema_types import BASES, schema_type
+from .arguments import BASES, ArgumentForm, RecordedArgument, schema_type, score
 
 REPLACED = "what --rewrite=portable replaces"
 REGISTRY, TORCH_OPS, ATTRIBUTE = "the JIT registry", "torch.ops", "a module's attribute"
@@ -142,7 +146,7 @@ class FoundOperator:
 
 
 @dataclass(frozen=True)
-class Choice:
+class OperatorChoice:
     """The overload of a call, or why there is none: `reason` is that of the unsupported record, `detail` a sentence.
 
     `assumed` says what about the choice is uncertain.
@@ -215,29 +219,29 @@ class Operators:
                 return found
         return None
 
-    def by_types(self, name: str, recorded: Sequence[Recorded]) -> Choice:
+    def by_types(self, name: str, recorded: Sequence[RecordedArgument]) -> OperatorChoice:
         """A named function as an operator, with a schema made from the types of the recorded arguments.
 
         Trailing arguments that the trace does not record are left to the function's defaults.
         """
         function = self.attribute(name)
         if function is None:
-            return Choice(None, "no_schema", self.candidates(name)[1])
+            return OperatorChoice(None, "no_schema", self.candidates(name)[1])
         given = list(recorded)
-        while given and given[-1].form is Form.unrecorded:
+        while given and given[-1].form is ArgumentForm.unrecorded:
             given.pop()
         kinds = [_type_of(each) for each in given]
         if "Tensor" not in kinds and "Tensor[]" not in kinds:
-            return Choice(None, "no_schema", f"{name} is a function here that was called without tensors")
+            return OperatorChoice(None, "no_schema", f"{name} is a function here that was called without tensors")
         if "" in kinds:
             what = _shown(given[kinds.index("")])
-            return Choice(None, "import_incomplete", f"{name} has no schema, and its argument {what} no type")
+            return OperatorChoice(None, "import_incomplete", f"{name} has no schema, and its argument {what} no type")
         named = list(zip(parameter_names(function, len(given)), kinds, strict=True))
         text = schema_text(self.names.meant(without_overload(name))[-1], named)
         where = f"{function.__module__}.{getattr(function, '__qualname__', name)}"
         rest = len(recorded) - len(given)
         left = f"; {rest} arguments are left to its defaults" if rest else ""
-        return Choice(
+        return OperatorChoice(
             FoundOperator(parse_schema(text), ATTRIBUTE, function),
             assumed=(f"no operator is registered: {where} is called by the recorded types{left}",),
         )
@@ -249,36 +253,38 @@ class Operators:
             operators = [FoundOperator(each._schema, TORCH_OPS) for each in overloads_of(name)]
         return sorted(operators, key=lambda each: not each.dispatched)
 
-    def choose(self, name: str, recorded: Sequence[Recorded]) -> Choice:
+    def choose(self, name: str, recorded: Sequence[RecordedArgument]) -> OperatorChoice:
         """The overload whose schema fits the recorded arguments best."""
         candidates, why = self.candidates(name)
         if not candidates:
-            return Choice(None, "no_schema", why)
+            return OperatorChoice(None, "no_schema", why)
         scored = [(points, each) for each in candidates if (points := score(each.schema, recorded)) is not None]
         usable = [(points, each) for points, each in scored if each.dispatched]
         if not usable:
             shown = ", ".join(_shown(each) for each in recorded)
             schemas = "; ".join(printed_schema(each.schema) for each in candidates if each.dispatched)
-            return Choice(None, "import_incomplete", f"no overload of {name} takes ({shown}); there are: {schemas}")
+            return OperatorChoice(
+                None, "import_incomplete", f"no overload of {name} takes ({shown}); there are: {schemas}"
+            )
         best = max(points for points, _each in usable)
         chosen = [each for points, each in usable if points == best]
         assumed: tuple[str, ...] = ()
         if len(chosen) > 1:
             names = ", ".join(each.overload for each in chosen)
             assumed = (f"overload {chosen[0].overload}: the recorded types fit {names} equally well",)
-        return Choice(chosen[0], assumed=(*self.alias(name, chosen[0]), *assumed))
+        return OperatorChoice(chosen[0], assumed=(*self.alias(name, chosen[0]), *assumed))
 
     def alias(self, name: str, operator: FoundOperator) -> tuple[str, ...]:
         """A note if a traced name is not the operator's own."""
         name = without_overload(name)
         return () if name == operator.name else (self.names.alias_sentence(name, operator.name),)
 
-    def by_schema(self, text: str) -> Choice:
+    def by_schema(self, text: str) -> OperatorChoice:
         """The overload whose schema text is in the trace, as it is in this torch."""
         try:
             schema = parse_schema(text)
         except (RuntimeError, ValueError) as error:
-            return Choice(None, "no_schema", f"the schema {text!r} cannot be read: {str(error).strip()}")
+            return OperatorChoice(None, "no_schema", f"the schema {text!r} cannot be read: {str(error).strip()}")
         candidates, why = self.candidates(schema.name)
         for each in candidates:
             if each.overload == (schema.overload_name or "default") and each.dispatched:
@@ -287,31 +293,31 @@ class Operators:
                     if printed_schema(each.schema) == printed_schema(schema)
                     else (f"{each.name}.{each.overload} has another schema here: {printed_schema(each.schema)}",)
                 )
-                return Choice(each, assumed=changed)
-        return Choice(None, "no_schema", why or f"{schema.name} has no overload {schema.overload_name!r} here")
+                return OperatorChoice(each, assumed=changed)
+        return OperatorChoice(None, "no_schema", why or f"{schema.name} has no overload {schema.overload_name!r} here")
 
 
 _PLAIN = {bool: "bool", int: "int", float: "float", complex: "complex"}
 
 
-def _type_of(recorded: Recorded) -> str:
+def _type_of(recorded: RecordedArgument) -> str:
     """A schema type for a recorded argument, "" if the trace does not say enough."""
-    if recorded.form is Form.tensor:
+    if recorded.form is ArgumentForm.tensor:
         return "Tensor"
-    if recorded.form in (Form.nothing, Form.unrecorded):
+    if recorded.form in (ArgumentForm.nothing, ArgumentForm.unrecorded):
         return "Any?"
-    if recorded.form is Form.number:
+    if recorded.form is ArgumentForm.number:
         return _PLAIN[type(recorded.value)]
-    if recorded.form is Form.items:
+    if recorded.form is ArgumentForm.items:
         kinds = {_type_of(item) for item in recorded.items}
         return f"{kinds.pop()}[]" if len(kinds) == 1 and not kinds & {"", "Any?"} else ""
     return ""
 
 
-def _shown(recorded: Recorded) -> str:
-    if recorded.form is Form.tensor and recorded.tensor is not None:
+def _shown(recorded: RecordedArgument) -> str:
+    if recorded.form is ArgumentForm.tensor and recorded.tensor is not None:
         dtype = recorded.tensor.dtype
         return f"Tensor {dtype.name if dtype is not None else '?'}{list(recorded.tensor.sizes or ())}"
-    if recorded.form is Form.items:
+    if recorded.form is ArgumentForm.items:
         return f"[{', '.join(map(_shown, recorded.items[:4]))}{', and more' if len(recorded.items) > 4 else ''}]"
     return recorded.shown or "not recorded"

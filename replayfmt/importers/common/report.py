@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from replayfmt.format.printable import counted
+from replayfmt.format.validation import counted
 from replayfmt.pytorch.traced_names import Guess
 
 Status = Literal["exact", "inferred", "incomplete"]
@@ -22,7 +22,7 @@ STATUSES: tuple[Status, ...] = ("exact", "inferred", "incomplete")
 
 
 @dataclass
-class Entry:
+class ReportEntry:
     """All calls of one kind: the same operator, overload and arguments.
 
     `found` says where the operator was found. Times are in nanoseconds over all calls, None if the trace has none.
@@ -130,7 +130,7 @@ class ImportReport:
     device_time: DeviceTime | None = None
     rank: int | None = None
     counts: dict[str, int] = field(default_factory=dict)
-    entries: dict[Any, Entry] = field(default_factory=dict)
+    entries: dict[Any, ReportEntry] = field(default_factory=dict)
 
     def add(
         self,
@@ -140,7 +140,7 @@ class ImportReport:
         calls: int = 1,
         host_ns: int | None = None,
         device_ns: int | None = None,
-    ) -> Entry:
+    ) -> ReportEntry:
         """Count calls under `key`; `make()` returns its entry if it is new."""
         entry = self.entries.get(key)
         if entry is None:

@@ -17,19 +17,19 @@ import torch
 from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
 from replayfmt.pytorch.operators import acts_outside, operator_named
-from replayfmt.pytorch.registry import find_overload
-from replayfmt.pytorch.tensors.dtypes import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.pytorch.overloads import find_overload
 from replayfmt.pytorch.tensors.memory import mark_view
+from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 from replayfmt.pytorch.traced_names import Guess
 
 from .arguments import DefaultGenerator, DeviceName, ReturnedStorage, TensorSpec
-from .values import Tensor, TracedStorage, bytes_needed, contiguous
+from .synthesis import Tensor, TracedStorage, bytes_needed, contiguous
 
 _MOST_RESULTS = 100_000
 
 
 @dataclass(frozen=True)
-class Same:
+class AliasedArgument:
     """A result that is one of the arguments; `argument` is its index among the tensor arguments."""
 
     argument: int
@@ -184,7 +184,7 @@ def _described(value: Any, tensors: list[torch.Tensor], storages: dict[int, int]
         raise TypeError(f"it returns a {value.layout} tensor of {value.dtype} on {value.device}")
     for index, tensor in enumerate(tensors):
         if value is tensor:
-            return Same(index)
+            return AliasedArgument(index)
     memory = value.untyped_storage()._cdata
     shared = next((i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == memory), None)
     fresh = -1 if shared is not None else storages.setdefault(memory, len(storages))
@@ -205,7 +205,7 @@ def realize(results: Results, arguments: Sequence[Tensor], device: int) -> list[
     storages = {fresh: TracedStorage(length, device, StorageOrigin.op) for fresh, length in lengths.items()}
 
     def value(each: Any) -> Any:
-        if isinstance(each, Same):
+        if isinstance(each, AliasedArgument):
             return arguments[each.argument]
         if isinstance(each, list):
             return [value(child) for child in each]

@@ -15,16 +15,15 @@ import torch
 
 from replayfmt.format.codes import DType, TensorFlag
 from replayfmt.pytorch.operators import operator_named
-from replayfmt.pytorch.schemas import parse_schema, printed_schema
+from replayfmt.pytorch.overloads import parse_schema, printed_schema
 
-from ..common.arguments import UNRECORDED, Binding, Reader, Recorded, TensorSpec
-from ..common.operators import Choice, Operators
-from ..common.results import Results, Same, infer, refusal
-from ..common.types import dtype_of
-from ..common.values import contiguous
-from .memory import NUMBERS, Allocations, MemoryMap, Placed
+from ..common.arguments import UNRECORDED, ArgumentReader, Binding, RecordedArgument, TensorSpec, dtype_of
+from ..common.operators import OperatorChoice, Operators
+from ..common.results import AliasedArgument, Results, infer, refusal
+from ..common.synthesis import contiguous
+from .allocations import NUMBERS, Allocations, MemoryMap, PlacedTensor
 from .nodes import TensorReader, TracedTensor, TraceNode, operator_name, recorded_inputs, rounded
-from .selection import Kind, kind_of
+from .selection import NodeKind, kind_of
 
 BY = "the execution trace"
 # Operators that return a view with other values than those in memory, or that undo this.
@@ -37,10 +36,10 @@ class NodeStep:
     operator; `assumed` has the assumptions besides the binding's."""
 
     node: TraceNode
-    kind: Kind
-    given: dict[TracedTensor, Placed]
-    returned: dict[TracedTensor, Placed] = field(default_factory=dict)
-    choice: Choice | None = None
+    kind: NodeKind
+    given: dict[TracedTensor, PlacedTensor]
+    returned: dict[TracedTensor, PlacedTensor] = field(default_factory=dict)
+    choice: OperatorChoice | None = None
     binding: Binding | None = None
     assumed: list[str] = field(default_factory=list)
 
@@ -48,7 +47,7 @@ class NodeStep:
 class _OnAllocations(TensorReader):
     """Tensors with their allocation's number as identity."""
 
-    def __init__(self, placed: dict[TracedTensor, Placed]) -> None:
+    def __init__(self, placed: dict[TracedTensor, PlacedTensor]) -> None:
         self._placed = placed
 
     def spec(self, tensor: TracedTensor) -> TensorSpec:
@@ -65,15 +64,15 @@ class NodeCalls:
     """The calls of a trace, in order. With the `allocations` of a first pass, arguments are read as well."""
 
     def __init__(
-        self, operators: Operators, allocations: Allocations | None = None, inferred: Inferred | None = None
+        self, operators: Operators, allocations: Allocations | None = None, inferred: InferredResults | None = None
     ) -> None:
         self._operators = operators
-        self._reader = Reader(operators.names)
+        self._reader = ArgumentReader(operators.names)
         self._full = allocations is not None
         self.memory = MemoryMap(allocations)
-        self.inferred = inferred or Inferred()
+        self.inferred = inferred or InferredResults()
         self._changed: dict[str, bool] = {}
-        self._choices: dict[str, tuple[Choice, torch.FunctionSchema | None]] = {}
+        self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = {}
 
     @property
     def allocations(self) -> Allocations:
@@ -97,7 +96,7 @@ class NodeCalls:
             if each.doubtful
         ]
         strides: Sequence[tuple[int, ...] | None] | None = None
-        if step.kind is Kind.operator and (self._full or node.inputs.strides is None):
+        if step.kind is NodeKind.operator and (self._full or node.inputs.strides is None):
             self._bind(step)
             if node.outputs.strides is None:
                 strides = self._strides(step)
@@ -116,11 +115,11 @@ class NodeCalls:
         """Handle a node within a chosen one: the memory it allocates belongs to no other node any more."""
         self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
 
-    def _effects(self, node: TraceNode, kind: Kind) -> tuple[list[TracedTensor], list[TracedTensor]]:
+    def _effects(self, node: TraceNode, kind: NodeKind) -> tuple[list[TracedTensor], list[TracedTensor]]:
         """The tensors that a node reads, and those that it writes; if it does not say which, all of them."""
         given = node.inputs.tensors
         everything = [tensor for _position, tensor in given]
-        if kind is not Kind.operator:
+        if kind is not NodeKind.operator:
             return [], everything
         schema = self._choose(node.schema)[1]
         if schema is None:
@@ -194,7 +193,7 @@ class NodeCalls:
             known = self._changed[text] = printed_schema(traced) != printed_schema(here)
         return known
 
-    def _choose(self, text: str) -> tuple[Choice, torch.FunctionSchema | None]:
+    def _choose(self, text: str) -> tuple[OperatorChoice, torch.FunctionSchema | None]:
         known = self._choices.get(text)
         if known is None:
             try:
@@ -283,13 +282,13 @@ class NodeCalls:
                 "with which the result has its recorded dtype"
             )
 
-    def _returns(self, choice: Choice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
+    def _returns(self, choice: OperatorChoice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
         assert choice.operator is not None
         returned = self.inferred.of(choice.operator.schema, arguments)
         return None if returned is None else [spec.dtype for spec in returned]
 
 
-class Inferred:
+class InferredResults:
     """The results of operators for given arguments, inferred once each."""
 
     def __init__(self) -> None:
@@ -329,7 +328,7 @@ def _returned(results: Results, given: Sequence[TensorSpec]) -> list[TensorSpec]
         each = waiting.pop(0)
         if isinstance(each, list):
             waiting = [*each, *waiting]
-        elif isinstance(each, Same):
+        elif isinstance(each, AliasedArgument):
             found.append(given[each.argument])
         elif each is not None:
             found.append(TensorSpec(each.dtype, each.sizes, each.strides, None, each.offset))
@@ -343,8 +342,8 @@ def _tensors(value: Any) -> list[TensorSpec]:
 
 
 def _by_name(
-    traced: torch.FunctionSchema, here: torch.FunctionSchema, recorded: list[Recorded]
-) -> tuple[list[Recorded], list[str]]:
+    traced: torch.FunctionSchema, here: torch.FunctionSchema, recorded: list[RecordedArgument]
+) -> tuple[list[RecordedArgument], list[str]]:
     """Arguments in the order of the local schema, and sentences about those that it does not have."""
     by_name = {argument.name: each for argument, each in zip(traced.arguments, recorded, strict=False)}
     names = [argument.name for argument in here.arguments]

@@ -3,12 +3,15 @@ others.
 
 Three passes over the file, which therefore need not fit into memory: choosing the nodes that represent the work,
 determining the length of each allocation, and writing. Calls keep their order; storages and views are those of the
-traced program. Storages that no call produced have no content in the trace.
+trace. A storage is imported where something first reads it, unless a call returned it; its content is what the trace
+has, usually none. A node that cannot be an op becomes an unsupported record that names it: collectives with their sizes
+and groups, Triton kernels with their source file.
 """
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import takewhile
@@ -17,23 +20,365 @@ from pathlib import Path
 from typing import Any
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.records.builder import Moment
+from replayfmt.format.codes import DType, Layout, StorageOrigin, TensorFlag
+from replayfmt.format.model import TensorMeta
+from replayfmt.format.writer import Moment
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
+from ..common.arguments import RETURNED_STORAGE, DeviceName, TensorSpec, dtype_of, wrapped
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators
-from ..common.rank_trace import RankTrace, rank_fields
-from ..common.report import ImportReport, most
-from ..common.synthesis import ImportedSession, imported_session
-from ..common.trace_files import Progress, others_note
+from ..common.report import ImportReport, ReportEntry, most
+from ..common.synthesis import ImportedSession, Tensor, TracedStorage, imported_session
+from ..common.trace_files import Progress, RankTrace, others_note, rank_fields
 from ..rewrites.portable import REWRITES, Portable
-from .calls import NodeCalls
-from .content import TracedContent
-from .nodes import TraceNode, node_of, rank_said, schema_version
-from .selection import ChosenNodes, Skeleton
-from .selection import Path as MarkPath
-from .writing import GraphWriter
+from ..rewrites.rewriting import Rewritten
+from .allocations import PlacedTensor, TracedContent, like_number
+from .calls import NodeCalls, NodeStep
+from .nodes import NodeValues, TracedTensor, TraceNode, communication, node_of, rank_said, schema_version, traced_tensor
+from .selection import ChosenNodes, NodeKind, NodeTable
+from .selection import MarkPath as MarkPath
+
+_KEPT_TENSORS = 10_000
+_COMPILED = "compiled code: the operators that it calls are in the trace, what it does itself is not"
+_NO_OPERATOR = "it has no operator; whatever it launched left no trace"
+
+
+class GraphWriter:
+    """Writes one step after the other."""
+
+    def __init__(
+        self,
+        capture: ImportedSession,
+        report: ImportReport,
+        calls: NodeCalls,
+        content: TracedContent,
+        portable: Portable | None,
+        groups: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self._capture, self._report, self._calls, self._content = capture, report, calls, content
+        self._portable, self._groups = portable, groups
+        self._storages: dict[int, TracedStorage] = {}
+        self._tensors: OrderedDict[Any, Tensor] = OrderedDict()
+        self._communication: dict[int, TraceNode] = {}
+        self._told: list[str] = []
+        self._around: dict[str, Any] = {}
+
+    def inside(self, node: TraceNode) -> None:
+        """A node within a chosen one: the description of a collective comes before the operator that made it."""
+        if node.name == "record_param_comms" and communication(node):
+            self._communication.setdefault(node.thread, node)  # the innermost: it ends first
+
+    def write(self, step: NodeStep, scope: int, within: tuple[str, ...] = ()) -> None:
+        """Write the next chosen node, inside a scope; `within` names the wrappers around it."""
+        self._around = {"within": list(within)} if within else {}
+        moment = Moment(thread=step.node.thread, scope=scope)
+        if step.kind is NodeKind.operator:
+            self._operator(step, moment)
+        elif step.kind is NodeKind.collective:
+            self._collective(step, moment)
+        elif step.kind is NodeKind.triton:
+            self._triton(step, moment)
+        elif step.kind is NodeKind.compiled:
+            self._unsupported(step, moment, "compiled_region", _COMPILED)
+        else:
+            self._unsupported(step, moment, "unknown_work", _NO_OPERATOR)
+        self._communication.pop(step.node.thread, None)
+        memory = self._calls.memory
+        over = [
+            storage
+            for placed in (*step.given.values(), *step.returned.values())
+            if memory.allocations.last[placed.allocation] <= memory.steps
+            and (storage := self._storages.pop(placed.allocation, None)) is not None
+        ]
+        self._capture.release(over, moment)
+
+    # ------------------------------------------------------------------------------------------------------- operators
+
+    def _operator(self, step: NodeStep, moment: Moment) -> None:
+        choice, binding = step.choice, step.binding
+        assert choice is not None
+        if choice.operator is None:
+            self._unsupported(step, moment, choice.reason, choice.detail)
+            return
+        assert binding is not None
+        if binding.missing:
+            self._unsupported(step, moment, "import_incomplete", "; ".join(binding.missing))
+            return
+        self._told = []
+        assumed = [*choice.assumed, *binding.assumed, *step.assumed]
+        try:
+            arguments = [(name, self._value(step, value)) for name, value in binding.arguments]
+            results = self._results(step)
+            self._enter(step, moment)
+            for each in arguments:
+                if isinstance(each[1], TracedStorage):
+                    self._capture.enter(each[1], moment)
+            assumed += self._told
+            note: dict[str, Any] = {"import": "inferred" if assumed else "exact", **self._around}
+            kernel = choice.operator.kernel
+            rewritten = self._portable.rewrite(kernel, arguments, results) if self._portable is not None else None
+            if isinstance(rewritten, Rewritten):
+                ordinal = self._rewritten(rewritten, moment, assumed)
+                assumed.append(rewritten.note)
+            else:
+                if assumed:
+                    note["assumed"] = assumed
+                if isinstance(rewritten, str):
+                    note["not_rewritten"] = rewritten
+                    self._report.note(f"{kernel.qualified_name} stays as it is: {rewritten}")
+                ordinal = self._capture.op(kernel, arguments, results, moment, note)
+        except ValueError as error:
+            self._unsupported(step, moment, "import_incomplete", str(error))
+            return
+        self._count(step, ordinal, assumed, choice.operator.overload, choice.operator.found)
+
+    def _rewritten(self, rewritten: Rewritten, moment: Moment, assumed: list[str]) -> int:
+        note = {
+            "import": "inferred",
+            **self._around,
+            "assumed": assumed + [rewritten.note],
+            "rewritten": rewritten.what,
+        }
+        ordinals = [
+            self._capture.op(kernel, arguments, results, moment, note) for kernel, arguments, results in rewritten.calls
+        ]
+        if rewritten.sentence not in self._report.notes:
+            self._report.notes.append(rewritten.sentence)
+        return ordinals[0] if ordinals else self._capture.records
+
+    def _count(self, step: NodeStep, ordinal: int, assumed: list[str], overload: str, found: str) -> None:
+        shown = _signature(step.node)
+        told = tuple(assumed)
+        self._report.add(
+            (step.node.schema, shown, told),
+            lambda: ReportEntry(step.node.name, overload, "inferred" if told else "exact", shown, found, told),
+            ordinal,
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- values
+
+    def _value(self, step: NodeStep, value: Any) -> Any:
+        """A bound argument in the form that a record holds."""
+        if isinstance(value, TensorSpec):
+            return self._tensor(value)
+        if isinstance(value, list):
+            return [self._value(step, each) for each in value]
+        if isinstance(value, DeviceName) and value.name is None:
+            raise ValueError("a device argument whose device is not recorded")
+        if value is RETURNED_STORAGE:
+            return self._returned_storage(step)
+        return value
+
+    def _returned_storage(self, step: NodeStep) -> TracedStorage:
+        """The storage of a storage argument: operators that take one return a tensor on it."""
+        placed = next(iter(step.returned.values()), None)
+        if placed is None:
+            raise ValueError("a storage argument of an operator that returns no tensor")
+        return self._storage(placed.allocation, self._capture.device(placed.tensor.device))
+
+    def _tensor(self, spec: TensorSpec) -> Tensor:
+        if spec.dtype is None or spec.sizes is None or spec.strides is None:
+            raise ValueError(f"a tensor of sizes {spec.sizes} whose dtype or strides are not recorded")
+        return self._view(spec.identity, spec.dtype, spec.sizes, spec.strides, spec.offset, spec.flags)
+
+    def _view(
+        self,
+        allocation: Any,
+        dtype: DType,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        flags: TensorFlag,
+    ) -> Tensor:
+        key = (allocation, dtype, sizes, strides, offset, flags)
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            device = self._capture.device(self._calls.allocations.devices[allocation])
+            meta = TensorMeta(dtype, Layout.strided, device, sizes, strides, flags)
+            tensor = self._tensors[key] = Tensor(self._storage(allocation, device), meta, offset)
+            if len(self._tensors) > _KEPT_TENSORS:
+                self._tensors.popitem(last=False)
+        else:
+            self._tensors.move_to_end(key)
+        return tensor
+
+    def _storage(self, allocation: int, device: int) -> TracedStorage:
+        storage = self._storages.get(allocation)
+        if storage is None:
+            storage = self._storages[allocation] = TracedStorage(int(self._calls.allocations.bytes[allocation]), device)
+        return storage
+
+    def _results(self, step: NodeStep) -> list[Any]:
+        outputs = step.node.outputs
+        return [
+            self._result(
+                step,
+                value,
+                _at(outputs.shapes, position),
+                _at(outputs.strides, position),
+                _at(outputs.types, position) or "",
+            )
+            for position, value in enumerate(outputs.values)
+        ]
+
+    def _result(self, step: NodeStep, value: Any, sizes: Any, strides: Any, kind: str) -> Any:
+        """A returned tensor or list of tensors; values of other kinds depend on content, which this trace lacks."""
+        head, inner = wrapped(kind)
+        if head == "Tensor":
+            tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
+            placed = step.returned.get(tensor) if tensor is not None else None
+            return None if placed is None else self._placed(placed)
+        if head == "GenericList" and isinstance(value, list) and any(name.startswith("Tensor") for name in inner):
+            return [
+                self._result(step, each, _at(sizes, index), _at(strides, index), _at(inner, index) or "")
+                for index, each in enumerate(value)
+            ]
+        return None
+
+    # --------------------------------------------------------------------------------------------------------- content
+
+    def _enter(self, step: NodeStep, moment: Moment) -> None:
+        """Give storages that nothing returned the content that the trace has for them."""
+        spans = step.node.integer_ranges()
+        arguments = step.binding.arguments if step.binding is not None else ()
+        bound = {
+            value.identity: value.dtype
+            for _name, value in arguments
+            if isinstance(value, TensorSpec) and value.dtype is not None
+        }
+        for number, (_position, tensor) in enumerate(step.node.inputs.tensors):
+            placed = step.given[tensor]
+            storage = self._storages.get(placed.allocation)
+            dtype = dtype_of(tensor.type_name)
+            if storage is None or storage.id or dtype is None or storage.origin is not StorageOrigin.absent:
+                continue
+            if self._calls.allocations.made[placed.allocation]:
+                storage.reason = "what returned it was not imported"
+                continue
+            found = self._content.find(step.node.id, number, placed, dtype, storage, spans.get(number))
+            certain = found is not None and found.origin is StorageOrigin.payload
+            unseen = placed.allocation in self._calls.memory.unseen
+            if found is None and unseen:
+                self._told.append(
+                    f"the content of tensor {number} of the arguments was written unseen; synthesized at replay"
+                )
+            elif found is None and like_number(tensor):
+                found = self._content.number(step.node.name, bound.get(placed.allocation, dtype), storage)
+            if found is not None:
+                storage.origin, storage.content = found.origin, found.content
+                if not certain:
+                    self._told.append(f"tensor {number} of the arguments: {found.told}")
+
+    # ----------------------------------------------------------------------------------------------------- unsupported
+
+    def _unsupported(
+        self, step: NodeStep, moment: Moment, reason: str, detail: str, more: Mapping[str, Any] | None = None
+    ) -> None:
+        node = step.node
+        ordinal = self._capture.unsupported(
+            reason, node.name, detail, moment, {"import": "incomplete", **self._around, **(more or {})}
+        )
+        shown = _signature(node)
+        self._report.add(
+            (node.schema or node.name, shown, reason, detail),
+            lambda: ReportEntry(node.name, "", "incomplete", shown, reason=reason, detail=detail),
+            ordinal,
+        )
+
+    def _collective(self, step: NodeStep, moment: Moment) -> None:
+        node = step.node
+        described = node if node.name == "record_param_comms" else self._communication.get(node.thread)
+        facts = _Communication(described, self._groups)
+        tensors = [self._placed(each) for each in step.returned.values() or step.given.values()]
+        if self._portable is not None and facts.alone and tensors:
+            rewritten = self._portable.alone(node.name, facts.text, tensors)
+            assumed: list[str] = []
+            ordinal = self._rewritten(rewritten, moment, assumed)
+            self._count(step, ordinal, [rewritten.note], "", "the dispatcher")
+            return
+        self._unsupported(step, moment, "collective", facts.text, {"collective": facts.row} if facts.row else None)
+
+    def _placed(self, placed: PlacedTensor) -> Tensor:
+        dtype = dtype_of(placed.tensor.type_name)
+        if dtype is None:
+            raise ValueError(f"a tensor of the unknown type {placed.tensor.type_name!r}")
+        return self._view(
+            placed.allocation, dtype, placed.tensor.sizes, placed.strides, placed.tensor.offset, placed.flags
+        )
+
+    def _triton(self, step: NodeStep, moment: Moment) -> None:
+        node = step.node
+        source = self._content.source(node.kernel_file) if node.kernel_file else None
+        grids = [value for value, kind in zip(node.inputs.values, node.inputs.types, strict=False) if kind == "String"]
+        row: dict[str, Any] = {
+            "kernel": node.name,
+            "file": node.kernel_file or None,
+            "grid": next(iter(grids), None),
+            "source": source,
+        }
+        where = (
+            f", source {node.kernel_file}"
+            if source is not None
+            else (f", source {node.kernel_file} not found beside the trace" if node.kernel_file else "")
+        )
+        self._unsupported(step, moment, "triton_launch", f"the Triton kernel {node.name}{where}", {"triton": row})
+
+
+class _Communication:
+    """What `record_param_comms` says about a collective. `alone`: its group has one rank."""
+
+    def __init__(self, node: TraceNode | None, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        facts = communication(node) if node is not None else {}
+        name = str(facts.get("pg_name", ""))
+        group = groups.get(name, {})
+        size = facts.get("pg_size", group.get("group_size"))
+        self.alone = size == 1
+        self.row: dict[str, Any] = {}
+        if not facts:
+            self.text = "a collective of which the trace has no description"
+            return
+        self.row = {
+            "name": facts["collective_name"],
+            "dtype": facts.get("dtype"),
+            "elements_in": facts.get("in_msg_nelems"),
+            "elements_out": facts.get("out_msg_nelems"),
+            "group": name,
+            "group_description": facts.get("pg_desc"),
+            "ranks": group.get("ranks") or None,
+            "group_size": size,
+        }
+        described = f" ({facts['pg_desc']})" if facts.get("pg_desc") else ""
+        ranks = "a group of unknown size" if size is None else f"{size} rank{'s' if size != 1 else ''}"
+        self.text = (
+            f"{facts['collective_name']} of {facts.get('in_msg_nelems', '?')} {facts.get('dtype', '?')} "
+            f"elements over {ranks}, group {name!r}{described}"
+        )
+
+
+def _at(values: Any, index: int) -> Any:
+    return values[index] if isinstance(values, list) and index < len(values) else None
+
+
+def _signature(node: TraceNode) -> str:
+    """A node's arguments for people: `float[512,1024], [1, 1], 0.1`."""
+    by_position: dict[int, list[TracedTensor]] = {}
+    for position, tensor in node.inputs.tensors:
+        by_position.setdefault(position, []).append(tensor)
+    return ", ".join(
+        _argument(node.inputs, position, by_position.get(position)) for position in range(len(node.inputs))
+    )
+
+
+def _argument(inputs: NodeValues, position: int, tensors: list[TracedTensor] | None) -> str:
+    if tensors is None:
+        return str(inputs.values[position])
+    texts = [f"{tensor.type_name}{list(tensor.sizes)}".replace(" ", "") for tensor in tensors[:3]]
+    if len(tensors) == 1 and inputs.types[position].startswith("Tensor"):
+        return texts[0]
+    return f"[{', '.join(texts)}{f' and {len(tensors) - 3} more' if len(tensors) > 3 else ''}]"
+
 
 KIND = "execution-trace"
 _PASSES = 3
@@ -154,7 +499,7 @@ class _Trace:
 
     def select(self, *, roots: bool) -> ChosenNodes:
         """The first pass. Raises InvalidCapture if the file is not an execution trace."""
-        skeleton = Skeleton(self.path)
+        skeleton = NodeTable(self.path)
         entry = -1
         for key, value in self._rows(0):
             entry += key == "nodes"

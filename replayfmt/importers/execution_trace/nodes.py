@@ -19,10 +19,9 @@ from typing import Any
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
 
-from ..common.arguments import NOTHING, Form, Recorded, TensorSpec, of_list
-from ..common.rank_trace import MOST_RANKS
-from ..common.types import dtype_of, wrapped
-from ..common.values import contiguous
+from ..common.arguments import NOTHING, ArgumentForm, RecordedArgument, TensorSpec, dtype_of, of_list, wrapped
+from ..common.synthesis import contiguous
+from ..common.trace_files import MOST_RANKS
 
 OLDEST, NEWEST = (1, 0, 1), (1, 1, 1)
 # The observer stops after this many items of a list, one more than its limit.
@@ -293,7 +292,7 @@ class TensorReader:
         return TensorSpec(dtype_of(tensor.type_name), tensor.sizes, tensor.strides, tensor.device, tensor.offset)
 
 
-def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[Recorded]:
+def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[RecordedArgument]:
     """What the trace says about each argument, in the schema's order."""
     return [
         _recorded(
@@ -307,22 +306,26 @@ def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[Recorded]:
     ]
 
 
-def _recorded(value: object, sizes: object, strides: object, kind: str, reader: TensorReader) -> Recorded:
+def _recorded(value: object, sizes: object, strides: object, kind: str, reader: TensorReader) -> RecordedArgument:
     head, inner = _wrapped(kind)
     if head == "Tensor":
         tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
         if tensor is not None and tensor.defined:
-            return Recorded(Form.tensor, tensor=reader.spec(tensor))
+            return RecordedArgument(ArgumentForm.tensor, tensor=reader.spec(tensor))
         shown = json.dumps(value)
         if tensor is None:
-            return Recorded(Form.truncated, shown=shown)
+            return RecordedArgument(ArgumentForm.truncated, shown=shown)
         # Tensors without a storage (sparse, nested, of symbolic sizes) have a dtype anyway.
         undefined = tensor.type_name.startswith("nullptr")
-        return NOTHING if undefined else Recorded(Form.truncated, shown=f"a tensor without a storage: {shown}")
+        return (
+            NOTHING
+            if undefined
+            else RecordedArgument(ArgumentForm.truncated, shown=f"a tensor without a storage: {shown}")
+        )
     shown = json.dumps(value)
     if isinstance(value, list):
         if len(value) >= _CUT_LIST_ITEMS:
-            return Recorded(Form.truncated, shown=f"a list of which {len(value)} items are recorded")
+            return RecordedArgument(ArgumentForm.truncated, shown=f"a list of which {len(value)} items are recorded")
         items = [
             _recorded(item, _at(sizes, index), _at(strides, index), _at(inner, index) or "", reader)
             for index, item in enumerate(value)
@@ -333,22 +336,22 @@ def _recorded(value: object, sizes: object, strides: object, kind: str, reader: 
     if value is None:
         return NOTHING
     if isinstance(value, bool | int | float):
-        return Recorded(Form.number, float(value) if head == "Double" else value, shown=shown)
-    return Recorded(Form.truncated, shown=shown)
+        return RecordedArgument(ArgumentForm.number, float(value) if head == "Double" else value, shown=shown)
+    return RecordedArgument(ArgumentForm.truncated, shown=shown)
 
 
 _REAL_WORDS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan"), "-nan": float("nan")}
 
 
-def _text(value: str, kind: str) -> Recorded:
+def _text(value: str, kind: str) -> RecordedArgument:
     if kind == "None" or value == "<None>":
         return NOTHING
     if kind == "Double" and value.lower() in _REAL_WORDS:
-        return Recorded(Form.number, _REAL_WORDS[value.lower()], shown=value)
+        return RecordedArgument(ArgumentForm.number, _REAL_WORDS[value.lower()], shown=value)
     if kind in ("String", "Device", "Storage"):
-        return Recorded(Form.text, value, shown=value)
+        return RecordedArgument(ArgumentForm.text, value, shown=value)
     # "<Generator>", "<Object>", "<ComplexDouble>": the observer prints the kind of such values, not the value.
-    return Recorded(Form.unrecorded if kind == "Generator" else Form.truncated, shown=value)
+    return RecordedArgument(ArgumentForm.unrecorded if kind == "Generator" else ArgumentForm.truncated, shown=value)
 
 
 def rounded(value: float) -> bool:

@@ -1,10 +1,4 @@
-"""Which nodes of an execution trace represent its work: each piece once, at the deepest level that covers all of it.
-
-An operator that only calls others (a composite like `linear`, a switch between backends like `convolution`) is replaced
-by its callees if they produced everything it returned; any other operator represents all of its callees. Nodes that are
-not operators (autograd's wrappers, modules, user marks) only contain others. Only a few words of each node are kept, so
-a trace need not fit into memory.
-"""
+"""Copies in an execution trace that belong to autograd, not to the operator that they are children of."""
 
 from __future__ import annotations
 
@@ -20,14 +14,52 @@ import torch
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.pytorch.operators import operator_named, tells_allocator
-from replayfmt.pytorch.schemas import parse_schema
+from replayfmt.pytorch.overloads import parse_schema
 
 from ..common.operators import COMPILED_CODE, FUSED_LAYER, collective_layer, is_part, only_moves
-from .copies import KeptCopies
-from .nodes import USER_SCOPE, TraceNode, communication, operator_name
+from .nodes import USER_SCOPE, TracedTensor, TraceNode, communication, operator_name
 
 
-class Kind(IntEnum):
+class KeptCopies:
+    """Copies that autograd makes of a tensor before an in-place operator changes it, for use in the backward pass.
+
+    They are children of the operator but not part of its work. A copy that is not used outside the operator is the
+    operator's own.
+    """
+
+    def __init__(self) -> None:
+        self._under: dict[int, list[tuple[int, TracedTensor, TracedTensor]]] = {}
+        self._waiting: dict[tuple[str, int], tuple[int, int, TracedTensor]] = {}
+        self._kept: dict[int, list[int]] = defaultdict(list)
+
+    def add(self, position: int, node: TraceNode) -> None:
+        """Add the next node of the trace: children come before their parent."""
+        given = [tensor for _position, tensor in node.inputs.tensors]
+        if self._waiting:
+            taken = {(each.device, each.storage) for each in given}
+            for each in given:
+                found = self._waiting.get((each.device, each.storage))
+                if found is not None and (found[2].sizes, found[2].type_name) == (each.sizes, each.type_name):
+                    del self._waiting[each.device, each.storage]
+                    self._kept[found[0]].append(found[1])
+            for _position, tensor in node.outputs.tensors:
+                if (tensor.device, tensor.storage) not in taken:
+                    self._waiting.pop((tensor.device, tensor.storage), None)  # by now another allocation
+        returned = [tensor for _position, tensor in node.outputs.tensors]
+        if node.name == "aten::clone" and given and returned:
+            self._under.setdefault(node.parent, []).append((position, given[0], returned[0]))
+        copies = self._under.pop(node.id, None)
+        if copies and given and operator_name(node.schema)[0].endswith("_"):
+            for copy, source, made in copies:
+                if (source.storage, source.sizes) == (given[0].storage, given[0].sizes):
+                    self._waiting[made.device, made.storage] = node.id, copy, made
+
+    def of(self, operator: int) -> list[int]:
+        """The positions of the copies that belong before an operator, by its id."""
+        return self._kept.get(operator, [])
+
+
+class NodeKind(IntEnum):
     """What a node is."""
 
     container = 0  # autograd's wrappers, modules, the observer's own roots
@@ -68,35 +100,35 @@ def gives_way(name: str, overload: str) -> bool:
         return False
 
 
-def kind_of(node: TraceNode) -> Kind:
+def kind_of(node: TraceNode) -> NodeKind:
     """The kind of a node, looked at by itself."""
     if node.kernel_backend == "triton" or (node.kernel_file and not node.schema):
-        return Kind.triton
+        return NodeKind.triton
     if node.name == "record_param_comms":
-        return Kind.idle if communication(node).get("collective_name") in ("wait", "init") else Kind.collective
+        return NodeKind.idle if communication(node).get("collective_name") in ("wait", "init") else NodeKind.collective
     if node.schema:
         name = operator_name(node.schema)[0]
         if tells_allocator(name):
-            return Kind.idle
+            return NodeKind.idle
         tensors = [tensor for _position, tensor in (*node.inputs.tensors, *node.outputs.tensors)]
         if tensors and all(tensor.device == "meta" for tensor in tensors):
-            return Kind.idle
-        return Kind.collective if operator_named(name).collective else Kind.operator
+            return NodeKind.idle
+        return NodeKind.collective if operator_named(name).collective else NodeKind.operator
     if _ROOTS.match(node.name):
-        return Kind.container
+        return NodeKind.container
     if COMPILED_CODE.match(node.name):
-        return Kind.compiled
+        return NodeKind.compiled
     if node.scope == USER_SCOPE:
-        return Kind.mark
+        return NodeKind.mark
     if node.name in _IN_PYTHON:
-        return Kind.container
+        return NodeKind.container
     if not _IDLE.match(node.name) and node.inputs.tensors:
-        return Kind.hidden
-    return Kind.container
+        return NodeKind.hidden
+    return NodeKind.container
 
 
-_WORK = frozenset({Kind.operator, Kind.collective, Kind.triton})
-Path = tuple[tuple[int, str], ...]
+_WORK = frozenset({NodeKind.operator, NodeKind.collective, NodeKind.triton})
+MarkPath = tuple[tuple[int, str], ...]
 _MOST_AROUND = 64  # marks, and wrappers, around one node; in real traces there are fewer than ten
 
 
@@ -123,7 +155,7 @@ class ChosenNodes:
 
     chosen: array = field(default_factory=lambda: array("q"))
     scopes: array = field(default_factory=lambda: array("q"))
-    paths: list[Path] = field(default_factory=lambda: [()])
+    paths: list[MarkPath] = field(default_factory=lambda: [()])
     within: array = field(default_factory=lambda: array("q"))
     wrapped: list[tuple[str, ...]] = field(default_factory=lambda: [()])
     dropped: Counter[str] = field(default_factory=Counter)
@@ -137,7 +169,7 @@ class ChosenNodes:
         """Whether a node is within a chosen one."""
         return self.fates[position] == _Fate.inside
 
-    def path_of(self, position: int) -> Path:
+    def path_of(self, position: int) -> MarkPath:
         """The marks around a chosen node."""
         return self.paths[self.scopes[bisect_left(self.chosen, position)]]
 
@@ -161,18 +193,18 @@ class ChosenNodes:
         }
 
 
-_COMPUTES = 1 << len(Kind)  # bits of what is below a node, after those of the kinds
+_COMPUTES = 1 << len(NodeKind)  # bits of what is below a node, after those of the kinds
 _LAYER = _COMPUTES << 1
 
 
-def _bits(*kinds: Kind) -> int:
+def _bits(*kinds: NodeKind) -> int:
     return sum(1 << kind for kind in kinds)
 
 
 _WORK_BITS = _bits(*_WORK)
 
 
-class Skeleton:
+class NodeTable:
     """What the selection needs of each node, gathered in one pass over the trace."""
 
     def __init__(self, path: str) -> None:
@@ -204,16 +236,16 @@ class Skeleton:
         self._names.append(self._name(node.name))
         if node.name in _IN_PYTHON:
             self._handled.add(node.parent)
-        gives_way, moves = self._ways_of(node.schema) if kind is Kind.operator else (False, False)
-        transparent = kind is Kind.operator and (node.id in self._handled or gives_way)
+        gives_way, moves = self._ways_of(node.schema) if kind is NodeKind.operator else (False, False)
+        transparent = kind is NodeKind.operator and (node.id in self._handled or gives_way)
         self._transparent.append(transparent)
         bits = 1 << kind
-        if (kind is Kind.operator and not moves) or kind is Kind.triton:
+        if (kind is NodeKind.operator and not moves) or kind is NodeKind.triton:
             bits |= _COMPUTES
-        elif kind is Kind.collective:
+        elif kind is NodeKind.collective:
             bits |= _LAYER << collective_layer(node.schema or node.name)
         self._own.append(bits)
-        if kind in (Kind.operator, Kind.collective):
+        if kind in (NodeKind.operator, NodeKind.collective):
             returned = [tensor.storage for _position, tensor in node.outputs.tensors if tensor.elements]
             self._out.extend(returned)
             if transparent:
@@ -282,7 +314,7 @@ class _NodeWalk:
     what is below a node need no search: a trace may nest as deep as it is long.
     """
 
-    def __init__(self, skeleton: Skeleton, roots: bool) -> None:
+    def __init__(self, skeleton: NodeTable, roots: bool) -> None:
         self._of, self._roots = skeleton, roots
         self._found: list[int] = []
         self._selection = ChosenNodes(fates=bytearray(len(skeleton)))
@@ -318,25 +350,27 @@ class _NodeWalk:
         stack = [(position, -1, False) for position in self._tops]  # with the collective and the compiled code around
         while stack:
             position, layer, compiled = stack.pop()
-            kind = Kind(of._kinds[position])
+            kind = NodeKind(of._kinds[position])
             below = self._children.get(position, [])
-            if kind is Kind.compiled:
-                if not compiled and not self._any_below(position, _bits(Kind.triton)):
+            if kind is NodeKind.compiled:
+                if not compiled and not self._any_below(position, _bits(NodeKind.triton)):
                     self._take(position)
                 compiled = True
-            if kind in (Kind.container, Kind.mark, Kind.compiled) or (
-                kind is Kind.hidden and self._any_below(position, _WORK_BITS)
+            if kind in (NodeKind.container, NodeKind.mark, NodeKind.compiled) or (
+                kind is NodeKind.hidden and self._any_below(position, _WORK_BITS)
             ):
                 if fates[position] != _Fate.taken:
-                    fates[position] = _Fate.mark if kind is Kind.mark else _Fate.wrapper
-            elif kind is Kind.operator and not self._roots and of._transparent[position] and self._covered(position):
+                    fates[position] = _Fate.mark if kind is NodeKind.mark else _Fate.wrapper
+            elif (
+                kind is NodeKind.operator and not self._roots and of._transparent[position] and self._covered(position)
+            ):
                 idle = not self._any_below(position, _WORK_BITS)
                 fates[position] = _Fate.idle if idle else _Fate.around
                 dropped[of._texts[of._names[position]]] += idle
-            elif kind is Kind.collective:
+            elif kind is NodeKind.collective:
                 below, layer = self._collective(position, below, layer)
             else:
-                if kind is Kind.idle:
+                if kind is NodeKind.idle:
                     fates[position] = _Fate.idle
                     dropped[of._texts[of._names[position]]] += 1
                 else:
@@ -364,14 +398,14 @@ class _NodeWalk:
             return below, max(layer, around)
         self._close(position)
         for each in self._below(position):
-            if of._kinds[each] in (Kind.operator, Kind.triton):
+            if of._kinds[each] in (NodeKind.operator, NodeKind.triton):
                 names[of._texts[of._names[each]]] += 1
         return [], around
 
     def _covered(self, position: int) -> bool:
         """Whether an operator that gives way may: the nodes below it returned all that it returned."""
         of = self._of
-        if of._ids[position] in of._handled and not self._any_below(position, _WORK_BITS | _bits(Kind.idle)):
+        if of._ids[position] in of._handled and not self._any_below(position, _WORK_BITS | _bits(NodeKind.idle)):
             return False
         made = of._made[of._made_first[position] : of._made_first[position + 1]]
         if made and self._returns is None:
@@ -409,19 +443,19 @@ class _NodeWalk:
         selection.chosen = array("q", sorted(self._found))
         latest: dict[int, int] = {}
         marks, wrappers, forward = self._around()
-        known: dict[Path, int] = {(): 0}
-        carried: dict[int, Path] = {}
+        known: dict[MarkPath, int] = {(): 0}
+        carried: dict[int, MarkPath] = {}
         main = min(filter(None, of._threads), default=0)
         for position in selection.chosen:
             thread, number = of._threads[position], selection.before.get(position, of._ids[position])
-            if of._kinds[position] != Kind.compiled:  # recorded after its callees
+            if of._kinds[position] != NodeKind.compiled:  # recorded after its callees
                 selection.ordered &= number >= latest.get(thread, 0)
                 latest[thread] = number
             path, works_for = marks[position], self.positions.get(forward[position], -1)
             if (
                 forward[position] and works_for >= 0
             ):  # at the top of its thread: the thread that it works for is inside of something, too
-                mark = ((works_for, of._texts[of._names[works_for]]),) if of._kinds[works_for] == Kind.mark else ()
+                mark = ((works_for, of._texts[of._names[works_for]]),) if of._kinds[works_for] == NodeKind.mark else ()
                 path = (marks[works_for] + mark + path)[:_MOST_AROUND]
             # A thread of autograd's engine is inside of what the thread that it works for does, until it works for
             # another one.
@@ -435,12 +469,12 @@ class _NodeWalk:
             selection.within.append(wrappers[position])
         return selection
 
-    def _around(self) -> tuple[list[Path], array, array]:
+    def _around(self) -> tuple[list[MarkPath], array, array]:
         """For each node the marks around it, the number of its wrappers in `wrapped`, and the id of the node of
         another thread that it works for, 0 if there is none."""
         of, wrapped = self._of, self._selection.wrapped
         named: dict[tuple[str, ...], int] = {(): 0}
-        marks: list[Path] = [()] * len(of)
+        marks: list[MarkPath] = [()] * len(of)
         wrappers, forward = array("q", bytes(8 * len(of))), array("q", of._forward)
         left_out = 0
         for position in self.order:
@@ -450,11 +484,11 @@ class _NodeWalk:
             forward[position] = forward[position] or forward[above]
             marks[position], wrappers[position] = marks[above], wrappers[above]
             name, kind = of._texts[of._names[above]], of._kinds[above]
-            if kind == Kind.mark:
+            if kind == NodeKind.mark:
                 full = len(marks[above]) >= _MOST_AROUND
                 left_out += full
                 marks[position] = marks[above] if full else self._under(marks, above, name)
-            elif kind in (Kind.container, Kind.compiled) and name not in _IN_PYTHON and not _ROOTS.match(name):
+            elif kind in (NodeKind.container, NodeKind.compiled) and name not in _IN_PYTHON and not _ROOTS.match(name):
                 around = wrapped[wrappers[above]]
                 if of._ids[above] != of._parents[above] and len(around) < _MOST_AROUND:
                     inner = (*around, name)
@@ -466,7 +500,7 @@ class _NodeWalk:
             self.problems.append(f"marks nested more than {_MOST_AROUND} deep: the deeper ones are left out")
         return marks, wrappers, forward
 
-    def _under(self, marks: list[Path], mark: int, name: str) -> Path:
+    def _under(self, marks: list[MarkPath], mark: int, name: str) -> MarkPath:
         """The path of everything directly inside a mark, made once."""
         first = self._children[mark][0]
         known = marks[first]

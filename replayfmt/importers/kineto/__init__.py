@@ -1,5 +1,4 @@
-"""Profiler traces. `importer` goes from the file to a capture: `events` reads events into columns, `links` and `tree`
-determine launchers, callers and the calls that represent the work, `graphs` and `captures` do so for graph launches,
-`scopes` for annotations, `windows` the part that is imported, `strays` for work without an operator. `arguments` and
-`calls` read the calls, `writing` writes them.
+"""Profiler traces. `importer` goes from the file to a capture: `events` reads events into columns, `tree` determines
+launchers, callers and the calls that represent the work, `graphs` does so for graph launches, `device_work` has what
+ran on devices, with or without an operator, `calls` resolves the operators, and `writing` writes the capture.
 """

@@ -1,21 +1,80 @@
-"""Assigns operators to the kernels of graph launches, from the trace taken while the graph was captured.
+"""CUDA and HIP graphs in profiler traces: where one was captured, and the operators behind the kernels of its
+launches.
 
-A trace of a graph's execution has one launch and all of its kernels; the trace of its capture has the operators and
-their launches, but no kernels. Each launch in the latter corresponds to a kernel in the former, in the same order. So
-the operators of a capture are inserted where the graph was launched, on a separate thread, and each of their launches
-gets its kernel. The rest of an import is unaffected.
+While a graph is captured, operators run but not their launches: each launch becomes a node of the graph. These
+operators therefore cannot be chosen by the device work that they launched: there is none. A trace of a graph's
+execution has one launch and all of its kernels; the trace of its capture has the operators and their launches, but no
+kernels. Each launch in the latter corresponds to a kernel in the former, in the same order.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from .captures import CaptureWindow, capture_windows
 from .events import TraceEvents
+from .tree import CallTree, GraphCaptured
+
+# Runtime calls that add a node to a graph; all others only query the runtime.
+_NODE = re.compile(r"Launch(?!HostFunc)|Memcpy|Memset|launch_kernel", re.IGNORECASE)
+_BEGINS, _ENDS = "BeginCapture", "EndCapture"
+_MOST = 1 << 62
+
+
+@dataclass(frozen=True)
+class CaptureWindow:
+    """One capture of a graph: the activity of thread `thread` from `start` to `end`, in nanoseconds. `launches` are
+    those that became its nodes, in order."""
+
+    thread: int
+    start: int
+    end: int
+    launches: list[int] = field(default_factory=list)
+
+
+def capture_windows(events: TraceEvents) -> list[CaptureWindow]:
+    """Every capture of a graph, in order of time; without a recorded beginning or end it reaches to the trace's
+    edge."""
+    launches = events.launches
+    names = list(launches.names)
+    marks = [place for place, name in enumerate(names) if _BEGINS in name or _ENDS in name]
+    if not marks:
+        return []
+    name, start, thread = (np.asarray(column, np.int64) for column in (launches.name, launches.start, launches.thread))
+    windows: list[CaptureWindow] = []
+    for each in np.unique(thread[np.isin(name, marks)]).tolist():
+        own = np.flatnonzero(thread == each)
+        begun = -_MOST
+        for index in own[np.argsort(start[own], kind="stable")].tolist():
+            if _BEGINS in names[name[index]]:
+                begun = int(start[index])
+            elif _ENDS in names[name[index]]:
+                windows.append(CaptureWindow(each, begun, int(start[index])))
+                begun = _MOST
+        if begun not in (_MOST, -_MOST):
+            windows.append(CaptureWindow(each, begun, _MOST))
+    nodes = np.asarray([_NODE.search(each) is not None and "Graph" not in each for each in names], bool)[name]
+    for window in windows:
+        inside = np.flatnonzero(nodes & (thread == window.thread) & (start > window.start) & (start < window.end))
+        window.launches.extend(inside[np.argsort(start[inside], kind="stable")].tolist())
+    return sorted((window for window in windows if window.launches), key=lambda window: window.start)
+
+
+def captured(events: TraceEvents, tree: CallTree, windows: list[CaptureWindow]) -> GraphCaptured:
+    """The operators of a trace that were captured into graphs, and its launches that did no work."""
+    start, thread = np.asarray(events.ops.start, np.int64), np.asarray(events.ops.thread, np.int64)
+    ops = np.zeros(len(start), bool)
+    for window in windows:
+        ops |= (thread == window.thread) & (start > window.start) & (start < window.end)
+    launches = np.asarray(sorted(launch for window in windows for launch in window.launches), np.int64)
+    worked = np.zeros(len(events.launches.start), bool)
+    worked[tree.work_launch[tree.work_launch >= 0]] = True
+    return GraphCaptured(ops, launches[~worked[launches]] if len(launches) else launches)
+
 
 _ALLOWED_LOSS = 100  # one kernel in this many may be missing: profilers lose some
 

@@ -1,12 +1,14 @@
 """Imports a PyTorch profiler trace (Kineto): from its events to a capture and a report.
 
 The trace has no tensor identity, so each call gets separate inputs of the recorded shapes, whose content a replay
-synthesizes; no call's results are connected to another's inputs.
+synthesizes; no call's results are connected to another's inputs. Steps, scopes or a time may be selected, as windows of
+the host's time: a window holds the calls and launches that begin in it, on any thread, and the device work of those.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,27 +19,81 @@ from typing import Any, Literal
 import numpy as np
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
-from replayfmt.format.model import Device
-from replayfmt.format.policies import TRACED_DEVICE_NS
+from replayfmt.format.model import TRACED_DEVICE_NS, Device
+from replayfmt.format.validation import printable
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.operators import operator_named, tells_allocator
 from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators, collective_layer, only_moves, without_overload
-from ..common.rank_trace import MOST_RANKS, RankTrace, rank_fields
 from ..common.report import ImportReport, most
 from ..common.synthesis import ImportedSession, imported_session
-from ..common.trace_files import Progress, TraceFile, others_note
-from ..rewrites.foreign import SCHEMAS
-from ..rewrites.portable import Portable
+from ..common.trace_files import MOST_RANKS, Progress, RankTrace, TraceFile, others_note, rank_fields
+from ..rewrites.portable import SCHEMAS, Portable
 from .calls import EventCalls, Placement
-from .captures import capture_windows, captured
 from .events import OPERATOR_NAME, OpKind, TraceEvents, integer
-from .graphs import give_operators
-from .tree import LEVELS, Captured, ChosenEvents, EventRole, EventTraits, Level, Tree, build, compact, select
-from .windows import Wanted, inside_windows
+from .graphs import capture_windows, captured, give_operators
+from .tree import LEVELS, CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, Level, build, compact, select
 from .writing import Trace, write
+
+_TIME = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)?:(\d{1,12}(?:\.\d{1,6})?)?\Z")
+_SHOWN_NAMES = 12
+
+
+@dataclass(frozen=True)
+class TraceRange:
+    """`steps`: numbers of the profiler's steps; `scopes`: names of annotations; `time`: A:B in milliseconds since the
+    trace's first event. What is in any of them is imported; everything, if all are empty."""
+
+    steps: Sequence[int] = ()
+    scopes: Sequence[str] = ()
+    time: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.steps or self.scopes or self.time)
+
+
+def inside_windows(events: TraceEvents, annotations: np.ndarray, wanted: TraceRange, times: np.ndarray) -> np.ndarray:
+    """Which of these times are in a wanted window. Raises UsageError for what the trace does not have."""
+    found = np.zeros(len(times), bool)
+    for begin, end in _windows(events, annotations, wanted):
+        found |= (begin <= times) & (times < end)
+    return found
+
+
+def _windows(events: TraceEvents, annotations: np.ndarray, wanted: TraceRange) -> list[tuple[int, int]]:
+    ops = events.ops
+    named: dict[str, list[tuple[int, int]]] = {}
+    for index in np.flatnonzero(annotations).tolist():
+        start = ops.start[index]
+        named.setdefault(events.kinds[ops.kind[index]].name, []).append((start, start + max(1, ops.duration[index])))
+    windows: list[tuple[int, int]] = []
+    asked = [(f"--step={each}", f"ProfilerStep#{each}") for each in wanted.steps]
+    asked += [(f"--scope={each}", each) for each in wanted.scopes]
+    for flag, name in asked:
+        if name not in named:
+            shown = ", ".join(list(named)[:_SHOWN_NAMES])
+            more = f" and {len(named) - _SHOWN_NAMES} more" if len(named) > _SHOWN_NAMES else ""
+            raise UsageError(
+                printable(f"{flag}: the trace has no annotation {name}; it has {shown + more if named else 'none'}")
+            )
+        windows += named[name]
+    if wanted.time:
+        begin, end = parse_time(wanted.time)
+        first = min(min(column, default=1 << 62) for column in (ops.start, events.launches.start))
+        windows.append((first + begin, first + end))
+    return windows
+
+
+def parse_time(text: str) -> tuple[int, int]:
+    """Nanoseconds of `A:B`, in milliseconds; either may be left out. Raises UsageError."""
+    found = _TIME.match(text)
+    begin, end = (found[1] or "0", found[2] or "1e12") if found else ("1", "0")
+    if float(begin) >= float(end):
+        raise UsageError(f"--time={text}: expected A:B in milliseconds since the trace's beginning, such as 10:25.5")
+    return round(float(begin) * 1e6), round(float(end) * 1e6)
+
 
 _MOST_DEVICES = 1 << 16
 _COLLECTIVE = ("nccl:", "gloo:", "rccl:", "mpi:", "ucc:")  # besides the operators
@@ -70,7 +126,7 @@ class KinetoOptions:
     unique: bool = False
     rewrite: Literal["none", "portable"] = "none"
     graph_captures: Sequence[str | PathLike[str]] = ()
-    wanted: Wanted = Wanted()
+    wanted: TraceRange = TraceRange()
 
 
 def import_kineto(
@@ -123,7 +179,7 @@ def import_kineto(
     )
     tree = build(events, annotations, detached, calling)
     level: Level = options.level
-    graphs: Captured | None = None
+    graphs: GraphCaptured | None = None
     if level == "auto":
         level = "launching" if len(events.work.start) else "leaf"
         windows = capture_windows(events)
@@ -217,7 +273,7 @@ def _traits_of(kind: OpKind, operators: Operators) -> EventTraits:
 def _count(
     report: ImportReport,
     events: TraceEvents,
-    tree: Tree,
+    tree: CallTree,
     selection: ChosenEvents,
     traits: Sequence[EventTraits],
     level: Level,
@@ -285,7 +341,7 @@ def _count(
 
 
 def _untaken(
-    events: TraceEvents, tree: Tree, traits: Sequence[EventTraits], around: np.ndarray, taken: np.ndarray
+    events: TraceEvents, tree: CallTree, traits: Sequence[EventTraits], around: np.ndarray, taken: np.ndarray
 ) -> list[str]:
     """A note naming composites whose callees were taken though most of the time was spent outside of those."""
     durations = np.asarray(events.ops.duration, np.int64)

@@ -1,9 +1,14 @@
-"""Writes a profiler trace's selected calls, annotations and stray device work as records, in order of time."""
+"""Writes a profiler trace's selected calls, annotations and stray device work as records, in order of time.
+
+User annotations become scopes. Work on a thread without annotations of its own, such as the backward pass, is in those
+that the main thread was in at the time.
+"""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
@@ -11,25 +16,113 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.format.device_kernels import ROLE
+from replayfmt.format.attachments import DEVICE_KERNELS_ROLE
 from replayfmt.format.model import Device
-from replayfmt.format.records.builder import Moment
+from replayfmt.format.writer import Moment
+from replayfmt.pytorch.traced_names import Iteration, parse_iteration
 
 from ..common.arguments import DefaultGenerator, TensorSpec
 from ..common.operators import REPLACED, is_generated_kernel
-from ..common.report import DeviceTime, Entry, ImportReport
+from ..common.report import DeviceTime, ImportReport, ReportEntry
 from ..common.results import realize
-from ..common.synthesis import ImportedSession
-from ..common.values import Tensor, plain_tensor
+from ..common.synthesis import ImportedSession, Tensor, plain_tensor
 from ..rewrites.portable import Portable
 from ..rewrites.rewriting import CannotRewrite, Rewritten
-from .arguments import has_lists, read_arguments, signature_text
-from .calls import EventCalls, Hints, Placement, ResolvedCall
-from .device_work import device_kernel_table
+from .calls import DtypeHints, EventCalls, Placement, ResolvedCall, has_lists, read_arguments, signature_text
+from .device_work import UnclaimedWork, captured_outside, compiled_regions, device_kernel_table, unclaimed_work
 from .events import NO_TIME, OpKind, TraceEvents
-from .scopes import AnnotationScopes
-from .strays import Stray, captured_outside, compiled_regions, unclaimed_work
-from .tree import Captured, ChosenEvents, EventRole, EventTraits, Level, Tree, compact
+from .tree import CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, Level, compact
+
+
+class AnnotationScopes:
+    """Scope ids in a capture that is being written, by annotation."""
+
+    def __init__(
+        self, events: TraceEvents, tree: CallTree, traits: Sequence[EventTraits], session: ImportedSession
+    ) -> None:
+        self._events, self._session = events, session
+        self._paths: dict[tuple[int, str], int] = {}
+        ops = events.ops
+        scopes = np.asarray([each.role is EventRole.annotation for each in traits], bool)
+        annotations = tree.order[scopes[np.asarray(ops.kind, np.int64)[tree.order]]].tolist()
+        self._timeline = _Timeline(events, annotations)
+        self._ids: dict[int, int] = {}
+        self._described: set[int] = set()  # annotations that describe a batch, and those inside of such
+        self._iterations: dict[int, Iteration] = {}
+        for index in sorted(annotations, key=lambda each: (ops.start[each], -ops.duration[each])):
+            around = int(tree.scope[index])
+            if around < 0:
+                around = self._timeline.at(ops.start[index], ops.thread[index])
+            parent, name = self._ids.get(around, 0), events.kinds[ops.kind[index]].name
+            self._ids[index] = self._path(parent, name)
+            iteration = parse_iteration(name)
+            if around in self._described or iteration is not None:
+                self._described.add(index)
+            if around not in self._described and iteration is not None:
+                self._iterations[index] = iteration
+
+    @property
+    def annotations(self) -> list[int]:
+        """All annotations, in order of their beginning."""
+        return list(self._ids)
+
+    def __getitem__(self, annotation: int) -> int:
+        return self._ids[annotation]
+
+    def iteration(self, annotation: int) -> Iteration | None:
+        """The step that an annotation describes; None inside another annotation that describes it: a step counts
+        once."""
+        return self._iterations.get(annotation)
+
+    def at(self, around: int, start: int) -> int:
+        """The scope id of what has the annotation `around` around it on its thread (-1: none) and begins at `start`."""
+        if around < 0:
+            around = self._timeline.at(start, -1)
+        return self._ids.get(around, 0)
+
+    def _path(self, parent: int, name: str) -> int:
+        if (parent, name) not in self._paths:
+            self._paths[parent, name] = self._session.scope(parent, name)
+        return self._paths[parent, name]
+
+
+class _Timeline:
+    """The main thread's annotations by time: the scopes of work on other threads, such as the backward pass.
+
+    The main thread is the one with the longest total of annotations.
+    """
+
+    def __init__(self, events: TraceEvents, annotations: Sequence[int]) -> None:
+        ops = events.ops
+        total: dict[int, int] = defaultdict(int)
+        for index in annotations:
+            total[ops.thread[index]] += ops.duration[index]
+        self._thread = max(total, key=lambda thread: total[thread]) if total else -1
+        edges: list[tuple[int, int, int, int]] = []
+        for index in annotations:
+            if ops.thread[index] == self._thread:
+                start, duration = ops.start[index], max(1, ops.duration[index])  # it begins before it ends
+                edges += [(start, 1, -duration, index), (start + duration, 0, -start, index)]
+        edges.sort()
+        self._times: list[int] = []
+        self._innermost: list[int] = []
+        stack: list[int] = []
+        for time, begins, _tie, index in edges:
+            if begins:
+                stack.append(index)
+            else:
+                stack.remove(index)
+            self._times.append(time)
+            self._innermost.append(stack[-1] if stack else -1)
+        self._array = np.asarray(self._times, np.int64)
+
+    def at(self, time: int, thread: int) -> int:
+        """The innermost annotation of the main thread around a time, -1: none. The main thread itself needs none."""
+        if thread == self._thread or not self._times:
+            return -1
+        place = int(np.searchsorted(self._array, time, side="right")) - 1
+        return self._innermost[place] if place >= 0 else -1
+
 
 _END, _BEGIN, _CALL, _STRAY = range(4)  # what happens at a moment, in this order
 # As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
@@ -43,7 +136,7 @@ class Trace:
     `portable` where operators of one device alone are to be replaced; `selects` says which times are imported."""
 
     events: TraceEvents
-    tree: Tree
+    tree: CallTree
     selection: ChosenEvents
     traits: Sequence[EventTraits]
     calls: EventCalls
@@ -51,7 +144,7 @@ class Trace:
     unique: bool
     portable: Portable | None
     level: Level
-    captured: Captured | None = None
+    captured: GraphCaptured | None = None
     selects: Callable[[np.ndarray], np.ndarray] = lambda times: times == times
 
 
@@ -154,7 +247,7 @@ class _Writing:
         self.report.counts["without one"] = sum(map(len, strays))
         table = device_kernel_table(self.events, self.trace.devices)
         if table is not None:
-            self.session.attachment(ROLE, "device kernels", table)
+            self.session.attachment(DEVICE_KERNELS_ROLE, "device kernels", table)
 
     def _device_time(self) -> DeviceTime | None:
         work = self.events.work
@@ -172,9 +265,9 @@ class _Writing:
         time.left_out_ns = int(durations[timed & left_out].sum())
         return time
 
-    def _selected(self, strays: list[list[Stray]]) -> list[list[Stray]]:
+    def _selected(self, strays: list[list[UnclaimedWork]]) -> list[list[UnclaimedWork]]:
         """The work without an operator that is in the part of the trace that is imported."""
-        kept: list[list[Stray]] = []
+        kept: list[list[UnclaimedWork]] = []
         for alike in strays:
             inside = self.trace.selects(np.asarray([each.start for each in alike], np.int64)).tolist()
             chosen = [each for each, wanted in zip(alike, inside, strict=True) if wanted]
@@ -271,7 +364,7 @@ class _Writing:
         else:
             launched = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
             called = self._called(index) if has_lists(kind) else []
-            call = self.trace.calls.resolve(kind, placement, Hints(called, launched))
+            call = self.trace.calls.resolve(kind, placement, DtypeHints(called, launched))
             if len(self.trace.devices) and placement.device == "cpu" and call.operator is not None:
                 call = replace(call, assumed=(*call.assumed, "it ran on the host: it launched no device work"))
         self._resolved[number, placement] = call
@@ -454,9 +547,9 @@ class _Writing:
         call = group.call
         status = call.status if not reason else "incomplete"
 
-        def entry() -> Entry:
+        def entry() -> ReportEntry:
             operator = call.operator
-            return Entry(
+            return ReportEntry(
                 call.name,
                 operator.overload if operator else "",
                 status,
@@ -485,7 +578,7 @@ class _Writing:
 
     # ----------------------------------------------------------------------------------------------------------- strays
 
-    def _strays(self) -> list[list[Stray]]:
+    def _strays(self) -> list[list[UnclaimedWork]]:
         """Work without an operator; with `unique`, grouped if alike."""
         strays = [*unclaimed_work(self.events, self.tree, self._work_of, self.report)]
         if self.trace.captured is not None:
@@ -494,12 +587,12 @@ class _Writing:
             strays += compiled_regions(self.events, self.tree)
         if not self.trace.unique:
             return [[each] for each in strays]
-        alike: dict[tuple[str, str, str], list[Stray]] = {}
+        alike: dict[tuple[str, str, str], list[UnclaimedWork]] = {}
         for each in sorted(strays, key=lambda each: each.start):
             alike.setdefault((each.reason, each.name, each.detail), []).append(each)
         return list(alike.values())
 
-    def _stray(self, alike: list[Stray]) -> None:
+    def _stray(self, alike: list[UnclaimedWork]) -> None:
         first, count = alike[0], len(alike)
         host_times, device_times = [each.duration for each in alike], [self._device_ns(each.work) for each in alike]
         host_ns, device_ns = _total(host_times), _total(device_times)
@@ -516,7 +609,7 @@ class _Writing:
         ordinal = self.session.unsupported(first.reason, first.name, first.detail, moment, annotation)
         self.report.add(
             (first.reason, first.name, first.detail),
-            lambda: Entry(first.name, "", "incomplete", first.shown, reason=first.reason, detail=first.detail),
+            lambda: ReportEntry(first.name, "", "incomplete", first.shown, reason=first.reason, detail=first.detail),
             ordinal,
             count,
             host_ns,

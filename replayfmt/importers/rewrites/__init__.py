@@ -1,3 +1,3 @@
-"""`--rewrite=portable`: `portable` chooses an operator's replacement, `attention`, `fused` and `foreign` are the
-replacements by family, `rewriting` is the toolkit that they use.
+"""`--rewrite=portable`: `portable` chooses an operator's replacement and has most of them, `engines` has those of
+serving engines, `rewriting` is the toolkit that they use.
 """

@@ -14,7 +14,7 @@ from typing import Any
 
 from replayfmt.format.codes import DType
 
-from ..common.values import Tensor
+from ..common.synthesis import Tensor
 from .rewriting import CannotRewrite, RewrittenCalls, tensors_in
 
 Given = dict[str, Any]

@@ -14,12 +14,11 @@ from torch._ops import OpOverload
 
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
-from replayfmt.pytorch.registry import find_overload
-from replayfmt.pytorch.schemas import printed_schema
+from replayfmt.pytorch.overloads import find_overload, printed_schema
 
 from ..common.arguments import TensorSpec
 from ..common.results import infer, realize
-from ..common.values import Tensor
+from ..common.synthesis import Tensor
 
 Arguments = Sequence[tuple[str, Any]]
 Call = tuple[Kernel, list[tuple[str, Any]], list[Any] | None]

@@ -1,4 +1,3 @@
-"""Content for operators of serving engines: `batches` decides on the requests of a step, `attention`, `caches`,
-`packed` and `ragged` fill what says where each one's tokens are, `experts` where they go, `cpu_engines` what vLLM on
-CPUs reads.
+"""Content for operators of serving engines: `attention` decides on the requests of a step and fills what says where
+each one's tokens are, `experts` where they go, `cpu_engines` what vLLM on CPUs reads.
 """

@@ -14,10 +14,8 @@ import torch
 
 from replayfmt.errors import UsageError
 
-from ..initializer import Initializer
-from ..request import Request
-from .attention import cache_shape
-from .batches import Batch, batch_for
+from ..initializer import Initializer, Request
+from .attention import Batch, batch_for, cache_shape
 
 _ATTENTION = "_C::cpu_attention_with_kv_cache"
 _SCHEDULE = "_C::get_scheduler_metadata"

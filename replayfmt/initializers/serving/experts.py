@@ -16,9 +16,8 @@ import torch
 
 from replayfmt.errors import UsageError
 
-from ..floats import FLOATS
-from ..initializer import Initializer
-from ..request import Request, first_integer, first_tensor
+from ..demands import FLOATS
+from ..initializer import Initializer, Request, first_integer, first_tensor
 
 OPTION = "moe-routing"
 DEFAULT_EXPONENT = 1.2

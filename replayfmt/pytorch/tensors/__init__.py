@@ -1,7 +1,9 @@
 """Tensors and their memory, inspected without the program's noticing.
 
-`memory` reads and makes storages and views on them, `bounds` holds tensors against their memory, `staging` brings bytes
-to a device. `composites` takes sparse, quantized and nested tensors apart and puts them together, `packed_parameters`
-the weights of quantized modules. `dtypes` maps the format's codes, `digests` computes what verification compares,
-of the `elements` of a view in pieces and their `statistics`. `looks` says how to look.
+`metadata` reads a tensor's fields, maps the format's codes, and holds sizes and strides against memory. `memory` reads
+and makes storages and views on them, and brings bytes to a device and back. `composites` takes sparse, quantized and
+nested tensors apart and puts them together, `packed_parameters` the weights of quantized modules. `digests` computes
+what verification compares.
 """
+
+from __future__ import annotations

@@ -22,9 +22,21 @@ from typing import Any
 import torch
 
 from . import packed_parameters
-from .bounds import check_nested, check_per_channel, check_sparse_compressed, check_sparse_coo
-from .looks import dtype_of, is_nested, is_quantized, layout_of, offset_of, shape_of, storage_of, stride_of
 from .memory import make_view
+from .metadata import (
+    check_nested,
+    check_per_channel,
+    check_sparse_compressed,
+    check_sparse_coo,
+    dtype_of,
+    is_nested,
+    is_quantized,
+    layout_of,
+    offset_of,
+    shape_of,
+    storage_of,
+    stride_of,
+)
 
 Parts = tuple[Any, ...]
 

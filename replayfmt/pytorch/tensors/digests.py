@@ -1,14 +1,19 @@
 """Computing the digest of a tensor (see replayfmt.format.records.digest for what it holds).
 
-Everything is computed on the host. Large tensors of other devices come there in pieces, through one pinned buffer; the
-digest is the same. What was computed for the same bytes before is not computed again: bytes are known
-by their hash, so nothing depends on noticing what wrote them. Call inside `undispatched()`.
+The elements of a strided view on host memory are taken in pieces that fit a processor's cache, without a copy of the
+whole. Their statistics take one pass, in double precision: in C++ where the library is there (`BlockStatistics`, the
+Python side of native/block_statistics.cpp, with helper threads if there are many elements), else in NumPy. A long call
+releases the GIL. The helper threads live only during the call: none is left when it returns, and a child that another
+thread of the program forks meanwhile has none to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import ctypes
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -17,13 +22,276 @@ import torch
 import xxhash
 
 from replayfmt.format.codes import DType, TensorFlag
-from replayfmt.format.records.digest import Sample, TensorDigest, sample_positions, signed
+from replayfmt.format.model import Sample, TensorDigest, sample_positions, signed
+from replayfmt.native.building import NotAvailable, library, say
 
-from .dtypes import DTYPE_CODE
-from .elements import Dims, array_of, in_memory_order, merged, pieces
-from .memory import host_view, make_view
-from .staging import fetched, row_major_pieces
-from .statistics import Statistics, Totals, add, figures, reader, statistics
+from .memory import fetched, host_view, make_view, row_major_pieces
+from .metadata import DTYPE_CODE, TORCH_DTYPE
+
+BLOCK_ELEMENTS = 1 << 16  # as doubles they fit the L2 cache; in smaller blocks NumPy's calls cost more
+_BLOCKS_A_THREAD = 64  # a millisecond of work or more: on a busy machine, a thread waits several for a processor
+_MOST_THREADS = 8  # more threads only wait for memory
+_LONG = 4 * BLOCK_ELEMENTS  # enough elements to make releasing the GIL worthwhile
+
+
+class Totals(ctypes.Structure):
+    """The statistics of the elements so far. `lowest` and `highest` are meaningless while `finite` is 0."""
+
+    _fields_ = [
+        ("nan", ctypes.c_int64),
+        ("inf", ctypes.c_int64),
+        ("finite", ctypes.c_int64),
+        ("lowest", ctypes.c_double),
+        ("highest", ctypes.c_double),
+        ("total", ctypes.c_double),
+        ("squares", ctypes.c_double),
+    ]
+    nan: int
+    inf: int
+    finite: int
+    lowest: float
+    highest: float
+    total: float
+    squares: float
+
+    def __init__(self) -> None:
+        super().__init__(0, 0, 0, math.inf, -math.inf, 0.0, 0.0)
+
+
+class BlockStatistics:
+    """The library. Raises NotAvailable if it cannot be loaded."""
+
+    def __init__(self) -> None:
+        found = library("block_statistics.cpp")
+        self._short = _declared(found)
+        self._long = _declared(ctypes.CDLL(found._name, handle=found._handle))
+
+    def add(self, totals: Totals, address: int, count: int, kind: str) -> int:
+        """Add `count` contiguous elements to `totals`, in blocks of BLOCK_ELEMENTS. Returns how many were added: whole
+        blocks, or all. The rest is left to NumPy.
+
+        `kind`: `d`, `f`, `e` or `g` for floating-point numbers of 64, 32, 16 bits and bfloat16; `b`, `h`, `i`, `q` for
+        integers of 8, 16, 32, 64 bits, in capitals for unsigned ones.
+        """
+        if count < _LONG:
+            return int(self._short(totals, address, count, ord(kind), 1))
+        return int(self._long(totals, address, count, ord(kind), _threads(count)))
+
+
+def _declared(found: ctypes.CDLL) -> ctypes._NamedFuncPointer:
+    function = found.opreplay_statistics
+    function.argtypes = (ctypes.POINTER(Totals), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
+    function.restype = ctypes.c_int64
+    return function
+
+
+def _threads(count: int) -> int:
+    """How many threads are worth starting for `count` elements: at most as many as PyTorch may use, and as there are
+    processors for this process."""
+    most = min(count // (BLOCK_ELEMENTS * _BLOCKS_A_THREAD), _MOST_THREADS)
+    if most < 2:
+        return 1
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(most, torch.get_num_threads(), processors)
+
+
+Dims = tuple[tuple[int, int], ...]  # (size, stride in elements) of each dimension, outermost first
+
+# What carries the bits of an element of so many bytes.
+_NUMPY_CARRIERS: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("c16"),
+}
+
+
+def merged(sizes: Sequence[int], strides: Sequence[int]) -> Dims:
+    """The same elements in the same order with as few dimensions as possible, at least one. No size may be 0."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    return tuple(dims) or ((1, 1),)
+
+
+def in_memory_order(dims: Dims) -> Dims:
+    """The same elements in the order of their places in memory."""
+    if len(dims) == 1:
+        return dims
+    ordered = sorted(dims, key=lambda dim: -dim[1])
+    return merged([size for size, _stride in ordered], [stride for _size, stride in ordered])
+
+
+def array_of(memory: memoryview, item: int, dims: Dims, offset: int) -> np.ndarray:
+    """The elements, `item` bytes each and `offset` elements into `memory`, as an array of their bits. Shares memory.
+
+    Raises ValueError if they do not fit into it.
+    """
+    return np.ndarray(
+        [size for size, _stride in dims],
+        _NUMPY_CARRIERS[item],
+        memory,
+        offset * item,
+        [stride * item for _size, stride in dims],
+    )
+
+
+def pieces(array: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    """The elements in row-major order, in contiguous pieces of at most `most`. Copies only what is scattered."""
+    if array.ndim == 1:
+        for start in range(0, len(array), most):
+            yield np.ascontiguousarray(array[start : start + most])
+        return
+    row = array[0].size
+    if row > most:
+        for part in array:
+            yield from pieces(part, most)
+        return
+    rows = most // row
+    for start in range(0, len(array), rows):
+        yield np.ascontiguousarray(array[start : start + rows]).reshape(-1)
+
+
+# NaN count, inf count, min, max, mean, L2 norm.
+Statistics = tuple[int, int, float | None, float | None, float | None, float | None]
+
+_PLAIN = {
+    DType.bool: "u1",
+    DType.uint8: "u1",
+    DType.int8: "i1",
+    DType.uint16: "u2",
+    DType.int16: "i2",
+    DType.uint32: "u4",
+    DType.int32: "i4",
+    DType.uint64: "u8",
+    DType.int64: "i8",
+    DType.float32: "f4",
+    DType.float64: "f8",
+    DType.complex64: "c8",
+    DType.complex128: "c16",
+    DType.qint8: "i1",
+    DType.quint8: "u1",
+    DType.qint32: "i4",
+}
+# What the methods of arrays call; for small ones the way there is most of their time.
+_least, _greatest, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
+_COMPLEX = {DType.complex32, DType.complex64, DType.complex128}
+# What block_statistics.cpp calls them.
+_KINDS = {
+    DType.float64: "d",
+    DType.float32: "f",
+    DType.float16: "e",
+    DType.bfloat16: "g",
+    DType.int8: "b",
+    DType.int16: "h",
+    DType.int32: "i",
+    DType.int64: "q",
+    DType.uint8: "B",
+    DType.uint16: "H",
+    DType.uint32: "I",
+    DType.uint64: "Q",
+    DType.qint8: "b",
+    DType.quint8: "B",
+    DType.qint32: "i",
+}
+_native: BlockStatistics | None = None
+
+
+@cache
+def use_native() -> None:
+    """Compute in C++ from here on, if the library can be had and adds up as this NumPy does. Said once if not."""
+    global _native
+    try:
+        native = BlockStatistics()
+    except NotAvailable as problem:
+        say(f"digests take longer in this process ({problem})")
+        return
+    numbers = np.arange(1.5 * BLOCK_ELEMENTS) * 0.618 % 1 - 0.4
+    for code, dtype, carrier in ((DType.float64, "f8", "u8"), (DType.float32, "f4", "u4"), (DType.float16, "f2", "u2")):
+        bits = numbers.astype(dtype).view(carrier)
+        found, expected = Totals(), Totals()
+        _add(expected, bits, code)
+        if native.add(found, bits.ctypes.data, len(bits), _KINDS[code]) != len(bits) or bytes(found) != bytes(expected):
+            say("digests take longer in this process (this NumPy does not add up as the library in C++ does)")
+            return
+    _native = native
+
+
+@cache
+def reader(code: DType) -> Callable[[np.ndarray], np.ndarray]:
+    """What makes numbers of the contiguous bits of a dtype, in a dtype that NumPy computes with."""
+    if code in _PLAIN:
+        dtype = np.dtype(_PLAIN[code])
+        return lambda bits: bits.view(dtype)
+    if code is DType.bfloat16:
+        return lambda bits: (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if code is DType.complex32:
+        return lambda bits: bits.view(np.float16).astype(np.float32).view(np.complex64)
+    if code is DType.float16:  # NumPy converts it sooner than it computes with it
+        return lambda bits: bits.view(np.float16).astype(np.float32)
+    values = torch.arange(256, dtype=torch.uint8).view(TORCH_DTYPE[code]).to(torch.float64)
+    table = np.array(values.tolist())
+    return lambda bits: table[bits]
+
+
+def statistics(array: np.ndarray, code: DType) -> Statistics:
+    """Statistics of the elements whose bits `array` holds, in its order; of complex elements those of their absolute
+    values, without minimum and maximum."""
+    totals = Totals()
+    add(totals, array, code)
+    return figures(totals, code)
+
+
+def add(totals: Totals, array: np.ndarray, code: DType) -> None:
+    """Add elements to what was added before. In pieces of a multiple of BLOCK_ELEMENTS the sum is that of the whole."""
+    native, kind = _native, _KINDS.get(code)
+    whole = native is not None and array.ndim == 1 and array.strides[0] == array.itemsize
+    for piece in (array,) if whole else pieces(array, BLOCK_ELEMENTS):
+        done = native.add(totals, piece.ctypes.data, len(piece), kind) if native and kind else 0
+        if done < len(piece):
+            _add(totals, piece[done:], code)
+
+
+def figures(totals: Totals, code: DType) -> Statistics:
+    """The statistics of what was added."""
+    if not totals.finite:
+        return totals.nan, totals.inf, None, None, None, None
+    bounds = (None, None) if code in _COMPLEX else (totals.lowest, totals.highest)
+    return totals.nan, totals.inf, *bounds, totals.total / totals.finite, math.sqrt(totals.squares)
+
+
+def _add(totals: Totals, contiguous: np.ndarray, code: DType) -> None:
+    """Add the elements to `totals` with NumPy."""
+    numbers = reader(code)
+    scratch = np.empty(min(contiguous.size, BLOCK_ELEMENTS))
+    with np.errstate(all="ignore"):
+        for bits in pieces(contiguous, BLOCK_ELEMENTS):
+            block = numbers(bits)
+            if code in _COMPLEX:
+                block = np.abs(block.astype(np.complex128))
+            low, high = float(_least(block)), float(_greatest(block))
+            if not (math.isfinite(low) and math.isfinite(high)):
+                kept = block[np.isfinite(block)]
+                nans = int(np.count_nonzero(np.isnan(block)))
+                totals.nan += nans
+                totals.inf += block.size - nans - kept.size
+                block = kept
+                if not block.size:
+                    continue
+                low, high = float(_least(block)), float(_greatest(block))
+            totals.finite += block.size
+            totals.lowest, totals.highest = min(totals.lowest, low), max(totals.highest, high)
+            exact = scratch[: block.size]
+            np.copyto(exact, block)
+            totals.total += float(_sum(exact))
+            totals.squares += float(_sum(np.multiply(exact, exact, out=exact)))
+
 
 _GATHERED_ELEMENTS = 1 << 17  # hashed at once where they are scattered: enough that cache lines are read few times
 _PIECE_BYTES = 16 << 20  # of a device's tensor that are on the host at once: a multiple of BLOCK_ELEMENTS elements

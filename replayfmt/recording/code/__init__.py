@@ -1,6 +1,7 @@
 """Work that reaches devices as code of the program's own, past the dispatcher, and is recorded as ops.
 
-`kernels` describes such code as a kernel with a schema, as an operator has one, and with attachments: its source, its
-binaries. `triton_launches` sees launches of Triton kernels. For compiled regions, `inductor_text` reads what Inductor
-generated, `inductor_kernels` finds the C++ kernels in it, and `inductor_regions` has their calls recorded.
+`triton_launches` sees launches of Triton kernels. Graphs of a device: what is issued while one is captured is its body,
+each replay is one op. `graph_capture` sees what is issued during a capture, on all threads that do it. `graph_body`
+writes that down: a capture of its own, without content, which becomes an attachment of the graph's kernel.
+`graph_replays` notices captures and replays, and records the replays.
 """

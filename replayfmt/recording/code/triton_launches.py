@@ -1,38 +1,253 @@
 """Sees launches of Triton kernels, and records each as an op.
 
-A kernel is recorded as the source that a replay needs, in a module of its own, with what Triton compiled of it. What an
-autotuner does to choose a configuration is not part of the capture: what its trial launches write is imported again.
-Inside an op (a custom operator that launches Triton, say) nothing is recorded: the replay calls the outer op as a
-whole. A launch that cannot be written down is one `unsupported` record that says why.
-
-The table at the end is the list of what is hooked. Nothing is imported just to be hooked (see hooks/patches.py).
+`TritonCode` is a kernel of the program and says what its launches read and write; `KnownKernels` keeps them, as the
+program may change what they are made of while they are launched. Of Inductor's autotuners it is asked which
+configuration one chooses, and what a launch of it gives the kernel.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from replayfmt.pytorch.inductor.triton_tuners import NotTold, TunedLaunch, choose, launch_of
+from replayfmt.format.codes import KernelKind
+from replayfmt.pytorch.tensors.metadata import storage_of
 from replayfmt.pytorch.triton.accesses import accesses_of
-from replayfmt.pytorch.triton.forms import LaunchForm, NotRepresentable
-from replayfmt.pytorch.triton.functions import NotStandalone, is_callable_of_triton, kernel_name
-from replayfmt.pytorch.triton.kernels import INDUCTOR, INTERPRETER, KernelCode
+from replayfmt.pytorch.triton.compiled import specialization
+from replayfmt.pytorch.triton.kernels import INDUCTOR, INTERPRETER, FormMaker, KernelCode, LaunchForm, NotRepresentable
+from replayfmt.pytorch.triton.sources import (
+    KernelFunction,
+    NotStandalone,
+    StandaloneSource,
+    compiled_difference,
+    interpreted_difference,
+    is_callable_of_triton,
+    kernel_name,
+    standalone_source,
+)
 
-from ..dispatch.handles import is_address
 from ..dispatch.mode import RecordingMode
 from ..frames import leave_no_frames
-from ..hooks.patches import Patch, Patched, PatchSet
+from ..kernels import Attached, CodeKernel
+from ..patches import Patch, Patched, PatchSet
+from ..special_values import is_address
+from ..storages.trackers import GENERATED
 from ..stream.records import Unrepresentable
-from .kernels import CodeKernel
-from .triton_code import TritonCode
-from .triton_known import KnownKernel, KnownKernels
+
+_TUNER_MODULE = "torch._inductor.runtime.triton_heuristics"
+_PASSED_ON = (bool, int, str)
+
+
+class AutotunerUnsupported(Exception):
+    """What an autotuner launches cannot be told. The text says why."""
+
+
+@dataclass(frozen=True)
+class TunedLaunch:
+    """One launch. `function`: Triton's decorated one; `arguments` of its parameters, by name; `options` that it is
+    compiled with. `compiled`: what is launched, None if Inductor kept its binary alone. `alike`: whether Triton would
+    compile the same for a launch of the function with these arguments. `generated`: Inductor wrote the kernel, not the
+    program."""
+
+    function: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    grid: tuple[int, ...]
+    compiled: Any
+    alike: bool
+    generated: bool
+
+
+def choose(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Have the configuration chosen, as the launch would. Raises AutotunerUnsupported, also for what the launch will
+    raise: a compiler's or a device's error is the program's to see."""
+    try:
+        if len(tuner.launchers) == 0:
+            tuner.precompile()
+        if len(tuner.launchers) > 1 and not _plugins(tuner):
+            tuner.autotune_to_one_config(*args, **kwargs)
+        meta = tuner.inductor_meta
+        if meta.get("combo_tuning_groups") and not getattr(tuner.launchers[0].config, "found_by_combo_autotune", False):
+            tuner.launchers = [tuner._combo_sequential_autotune(tuner.launchers[0], *args, **kwargs)]
+        if meta.get("coordinate_descent_tuning") and not getattr(tuner.launchers[0].config, "found_by_coordesc", False):
+            tuner.launchers = [tuner.coordinate_descent_tuning(tuner.launchers[0], *args, **kwargs)]
+        getattr(tuner, "_ensure_kernel_loaded", lambda: None)()
+    except Exception as error:
+        raise AutotunerUnsupported(f"its configuration could not be chosen: {type(error).__name__}: {error}") from error
+
+
+def _plugins(tuner: Any) -> Any:
+    """What may act in place of a launch; PyTorch before 2.12 has no such thing."""
+    return getattr(tuner, "_plugins", ())
+
+
+def launch_of(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TunedLaunch:
+    """What a launch gives the kernel. Raises AutotunerUnsupported."""
+    heuristics: Any = sys.modules[_TUNER_MODULE]
+    if _plugins(tuner):
+        raise AutotunerUnsupported("a plugin of its autotuner may do anything in place of a launch")
+    (launcher,) = tuner.launchers
+    code, config, function = launcher.__code__, launcher.config, tuner.fn
+    given = {**dict(zip(code.co_varnames[: code.co_argcount - 1], args, strict=False)), **kwargs}
+    result = next((each for each in tuner.compile_results if each.config is config), None)
+    meta = tuner._create_compile_meta(config) if result is None else result.compile_meta
+    known = {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.kwargs, **meta["constants"]}
+    missing = [name for name in function.arg_names if name not in given and name not in known]
+    if missing:
+        raise AutotunerUnsupported(f"its launcher does not say what its parameter {missing[0]} is")
+    arguments = {name: given[name] if name in given else known[name] for name in function.arg_names}
+    chosen = tuner._create_compile_options(config, meta)
+    options = {name: value for name, value in chosen.items() if isinstance(value, _PASSED_ON) and name not in arguments}
+    grid = heuristics.GridExpr.from_meta(tuner.inductor_meta, config).eval_slow(dict(given))
+    compiled = getattr(result, "kernel", None)
+    if not hasattr(compiled, "asm") or not hasattr(compiled, "src"):
+        compiled = None
+    alike = compiled is not None and _alike(function, arguments, options, compiled)
+    generated = tuner.heuristic_type is not heuristics.HeuristicType.USER_AUTOTUNE
+    return TunedLaunch(function, arguments, options, tuple(grid), compiled, alike, generated)
+
+
+def _alike(function: Any, arguments: dict[str, Any], options: dict[str, Any], compiled: Any) -> bool:
+    import triton
+
+    try:
+        device = triton.runtime.driver.active.get_current_device()
+        _kernels, _keys, _target, backend, binder = function.device_caches[device]
+        bound, special, parsed = binder(**arguments, **options)
+        _options, signature, constants, attrs = function._pack_args(backend, options, bound, special, parsed)
+    except (AttributeError, KeyError, TypeError, ValueError):  # another version of Triton
+        return False
+    source = compiled.src
+    return bool(
+        specialization(signature, constants, attrs) == specialization(source.signature, source.constants, source.attrs)
+    )
+
+
+class TritonCode(CodeKernel):
+    """A Triton kernel. Of a tensor that a launch does not read, such as a stand-in for one that it does without, no
+    content is needed. The values of its constexprs decide what a launch reads. `generated`: Inductor wrote it, which
+    has all of what it allocates written before it is read."""
+
+    __slots__ = ("_code", "_constexprs", "_found", "_generated", "_reads_with", "_source", "assumed")
+
+    def __init__(
+        self, code: KernelCode, call: Callable[..., Any], source: StandaloneSource, *, generated: bool = False
+    ) -> None:
+        super().__init__(KernelKind.triton, code.schema, call, [Attached(*each) for each in code.attached])
+        self._code, self._source, self._generated, form = code, source, generated, code.form
+        self.assumed = tuple(sorted(self.indices[name] for name in code.assumed))
+        forms = [(name, form.parameters[name]) for name in form.constexprs]
+        self._constexprs = [(name, argument) for name, argument in forms if isinstance(argument, str)]
+        self._reads_with: dict[str, frozenset[str] | None] = {}  # by the values of its constexprs
+        self._found: dict[frozenset[str], TritonCode] = {}  # by what a launch changed
+
+    def found_to_change(self, changed: Iterable[int]) -> TritonCode:
+        names = frozenset(self.arguments[index].name for index in changed)
+        if names not in self._found:
+            code = self._code.found_to_change(names)
+            self._found[names] = TritonCode(code, self.call, self._source, generated=self._generated)
+        return self._found[names]
+
+    def reads(self, index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+        argument = self.arguments[index]
+        if self._generated:
+            given: dict[str, Any] = kwargs
+            storage = storage_of(given[argument.name])
+            written = [storage_of(given[self.arguments[each].name])._cdata for each in self.writes]
+            if hasattr(storage, GENERATED) and storage._cdata in written:
+                return False
+        # What it does not write of a tensor has to be what it was.
+        if argument.written:
+            return True
+        read = self._code.read if self._code.read is not None else self._read_with(kwargs)
+        return read is None or self._code.form.owner[argument.name] in read
+
+    def _read_with(self, kwargs: dict[str, object]) -> frozenset[str] | None:
+        constants = {name: kwargs[argument] for name, argument in self._constexprs}
+        key = repr(constants)
+        if key not in self._reads_with:
+            self._reads_with[key] = accesses_of(self._source, constants).read
+        return self._reads_with[key]
+
+
+_MOST_VERSIONS = 8  # of one kernel
+
+
+class KnownKernel(NamedTuple):
+    """A decorated function, and the functions that it is given, as they were at one time."""
+
+    decorated: tuple[Any, ...]
+    function: KernelFunction
+    source: StandaloneSource
+    forms: FormMaker
+
+    @classmethod
+    def of(cls, kernel: Any, functions: tuple[Any, ...]) -> KnownKernel:
+        """As they are now. Raises NotStandalone, NotRepresentable."""
+        function, source = KernelFunction.of(kernel), standalone_source(kernel, functions)
+        return cls((kernel, *functions), function, source, FormMaker(function, source))
+
+
+class KnownKernels:
+    """Those of one capture."""
+
+    def __init__(self) -> None:
+        self._versions: dict[tuple[int, ...], list[KnownKernel]] = {}  # by the decorated objects' ids, latest last
+        self._ran: dict[Any, KnownKernel | str] = {}  # by what was compiled, or the source of what is interpreted
+
+    def at_this_time(self, kernel: Any, values: tuple[Any, ...]) -> KnownKernel:
+        """A kernel and the functions among its arguments, as they are now as far as that is quick to tell. Raises
+        NotStandalone, NotRepresentable."""
+        functions = tuple({id(each): each for each in values if is_callable_of_triton(each)}.values())
+        versions = self._versions.setdefault((id(kernel), *map(id, functions)), [])
+        if not versions or not versions[-1].source.holds():
+            _add(versions, KnownKernel.of(kernel, functions))
+        return versions[-1]
+
+    def what_ran(self, now: KnownKernel, compiled: Any) -> KnownKernel | str:
+        """What a launch ran, or why that is not known. `now`: what `at_this_time` gave; `compiled`: what Triton had
+        compiled of it, perhaps long before."""
+        if compiled is None and not now.function.interpreted:
+            return now  # Inductor has kept it for itself
+        made = now.source if compiled is None else compiled
+        if made not in self._ran:
+            self._ran[made] = (
+                interpreted_difference(now.source) or now if compiled is None else self._compiled_from(now, compiled)
+            )
+        return self._ran[made]
+
+    def _compiled_from(self, now: KnownKernel, compiled: Any) -> KnownKernel | str:
+        difference = compiled_difference(now.source, compiled)
+        if not difference:
+            return now
+        kernel, *functions = now.decorated
+        versions = self._versions[tuple(map(id, now.decorated))]
+        for each in versions[-2::-1]:
+            if not compiled_difference(each.source, compiled):
+                return each
+        # Not all that a kernel is made of tells when it changes.
+        try:
+            new = KnownKernel.of(kernel, tuple(functions))
+        except (NotStandalone, NotRepresentable):
+            return difference
+        if new.source.text != now.source.text and not compiled_difference(new.source, compiled):
+            _add(versions, new)
+            return new
+        return difference
+
+
+def _add(versions: list[KnownKernel], new: KnownKernel) -> None:
+    versions.append(new)
+    del versions[:-_MOST_VERSIONS]
+
 
 _T = TypeVar("_T")
 _Function = Callable[..., Any]
@@ -372,7 +587,8 @@ def _tries_its_own_way(tuner: Any) -> bool:
 
 
 def _tuned(tuner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> TunedLaunch:
-    """What a launch of Inductor's autotuner gives the kernel, once the configuration is chosen. Raises NotTold."""
+    """What a launch of Inductor's autotuner gives the kernel, once the configuration is chosen. Raises
+    AutotunerUnsupported."""
     choose(tuner, args, given)
     return launch_of(tuner, args, given)
 
@@ -381,7 +597,7 @@ def _explained(step: Callable[..., _T], *args: Any) -> _T | str:
     """What a step returns, or why it cannot be done with this Triton."""
     try:
         return step(*args)
-    except NotTold as problem:
+    except AutotunerUnsupported as problem:
         return str(problem)
     except (AttributeError, ImportError) as error:
         return f"this version of Triton is not known to the recorder ({error})"

@@ -1,32 +1,160 @@
 """The dispatch mode: sees every operator call of the threads that carry it, and passes it on for recording.
 
-It decides what to do by the kind of call: composites are run in parts, wrapper subclasses unwrapped, fake and
-functional tensors left alone, collectives and opaque arguments recorded as unsupported. The operator itself always
-runs, with the given arguments, and the program gets whatever it returns or raises.
+Every thread has its own stack of dispatch modes. Three kinds of calls have rules of their own: collectives, which are
+described by their process group; higher-order operators, whose bodies are recorded as ordinary operators; and numbers
+passed where an operator takes tensors.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
-from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+from torch._C import (
+    DispatchKey,
+    _get_dispatch_stack_at,
+    _len_torch_dispatch_stack,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..core import Core
-from ..custom_operators.insides import Manner
-from ..frames import leave_no_frames
-from ..interrupts import is_interrupt
-from ..state.autocast import autocast_below_mode
+from replayfmt.pytorch.operators import COLLECTIVES
+from replayfmt.pytorch.tensors.memory import call_undispatched
+
+from ..capture_session import CaptureSession
+from ..composite_operators import RecordingGranularity, autocast_below_mode
+from ..frames import is_interrupt, leave_no_frames
+from ..kernels import Action, CapturedKernel, caller_of
+from ..special_values import dispatches_itself
 from ..stream.records import Unrepresentable
-from .collectives import describe_collective
-from .higher_order import run_higher_order
-from .kernels import Action, CapturedKernel, caller_of
-from .wrapped_numbers import with_tensors
-from .wrappers import dispatches_itself
+
+_MOST_RANKS = 16
+
+
+def describe_collective(name: str, args: Iterable[Any]) -> str:
+    """The detail of the record of a collective: its group, as far as it is known from the arguments, and what a replay
+    would need."""
+    if name.partition("::")[0] not in COLLECTIVES:
+        return (
+            "it talks to other processes through state that other operators made in all of them; collectives are not "
+            "replayed yet"
+        )
+    group = next((found for value in args if (found := _group(value)) is not None), None)
+    if group is None:
+        return "collectives are not replayed yet; its process group is not known"
+    size, ranks = group.size(), _ranks(group)
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", ..." if len(ranks) > _MOST_RANKS else "")
+    return (
+        f"group {group.group_name!r} of {size} {'ranks' if size > 1 else 'rank'} ({shown}), this is rank "
+        f"{group.rank()} of it; collectives are not replayed yet: it would take all of its ranks, launched "
+        f"together (torchrun --nproc-per-node={size})"
+    )
+
+
+def _group(value: Any) -> Any:
+    """The process group that an argument is, or names; None for any other argument."""
+    if not torch.distributed.is_available():
+        return None
+    from torch.distributed import distributed_c10d as c10d
+
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return c10d.ProcessGroup.unbox(value)
+        except (RuntimeError, TypeError):
+            return None  # another class, a reduction for instance
+    if isinstance(value, str):
+        try:
+            return c10d._resolve_process_group(c10d.GroupName(value))
+        except (RuntimeError, ValueError):
+            return None  # not the name of a group: that of the reduction, for instance
+    return None
+
+
+def _ranks(group: Any) -> list[int]:
+    """The global ranks of a group's members; their ranks within the group if those are unknown."""
+    from torch.distributed import distributed_c10d as c10d
+
+    known = c10d._world.pg_group_ranks.get(group)
+    return list(known) if known else list(range(group.size()))
+
+
+_ONLY_CALL_THEIR_BODY = ("invoke_subgraph", "strict_mode")
+
+
+class Mode(Protocol):
+    """Runs functions with their operators recorded."""
+
+    def run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+def run_higher_order(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one higher-order operator with its inner operators recorded."""
+    name = func.name()
+    if name == "cond":
+        return mode.run_inside(_cond, args, kwargs)
+    if name == "scan":
+        from torch._higher_order_ops.scan import generic_scan
+
+        return mode.run_inside(_scan, (generic_scan, *args), kwargs)
+    eager = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+    if eager is None:
+        return mode.run_inside(func, args, kwargs)
+    if name in _ONLY_CALL_THEIR_BODY or _is_base(func):
+        recorded = [
+            _with_recorder(mode, arg) if callable(arg) and not isinstance(arg, torch.Tensor) else arg for arg in args
+        ]
+        return eager(*recorded, **kwargs)
+    return mode.run_inside(eager, args, kwargs)
+
+
+def _is_base(func: Any) -> bool:
+    from torch._higher_order_ops.base_hop import BaseHOP
+
+    return isinstance(func, BaseHOP)
+
+
+def _with_recorder(mode: Mode, body: Any) -> Any:
+    @functools.wraps(body, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return mode.run_inside(body, args, kwargs)
+
+    if getattr(body, "_boxed_call", False):
+        run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _cond(predicate: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    taken = predicate.item() if isinstance(predicate, torch.Tensor) else predicate
+    return (true_fn if taken else false_fn)(*operands)
+
+
+def _scan(generic_scan: Any, combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    return generic_scan(combine_fn, init, xs, additional_inputs=additional_inputs)
+
+
+_NUMBERS: dict[type, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+
+
+def with_tensors(kernel: CapturedKernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operator, with numbers in tensors' places turned into tensors."""
+    places = [index for index in kernel.tensor_places if index < len(args) and type(args[index]) in _NUMBERS]
+    if not places:
+        return args
+    made = list(args)
+    for index in places:
+        made[index] = call_undispatched(torch.scalar_tensor, args[index], dtype=_NUMBERS[type(args[index])])
+    return tuple(made)
+
 
 _clock = time.perf_counter_ns
 
@@ -41,7 +169,7 @@ class RecordingMode(TorchDispatchMode):
     captures_graph = False  # what it sees becomes part of a graph of a device
     launched = False  # whether work without an operator was done under it
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: CaptureSession) -> None:
         super().__init__()
         self.core = core
 
@@ -90,9 +218,9 @@ class RecordingMode(TorchDispatchMode):
         key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
         if kernel.body is not None and key is not None:
             manner = core.insides.manner(kernel.name, kernel.body.is_python(key), kernel.own)
-            if manner is Manner.inside and not kernel.own:
+            if manner is RecordingGranularity.inside and not kernel.own:
                 return self.run_inside(kernel.body, args, kwargs)
-            if manner is not Manner.whole:
+            if manner is not RecordingGranularity.whole:
                 return self.observed(kernel, args, kwargs)
         return self.record(kernel, args, kwargs)
 
@@ -109,7 +237,7 @@ class RecordingMode(TorchDispatchMode):
 
     def observed(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator whose kernel is written in Python, and record it according to what happens inside."""
-        raise NotImplementedError("custom_operators/observing.py does")
+        raise NotImplementedError("dispatch/custom_operators.py does")
 
     # --------------------------------------------------------------------------------------------------------- ordinary
 
@@ -262,3 +390,39 @@ def _is_tracing(types: Any) -> bool:
         if kept is not None and any(issubclass(kind, kept) for kind in types):
             return True
     return False
+
+
+def mode_stack() -> list[Any]:
+    """The modes, outermost first."""
+    return [_get_dispatch_stack_at(index) for index in range(_len_torch_dispatch_stack())]
+
+
+def set_modes(modes: list[Any]) -> None:
+    """Make these the thread's modes."""
+    while _len_torch_dispatch_stack():
+        _pop_torch_dispatch_stack(None)
+    for mode in modes:
+        _push_on_torch_dispatch_stack(mode)
+
+
+def remove_mode_at(place: int) -> None:
+    above = [_pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack() - place)]
+    for mode in reversed(above[:-1]):
+        _push_on_torch_dispatch_stack(mode)
+
+
+def remove_mode(mode: Any) -> None:
+    """Remove a mode, if the thread has it."""
+    stack = mode_stack()
+    if mode in stack:
+        remove_mode_at(stack.index(mode))
+
+
+def remove_finished_modes() -> bool:
+    """Remove the modes of captures that are over. Returns whether there were any."""
+    finished = [
+        place for place, mode in enumerate(mode_stack()) if isinstance(mode, RecordingMode) and mode.core.finished
+    ]
+    for place in reversed(finished):
+        remove_mode_at(place)
+    return bool(finished)

@@ -18,18 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayfmt.native.hook import DispatchHook, Functions, OperatorForHook
 
-from ..core import Core
-from ..custom_operators.insides import Manner
-from ..custom_operators.observing import ObservingMode
-from ..frames import is_recorders, leave_no_frames
-from ..interrupts import is_interrupt
-from ..state.autocast import read_autocast
-from ..state.numeric_state import watched_indices
+from ..arguments import OpCall
+from ..capture_session import CaptureSession
+from ..composite_operators import RecordingGranularity, read_autocast
+from ..frames import is_interrupt, is_recorders, leave_no_frames
+from ..kernels import Action, CapturedKernel, tensors_in
+from ..stream.program_state import watched_indices
 from ..stream.records import Unrepresentable
-from .call import OpCall
-from .collectives import describe_collective
-from .kernels import Action, CapturedKernel, tensors_in
-from .mode_stack import mode_stack
+from .custom_operators import ObservingMode
+from .mode import describe_collective, mode_stack
 
 # What `before` returns if the call is not recorded: the operator runs by itself, in parts that arrive here, or in
 # Python.
@@ -63,7 +60,7 @@ class NativeMode(ObservingMode):
     masks = False
     autocast = staticmethod(lambda own: read_autocast())
 
-    def __init__(self, core: Core, hook: DispatchHook) -> None:
+    def __init__(self, core: CaptureSession, hook: DispatchHook) -> None:
         TorchDispatchMode.__init__(self)
         self.core = core
         self._hook = hook
@@ -330,8 +327,8 @@ class NativeMode(ObservingMode):
         key = None if kernel.body is None else kernel.body.key(args, kwargs)
         if kernel.body is not None and key is not None:
             manner = core.insides.manner(kernel.name, kernel.body.is_python(key), kernel.own)
-            if manner is not Manner.whole:
-                return _IN_PARTS if manner is Manner.inside and not kernel.own else _IN_PYTHON
+            if manner is not RecordingGranularity.whole:
+                return _IN_PARTS if manner is RecordingGranularity.inside and not kernel.own else _IN_PYTHON
         draws = kernel.random and kernel.namespace == "aten" and kernel.draws(args, kwargs)
         try:
             if draws:  # the order of draws is the order of records

@@ -1,7 +1,6 @@
 """Work that bypasses the dispatcher, observed by patching functions of other libraries while a capture runs.
 
-`patches` replaces and restores functions, `import_watch` reports when a module can be patched. `host_reads` records
-values that leave the device, `direct_writes` handles memory written without an operator, and `undispatched` records all
-other work that reaches a device unseen as unsupported. `construction` lets a program construct tensors of its own
-classes.
+`host_access` records values that leave the device for the host, and handles memory written without an operator.
+`user_code` lets Python code of the program through that runs in the middle of PyTorch's or the recorder's: constructors
+of its own tensor classes, finalizers and signal handlers.
 """

@@ -21,7 +21,7 @@ from typing import Any
 from replayfmt.errors import UsageError
 
 from ..frames import leave_no_frames
-from ..hooks.import_watch import Watch
+from ..patches import Watch
 
 OpenScope = Callable[[str], AbstractContextManager[Any]]
 

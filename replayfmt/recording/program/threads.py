@@ -1,7 +1,7 @@
 """The threads of the program under capture: every thread participates, whenever and however it was started.
 
 A dispatch mode sees the operators of one thread. Threads that Python code starts carry it from their first step.
-Threads that existed before the capture get it at their next step (thread_states.py), and so do threads that C code
+Threads that existed before the capture get it at their next step (thread_attachment.py), and so do threads that C code
 creates, once they enter Python: if one of these turns out to run operators, an unsupported record says that it may have
 run others before. The work of a thread that never enters Python is not seen here. When the capture ends, every thread
 drops the mode at its next step.
@@ -21,15 +21,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import _engine_run_backward as _run_backward
 
-from ..frames import leave_no_frames
-from ..hooks.patches import Patch, PatchSet
-from ..interrupts import is_interrupt
-from ..storages.external_files import DIGESTING
-from .presence import Presence, leave_finished
-from .thread_states import NextStep, how_it_ran, own_id, thread_states, undisturbed
+from ..content.first_content import DIGESTING
+from ..frames import is_interrupt, leave_no_frames
+from ..patches import Patch, PatchSet
+from .thread_attachment import (
+    NextStep,
+    ThreadAttachment,
+    how_it_ran,
+    leave_finished,
+    own_id,
+    thread_states,
+    undisturbed,
+)
 
 if TYPE_CHECKING:
-    from ..core import Core
+    from ..capture_session import CaptureSession
 
 FLUSHING = "opreplay-flush"  # the name of the recorder's own thread
 
@@ -49,7 +55,7 @@ _PATIENCE = 10_000  # steps allowed to a thread that is to leave but is inside a
 class Threads:
     """The threads of one capture. Made, installed and removed by the recorder."""
 
-    def __init__(self, presence: Presence, core: Core) -> None:
+    def __init__(self, presence: ThreadAttachment, core: CaptureSession) -> None:
         self._presence = presence
         self.core = core
         self._handled: set[int] = set()  # by state id: threads that carry the mode, were asked to, or must not

@@ -20,18 +20,25 @@ import torch
 
 from replayfmt.format.codes import StorageOrigin
 
-from ..dispatch.handles import Handles
+from ..content.coverage import ByteRegion
+from ..content.first_content import UNREADABLE, FirstContent, FirstContents
+from ..content.storage_content import is_synthesized, sample
+from ..special_values import Handles
 from ..stream.buffer import RecordBuffer, pack_birth, pack_definition
-from ..stream.records import Records, Unrepresentable
-from ..stream.tensor_metas import MetaParams, TensorMetas
-from .addresses import HostMemory
-from .content import UNREADABLE, FirstContent, FirstContents
-from .coverage import ByteRegion
-from .native_trackers import NativeTracker, adopted
-from .recipes import is_synthesized
-from .storage_content import sample
-from .trackers import ATTRIBUTE, EXPORTED, GENERATED, State, Tracker, has_bytes
-from .unexplained import Unexplained, Unwritten
+from ..stream.records import MetaParams, Records, TensorMetas, Unrepresentable
+from .trackers import (
+    ATTRIBUTE,
+    EXPORTED,
+    GENERATED,
+    HostMemory,
+    NativeTracker,
+    State,
+    Tracker,
+    Unexplained,
+    Unwritten,
+    adopted,
+    has_bytes,
+)
 
 RELEASE_BATCH = 64
 _ENTERS_BYTES = 1 << 28  # unwritten memory larger than this is left out of digests rather than embedded

@@ -1,20 +1,32 @@
-"""What the capture keeps about one storage of the program.
+"""What the capture keeps about one storage of the program, and what it concludes from that.
 
-A storage is known by a `Tracker`, a weak reference kept in the storage's own `__dict__`: it lives exactly as long as
-the storage does, even if only C++ holds that, keeps nothing alive, and its callback reports the release. Most storages
-need no more; a `State` holds what is special about a storage.
+`Tracker` is a weak reference to a storage; `NativeTracker` is one of a storage that the native fast path also knows
+(native/session.h). `HostMemory` finds storages on the same bytes of host memory without checking them all.
+
+`Unexplained` reports values from memory that was never written, as far as the capture knows. If memory from
+`torch.empty` is read before a captured op wrote it, then either something unseen wrote it, or its content is
+meaningless. A sample of its bytes, taken when it was handed out, tells which (identity.py). Without a sample nobody
+knows. Some programs compute with such memory only for the shape of the result. So an elementwise operator may read it
+as it is: its content is imported, and the operator's result is unexplained as well. If any other operator reads such
+values, or they still exist at the end, they count as an unseen write. Where the user expects such reads, in the scopes
+of `reads_unwritten`, the content is imported and that is all.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, auto
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .coverage import ByteRegion, Coverage
-from .file_mappings import MappedRange
-from .storage_content import content_number, sample, sampled_places
+from ..content.coverage import ByteRegion, Coverage
+from ..content.file_mappings import MappedRange
+from ..content.storage_content import content_number, sample, sampled_places
+from ..kernels import CapturedKernel
+from ..stream.records import Records
 
 ATTRIBUTE = "_opreplay"
 GENERATED = "_opreplay_generated"  # an attribute of storages that generated code allocated
@@ -180,3 +192,340 @@ def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) 
         return storage.data_ptr() != 0
     except RuntimeError:  # torch refuses the address of a ZeroTensor's storage
         return False
+
+
+_size: Any = Tracker.__dict__["size"]  # the descriptors of the slots
+_written: Any = Tracker.__dict__["written"]
+
+
+class NativeTracker(Tracker):
+    """A tracker in a capture with a hot path. `address` is the storage's address there."""
+
+    __slots__ = ("address",)
+
+    session: ClassVar[Any]  # the capture's; each capture has its own subclass
+    address: int
+
+    @property
+    def size(self) -> int:
+        return int(_size.__get__(self))
+
+    @size.setter
+    def size(self, size: int) -> None:
+        _size.__set__(self, size)
+        if size < 0:
+            self.take_back()
+
+    @property
+    def written(self) -> Written | None:
+        self._take_over_written(self.session.take_written(self.address, self.id))
+        written: Written | None = _written.__get__(self)
+        return written
+
+    @written.setter
+    def written(self, written: Written | None) -> None:
+        self.session.take_written(self.address, self.id)  # those before do not matter any more
+        _written.__set__(self, written)
+
+    def note_written(self, tensor: int, meta: int, offset: int) -> None:
+        self._take_over_written([(tensor, meta, offset)])
+
+    def take_back(self) -> None:
+        """Make the hot path forget it until it is published again."""
+        self.known_content()
+        found = self.session.take(self.address, self.id, True)
+        if found is not None:
+            self.take_over(found[2], found[3])
+
+    def take_over(self, views: list[tuple[int, int, int]], written: list[tuple[int, int, int]]) -> None:
+        """Take over the views and writes that the hot path saw."""
+        for meta, offset, tensor in views:
+            self.views.setdefault((meta, offset), tensor)
+        self._take_over_written(written)
+
+    def _take_over_written(self, written: list[tuple[int, int, int]]) -> None:
+        if written:
+            known = _written.__get__(self)
+            if known is None:
+                _written.__set__(self, known := {})
+            known.update((tensor, (meta, offset)) for tensor, meta, offset in written)
+
+    def publish(self, meta: int, offset: int, tensor: int) -> None:
+        """A view of it was used on the complete path: the hot path knows it from now on."""
+        state, size, content = self.state, self.size, None
+        storage = self()  # alive meanwhile
+        if state is not None and state.private and state.only_watched:
+            size, content = state.length, state.content
+        if storage is not None and size >= 0 and (state is None or state.alias_of is None):
+            new_views = state is None or not state.synthesized
+            of = self.address, self.id, size, new_views, content
+            if self.session.publish(*of, meta, offset, tensor):
+                for (other_meta, other_offset), number in self.views.items():
+                    self.session.publish(*of, other_meta, other_offset, number)
+
+    def content_now(self, storage: torch.UntypedStorage) -> int:
+        if self.state is None or not self.state.private:
+            return super().content_now(storage)
+        return int(self.session.content_hash(storage.data_ptr(), storage.nbytes()))
+
+    def known_content(self) -> int | None:
+        if self.state is not None and self.state.private:
+            known = self.session.content(self.address, self.id)
+            self.state.content = self.state.content if known is None else known
+        return super().known_content()
+
+    def know_content(self, content: int | None) -> None:
+        super().know_content(content)
+        if content is not None and self.state is not None and self.state.private:
+            self.session.set_content(self.address, self.id, content)
+
+
+def adopted(session: Any, storage: torch.UntypedStorage) -> tuple[int, int, Any, Any, bytes | None, bool] | None:
+    """Id, bytes, views and writes of a storage that was created on the hot path, a sample of its memory as it was then
+    if nothing was written to it since, and whether generated code allocated it; None for any other."""
+    found: tuple[int, int, Any, Any, bytes | None, bool] | None = session.take(storage._cdata, 0, False)
+    return found
+
+
+_FEWEST = 1024  # storages that may wait for a look, dead or alive
+_REGION_BITS = 16  # bytes of a region, in whose list of ranges another one is put in its place
+
+
+class AddressRanges:
+    """Ranges of addresses, from the first byte to the one after the last, by storage id. None is empty.
+
+    Ranges may overlap. They are kept sorted, by the region in which they begin and grouped by similar length: a range
+    that reaches an address begins at most twice that length before it.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, tuple[int, int]] = {}
+        # (first byte, id), by the length's number of bits and by region
+        self._begins: dict[int, dict[int, list[tuple[int, int]]]] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._ranges
+
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        return self._ranges[number]
+
+    def add(self, number: int, begin: int, end: int) -> None:
+        """Set a storage's range. Replaces an earlier one."""
+        self.discard(number)
+        self._ranges[number] = begin, end
+        regions = self._begins.setdefault((end - begin).bit_length(), {})
+        insort(regions.setdefault(begin >> _REGION_BITS, []), (begin, number))
+
+    def discard(self, number: int) -> None:
+        """Forget a storage, if it is known."""
+        found = self._ranges.pop(number, None)
+        if found is not None:
+            begin, end = found
+            regions = self._begins[(end - begin).bit_length()]
+            begins = regions[begin >> _REGION_BITS]
+            del begins[bisect_left(begins, (begin, number))]
+            if not begins:
+                del regions[begin >> _REGION_BITS]
+            if not regions:
+                del self._begins[(end - begin).bit_length()]
+
+    def containing(self, begin: int, end: int) -> list[int]:
+        """The storages that hold all of a range."""
+        least = (end - begin).bit_length()
+        found = [number for bits in self._begins if bits >= least for number in self._within(bits, begin, begin + 1)]
+        return [number for number in found if self._ranges[number][1] >= end]
+
+    def overlapping(self, begin: int, end: int) -> list[int]:
+        """The storages that hold any byte of a range."""
+        return [number for bits in self._begins for number in self._within(bits, begin, end)]
+
+    def _within(self, bits: int, begin: int, end: int) -> list[int]:
+        """Those in one length group that begin before `end` and end after `begin`."""
+        regions, low = self._begins[bits], begin - (1 << bits)
+        reached = range(low >> _REGION_BITS, (end >> _REGION_BITS) + 1)
+        found = []
+        for region in reached if len(reached) < len(regions) else [each for each in regions if each in reached]:
+            begins = regions.get(region)
+            if begins:
+                first, last = bisect_right(begins, (low, -1)), bisect_left(begins, (end, -1))
+                found += [number for _begin, number in begins[first:last] if self._ranges[number][1] > begin]
+        return found
+
+
+class HostMemory:
+    """Where the live storages of a capture are. Callers hold the recorder's lock."""
+
+    def __init__(self, live: dict[int, Tracker]) -> None:
+        """`live` are the recorder's storages by id, from oldest to newest."""
+        self._live = live
+        self._external = AddressRanges()  # memory that torch did not allocate
+        self._own = AddressRanges()  # torch's own memory, as of the last look
+        self._new: list[Tracker] = []  # since then
+
+    @property
+    def shared(self) -> bool:
+        """Whether there is any memory that several storages may be on."""
+        return bool(self._external)
+
+    def add(self, tracker: Tracker) -> None:
+        """Add a storage, which the next look finds if it is still alive then."""
+        self._new.append(tracker)
+        if len(self._new) > max(_FEWEST, 2 * len(self._live)):
+            self._new = [each for each in self._new if each() is not None]
+
+    def add_external(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Add a storage whose memory torch did not allocate."""
+        begin = storage.data_ptr()
+        self._external.add(number, begin, begin + storage.nbytes())
+
+    def forget(self, number: int) -> None:
+        """A storage died."""
+        self._external.discard(number)
+        self._own.discard(number)
+
+    def containing(self, begin: int, end: int) -> Iterator[tuple[Tracker, int]]:
+        """The storages that hold all bytes from `begin` to `end`, each with the address of its first byte."""
+        self._look()
+        for ranges in (self._external, self._own):
+            for number in ranges.containing(begin, end):
+                tracker = self._there(ranges, number)
+                if tracker is not None and ranges[number][0] <= begin and end <= ranges[number][1]:
+                    yield tracker, ranges[number][0]
+
+    def overlapping(self, begin: int, end: int) -> list[Tracker]:
+        """The storages that hold any of these bytes."""
+        self._look()
+        found = []
+        for ranges in (self._external, self._own):
+            for number in ranges.overlapping(begin, end):
+                tracker = self._there(ranges, number)
+                if tracker is not None and ranges[number][0] < end and begin < ranges[number][1]:
+                    found.append(tracker)
+        return found
+
+    def _look(self) -> None:
+        """Note the addresses of the storages that are new since the last look."""
+        new, self._new = self._new, []
+        for tracker in new:
+            number, storage = tracker.id, tracker()
+            known = number in self._external or self._live.get(number) is not tracker
+            if storage is not None and not known and storage.device.type == "cpu" and storage.nbytes():
+                begin = storage.data_ptr()
+                self._own.add(number, begin, begin + storage.nbytes())
+
+    def _there(self, ranges: AddressRanges, number: int) -> Tracker | None:
+        """The tracker of a storage, after updating its range; None if it died. A death that was not drained yet leaves
+        an outdated range, and so does a resize."""
+        tracker = self._live.get(number)
+        storage = None if tracker is None else tracker()
+        if storage is None or not storage.nbytes():
+            ranges.discard(number)
+            return None
+        begin = storage.data_ptr()
+        if ranges[number] != (begin, begin + storage.nbytes()):
+            ranges.add(number, begin, begin + storage.nbytes())
+        return tracker
+
+
+_REASON = "unseen_write"
+_CHANGED = "; since it was handed out, something that the capture does not see has written it"
+_UNKNOWN = (
+    "whether something unseen wrote it cannot be known for this memory. If the program reads what nobody wrote, as "
+    "warm-ups do, name the scope in which it does: --reads-unwritten=SCOPE"
+)
+
+
+class Unwritten(Enum):
+    """How to treat a use of memory that was never written."""
+
+    unseen = auto()  # an unseen write, or no write at all
+    as_is = auto()  # no reason to refuse: the op declares that it writes it, say
+    explained = auto()  # a PyTorch composite wrote it, with the arguments of another op; or the user expects it
+    passed_on = auto()  # not yet: the op's result is unexplained as well
+    copied = auto()  # none: the op copies bytes, and its copy is as unwritten as they are
+
+
+class Unexplained:
+    """The unexplained values of one capture. Callers hold the recorder's lock."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self.expected: Callable[[], bool] | None = None  # whether the program may read unwritten memory at this point
+
+    def way(self, given: Unwritten) -> Unwritten:
+        """How to treat a use, given how its op alone would be treated."""
+        counts = given in (Unwritten.unseen, Unwritten.passed_on, Unwritten.copied)
+        return Unwritten.explained if counts and self.expected is not None and self.expected() else given
+
+    def unwritten(self, tracker: Tracker, length: int, op: str, *, changed: bool) -> None:
+        """`op` reads `length` bytes that were never written. `changed`: they are not as they were handed out."""
+        if changed:
+            self._records.unsupported(_REASON, op, f"{_read(tracker, length)}{_CHANGED}")
+        else:
+            self._unknown(op, _read(tracker, length))
+
+    def note_unwritten(self, tracker: Tracker, length: int, op: str) -> None:
+        """`op`, which is elementwise, reads them: this storage is unexplained from now on."""
+        self._note(tracker, Origin(op, _read(tracker, length)))
+
+    @staticmethod
+    def _note(tracker: Tracker, origin: Origin) -> None:
+        owner = _owner(tracker)
+        if owner.state is None:
+            owner.state = State(owner.size)
+        owner.state.unexplained = origin
+        owner.size = tracker.size = -1
+
+    def pass_on(
+        self, kernel: CapturedKernel, given: Iterable[tuple[int, Tracker]], results: Iterable[tuple[int, Tracker]]
+    ) -> None:
+        """After a call, with its tensors by argument and by result: mark what it computed element by element, or
+        copied."""
+        copies = kernel.operator.copies
+        if not kernel.elementwise and copies < 0:
+            return
+        given = list(given)
+        for index, tracker in given:
+            state = _owner(tracker).state
+            if state is not None and state.unexplained is not None and (kernel.elementwise or index == copies):
+                written = [each for argument, each in given if argument in kernel.writes]
+                for each in written if kernel.writes else [result for _, result in results]:
+                    self._note(each, state.unexplained)
+
+    def report(self, tracker: Tracker, op: str) -> None:
+        """`op` uses what a storage holds ("": it is kept)."""
+        state = _owner(tracker).state
+        if state is not None and state.unexplained is not None:
+            origin, state.unexplained = state.unexplained, None
+            used = f"used by {op}" if op else "kept"
+            self._unknown(origin.op, f"{origin.detail}, and what comes of it is {used}")
+
+    def _unknown(self, op: str, what: str) -> None:
+        self._records.notes[f"memory is read before any captured op wrote it; {_UNKNOWN}"] = None
+        self._records.unsupported(_REASON, op, f"{what}; {_UNKNOWN}")
+
+    @staticmethod
+    def wrote(tracker: Tracker, region: ByteRegion) -> None:
+        """Every element of a region was written, which may be all of an unexplained storage or part of it."""
+        if tracker.state is not None and region.once().dense() == (0, tracker.state.length):
+            tracker.state.unexplained = None
+            tracker.settle()
+
+    def report_kept(self, live: Iterable[Tracker]) -> None:
+        """At the end of the recording: report the storages that are still alive."""
+        for tracker in live:
+            if tracker() is not None:
+                self.report(tracker, "")
+
+
+def _read(tracker: Tracker, length: int) -> str:
+    return f"storage {tracker.id} ({length} bytes) is read before any captured op wrote all of what is read"
+
+
+def _owner(tracker: Tracker) -> Tracker:
+    """The storage that owns the memory."""
+    alias_of = tracker.state.alias_of if tracker.state is not None else None
+    return tracker if alias_of is None else alias_of

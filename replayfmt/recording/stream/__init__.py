@@ -1,5 +1,8 @@
-"""The records on their way to the file: `buffer` holds packed rows of all threads and passes them to the writer.
-`records` makes the rows that are not ops, `tensor_metas` assigns ids to tensor metadata, `scopes` and `implicit_scope`
-keep the open regions, `digesting` records digests, `redacted_writer` leaves out what identifies the machine and the
-user.
+"""The records on their way to the file.
+
+`buffer` holds packed rows of all threads and passes them to the writer. `records` makes the rows that are not ops and
+assigns ids to tensor metadata, `scopes` keeps the open regions. `program_state` records the global settings and the
+random generators that results depend on, `device_streams` the streams of accelerators and what orders their work.
 """
+
+from __future__ import annotations

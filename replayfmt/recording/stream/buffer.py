@@ -1,33 +1,28 @@
 """Buffered records: packed rows appended by any thread, turned into columns and passed to the writer.
 
-A record is one row, appended in one step that no signal handler interrupts: a run of 64-bit words,
-
-    signature, context, start_ns, duration_ns, tensor slots..., int slots..., float slots (as doubles)...
-
-A context identifies a thread, the scope that it is in and its current streams. One kind of row is more compact:
-
-    release run  RELEASES + signature, context, now, 0, storage id...: one release record for each
-
-Storages (births) and tensors (definitions) have rows in lists of their own, appended before the first record that needs
-them. Storage ids are assigned in the order of the records that introduce them: whoever takes an id appends its row
-under the same lock.
+Waiting records are written by the recorder's own thread, or, where that one gets no turn, by one that records.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from struct import Struct
 from typing import Any
 
 import numpy as np
 
 from replayfmt.format.codes import UNKNOWN_NS, StorageOrigin
-from replayfmt.format.container.uninterrupted import Uninterrupted
-from replayfmt.format.records.columns import RecordColumns
+from replayfmt.format.output import Uninterrupted
+from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
+from replayfmt.native.hook import wait_to_flush
 
 HEAD_WORDS = 4  # signature, context, start, duration
 RELEASES = 1 << 33
@@ -240,3 +235,48 @@ def _fill_gaps(births: np.ndarray, first: int, newest: int) -> tuple[np.ndarray,
     filled[:, 1], filled[:, 3], filled[:, 4] = 0, StorageOrigin.op, 0
     filled[near[:, 0] - first] = near
     return np.concatenate((filled, births[births[:, 0] > newest])), count
+
+
+# What a program puts in the place of time.perf_counter_ns may stand still.
+_now_ns = functools.partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC)
+PERIOD_NS = 100_000_000  # the recorder's thread writes if nobody has for so long: what a killed process loses
+_DUE_NS = 80_000_000  # a thread that records does
+_SHARE = 20  # writing takes at most one part in so many of the time: with many live tensors it is done less often
+
+
+class FlushTimes:
+    """Those of one capture. `native`: its Session, or None."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        # Putting anything here wakes the flusher. Not an Event: a signal handler that raises inside `set`, which is
+        # Python code, leaves its lock held forever.
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self.begin()
+
+    def begin(self, took_ns: int = 0) -> None:
+        """What waits is being written, or was, with so much work of the processor; the time to the next turn begins."""
+        now = _now_ns()
+        self._due_ns = now + max(_DUE_NS, _SHARE * took_ns)
+        self._late_ns = now + max(PERIOD_NS, _SHARE * took_ns)
+        if self._native is not None:
+            self._native.flushing.expect(self._due_ns, self._late_ns)
+
+    def overdue(self) -> bool:
+        """Whether a thread that records is to write what waits."""
+        return _now_ns() >= self._due_ns
+
+    def wake(self) -> None:
+        """The recorder's thread is to write what waits."""
+        if self._native is not None:
+            self._native.flushing.wake()
+        elif self._wake.empty():
+            self._wake.put(None)
+
+    def wait(self) -> None:
+        """In the recorder's thread: wait until it is to write."""
+        if self._native is not None:
+            wait_to_flush(self._native)
+        else:
+            with suppress(Empty):
+                self._wake.get(timeout=max(0.001, (self._late_ns - _now_ns()) / 1e9))

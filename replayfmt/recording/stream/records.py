@@ -1,27 +1,69 @@
-"""The records that are not ops: their signatures, made once each, and their rows.
+"""The records that are not ops, the signatures of all, and the ids of tensor metadata.
 
-Every method appends one record (or a run of releases) to the buffer, stamped with the calling thread's context and the
-time. Ids are the capture's.
+Signatures and metadata are made once each. `RedactedWriter` writes a capture that reveals neither the machine nor its
+user: texts are rewritten as they are written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import getpass
+import os
+import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from replayfmt.format.codes import RecordKind, ValueKind
-from replayfmt.format.container.uninterrupted import Uninterrupted
-from replayfmt.format.definitions.signature_rules import argument_nodes
-from replayfmt.format.model import Device, Node, Signature
-from replayfmt.format.records.digest import TensorDigest
-from replayfmt.format.slots import SlotLayout
+from replayfmt.format.codes import Layout, RecordKind, TensorFlag, ValueKind
+from replayfmt.format.model import CaptureInfo, Device, Node, Signature, TensorDigest, TensorMeta
+from replayfmt.format.output import Uninterrupted
+from replayfmt.format.redaction import Redaction
+from replayfmt.format.signature_layout import SlotLayout, argument_nodes
+from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.environment import describe_device
+from replayfmt.pytorch.tensors.metadata import (
+    DTYPE_CODE,
+    device_of,
+    dtype_of,
+    is_complex,
+    is_conj,
+    is_neg,
+    shape_of,
+    stride_of,
+)
 
-from ..storages.content import FirstContent
+from ..content.coverage import ByteRegion
+from ..content.first_content import FirstContent
 from .buffer import RELEASES, RecordBuffer, packer
+
+
+class RedactedWriter(CaptureWriter):
+    """A writer whose session, signatures and scopes go through a redaction."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], session: CaptureInfo, redaction: Redaction, *, force: bool = False
+    ) -> None:
+        """As CaptureWriter. `session` is the one that `redaction` was made for; its redacted form is written."""
+        super().__init__(path, redaction.session, force=force)
+        self._redaction = redaction
+
+    def signature(self, signature: Signature) -> int:
+        return super().signature(self._redaction.signature(signature))
+
+    def scope(self, parent: int, name: str) -> int:
+        return super().scope(parent, self._redaction.text(name))
+
+
+def user_names() -> list[str]:
+    """The names of this process's user: the login, and the name of the home directory."""
+    names = {os.path.basename(os.path.expanduser("~"))}
+    with contextlib.suppress(KeyError, OSError):  # a number without a name, as in some containers
+        names.add(getpass.getuser())
+    return sorted(name for name in names if re.search(r"\w", name))
+
 
 _DISTINCT_DETAILS = 4096  # beyond this many different unsupported records, details are left out, to bound the tables
 
@@ -240,3 +282,76 @@ def _digest_key(digest: TensorDigest) -> tuple[Any, ...]:
     """The parts of a digest that determine its nodes."""
     statistics = (digest.min, digest.max, digest.mean, digest.l2)
     return (*(value is None for value in statistics), *map(type, digest.sample))
+
+
+Key = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MetaParams:
+    """The parameters needed to recreate a tensor of a meta id."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: TensorFlag
+    item: int  # bytes per element
+    elements: int
+
+    def region(self, offset: int) -> ByteRegion:
+        """The bytes of a view with this metadata, `offset` elements into its storage."""
+        item = self.item
+        return ByteRegion(offset * item, self.sizes, tuple(stride * item for stride in self.strides), item)
+
+
+class TensorMetas:
+    """Meta ids by content. `params` is indexed by meta id."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records, native: Any = None) -> None:
+        """`native`: the session of the hot path, which gets every new one."""
+        self._native = native
+        self._buffer = buffer
+        self._records = records
+        self.ids: dict[Key, int] = {}
+        self.params: list[MetaParams] = []
+
+    def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
+        """The meta id of a strided tensor as it is now."""
+        conj = is_complex(tensor) and is_conj(tensor)
+        neg = is_neg(tensor)
+        flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if neg else 0) | (TensorFlag.zero if zero else 0)
+        key = (dtype_of(tensor), shape_of(tensor), stride_of(tensor), device_of(tensor), int(flags))
+        number = self.ids.get(key)
+        if number is None:
+            number = self._add(key)
+            if self._native is not None and not flags:
+                self._native.note_meta(tensor, number, self._records.device(key[3]))
+        return number
+
+    def once(self, meta: int, device: torch.device) -> int:
+        """The meta id of an expanded view's elements, each once: repeated dimensions have size 1."""
+        params = self.params[meta]
+        sizes = [size if stride else min(size, 1) for size, stride in zip(params.sizes, params.strides, strict=True)]
+        key = (params.dtype, torch.Size(sizes), params.strides, device, int(params.flags))
+        number = self.ids.get(key)
+        return self._add(key) if number is None else number
+
+    def row(self, dtype: torch.dtype, elements: int, device: torch.device) -> int:
+        """The meta id of so many elements side by side."""
+        key = (dtype, torch.Size((elements,)), (1,), device, 0)
+        number = self.ids.get(key)
+        return self._add(key) if number is None else number
+
+    def _add(self, key: Key) -> int:
+        dtype, sizes, strides, device, bits = key
+        flags = TensorFlag(bits)
+        with self._buffer.lock:
+            number = self._buffer.writer.meta(
+                TensorMeta(
+                    DTYPE_CODE[dtype], Layout.strided, self._records.device(device), tuple(sizes), strides, flags
+                )
+            )
+            while len(self.params) <= number:
+                self.params.append(MetaParams(dtype, tuple(sizes), strides, flags, dtype.itemsize, sizes.numel()))
+            self.ids[key] = number
+        return number

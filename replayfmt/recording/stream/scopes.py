@@ -1,12 +1,11 @@
 """Named regions: which scope each thread is in, and the records that mark where scopes begin and end.
 
-The thread that started the capture has the main stack. Another thread is in the main thread's scope until it opens
-scopes of its own, which are then nested in the main thread's scope of that moment. Every recorded begin gets its end,
-in order, even if an exception propagates or the capture ends inside.
+A program without scopes of its own has one implicit scope, which surrounds everything that it does.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import get_ident
@@ -227,3 +226,45 @@ class Scopes:
             self._stacks.pop(ident, None)
             self.contexts.pop(ident, None)
         return left
+
+
+_PACKAGE = __package__.partition(".")[0]
+
+
+class ImplicitScope:
+    """The implicit scope. Created in the program's main thread, to which it belongs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._thread = get_ident()
+        self._open: OpenScope | None = None
+        self._given_way = False
+
+    def begin(self, scopes: Scopes) -> None:
+        """Recording starts."""
+        if self._open is None and not self._given_way and not _program_knows_us():
+            self._open = scopes.begin(self.name, user=False, thread=self._thread)
+
+    def give_way(self, scopes: Scopes) -> list[OpenScope]:
+        """The program opens a scope of its own. Returns the scopes that end because of it."""
+        self._given_way = True
+        if self._open is not None and get_ident() == self._thread:
+            entered, self._open = self._open, None
+            return scopes.end(entered)
+        return []
+
+
+def _program_knows_us() -> bool:
+    """Whether a module of the program refers to this package or to what it names scopes with."""
+    recorder = sys.modules[f"{_PACKAGE}.recording.recorder"]
+    ours = {id(sys.modules[_PACKAGE]), id(recorder), id(vars(recorder)["scope"]), id(vars(recorder)["Recorder"])}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != _PACKAGE and any(id(value) in ours for value in list(_contents(module).values())):
+            return True
+    return False
+
+
+def _contents(module: object) -> dict[str, object]:
+    # sys.modules may hold anything.
+    contents = getattr(module, "__dict__", None)
+    return contents if isinstance(contents, dict) else {}

@@ -19,13 +19,12 @@ import torch
 from replayfmt.format.codes import DType, MemoryFormat, OpStatus, ValueKind
 from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.model import Node
-from replayfmt.format.slots import NodePlace, SlotLayout
-from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.format.signature_layout import NodePlace, SlotLayout
+from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
+from ..operations import PackComposite
 from ..planning.devices import DeviceMap
-from ..planning.effects import Addresses, Effects, addresses_of
-from ..planning.kernels import ResolvedKernel
-from .operations import PutTogether
+from ..planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of
 
 
 class Operand(IntEnum):
@@ -97,7 +96,7 @@ class DirectFunctions:
 
     def _find(self, template: Template, values: list[Any]) -> Callable[..., Any]:
         kinds = {operand for operand, _what in template.operands}
-        plain = Operand.storage not in kinds and not any(isinstance(value, PutTogether) for value in values)
+        plain = Operand.storage not in kinds and not any(isinstance(value, PackComposite) for value in values)
         kernel = template.kernel
         # Ops without results work in place on lists, but some functions return the lists anyway.
         if template.raises or not kernel.own or not plain or not kernel.schema.returns:
@@ -174,7 +173,7 @@ class TemplateMaker:
             return "%s"
         if kind is ValueKind.composite:
             form = str(each.node.constant)
-            operands.append((Operand.shared, (("put together", form), PutTogether(form))))
+            operands.append((Operand.shared, (("put together", form), PackComposite(form))))
             return f"%s(({''.join(self._piece(child, operands) + ', ' for child in each.children)}))"
         if kind in (ValueKind.list, ValueKind.tuple) and not _scalars_only(each):
             inner = "".join(self._piece(child, operands) + ", " for child in each.children)

@@ -18,25 +18,12 @@ import torch
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.model import TensorValue
+from replayfmt.format.model import TensorDigest, TensorValue
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.records.digest import TensorDigest
 from replayfmt.pytorch.operators import operator_named
-from replayfmt.pytorch.tensors.bounds import require_inside
-from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
+from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, require_inside
 
-from ..planning.devices import DeviceMap
-from ..planning.identity import TensorKeys
-from ..planning.kernels import ResolvedKernel
-from ..planning.scan import Scan, enters
-from ..planning.sources import MAPPED_FILE, NOTHING, ContentSource
-from ..substitution.call_sites import KernelStandIn
-from ..verify.comparison import CheckDigest, Judge, Where
-from .call_templates import DirectFunctions, Template, TemplateMaker
-from .frame_lists import FrameLists
-from .late_copies import LateCopies, copies_late
-from .liveness import Variables
-from .operations import (
+from ..operations import (
     ApplySettings,
     LoadContent,
     Pausable,
@@ -47,8 +34,13 @@ from .operations import (
     View,
     Zeros,
 )
-from .streams import ReplayStreams, StreamCode
-from .windows import CodeCache, Staged, Window, WindowText
+from ..planning.devices import DeviceMap
+from ..planning.kernels import KernelStandIn, ResolvedKernel
+from ..planning.scan import MAPPED_FILE, NOTHING, ContentSource, Scan, TensorKeys, enters
+from ..verification import CheckDigest, CompareLocation, Judge
+from .call_templates import DirectFunctions, Template, TemplateMaker
+from .streams import LateCopies, ReplayStreams, StreamCode, copies_late
+from .windows import CodeCache, FrameLists, StagedStorage, Variables, Window, WindowText
 
 
 class Shapes(IntEnum):
@@ -103,7 +95,7 @@ class Lowering:
         self.names: dict[int, str] = {}  # live variables that have a name in this window
         self.text = WindowText()
         self.frame: FrameLists
-        self._staged: list[Staged] = []
+        self._staged: list[StagedStorage] = []
         self._hoisted: list[tuple[int, int, View]] = []
         self._hoisted_on: set[int] = set()
         self._dropped: list[int] = []
@@ -333,7 +325,9 @@ class Lowering:
 
     def _stage(self, storage: int, source: ContentSource, *, in_file: bool = False) -> None:
         born = self.reader.storage(storage)
-        self._staged.append(Staged(storage, source, born.bytes, self.context.devices.target(born.device), in_file))
+        self._staged.append(
+            StagedStorage(storage, source, born.bytes, self.context.devices.target(born.device), in_file)
+        )
         self.variables.define(-storage, storage)
 
     def drop(self, keys: list[int]) -> list[str]:
@@ -449,7 +443,7 @@ class Lowering:
         record = self.reader.record(ordinal)
         of, result = record.argument("of"), record.argument("result")
         assert isinstance(of, int) and isinstance(result, int)
-        where = Where(ordinal if of < 0 else of, None if result < 0 else result, ordinal)
+        where = CompareLocation(ordinal if of < 0 else of, None if result < 0 else result, ordinal)
         self._compare(row, ordinal, TensorDigest.from_record(record), record.argument("tensor"), where, host_read=False)
 
     def _host_read(self, row: int, ordinal: int) -> None:
@@ -459,12 +453,19 @@ class Lowering:
             ordinal,
             TensorDigest.from_record(record),
             record.argument("tensor"),
-            Where(ordinal, None, ordinal),
+            CompareLocation(ordinal, None, ordinal),
             host_read=True,
         )
 
     def _compare(
-        self, row: int, ordinal: int, expected: TensorDigest | None, tensor: Any, where: Where, *, host_read: bool
+        self,
+        row: int,
+        ordinal: int,
+        expected: TensorDigest | None,
+        tensor: Any,
+        where: CompareLocation,
+        *,
+        host_read: bool,
     ) -> None:
         slot = self.frame.tensor_first[row]
         key = self.frame.keys[slot] if slot < self.frame.tensor_first[row + 1] else None

@@ -1,27 +1,22 @@
 """Lowering one op: its line of code, the variables it defines and the variables it releases.
 
-Results become variables under their recorded ids. A result whose id is already live (of an in-place op, or a detached
-alias) needs no new variable. Registers of arguments that die here can be reused for results: `v3 = f(v3, a1)` releases
-its argument as early as the program did.
+`lower_watched` lowers chosen ops with calls of an observer right before and right after them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
 
 from replayfmt.errors import ReplayRefused
+from replayfmt.format.signature_layout import NodePlace
 from replayfmt.pytorch.operators import operator_named
-from replayfmt.pytorch.tensors.bounds import require_inside
-from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
+from replayfmt.pytorch.tensors.composites import take_apart
+from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, require_inside
 
-from ..planning.effects import leaves_unwritten
-from ..substitution.call_sites import CallSite
-from ..verify.comparison import CheckScalar, Where
-from ..verify.structure import Expected, ExpectResults
-from .call_templates import Leaf, Operand, Result, Template
-from .lowering import Lowering
-from .operations import (
+from ..operations import (
     CheckedNested,
     CheckedView,
     CustomOperator,
@@ -29,10 +24,14 @@ from .operations import (
     ForGradients,
     MustRaise,
     PassAddresses,
-    TakeApart,
     Unattached,
+    UnpackComposite,
     storage_of,
 )
+from ..planning.kernels import CallSite, leaves_unwritten
+from ..verification import CheckScalar, CompareLocation, ExpectedTensor, ExpectResults
+from .call_templates import Leaf, Operand, Result, Template
+from .lowering import Lowering
 
 
 def lower_op(lowering: Lowering, row: int, ordinal: int) -> None:
@@ -339,7 +338,7 @@ class OpLine:
             self.after.append(f"{lowering.text.constant(self._scalar(leaf, read=not of_composite))}({name})")
         elif leaf.leaf is Leaf.composite:
             count = len(leaf.parts)
-            take_apart = lowering.text.shared(("take apart", leaf.what, count), TakeApart(leaf.what, count))
+            take_apart = lowering.text.shared(("take apart", leaf.what, count), UnpackComposite(leaf.what, count))
             checks, self.after = self.after, []
             parts = [self._leaf_name(part, of_composite=True) for part in leaf.parts]
             self.assigned.update(parts)
@@ -350,7 +349,7 @@ class OpLine:
     def _scalar(self, leaf: Result, *, read: bool = True) -> CheckScalar:
         frame = self.lowering.frame
         expected = leaf.what(frame.ints, frame.int_first[self.row], frame.floats, frame.float_first[self.row])
-        lowering, where = self.lowering, Where(self.ordinal, leaf.index, self.ordinal)
+        lowering, where = self.lowering, CompareLocation(self.ordinal, leaf.index, self.ordinal)
         return CheckScalar(lowering.context.judge, where, expected, read=read, unsteady=lowering.op_is_unsteady)
 
     # --------------------------------------------------------------------------------------------------------- checking
@@ -366,19 +365,108 @@ class OpLine:
         for position, arg in enumerate(passed):
             given.setdefault(frame.storages[first + arg], position)
         given |= {storage: position for position, storage in reversed(list(enumerate(storages))) if storage is not None}
-        expected: dict[int, Expected] = {}
+        expected: dict[int, ExpectedTensor] = {}
         for place in layout.results:
             for slot in place.tensors:
                 storage = frame.storages[first + slot]
                 meta = lowering.reader.metas[frame.metas[first + slot]]
                 assert meta is not None
                 device = lowering.context.devices.target(meta.device)
-                expected[slot] = Expected(lowering.view(first + slot), device, storage, given.get(storage))
+                expected[slot] = ExpectedTensor(lowering.view(first + slot), device, storage, given.get(storage))
         return ExpectResults(
             lowering.context.judge,
-            Where(self.ordinal, None, self.ordinal),
+            CompareLocation(self.ordinal, None, self.ordinal),
             layout.results,
             expected,
             storages,
             sizes_only=not lowering.compare,
         )
+
+
+class Watcher(Protocol):
+    """Is called for the ops at the ordinals it watches. Settings and generators are those of the replay."""
+
+    def watches(self, ordinal: int) -> bool: ...
+
+    def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
+        """The op runs next. `storages` are those it takes, by their id in the capture."""
+        ...
+
+    def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
+        """The op returned. Both by tensor slot of the record; components stand for composites. Not called for an op
+        that raised under capture."""
+        ...
+
+
+def lower_watched(watcher: Watcher) -> Callable[[Lowering, int, int], None]:
+    """How to lower ops so that the watcher is called."""
+
+    def lower(lowering: Lowering, row: int, ordinal: int) -> None:
+        template = lowering.template(lowering.frame.signatures[row]) if watcher.watches(ordinal) else None
+        if template is None:
+            lower_op(lowering, row, ordinal)
+        else:
+            _WatchedLine(watcher, lowering, template, row, ordinal).write()
+
+    return lower
+
+
+class _WatchedLine(OpLine):
+    def __init__(self, watcher: Watcher, *line: Any) -> None:
+        super().__init__(*line)
+        self._watcher = watcher
+
+    def _call(self, *, expect_failure: bool = True) -> tuple[str, list[str]]:
+        call, slot_names = super()._call(expect_failure=expect_failure)
+        lowering, frame, text = self.lowering, self.lowering.frame, self.lowering.text
+        slots = [what for operand, what in self.template.operands if operand is Operand.tensor]
+        storages = [frame.storages[self.first + slot] for slot in slots]
+        names = list(slot_names)
+        for operand, what in self.template.operands:
+            if operand is Operand.storage:
+                storages.append(frame.ints[frame.int_first[self.row] + what])
+                names.append(lowering.storage(storages[-1], self.ordinal))
+        before = text.constant(_Before(self._watcher, self.ordinal, storages))
+        text.line(self.ordinal, f"{before}({', '.join(names)})")
+        if self.template.raises:
+            return call, slot_names
+        after = text.constant(_After(self._watcher, self.ordinal, self.template.layout.results, slots))
+        return f"{after}({call}{''.join(f', {name}' for name in slot_names)})", slot_names
+
+
+class _Before:
+    def __init__(self, watcher: Watcher, ordinal: int, storages: Sequence[int]) -> None:
+        self._watcher, self._ordinal, self._storages = watcher, ordinal, storages
+
+    def __call__(self, *values: Any) -> None:
+        found = {number: storage_of(value) for number, value in zip(self._storages, values, strict=True) if number}
+        self._watcher.before(self._ordinal, found)
+
+
+class _After:
+    def __init__(self, watcher: Watcher, ordinal: int, results: Sequence[NodePlace], slots: Sequence[int]) -> None:
+        self._watcher, self._ordinal, self._results, self._slots = watcher, ordinal, results, slots
+
+    def __call__(self, returned: Any, *args: torch.Tensor) -> Any:
+        found: dict[int, torch.Tensor] = {}
+        values = (returned,) if len(self._results) == 1 else returned if self._results else ()
+        # If the structure of a result differs, the comparison that follows finds that.
+        if isinstance(values, tuple | list) and len(values) == len(self._results):
+            for place, value in zip(self._results, values, strict=True):
+                _gather(place, value, found)
+        self._watcher.after(self._ordinal, found, dict(zip(self._slots, args, strict=True)))
+        return returned
+
+
+def _gather(place: NodePlace, value: Any, found: dict[int, torch.Tensor]) -> None:
+    """The tensors of one result by slot."""
+    if not place.tensors:
+        return
+    if not place.children:
+        if isinstance(value, torch.Tensor):
+            found[place.tensor_slot] = value
+        return
+    parts = take_apart(value)[1] if isinstance(value, torch.Tensor | torch.ScriptObject) else value
+    if isinstance(parts, tuple | list) and len(parts) == len(place.children):
+        for child, part in zip(place.children, parts, strict=True):
+            _gather(child, part, found)

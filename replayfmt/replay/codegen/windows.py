@@ -1,5 +1,6 @@
 """One window of a capture as straight-line Python: its text, constants, inputs and outputs.
 
+`FrameLists` has the records of a frame as Python lists, `Variables` which variables exist and when each may be deleted.
 `WindowText` collects lines and names while a window is being lowered; `Window` is the finished function. Each text is
 compiled once: windows with the same text share one code object and differ in their constants, which are the function's
 default arguments.
@@ -10,14 +11,101 @@ from __future__ import annotations
 import builtins
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..planning.sources import ContentSource
-from .operations import View
+from replayfmt.format.reader import RecordFrame
+
+from ..operations import View
+from ..planning.scan import ContentSource, Scan, TensorKeys
+
+
+class FrameLists:
+    """The first `count` records of a frame.
+
+    Lists indexed by tensor slot: `keys`, `storages`, `metas`, `ends` and `storage_ends`.
+    """
+
+    def __init__(self, frame: RecordFrame, count: int, keys: TensorKeys, scan: Scan) -> None:
+        self.frame = frame
+        self.first_ordinal = frame.first_ordinal
+        self.signatures: list[int] = frame.signature[:count].tolist()
+        self.scopes: list[int] = frame.scope[:count].tolist()
+        self.tensor_first: list[int] = frame.tensor_first[: count + 1].tolist()
+        self.int_first: list[int] = frame.int_first[: count + 1].tolist()
+        self.float_first: list[int] = frame.float_first[: count + 1].tolist()
+        self.ints: list[int] = frame.ints.tolist()
+        self.floats: list[float] = frame.floats.tolist()
+        slots = frame.tensor_slots[: self.tensor_first[-1]]
+        ordinals = np.repeat(np.arange(count), np.diff(frame.tensor_first[: count + 1])) + frame.first_ordinal
+        slot_keys = keys.of_frame(frame)[slots]
+        slot_storages = frame.tensor_storage[slots].astype(np.int64)
+        self.slots: list[int] = slots.tolist()
+        self.keys: list[int] = slot_keys.tolist()
+        self.storages: list[int] = slot_storages.tolist()
+        self.metas: list[int] = frame.tensor_meta[slots].tolist()
+        # Whether this slot's record is the last to use the slot's tensor key, and its storage.
+        self.ends: list[bool] = (scan.last_use[slot_keys] == ordinals).tolist()
+        self.storage_ends: list[bool] = (scan.storage_last_uses(slot_storages) == ordinals).tolist()
+
+    def placement(self, row: int) -> int:
+        """The placement id of a record."""
+        return 0 if self.frame.placement is None else int(self.frame.placement[row])
+
+    def offset(self, slot: int) -> int:
+        """The offset of a slot's tensor, in elements."""
+        return int(self.frame.tensor_offset[self.slots[slot]])
+
+
+class Variables:
+    """The live variables by key, across windows, and the storage of each. Negative keys are storages themselves."""
+
+    def __init__(self) -> None:
+        self._storage: dict[int, int] = {}
+        self._on: dict[int, dict[int, None]] = {}
+        self._idle: set[int] = set()  # past their last use, kept for their storage
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._storage
+
+    def define(self, key: int, storage: int) -> list[int]:
+        """Add a variable; returns idle ones on its storage, which may now be deleted."""
+        self._storage[key] = storage
+        on = self._on.setdefault(storage, {})
+        idle = [other for other in on if other in self._idle] if self._idle else []
+        on[key] = None
+        return idle
+
+    def base(self, storage: int) -> int | None:
+        """Any variable on a storage; None if there is none."""
+        return next(iter(self._on.get(storage, ())), None)
+
+    def all_on(self, storage: int) -> list[int]:
+        """Every variable on a storage."""
+        return list(self._on.get(storage, ()))
+
+    def alone(self, key: int) -> bool:
+        """Whether a variable is the only one on its storage."""
+        return len(self._on[self._storage[key]]) == 1
+
+    def keep_idle(self, key: int) -> None:
+        """Keep a variable past its last use: it is the only one on a storage that is used again."""
+        self._idle.add(key)
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Remove these variables."""
+        for key in keys:
+            storage = self._storage.pop(key)
+            on = self._on[storage]
+            del on[key]
+            if not on:
+                del self._on[storage]
+            self._idle.discard(key)
+
 
 FILENAME = "<opreplay window>"
 _CACHED_CODE = 256
@@ -26,7 +114,7 @@ _HEADER_LINES = 2
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedStorage:
     """A storage whose first content enters in a window. `in_file`: the program's memory was a mapping of the file."""
 
     storage: int
@@ -52,7 +140,7 @@ class Window:
     inputs: list[int]
     consumed: list[bool]
     outputs: list[int]
-    staged: list[Staged]
+    staged: list[StagedStorage]
     hoisted: list[tuple[int, int, View]]
     dropped: list[int]
     line_ordinals: list[int] = field(repr=False)

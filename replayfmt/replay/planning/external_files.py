@@ -15,9 +15,7 @@ import torch
 from xxhash import xxh3_128
 
 from replayfmt.errors import ExternalFileProblem, ReplayRefused
-from replayfmt.format.external.file_digest import Progress
-from replayfmt.format.external.file_remap import FileRemaps
-from replayfmt.format.external.files import OpenedFile
+from replayfmt.format.external_files import FileRemaps, OpenedFile, Progress
 from replayfmt.format.model import ExternalFile, FileRange
 from replayfmt.format.reader import CaptureReader
 

@@ -13,14 +13,13 @@ from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.model import Signature
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.argument_rules import ArgumentRules
-from replayfmt.pytorch.settings import check_settings
+from replayfmt.pytorch.environment import check_settings
+from replayfmt.pytorch.overloads import ArgumentRules
 from replayfmt.pytorch.tensors.composites import FORMS
-from replayfmt.pytorch.tensors.dtypes import TORCH_DTYPE
+from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
 
-from .devices import DeviceMap
+from .devices import DeviceMap, host_memory_bytes
 from .kernels import ResolvedKernel
-from .memory import host_memory_bytes
 from .scan import Occurrences, Scan
 
 _OPEN_KINDS = (ValueKind.opaque, ValueKind.process_group)

@@ -1,26 +1,191 @@
 """The first pass over a capture: where everything is last used, what is written, where windows may be cut.
 
-One vectorized walk over the frames, without decoding a single record. What it keeps grows by a few bytes for each
-tensor and storage; everything else a replay needs is prepared window by window.
+`ContentSource` and `MissingContent` say where content that enters comes from, `TensorKeys` which tensor ids can share
+one variable, `CutFinder` where windows end, each of which becomes one straight-line function.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.model import Storage
+from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
+from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Storage, TensorMeta, Value
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.format.slots import SlotLayout
+from replayfmt.format.signature_layout import SlotLayout
 
-from .effects import Effects
-from .identity import TensorKeys
-from .sources import IMPORTED, Entrance
-from .window_cuts import CutFinder, WindowSize
+from .kernels import Effects
+
+# How a storage that was there before the first op that uses it may be born.
+IMPORTED = (StorageOrigin.payload, StorageOrigin.absent, StorageOrigin.external_file, StorageOrigin.initializer)
+
+
+# The reason of a first import whose storage was a map of the file that its content is in.
+MAPPED_FILE = "mapped_file"
+
+
+class ContentSource(NamedTuple):
+    """`kind` is payload, range, recipe, or none where the capture has nothing; `id` is the id of that kind."""
+
+    kind: ValueKind
+    id: int
+
+
+NOTHING = ContentSource(ValueKind.none, 0)
+
+
+def source_of(value: Value) -> ContentSource:
+    """The source that a storage import's `payload` argument names."""
+    if isinstance(value, PayloadValue):
+        return ContentSource(ValueKind.payload, value.id)
+    if isinstance(value, RangeValue):
+        return ContentSource(ValueKind.range, value.id)
+    return ContentSource(ValueKind.recipe, value.id) if isinstance(value, RecipeValue) else NOTHING
+
+
+class MissingContent(NamedTuple):
+    """Content that the capture does not have, entering a storage. `version` counts its imports from 0; `recipe` is a
+    recipe id or 0. `ordinal` is the import's, -1 where there is no import record."""
+
+    ordinal: int
+    storage: int
+    version: int
+    recipe: int
+
+
+class TensorKeys:
+    """Assigns keys, frame by frame. Forgets a storage's keys once the storage is released."""
+
+    def __init__(self, metas: Sequence[TensorMeta | None]) -> None:
+        self._plain = _without_requires_grad(metas)
+        self._keys: dict[int, dict[tuple[int, int], int]] = {}
+        self.count = 0
+
+    def of_frame(self, frame: RecordFrame) -> np.ndarray:
+        """The key of each of the frame's tensors, int64, by local index."""
+        known, count = self._keys, self.count
+        keys = []
+        for storage, offset, meta in zip(
+            frame.tensor_storage.tolist(),
+            frame.tensor_offset.tolist(),
+            self._plain[frame.tensor_meta].tolist(),
+            strict=True,
+        ):
+            of_storage = known.get(storage)
+            if of_storage is None:
+                of_storage = known[storage] = {}
+            key = of_storage.get((offset, meta))
+            if key is None:
+                key = of_storage[(offset, meta)] = count
+                count += 1
+            keys.append(key)
+        self.count = count
+        return np.array(keys, dtype=np.int64)
+
+    def forget(self, storage: int) -> None:
+        """The program freed it: no later tensor is on it."""
+        self._keys.pop(storage, None)
+
+
+def _without_requires_grad(metas: Sequence[TensorMeta | None]) -> np.ndarray:
+    """For each meta id, the first id of the same metadata, autograd's flag aside."""
+    first: dict[TensorMeta, int] = {}
+    plain = np.zeros(len(metas), dtype=np.int64)
+    for meta_id, meta in enumerate(metas):
+        if meta is not None:
+            bare = replace(meta, flags=meta.flags & ~TensorFlag.requires_grad)
+            plain[meta_id] = first.setdefault(bare, meta_id)
+    return plain
+
+
+_HASHED_OPS = 8  # how many ops before a place decide whether it is cut there
+_SCOPE_LEVELS = 63
+_HASH_BITS = 48
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class WindowSize:
+    """Bounds of a window in records.
+
+    `staged_bytes` bounds what is imported ahead of it; None: by what the capture is known to have had alive at most.
+    """
+
+    least: int = 512
+    most: int = 4096
+    staged_bytes: int | None = None
+
+
+class CutFinder:
+    """Finds the cuts while records are fed in order."""
+
+    def __init__(self, window: WindowSize) -> None:
+        self._window = window
+        self._cuts: list[int] = []
+        self._start = 0  # where the window being looked for begins
+        self._scores = np.zeros(0, dtype=np.uint64)  # score of a cut before record start + i
+        self._recent = np.zeros(_HASHED_OPS, dtype=np.uint64)  # signatures of the last ops
+        self._last_kind = RecordKind.none
+        self._depth = 0
+
+    def feed(self, signatures: np.ndarray, kinds: np.ndarray) -> None:
+        """The next records. A cut before record n is judged by the records up to n."""
+        if not len(kinds):
+            return
+        self._scores = np.concatenate([self._scores, self._score(signatures, kinds)])
+        self._choose()
+
+    def finish(self) -> list[int]:
+        """Ordinals of the first record of every window but the first."""
+        return self._cuts
+
+    def _choose(self) -> None:
+        least, most = self._window.least, self._window.most
+        while len(self._scores) > most:
+            candidates = self._scores[least : most + 1]
+            length = least + int(np.argmax(candidates))
+            self._start += length
+            self._cuts.append(self._start)
+            self._scores = self._scores[length:]
+
+    def _score(self, signatures: np.ndarray, kinds: np.ndarray) -> np.ndarray:
+        """How good a place each record's beginning is for a cut; 0 for never."""
+        before = np.concatenate([[self._last_kind], kinds[:-1]])
+        steps = (kinds == RecordKind.scope_begin).astype(np.int64) - (kinds == RecordKind.scope_end)
+        depth_before = self._depth + np.concatenate([[0], np.cumsum(steps)[:-1]])
+        at_scope = (before == RecordKind.scope_end) | (
+            (kinds == RecordKind.scope_begin) & (before != RecordKind.scope_begin)
+        )
+        level = np.clip(_SCOPE_LEVELS - depth_before, 1, _SCOPE_LEVELS).astype(np.uint64)
+        after_op = before == RecordKind.op
+        hashes = self._hashes_before(signatures, kinds)
+        scores = np.where(after_op, hashes | np.uint64(1), np.uint64(0))
+        scores = np.where(at_scope, level << np.uint64(_HASH_BITS), scores)
+        self._depth += int(steps.sum())
+        self._last_kind = RecordKind(int(kinds[-1]))
+        return scores
+
+    def _hashes_before(self, signatures: np.ndarray, kinds: np.ndarray) -> np.ndarray:
+        """For each record, a hash of the signatures of the last ops before it."""
+        is_op = kinds == RecordKind.op
+        ops = np.concatenate([self._recent, signatures[is_op].astype(np.uint64) + np.uint64(1)])
+        rolling = np.zeros(len(ops) - _HASHED_OPS + 1, dtype=np.uint64)
+        for lag in range(_HASHED_OPS):
+            end = len(ops) - lag
+            part = ops[_HASHED_OPS - 1 - lag : end] * _MULTIPLIER
+            part ^= part >> np.uint64(29)
+            rolling = rolling * _MULTIPLIER + part
+        rolling ^= rolling >> np.uint64(32)
+        rolling *= _MULTIPLIER
+        rolling >>= np.uint64(64 - _HASH_BITS)
+        self._recent = ops[-_HASHED_OPS:]
+        ops_before = np.concatenate([[0], np.cumsum(is_op)[:-1]]).astype(np.int64)
+        return rolling[ops_before]
+
 
 # How many of the ordinals where something was found are kept to be shown.
 SHOWN = 3
@@ -95,7 +260,7 @@ class Scan:
         self._first: dict[int, list[int]] = {}
         self.signature_devices: dict[int, set[int]] = defaultdict(set)
         self.metas: set[int] = set()
-        self._entrances: list[Entrance] = []
+        self._entrances: list[MissingContent] = []
         self._absent_births: set[int] = set()
         self.threads: set[int] = set()
         self.known_peak_bytes = 0
@@ -145,10 +310,10 @@ class Scan:
         """Whether an op may change its bytes."""
         return bool(self._written.reach(storage + 1)[storage])
 
-    def entrances(self) -> list[Entrance]:
+    def entrances(self) -> list[MissingContent]:
         """Content that is used but not in the capture, in order. Empty storages have none."""
         imported = {each.storage for each in self._entrances if each.version == 0}
-        births = [Entrance(-1, storage, 0, 0) for storage in sorted(self._absent_births - imported)]
+        births = [MissingContent(-1, storage, 0, 0) for storage in sorted(self._absent_births - imported)]
         return [
             each
             for each in (*births, *self._entrances)
@@ -272,7 +437,7 @@ class Scan:
                 recipes = [0] * len(rows)
                 if content.node.kind is ValueKind.recipe:
                     recipes = frame.ints[frame.int_first[rows] + content.int_slot].tolist()
-                self._entrances += map(Entrance, ordinals.tolist(), storages.tolist(), versions, recipes)
+                self._entrances += map(MissingContent, ordinals.tolist(), storages.tolist(), versions, recipes)
             again = np.array(
                 [
                     not enters(version, self.reader.storage(storage))

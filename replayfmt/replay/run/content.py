@@ -1,23 +1,19 @@
 """The storages that enter a replay from outside, and their fresh state before each run.
 
-A storage that the program never freed stays allocated between runs; if anything in the capture writes it, its bytes
-are restored before each run, from the second run on out of a pristine copy beside it where that fits, else from where
-they came. If nothing does, it is used as it is, with the tensors on it; so is what the program freed, where it is small
-and nothing writes it. Everything else is allocated and filled when its window comes, and dies with its last use.
-Content in an external file that is never written is mapped, not read, if it stays on the host. None of it is timed.
-
-Writes are known from the operators' schemas and from `pytorch/operators.py`; a custom operator counts as writing every
-argument. A kernel, or a function in its place, may write without any of them saying so. So content that was used
-unrestored is compared with what it was: after each run that verifies, before a run that verifies and follows one that
-did not, and always before the second run of a plan. A run that verifies fails if something changed, even before it.
-Changed content is filled anew, and restored before each run from then on. Otherwise nothing is compared between two
-runs that do not verify.
+What nothing writes is prepared once for a plan (`PreparedWindow`). Whether a file's private map was written is found
+without reading it: `PrivateMaps` asks Linux for the map's own pages. `Restoring` puts content in place without running
+ops, to measure what that takes.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -25,17 +21,100 @@ from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import ValueKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch import accelerators
-from replayfmt.pytorch.tensors.memory import byte_tensor, host_view, new_storage
-from replayfmt.pytorch.tensors.staging import fill_from, hash_storage
+from replayfmt.pytorch.tensors.memory import byte_tensor, fill_from, hash_storage, host_view, new_storage
 
-from ..codegen.windows import Staged, Window
+from ..codegen.windows import StagedStorage, Window
+from ..operations import View
 from ..planning.external_files import ExternalFiles
-from ..planning.scan import Scan
-from ..planning.sources import ContentSource
-from ..synthesis.assignment import Synthesis
-from ..verify.comparison import Judge, Where
-from .private_maps import PrivateMaps
-from .ready import Ready, ReadyWindows
+from ..planning.scan import ContentSource, Scan
+from ..planning.synthesis import Synthesis
+from ..verification import CompareLocation, Judge
+
+_SMAPS = Path("/proc/self/smaps")
+_MAP = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ", re.MULTILINE)
+_OWN = re.compile(rb"^(?:Anonymous|Swap): +([0-9]+) kB$", re.MULTILINE)
+
+
+class PrivateMaps:
+    """The maps of this process as they are now."""
+
+    def __init__(self) -> None:
+        self._clean: list[tuple[int, int]] | None = None  # (begin, end) of maps without pages of the process's own
+
+    def is_clean(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a host storage is known to lie in a map of which no page was written. False where the system does not
+        tell."""
+        if self._clean is None:
+            self._clean = _clean_maps()
+        begin = storage.data_ptr()
+        return any(low <= begin and begin + storage.nbytes() <= high for low, high in self._clean)
+
+
+def _clean_maps() -> list[tuple[int, int]]:
+    try:
+        text = _SMAPS.read_bytes()
+    except OSError:
+        return []
+    maps = list(_MAP.finditer(text))
+    ends = [*(found.start() for found in maps[1:]), len(text)]
+    return [
+        (int(found[1], 16), int(found[2], 16))
+        for found, end in zip(maps, ends, strict=True)
+        if [int(count) for count in _OWN.findall(text, found.end(), end)] == [0, 0]
+    ]
+
+
+@dataclass(frozen=True)
+class PreparedWindow:
+    """A window's beginning where part of it was prepared before. `values` are variables by key; `staged`, `hoisted` and
+    `dropped` are what is left of the window's own."""
+
+    values: dict[int, Any]
+    staged: list[StagedStorage]
+    hoisted: list[tuple[int, int, View]]
+    dropped: list[int]
+
+
+class PreparedWindows:
+    """The beginnings of a plan's windows, for as long as the plan keeps these."""
+
+    def __init__(self) -> None:
+        self._ready: WeakKeyDictionary[Window, PreparedWindow] = WeakKeyDictionary()
+
+    def get(self, window: Window) -> PreparedWindow | None:
+        """What was kept for a window; None before its first run."""
+        return self._ready.get(window)
+
+    def add(self, window: Window, values: Mapping[int, Any], stays: Callable[[int], bool]) -> None:
+        """Keep what was prepared for a window, `values` by key. `stays` says of a storage whether it is the same one,
+        with the same bytes, in every run."""
+        kept = {staged.storage for staged in window.staged if stays(staged.storage)}
+        dropped = set(window.dropped)
+        hoisted = [(key, base) for key, base, _view in window.hoisted if stays(-base)]
+        ready = {key: values[key] for key in [*(-storage for storage in kept), *(key for key, _base in hoisted)]}
+        tensors = {key for key, _base in hoisted}
+        self._ready[window] = PreparedWindow(
+            {key: value for key, value in ready.items() if key not in dropped},
+            [staged for staged in window.staged if staged.storage not in kept],
+            [each for each in window.hoisted if each[0] not in tensors],
+            [key for key in window.dropped if key not in ready],
+        )
+
+    def clear(self) -> None:
+        """Let go of everything: the next run prepares its windows anew."""
+        self._ready.clear()
+
+    def altered(self, storages: Mapping[int, torch.UntypedStorage]) -> set[int]:
+        """Which of these storages have tensors that are no longer the views as which they were made."""
+        found = set()
+        for window, ready in self._ready.items():
+            for key, base, view in window.hoisted:
+                tensor = ready.values.get(key)
+                storage = storages.get(-base)
+                if tensor is not None and storage is not None and not view.is_on(tensor, storage):
+                    found.add(-base)
+        return found
+
 
 # How much of a device's free memory pristine copies may take.
 _COPY_SHARE = 4
@@ -49,7 +128,7 @@ class _Kept(NamedTuple):
     """A storage that stays between runs, and how it entered; `mapped` from a file, of which pages are read as they are
     touched."""
 
-    staged: Staged
+    staged: StagedStorage
     storage: torch.UntypedStorage
     mapped: bool
 
@@ -66,7 +145,7 @@ class Content:
         self._files = files
         self._synthesis = synthesis
         self._kept: dict[int, _Kept] = {}
-        self._ready = ReadyWindows()
+        self._ready = PreparedWindows()
         self._found_written: set[int] = set()  # changed, although nothing is known to write them
         self._compared = False  # what is kept, since it was first used
         self._used = False  # since it was last compared
@@ -83,7 +162,7 @@ class Content:
         self._budget.clear()
         self._freed_bytes = 0
 
-    def stage(self, staged: Staged) -> torch.UntypedStorage:
+    def stage(self, staged: StagedStorage) -> torch.UntypedStorage:
         """A storage with its first content."""
         kept = self._kept.get(staged.storage)
         written = self._is_restored(staged.storage)
@@ -106,7 +185,7 @@ class Content:
             self._kept[staged.storage] = _Kept(staged, storage, mapped)
         return storage
 
-    def _stays(self, staged: Staged) -> bool:
+    def _stays(self, staged: StagedStorage) -> bool:
         """Whether a storage stays allocated between runs."""
         if not self._scan.is_released(staged.storage):
             return True
@@ -125,7 +204,7 @@ class Content:
 
     # --------------------------------------------------------------------------------------------- what stays as it is
 
-    def ready(self, window: Window) -> Ready | None:
+    def ready(self, window: Window) -> PreparedWindow | None:
         """What an earlier run left of a window's beginning; None if nothing."""
         return self._ready.get(window)
 
@@ -155,7 +234,7 @@ class Content:
         for storage in sorted(self._stale | self._compare()):
             last = max(self._scan.last_use_of(storage), 0)
             expected = f"storage {storage} as it entered, because no op up to here is known to write it"
-            judge.diverged(Where(last, None, last), expected, "other content")
+            judge.diverged(CompareLocation(last, None, last), expected, "other content")
 
     def _compare(self) -> set[int]:
         """The storages that nothing is known to write and that are not any more what they were when they entered; they
@@ -240,7 +319,7 @@ class Content:
             return captured.bytes
         return None
 
-    def restore(self, staged: Staged, storage: torch.UntypedStorage) -> None:
+    def restore(self, staged: StagedStorage, storage: torch.UntypedStorage) -> None:
         """Put first content into the storage that has it, where it is."""
         pristine = self._pristine.get(staged.storage)
         if pristine is None and self._fits(staged):
@@ -251,7 +330,7 @@ class Content:
         else:
             byte_tensor(storage).copy_(byte_tensor(pristine))
 
-    def _fits(self, staged: Staged) -> bool:
+    def _fits(self, staged: StagedStorage) -> bool:
         if staged.device not in self._budget:
             self._budget[staged.device] = (free_bytes(staged.device) or 0) // _COPY_SHARE
         if staged.length_bytes > self._budget[staged.device]:
@@ -259,7 +338,7 @@ class Content:
         self._budget[staged.device] -= staged.length_bytes
         return True
 
-    def _fill(self, staged: Staged, storage: torch.UntypedStorage) -> None:
+    def _fill(self, staged: StagedStorage, storage: torch.UntypedStorage) -> None:
         if not staged.length_bytes or self.missing(staged.storage, staged.source, 0) is not None:
             return  # what reads it is refused; only plans that keep going get here without it
         length = self._length(staged.source)
@@ -285,3 +364,22 @@ def free_bytes(device: torch.device) -> int | None:
     except OSError:
         return None
     return None
+
+
+class Restoring:
+    """`windows` are those of unverified executions. The next execution does all of it again."""
+
+    def __init__(
+        self, content: Content, windows: Iterable[Window], surroundings: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        staged = [each for window in windows for each in (content.ready(window) or window).staged]
+        self._content, self._staged, self._surroundings = content, staged, surroundings
+
+    def __bool__(self) -> bool:
+        """Whether executions after the first put anything in place. Known once there was one."""
+        return bool(self._staged)
+
+    def __call__(self) -> None:
+        with self._surroundings():
+            for each in self._staged:
+                self._content.stage(each)

@@ -1,7 +1,6 @@
 """Running prepared windows: fresh state, the clock, the variables between windows, and failures that name their op.
 
-What surrounds a run is restored as it was, also when an op fails: numeric settings, random generators, Python's cyclic
-garbage collector.
+`ScopeTimes` adds up how long a replay spends in each scope.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ import torch
 from replayfmt.errors import OpReplayError, ReplayFailed
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.settings import apply_settings, preserved_settings
+from replayfmt.pytorch.environment import apply_settings, preserved_settings
 from replayfmt.pytorch.tensors.memory import undispatched
 
-from ..codegen.windows import FILENAME, Staged, Window
+from ..codegen.windows import FILENAME, StagedStorage, Window
+from ..planning.kernels import KernelStandIn
 from ..results import UnexpectedBehaviour
-from ..substitution.call_sites import KernelStandIn
-from ..verify.comparison import Judge, StopReplay, Where
-from .content import Content
-from .ready import Ready
+from ..verification import CompareLocation, Judge, StopReplay
+from .content import Content, PreparedWindow
 
 OnScope = Callable[[str, str, str, int], None]
 
@@ -131,7 +129,7 @@ class Machine:
         judge: Judge,
         describe: Callable[[int], tuple[str, str]],
         stand_in: KernelStandIn | None = None,
-        stage: Callable[[Staged], torch.UntypedStorage] | None = None,
+        stage: Callable[[StagedStorage], torch.UntypedStorage] | None = None,
     ) -> None:
         """`stage` gives the storages that enter, instead of `content`."""
         self.values: dict[int, Any] = {}
@@ -190,11 +188,11 @@ class Machine:
             self.prepare(window)
             self.values.update(zip(window.outputs, self.call(window, self.take(window), None), strict=True))
 
-    def prepare(self, window: Window, ready: Ready | None = None, *, keep: bool = False) -> None:
+    def prepare(self, window: Window, ready: PreparedWindow | None = None, *, keep: bool = False) -> None:
         """What a window needs before its first op: content, and views on it, `ready` those that are there already; with
         `keep` they are kept for the next run. Raises ReplayFailed."""
         values = self.values
-        enters: Ready | Window = window
+        enters: PreparedWindow | Window = window
         if ready is not None:
             values.update(ready.values)
             enters = ready
@@ -234,7 +232,9 @@ class Machine:
             if self._reader.record(ordinal).kind in (RecordKind.scope_begin, RecordKind.scope_end):
                 raise  # the caller's callback
             if isinstance(error, UnexpectedBehaviour):
-                self._judge.diverged(Where(ordinal, None, ordinal), "what it did when it was captured", str(error))
+                self._judge.diverged(
+                    CompareLocation(ordinal, None, ordinal), "what it did when it was captured", str(error)
+                )
                 raise StopReplay from None
             failed = None if self._stand_in is None else self._stand_in.failure(ordinal, error)
             if failed is not None:
@@ -277,3 +277,32 @@ def surroundings(settings: dict[str, Any], generators: Sequence[torch.Generator 
                 generator.set_state(state)
             if collects:
                 gc.enable()
+
+
+class ScopeTimes:
+    """A scope callback that adds up time by scope path, and calls the caller's own if there is one.
+
+    Time is the host's, from begin to end, of the outermost pass where a scope is entered again inside itself. What
+    stops the replay's clock is not counted.
+    """
+
+    def __init__(self, clock: RunClock, then: OnScope | None) -> None:
+        self._clock = clock
+        self._then = then
+        self._open: dict[str, list[int]] = {}
+        self._totals: dict[str, int] = {}
+
+    def __call__(self, event: str, name: str, path: str, ordinal: int) -> None:
+        now = self._clock.now()
+        if event == "begin":
+            self._open.setdefault(path, []).append(now)
+        elif self._open.get(path):
+            began = self._open[path].pop()
+            if not self._open[path]:
+                self._totals[path] = self._totals.get(path, 0) + now - began
+        if self._then is not None:
+            self._then(event, name, path, ordinal)
+
+    def totals(self) -> dict[str, int]:
+        """Nanoseconds by scope path."""
+        return dict(self._totals)

@@ -1,12 +1,14 @@
 """Judges one call of a replacement by what the original did with the same arguments.
 
-Compares the results (number, dtypes, sizes, strides, offsets, devices), which memory they share with the arguments and
-with each other, which parts of the arguments were written, and every value.
+Values are compared within tolerances; structure and memory must be the same. `MemoryLabels` finds storages by the
+address ranges they occupy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,12 +16,79 @@ import torch
 
 from replayfmt.pytorch.tensors.memory import byte_tensor
 
-from .clones import Clones, copy_of, has_memory, same_bytes, strided_parts
-from .distance import Distance, Tolerance, distance
-from .memory_labels import MemoryLabels
-from .worst import Worst, worst_element
+from ..run.copies import Clones, copy_of, has_memory, same_bytes, strided_parts
+from .distance import Distance, Tolerance, WorstElement, distance, worst_element
 
-# Numbers returned to the host are judged like a digest's statistics (verify/comparison.py).
+_MOST_KEPT = 16
+_MOST_KEPT_BYTES = 256 << 20
+
+
+class MemoryLabels:
+    """Labelled storages, found by any storage that shares bytes with them."""
+
+    def __init__(self, known: Iterable[tuple[torch.UntypedStorage, str]] = ()) -> None:
+        self._by_identity: dict[int, tuple[torch.UntypedStorage, str]] = {}
+        self._sorted: dict[torch.device, list[tuple[int, int, str]]] = {}
+        self._longest = 0
+        for storage, label in known:
+            self.add(storage, label)
+
+    def add(self, storage: torch.UntypedStorage, label: str) -> None:
+        """Register a storage under a label."""
+        self._by_identity[storage._cdata] = storage, label
+        if storage.nbytes():
+            first = storage.data_ptr()
+            insort(self._sorted.setdefault(storage.device, []), (first, first + storage.nbytes(), label))
+            self._longest = max(self._longest, storage.nbytes())
+
+    def find(self, storage: torch.UntypedStorage) -> str | None:
+        """The label of the registered storage that shares memory with this one; None if there is none."""
+        known = self._by_identity.get(storage._cdata)
+        if known is not None:
+            return known[1]
+        places = self._sorted.get(storage.device)
+        if not places or not storage.nbytes():
+            return None
+        first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for index in range(bisect_left(places, (end,)) - 1, -1, -1):
+            start, stop, label = places[index]
+            if first < stop:
+                return label
+            if start + self._longest <= first:  # no earlier one reaches that far either
+                break
+        return None
+
+
+class Returned:
+    """What replacements returned in one pass, to detect a second call that returns the same memory.
+
+    A storage is marked, and recognized for as long as it lives. Other storages on its memory are recognized by the
+    memory of the last calls, which is kept alive for this.
+    """
+
+    def __init__(self) -> None:
+        self._pass = object()
+        self._kept: deque[tuple[MemoryLabels, int]] = deque()
+        self._bytes = 0
+
+    def again(self, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether an earlier call returned any of these storages, all returned by one call; remembers them."""
+        found = any(
+            getattr(each, "_opreplay_returned", None) is self._pass
+            or any(ranges.find(each) is not None for ranges, _size in self._kept)
+            for each in storages
+        )
+        for each in storages:
+            each._opreplay_returned = self._pass  # type: ignore[attr-defined]
+        size = sum(each.nbytes() for each in storages)
+        self._kept.append((MemoryLabels((each, "") for each in storages), size))
+        self._bytes += size
+        while len(self._kept) > _MOST_KEPT or (self._bytes > _MOST_KEPT_BYTES and len(self._kept) > 1):
+            self._bytes -= self._kept.popleft()[1]
+        return found
+
+
+# Numbers returned to the host are judged like a digest's statistics (replay/verification.py).
 _NUMBERS = (bool, int, float, complex)
 _NUMBER_TOLERANCE = 1e-3
 
@@ -32,7 +101,7 @@ class ComparedTensor:
     where: str
     distance: Distance
     close: str
-    worst: Worst | None
+    worst: WorstElement | None
 
 
 def compare(where: str, expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) -> ComparedTensor:
@@ -62,7 +131,7 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class Sides:
+class CallOutcomes:
     """The same call on both sides: the arguments by name as each kernel left them, and what it returned."""
 
     original: Mapping[str, Any]
@@ -72,7 +141,7 @@ class Sides:
 
 
 def judge(
-    sides: Sides,
+    sides: CallOutcomes,
     results: int,
     clones: Clones,
     pristine: Mapping[int, torch.UntypedStorage],
@@ -121,7 +190,7 @@ class _Labels:
 
 
 def _results(
-    sides: Sides, count: int, labels: _Labels, judgement: Judgement, fills: bool, tolerance: Tolerance
+    sides: CallOutcomes, count: int, labels: _Labels, judgement: Judgement, fills: bool, tolerance: Tolerance
 ) -> None:
     mine, theirs = _as_results(sides.returned, count), _as_results(sides.replaced, count)
     if len(mine) != len(theirs):
@@ -241,7 +310,7 @@ def described(value: Any) -> str:
 
 
 def _arguments(
-    sides: Sides,
+    sides: CallOutcomes,
     clones: Clones,
     pristine: Mapping[int, torch.UntypedStorage],
     written: Sequence[str],
@@ -289,7 +358,7 @@ def _arguments(
             )
 
 
-def _pairs(sides: Sides) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def _pairs(sides: CallOutcomes) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Every strided tensor among the arguments, on both sides."""
     for name, value in sides.original.items():
         left, right = strided_parts(value, name), strided_parts(sides.replacement[name], name)

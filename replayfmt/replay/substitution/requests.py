@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from replayfmt.errors import UsageError
-from replayfmt.format.arguments import text_of
-from replayfmt.format.signatures.parser import Parser
-from replayfmt.format.signatures.values import SignatureText
+from replayfmt.format.signature_grammar import Parser, SignatureText
+from replayfmt.format.validation import text_of
 
 FLAG = "--replay-kernel-substitution"
 FORM = "SELECTOR[@FORMAT]=PATH[:NAME]"

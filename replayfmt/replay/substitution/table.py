@@ -15,16 +15,15 @@ import numpy as np
 import torch
 
 from replayfmt.errors import UsageError
-from replayfmt.format.arguments import items_of
+from replayfmt.format.attachments import only_inside
 from replayfmt.format.codes import OpStatus, RecordKind
-from replayfmt.format.graphs import only_inside
 from replayfmt.format.model import Kernel, TensorValue
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.signatures.groups import Key, KeyedOps, SignatureIndex
+from replayfmt.format.signature_text import Key, KeyedOps, SignatureIndex
+from replayfmt.format.validation import items_of
 
 from ..planning.kernels import ResolvedKernel
-from .binding import check_binding, schema_signature
-from .loading import Library, Loader, Replacement, replacement_of
+from .loading import Library, Loader, Replacement, check_binding, replacement_of, schema_signature
 from .requests import Substitution, SubstitutionRequest, parse_request
 
 _SHOWN = 8
@@ -45,7 +44,7 @@ class KernelCall:
 
 # Returns the function to run instead of a call, None for the original.
 Decide = Callable[[KernelCall], Callable[..., Any] | None]
-Asked = Sequence[str | Substitution] | Decide
+SubstitutionChoice = Sequence[str | Substitution] | Decide
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class LoadedRequests:
         return bool(self.requests) or self.decide is not None
 
 
-def load(asked: Asked) -> LoadedRequests:
+def load_requests(asked: SubstitutionChoice) -> LoadedRequests:
     """Parse and load the requests. Raises UsageError."""
     if callable(asked):
         return LoadedRequests(decide=asked)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from replayfmt.probes.ptx.parsing import PtxError, parse_ptx
+from replayfmt.probes.ptx import PtxError, parse_ptx
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 KERNEL = HEAD + ".visible .entry k(.param .u64 p)\n{\n%s\nret;\n}\n"

@@ -1,0 +1,370 @@
+"""A benchmark against an earlier one: rows paired by name, verdicts by their intervals, differences of the machines.
+
+Works on the JSON documents alone (no torch). A row's name holds its scope, kernel or signature, so rows of one name
+measured the same work; all times of a name are taken together. The ratio of two medians lies between the quotients of
+the ends of their intervals. Each encloses its median with 95% confidence, so two runs of the same speed get the verdict
+that they differ in fewer than one of ten cases, in practice far fewer: both intervals have to miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any, Literal
+
+from replayfmt.errors import UsageError
+from replayfmt.format.validation import counted, printable, read_json
+
+from .statistics import CONFIDENCE, NOISY, duration, summarize
+
+FLAG = "--baseline"
+MOST_NUMBER = 1e30  # in a file: sums and ratios of such numbers are finite
+Document = Mapping[str, Any]
+BaselineVerdict = Literal["faster", "slower", "no measurable difference", "too noisy to tell", "not known"]
+# What has to be the same for two times to be comparable: machine, software, work and settings.
+_CONTEXT = {
+    "host_name": "host",
+    "processor": "processor",
+    "num_cpus": "CPUs",
+    "cpu_scaling_enabled": "CPU frequency scaling",
+    "devices": "devices",
+    "torch_version": "torch",
+    "torch_num_threads": "threads",
+    "library_version": "OpReplay",
+    "library_build_type": "build",
+    "capture_session": "capture",
+    "inputs": "inputs",
+    "cuda_graph": "use of graphs",
+}
+_SCHEMA_VERSION = 1
+_MOST_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A time in nanoseconds with the ends of its interval; what is unknown is None, and `reason` says why."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PairedRow:
+    """One name in both documents. `ratio` is the new time over the old one: above 1 is slower.
+
+    `noise_floor` is the difference, as a share, that two measurements of the same work had (--noise-floor), 0 if
+    neither document knows: a smaller difference is none.
+    """
+
+    name: str
+    before: Figure
+    after: Figure
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    noise_floor: float
+    verdict: BaselineVerdict
+    reason: str = ""
+
+    def fails(self, above: float) -> str:
+        """Why the row fails a gate that allows it to be slower by the share `above`; empty if it passes. What is not
+        known fails, and so does what is too noisy to tell where it looks slower by more: a gate that sees nothing must
+        not be open."""
+        if self.ratio is None:
+            return f"cannot be judged: {self.reason}"
+        if self.ratio <= 1 + above:
+            return ""
+        if self.verdict == "too noisy to tell":
+            return f"cannot be judged, and looks slower ({self.ratio:.3f} x): {self.reason}"
+        if self.verdict == "slower":
+            return f"{self.ratio:.3f} x the baseline's time, more than {1 + above:.4g} x"
+        return ""
+
+    def hides(self, above: float) -> str:
+        """How a row that looks slower by more than a gate allows passes it; empty if it fails, or does not look so."""
+        if self.ratio is None or self.ratio <= 1 + above or self.fails(above):
+            return ""
+        floor = f", noise floor {self.noise_floor:.1%}" if self.noise_floor else ""
+        return f"{self.ratio:.3f} x, between {self.ratio_low:.3f} and {self.ratio_high:.3f}{floor}"
+
+
+@dataclass(frozen=True)
+class BaselineComparison:
+    """Two documents. `only_before` and `only_after` are the names without a partner; `differences` one sentence for
+    each thing that should be the same and is not."""
+
+    path: str
+    rows: list[PairedRow]
+    only_before: list[str]
+    only_after: list[str]
+    differences: list[str]
+
+    def failures(self, above: float) -> list[str]:
+        """The rows that are slower by more than a share, or cannot be judged, each with the reason."""
+        return [f"{row.name}: {why}" for row in self.rows if (why := row.fails(above))]
+
+    def hidden(self, above: float, again: BaselineComparison | None) -> list[str]:
+        """What a gate that allows rows to be slower by a share does not see: those that pass and look slower by more,
+        also when measured `again`, and noise floors above that share, below which any row passes."""
+        second = {} if again is None else {row.name: row.ratio for row in again.rows}
+        found = []
+        for row in self.rows:
+            how, then = row.hides(above), second.get(row.name)
+            if how and (then is None or then > 1 + above):
+                after = "" if then is None else f"; then {then:.3f} x"
+                found.append(f"passed, though it looks slower: {row.name}: {how}{after}")
+        found = found[:_MOST_LISTED] + [f"and {len(found) - _MOST_LISTED} more"] * (len(found) > _MOST_LISTED)
+        floors = [row for row in self.rows if row.noise_floor > above]
+        if floors:
+            most = max(floors, key=lambda row: row.noise_floor)
+            found.append(
+                f"{len(floors)} of {counted(len(self.rows), 'row')} could be slower by more than {above * 100:.4g}% "
+                f"and pass: their noise floor is higher, at most {most.noise_floor:.1%} ({most.name}); measure longer, "
+                "or on a quieter machine"
+            )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For the report's JSON."""
+        rows = [asdict(row) for row in self.rows]
+        return {
+            "path": self.path,
+            "confidence": CONFIDENCE,
+            "rows": rows,
+            "only_in_baseline": self.only_before,
+            "not_in_baseline": self.only_after,
+            "differences": self.differences,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The comparison as text."""
+        yield f"baseline  {printable(self.path)}"
+        yield from (printable(f"  another {difference}") for difference in self.differences)
+        yield from _table(self.rows)
+        for title, names in (("only in the baseline", self.only_before), ("not in the baseline", self.only_after)):
+            yield from (printable(f"{title}: {name}") for name in names[:_MOST_LISTED])
+            if len(names) > _MOST_LISTED:
+                yield f"{title}: and {len(names) - _MOST_LISTED} more"
+        yield self.summary()
+
+    def summary(self) -> str:
+        """The verdicts counted, in one line."""
+        counts = {verdict: sum(row.verdict == verdict for row in self.rows) for verdict in _VERDICTS}
+        told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count or verdict in _DECIDED)
+        unmatched = len(self.only_before) + len(self.only_after)
+        return f"compared with the baseline: {counted(len(self.rows), 'row')}: {told}; {unmatched} without a partner"
+
+
+_DECIDED: tuple[BaselineVerdict, ...] = ("slower", "faster")
+_VERDICTS: tuple[BaselineVerdict, ...] = (*_DECIDED, "no measurable difference", "too noisy to tell", "not known")
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """What became of the rows that failed a gate when they were measured again: those that `failures` names failed both
+    times, those in `passed` did not. What failed both times, by less than the two differ, is in neither."""
+
+    failures: list[str]
+    passed: list[str]
+
+
+def confirmed(
+    alone: BaselineComparison, first: BaselineComparison, again: BaselineComparison, above: float
+) -> Confirmed:
+    """A row fails if it fails in two measurements: the speed of a machine that others use changes for seconds, in which
+    the times of an op are steady and too long. `first` is `alone` with what the two differ by as the noise floor."""
+    with_floor, second = ({row.name: row for row in each.rows} for each in (first, again))
+    found = Confirmed([], [])
+    for row in alone.rows:
+        then, why = second.get(row.name), row.fails(above)
+        if not why:
+            continue
+        if then is not None and then.ratio is not None and not then.fails(above):
+            found.passed.append(f"{row.name}: {why}; then {then.ratio:.3f} x")
+        elif with_floor[row.name].fails(above):
+            found.failures.append(f"{row.name}: {why}")
+    return found
+
+
+def read_baseline(path: str | PathLike[str], flag: str = FLAG) -> Document:
+    """A document that --benchmark-out wrote; `flag` named it. Raises UsageError for anything else."""
+    wanted = "expected a file that opreplay-benchmark --benchmark-out wrote"
+    document = read_json(path, f"{flag}={path}", wanted)
+    wrong = _what_is_wrong(document)
+    if wrong:
+        raise UsageError(f"{flag}={path}: {wrong}; {wanted}")
+    return dict(document)
+
+
+def _what_is_wrong(document: Any) -> str:
+    if not isinstance(document, dict) or not isinstance(document.get("context"), dict):
+        return "has no context"
+    version = document["context"].get("json_schema_version")
+    if version != _SCHEMA_VERSION:
+        return f"has the schema version {version!r}, not {_SCHEMA_VERSION}"
+    if "capture_session" not in document["context"]:
+        return "is of another benchmark: its context names no capture"
+    rows = document.get("benchmarks")
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and isinstance(row.get("name"), str) for row in rows
+    ):
+        return "has no list of named rows"
+    return ""
+
+
+def compare_with_baseline(
+    path: str, before: Document, after: Document, named: tuple[str, str] = ("in the baseline", "here")
+) -> BaselineComparison:
+    """Pair two documents' rows; `named` is how reasons call the two. Raises UsageError if they have none in common."""
+    old, new = _by_name(before), _by_name(after)
+    paired = [name for name in new if name in old]
+    if not paired:
+        known = ", ".join(list(old)[:3]) or "no rows"
+        raise UsageError(
+            f"{FLAG}={path}: none of its rows was measured here (it has {known}): measure it with the same flags"
+        )
+    return BaselineComparison(
+        path,
+        [_pair(name, old[name], new[name], named) for name in paired],
+        [name for name in old if name not in new],
+        [name for name in new if name not in old],
+        _differences(before["context"], after["context"]),
+    )
+
+
+def _by_name(document: Document) -> dict[str, list[dict[str, Any]]]:
+    """The measured rows by name: several if it was measured repeatedly. Aggregates are made of them."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in document["benchmarks"]:
+        if row.get("run_type") != "aggregate":
+            found.setdefault(row["name"], []).append(row)
+    return found
+
+
+def _pair(
+    name: str, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], named: tuple[str, str]
+) -> PairedRow:
+    old, new = figure_of(before), figure_of(after)
+    floor = max((_number(row.get("noise_floor")) or 0.0 for row in (*before, *after)), default=0.0)
+    if _in_graphs(before) != _in_graphs(after):
+        reason = "one of the two was launched in a graph, and the other was not"
+        return PairedRow(name, old, new, None, None, None, floor, "not known", reason)
+    for when, figure in zip(named, (old, new), strict=True):
+        if figure.value is None or figure.low is None or figure.high is None:
+            return PairedRow(name, old, new, None, None, None, floor, "not known", f"{when}: {figure.reason}")
+    assert old.value and old.low and old.high and new.value and new.low and new.high
+    low, high = new.low / old.high, new.high / old.low
+    verdict: BaselineVerdict = "no measurable difference"
+    reason = ""
+    if low > 1 + floor:
+        verdict = "slower"
+    elif high < 1 / (1 + floor):
+        verdict = "faster"
+    elif high > NOISY * low:
+        verdict, reason = "too noisy to tell", f"the ratio lies between {low:.3g} and {high:.3g}"
+    return PairedRow(name, old, new, new.value / old.value, low, high, floor, verdict, reason)
+
+
+def _in_graphs(rows: Sequence[dict[str, Any]]) -> set[str]:
+    """How many of the times of a name are of launches of graphs: of whole replays (`graph`), of ops (`graphs`)."""
+    return {str(row.get("graphs") or int(row.get("graph") is True)) for row in rows}
+
+
+def figure_of(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The median of all times of a name; for a sum over ops, the sum."""
+    for row in rows:
+        if row.get("error_occurred"):
+            return Figure(None, reason=str(row.get("error_message", "it has no times")))
+    if len(rows) == 1 and "samples" not in rows[0]:
+        value, low, high = (
+            _number(rows[0].get(key)) for key in ("estimated_us", "estimated_us_low", "estimated_us_high")
+        )
+        if value is None or low is None or high is None:
+            return Figure(None, reason=str(rows[0].get("estimated_us_low_reason", "it has no interval")))
+        return Figure(value * 1e3, low * 1e3, high * 1e3)
+    times: list[float] = []
+    for row in rows:
+        samples = row.get("samples")
+        column = samples.get("real_time") if isinstance(samples, dict) else None
+        numbers = [_number(each) for each in column] if isinstance(column, list | tuple) else []
+        times += [each for each in numbers if each is not None]
+        if not numbers or None in numbers:
+            return Figure(None, reason="its single times are missing, or are no positive numbers")
+    found = summarize(times)
+    if found.interval is None:
+        return Figure(found.median, reason=found.reasons["interval"])
+    return Figure(found.median, found.interval.low, found.interval.high)
+
+
+def _number(value: Any) -> float | None:
+    """A positive number of a size that can be calculated with; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 1 / MOST_NUMBER <= value <= MOST_NUMBER else None
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What is not the same of machine, software, work and settings."""
+    return [
+        f"{what}: {_said(before.get(key))} then, {_said(after.get(key))} now"
+        for key, what in _CONTEXT.items()
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _said(value: Any) -> str:
+    return "not known" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _table(rows: Sequence[PairedRow]) -> Iterator[str]:
+    heads = ("before", "now", "ratio", "between", "verdict", "row")
+    cells = [
+        (
+            duration(row.before.value),
+            duration(row.after.value),
+            "-" if row.ratio is None else f"{row.ratio:.3f}",
+            "-" if row.ratio_low is None else f"{row.ratio_low:.3f} and {row.ratio_high:.3f}",
+            row.verdict,
+            row.name + (f": {row.reason}" if row.reason else ""),
+        )
+        for row in rows
+    ]
+    widths = [max(len(row[column]) for row in (heads, *cells)) for column in range(len(heads) - 1)]
+    for row in (heads, *cells):
+        aligned = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)]
+        yield printable("  ".join([*aligned, row[-1]]))
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """What two measurements of the same work differ by: by name, the share below which a difference is none; for rows
+    without an interval None."""
+
+    comparison: BaselineComparison
+
+    def shares(self) -> dict[str, float | None]:
+        return {
+            row.name: None
+            if row.ratio_low is None or row.ratio_high is None
+            else max(row.ratio_high, 1 / row.ratio_low) - 1
+            for row in self.comparison.rows
+        }
+
+    def lines(self) -> Iterator[str]:
+        """One line a row: what difference is none."""
+        for row in self.comparison.rows:
+            share = self.shares()[row.name]
+            if share is None:
+                yield printable(f"noise     {row.name}: not known: {row.reason}")
+            else:
+                measured = f"measured twice: {duration(row.before.value)} and {duration(row.after.value)}"
+                yield printable(f"noise     {row.name}: a difference of less than {share:.1%} is none ({measured})")
+
+
+def noise_floor(first: Document, second: Document) -> NoiseFloor:
+    """From the documents of two measurements of the same work, one after the other (A/A)."""
+    named = ("in the first measurement", "in the second one")
+    return NoiseFloor(compare_with_baseline("(the same work, measured again)", first, second, named))

@@ -1,0 +1,447 @@
+"""Original against substituted kernels: the whole replay, its scopes, and each substituted signature.
+
+A round replays four times: with the original and with the substituted kernels, timed as a whole; then once more with
+each, with a stopwatch per signature around every substituted call (on both sides, so both bear its cost). The side that
+goes first alternates. The replacements are checked against the originals first; then a verified replay with the
+substituted kernels comes before the first round and another after the last. `make_compare_report` makes a table, Google
+Benchmark's JSON and CSV of it: the JSON has two rows for everything compared, `BM_original/...` and
+`BM_substituted/...`, and `comparisons` with the ratios, intervals and verdicts.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import io
+import json
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from replayfmt.errors import ReplayMismatch, SubstitutionFailed, UsageError
+from replayfmt.format.validation import printable
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.kernels import CallSite, KernelStandIn
+from replayfmt.replay.results import ReplayResult
+from replayfmt.replay.substitution.session import Replace
+from replayfmt.replay.substitution.table import Substitutions
+
+from .machine import GpuWatch, gpu_lines
+from .measure import PATIENCE, Measurement, Options, Progress, Run, Sample, collector_off, timed_by
+from .meters import Clock, Readings, ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
+from .run_report import csv_field, plan_context, run_caveats
+from .scopes import MeasuredRegion, find_regions, whole_capture
+from .statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, PairedComparison, compare_pairs, duration, ran_on, verified
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """One row: the whole replay, a scope, or a signature.
+
+    `cpu` has the CPU time of each round, original and substituted, in nanoseconds. `calls` is the number of substituted
+    calls of a signature per replay, None for other rows; `replacement` names what was called.
+    """
+
+    name: str
+    comparison: PairedComparison
+    cpu: tuple[np.ndarray, np.ndarray]
+    calls: int | None = None
+    replacement: str = ""
+
+
+@dataclass(frozen=True)
+class CompareRun:
+    """A finished comparison. `cut_short` is as in measure.Run."""
+
+    options: Options
+    whole: MeasuredRegion
+    rows: list[ComparedRow]
+    rounds: int
+    before: ReplayResult | None
+    after: ReplayResult | None
+    cut_short: float | None
+    gpus: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Timed:
+    """Puts a stopwatch around every substituted call, to the original or to its replacement."""
+
+    def __init__(self, plan: Plan, table: Substitutions, *, replaced: bool, watch: Callable[[], Stopwatch]) -> None:
+        self.watches: dict[tuple[str, str], Stopwatch] = {}
+        self.calls: dict[tuple[str, str], int] = {}
+        self._table, self._replaced, self._make = table, replaced, watch
+        self._failures = Replace(plan.reader, table, plan.describe)
+        self._counted: set[int] = set()
+
+    @property
+    def reason(self) -> str:
+        return self._table.reason
+
+    def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
+        replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
+        if replacement is None:
+            return None
+        text = self._table.index.text((site.signature_id, site.metas), site.ordinal)
+        key = (text, replacement.label)
+        if key not in self.watches:
+            self.watches[key], self.calls[key] = self._make(), 0
+        if site.ordinal not in self._counted:
+            self._counted.add(site.ordinal)
+            self.calls[key] += 1
+        function = site.wrap(replacement.call) if self._replaced else site.original
+        return None, _timed(function, self.watches[key])
+
+    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
+        return self._failures.failure(ordinal, error) if self._replaced else None
+
+    def reset(self) -> None:
+        for watch in self.watches.values():
+            watch.reset()
+
+
+def _timed(function: Callable[..., Any], watch: Stopwatch) -> Callable[..., Any]:
+    start, stop = watch.start, watch.stop
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start()
+        result = function(*args, **kwargs)
+        stop()
+        return result
+
+    return timed
+
+
+@dataclass
+class _Side:
+    """One side's replacements and the times of its replays so far."""
+
+    plain: KernelStandIn | None
+    timed: _Timed
+    whole: list[Readings] = field(default_factory=list)
+    scopes: list[list[Readings]] = field(default_factory=list)
+    signatures: dict[tuple[str, str], list[Readings]] = field(default_factory=dict)
+
+
+def measure_both(
+    plan: Plan, options: Options, *, clock: Clock | None = None, progress: Progress | None = None
+) -> CompareRun:
+    """Compare a plan's substitutions with the kernels they replace.
+
+    Raises UsageError if the plan has none, or for scopes that cannot be measured; SubstitutionRejected, ReplayMismatch
+    and ReplayFailed as a replay does.
+    """
+    if plan.substitution is None:
+        raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
+    return _ComparisonRunner(plan, plan.substitution.table, options, timed_by(plan, clock), progress or _unseen).run()
+
+
+def _unseen(_what: str, _done: int, _of: int | None) -> None:
+    """Progress that is not shown."""
+
+
+class _ComparisonRunner:
+    """The replays of one comparison, in order."""
+
+    def __init__(self, plan: Plan, table: Substitutions, options: Options, clock: Clock, progress: Progress) -> None:
+        self._plan, self._options, self._clock, self._progress = plan, options, clock, progress
+        self._whole = whole_capture(plan.reader)
+        self._regions = find_regions(plan.reader, options.scopes)
+        assert plan.substitution is not None
+        self._sides = [
+            _Side(
+                stand_in,
+                _Timed(plan, table, replaced=stand_in is not None, watch=lambda: stopwatch_for(plan.devices, clock)),
+                scopes=[[] for _ in self._regions],
+            )
+            for stand_in in (None, plan.substitution.replace)
+        ]
+
+    def run(self) -> CompareRun:
+        before = self._verify("before")
+        with collector_off():
+            for side in self._sides:
+                for done in range(self._options.warmup):
+                    self._progress("warming up", done, self._options.warmup)
+                    self._replay(side)
+                    self._replay_timed(side)
+            for side in self._sides:
+                side.whole.clear()
+                side.signatures.clear()
+                for times in side.scopes:
+                    times.clear()
+            gpus = GpuWatch(self._plan.devices)
+            gpus.begin()
+            cut_short = self._rounds()
+            gpus.end()
+        after = self._verify("after")
+        rounds = len(self._sides[0].whole)
+        return CompareRun(self._options, self._whole, self._rows(), rounds, before, after, cut_short, gpus.rows())
+
+    def _rounds(self) -> float | None:
+        """Run rounds until there are enough; returns the elapsed seconds if they had to be cut short, else None."""
+        goal = self._options.min_time
+        goal_ns = (goal.seconds or 0.0) * 1e9
+        began = self._clock.real()
+        while True:
+            done = len(self._sides[0].whole)
+            self._progress("comparing", done, goal.iterations)
+            order = self._sides if done % 2 == 0 else self._sides[::-1]
+            for replay in (self._replay, self._replay_timed):
+                for side in order:
+                    replay(side)
+            gc.collect(0)
+            waited = self._clock.real() - began
+            timed = sum(times.real_ns for side in self._sides for times in side.whole)
+            if goal.iterations is not None:
+                if done + 1 >= goal.iterations:
+                    return None
+            elif done + 1 < SMALLEST_FOR_INTERVAL:
+                continue  # a few more rounds make the difference between a verdict and none
+            elif timed >= goal_ns:
+                return None
+            elif waited >= 2 * PATIENCE * goal_ns:
+                return waited / 1e9
+
+    def _verify(self, when: str) -> ReplayResult | None:
+        if self._options.verify == "none":
+            if when == "before" and self._plan.substitution is not None:
+                self._plan.substitution.check()
+            return None
+        self._progress(f"verifying {when} timing", 0, None)
+        return self._matched(self._plan.execute(verify=self._options.verify), f"{when} timing")
+
+    def _matched(self, result: ReplayResult, when: str) -> ReplayResult:
+        if result.outcome != "ok":
+            raise ReplayMismatch(
+                f"the replay did not match the capture {when}, so there are no times to report: {result.divergence}"
+            )
+        return result
+
+    def _replay(self, side: _Side) -> None:
+        """One replay timed as a whole, with its scopes."""
+        watches = [ScopeWatch(region, stopwatch_for(self._plan.devices, self._clock)) for region in self._regions]
+        timer = ReplayTimer(stopwatch_for(self._plan.devices, self._clock), watches)
+        timer.begin_replay()
+
+        def every(event: str, name: str, path: str, ordinal: int) -> None:
+            for watch in watches:
+                watch(event, name, path, ordinal)
+
+        result = self._plan.run_with(side.plain, on_scope=every if watches else None, timer=timer, keep=True)
+        self._matched(result, "while it was timed")
+        side.whole.append(timer.stopwatch.read())
+        for times, watch in zip(side.scopes, watches, strict=True):
+            times.append(watch.end_replay())
+
+    def _replay_timed(self, side: _Side) -> None:
+        """One replay with a stopwatch around every substituted call."""
+        side.timed.reset()
+        self._matched(self._plan.run_with(side.timed, keep=True), "while it was timed")
+        for key, watch in side.timed.watches.items():
+            side.signatures.setdefault(key, []).append(watch.read())
+
+    def _rows(self) -> list[ComparedRow]:
+        original, substituted = self._sides
+        rows = [_row("whole replay", original.whole, substituted.whole)]
+        rows += [
+            _row(f"scope {region.name}", mine, theirs)
+            for region, mine, theirs in zip(self._regions, original.scopes, substituted.scopes, strict=True)
+        ]
+        return rows + _signature_rows(original, substituted)
+
+
+def _row(
+    name: str,
+    original: Sequence[Readings],
+    substituted: Sequence[Readings],
+    calls: int | None = None,
+    replacement: str = "",
+) -> ComparedRow:
+    real = [[times.real_ns for times in side] for side in (original, substituted)]
+    mine, theirs = (np.array([times.cpu_ns for times in side], dtype=np.float64) for side in (original, substituted))
+    return ComparedRow(name, compare_pairs(*real), (mine, theirs), calls, replacement)
+
+
+def _signature_rows(original: _Side, substituted: _Side) -> list[ComparedRow]:
+    """The signatures, those that take the most time first."""
+    rows = [
+        _row(text, times, substituted.signatures[text, label], original.timed.calls[text, label], label)
+        for (text, label), times in original.signatures.items()
+    ]
+    return sorted(rows, key=lambda row: -float(row.comparison.original.sum()))
+
+
+_SIDES = ("original", "substituted")
+# An interval whose ends are this far apart can hide differences that matter.
+_WIDE = 1.2
+_DECIDED = ("faster", "slower")
+_CSV_FIELDS = (
+    "name",
+    "replacement",
+    "calls",
+    "rounds",
+    "original_ns",
+    "substituted_ns",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "verdict",
+    "reason",
+)
+
+
+@dataclass(frozen=True)
+class CompareReport:
+    """A comparison ready to be written. `comparisons` has a dict for each row, times in nanoseconds per replay."""
+
+    context: dict[str, Any]
+    comparisons: list[dict[str, Any]]
+    compared: list[ComparedRow]
+
+    def json(self) -> str:
+        """Google Benchmark's JSON document, with `comparisons` beside its rows."""
+        rows = [
+            row
+            for index, comparison in enumerate(self.comparisons)
+            for row in _benchmark_rows(comparison, index, self.compared[index])
+        ]
+        document = {"context": self.context, "benchmarks": rows, "comparisons": self.comparisons}
+        return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+    def csv(self) -> str:
+        """A line for each row compared. Unknown values are empty."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(_CSV_FIELDS)
+        for comparison in self.comparisons:
+            writer.writerow([csv_field(comparison[name]) for name in _CSV_FIELDS])
+        return text.getvalue()
+
+    def lines(self) -> Iterator[str]:
+        """The report as text for people."""
+        context = self.context
+        yield f"capture   {context['capture']} (session {context['capture_session']})"
+        yield ran_on(context)
+        yield verified(context["verified"])
+        yield from (f"gpu       {text}" for text in gpu_lines(context["gpus"]))
+        yield from (f"checked   {line.strip()}" for line in context["substitution_check"])
+        yield ""
+        yield from _table(self.comparisons)
+        yield ""
+        yield from (
+            f"{each['name']}: not known: {each['reason']}"
+            for each in self.comparisons
+            if each["verdict"] == "not known"
+        )
+        yield (
+            f"medians over {context['rounds']} rounds, each with one replay of either side; a ratio below 1 is "
+            f"faster; the interval contains the median ratio with {CONFIDENCE:.0%} confidence"
+        )
+
+
+def make_compare_report(run: CompareRun, plan: Plan) -> CompareReport:
+    """The report of a comparison of `plan`'s substitutions."""
+    assert plan.substitution is not None and plan.substitution.report is not None
+    whole = run.rows[0].comparison
+    sample = Sample(whole.substituted, whole.substituted, None)
+    as_run = Run(run.options, [], Measurement(run.whole, [sample]), run.before, run.after, run.cut_short, gpus=run.gpus)
+    verified = "not verified: --verify=none" if run.before is None else run.before.verification.text
+    context = {
+        **plan_context(plan),
+        "min_time": str(run.options.min_time),
+        "warmup_iterations": run.options.warmup,
+        "rounds": run.rounds,
+        "confidence": CONFIDENCE,
+        "gpus": run.gpus,
+        "verified": verified,
+        "warnings": [*run_caveats(as_run, plan.reader, plan.devices), *_too_wide(run.rows)],
+    }
+    return CompareReport(context, [_comparison(row) for row in run.rows], run.rows)
+
+
+def _too_wide(rows: list[ComparedRow]) -> list[str]:
+    """Warnings about rounds that vary so much that only large differences could be detected."""
+    found = []
+    for row in rows:
+        interval = row.comparison.interval
+        if interval is not None and interval.high / interval.low > _WIDE and row.comparison.verdict not in _DECIDED:
+            found.append(
+                f"{row.name}: the ratio is only known to be between {_ratio(interval.low)} and "
+                f"{_ratio(interval.high)}: smaller differences cannot be seen; measure more rounds, or stop "
+                f"other programs"
+            )
+    return found
+
+
+def _comparison(row: ComparedRow) -> dict[str, Any]:
+    found = row.comparison
+    return {
+        "name": row.name,
+        "replacement": row.replacement or None,
+        "calls": row.calls,
+        "rounds": found.rounds,
+        "original_ns": float(np.median(found.original)),
+        "substituted_ns": float(np.median(found.substituted)),
+        "ratio": found.ratio,
+        "ratio_low": None if found.interval is None else found.interval.low,
+        "ratio_high": None if found.interval is None else found.interval.high,
+        "confidence": None if found.interval is None else found.interval.confidence,
+        "verdict": found.verdict,
+        "reason": found.reason or None,
+    }
+
+
+def _benchmark_rows(comparison: dict[str, Any], index: int, row: ComparedRow) -> Iterator[dict[str, Any]]:
+    sides = (row.comparison.original, row.comparison.substituted)
+    for side, times, cpu in zip(_SIDES, sides, row.cpu, strict=True):
+        name = f"BM_{side}/{comparison['name']}"
+        yield {
+            "name": name,
+            "family_index": index,
+            "per_family_instance_index": _SIDES.index(side),
+            "run_name": name,
+            "run_type": "iteration",
+            "repetitions": 1,
+            "repetition_index": 0,
+            "threads": 1,
+            "iterations": comparison["rounds"],
+            "real_time": float(times.mean()),
+            "cpu_time": float(cpu.mean()),
+            "time_unit": "ns",
+            "median_real_time": float(np.median(times)),
+            "samples": {"real_time": times.tolist(), "cpu_time": cpu.tolist()},
+        }
+
+
+def _table(comparisons: list[dict[str, Any]]) -> Iterator[str]:
+    heads = ("original", "substituted", "median ratio", "95% interval", "")
+    cells = [
+        [
+            duration(each["original_ns"]),
+            duration(each["substituted_ns"]),
+            _ratio(each["ratio"]),
+            "-" if each["ratio_low"] is None else f"{_ratio(each['ratio_low'])} to {_ratio(each['ratio_high'])}",
+            each["verdict"],
+        ]
+        for each in comparisons
+    ]
+    widths = [max(len(row[column]) for row in (heads, *cells)) for column in range(4)]
+    for name, row in zip(("", *(_named(each) for each in comparisons)), (list(heads), *cells), strict=True):
+        if name:
+            yield name
+        aligned = [f"{cell:>{width}}" for cell, width in zip(row[:4], widths, strict=True)]
+        yield "  ".join(["  " + aligned[0], *aligned[1:], row[4]]).rstrip()
+
+
+def _named(comparison: dict[str, Any]) -> str:
+    name = printable(comparison["name"])
+    if comparison["calls"] is None:
+        return name
+    calls = comparison["calls"]
+    return f"{name} by {printable(comparison['replacement'])}, {calls} call{'s' if calls != 1 else ''}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,518 @@
+"""Meters that observe a running replay: the clocks, and the stopwatch that runs meters together.
+
+A meter measures something between its start and its stop, which may be called any number of times. The clocks are
+meters: the host's real time, the CPU time of the process, and the time of accelerators, from events on their streams;
+all in nanoseconds. `METERS` lists the meters of a benchmark. To add one, write its class and add it to that list: it is
+read once per timed region, and its reading is in every report, with its unit, or with the reason why there is none.
+
+A stopwatch runs meters during a whole replay, or during its passes through some scopes. If accelerators take part, the
+real time is theirs, and the host's time for issuing the work is reported beside it. Nothing waits for a device during a
+replay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from replayfmt.errors import ReplayFailed
+from replayfmt.pytorch.accelerators import is_accelerator
+
+from .scopes import MeasuredRegion
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a meter measures. `name` is its field in reports, such as `cpu_time`; `unit` is the unit of its readings."""
+
+    name: str
+    unit: str
+
+    @property
+    def title(self) -> str:
+        """The column header."""
+        return f"{self.name.replace('_', ' ').capitalize()} ({self.unit})"
+
+
+@dataclass(frozen=True)
+class NotMeasured:
+    """Replaces a reading: why there is none. Not zero."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a reading of a quantity is worth: where it comes from (`source`), the smallest difference that it can show
+    (`resolution`, in the quantity's unit; None if that is not known), and what else may be wrong with it (`error`)."""
+
+    quantity: Quantity
+    source: str
+    resolution: float | None
+    error: str
+
+    def row(self) -> dict[str, Any]:
+        """For a report's list of meters."""
+        found = {
+            "name": self.quantity.name,
+            "unit": self.quantity.unit,
+            "source": self.source,
+            "resolution": self.resolution,
+            "error": self.error,
+        }
+        return found if self.resolution is not None else found | {"resolution_reason": "the source does not say"}
+
+
+# A number in the quantity's unit.
+Reading: TypeAlias = "float | NotMeasured"
+
+
+class Meter(Protocol):
+    """Adds up what it measures between `start` and `stop`, which may be called any number of times between two resets.
+
+    `start` and `stop` run inside a replay, around timed work: they neither wait for a device nor allocate more than
+    they must. `read` is called after the replay, once devices have finished their work.
+    """
+
+    @property
+    def quantities(self) -> tuple[Quantity, ...]: ...
+
+    def describe(self) -> tuple[Description, ...]:
+        """What the readings are worth, in the order of `quantities`."""
+
+    def reset(self) -> None:
+        """Forget everything measured so far."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def read(self) -> tuple[Reading, ...]:
+        """What has been measured since `reset`, in the order of `quantities`."""
+
+
+@dataclass(frozen=True)
+class AbsentMeter:
+    """Replaces a meter that cannot measure here."""
+
+    quantities: tuple[Quantity, ...]
+    reason: str
+
+
+def no_streams(_device: torch.device) -> list[torch.Stream]:
+    """The further streams of a device that works on its current one alone."""
+    return []
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What meters read: the host's clocks, two functions that return nanoseconds, and the streams that a device works
+    on besides its current one."""
+
+    real: Callable[[], int] = time.perf_counter_ns
+    cpu: Callable[[], int] = time.process_time_ns
+    streams: Callable[[torch.device], list[torch.Stream]] = no_streams
+
+
+# Makes a meter for the devices that a plan uses, or says why there is none.
+MakeMeter = Callable[[Sequence[torch.device], Clock], "Meter | AbsentMeter"]
+
+
+HOST_TIME = Quantity("host_time", "ns")
+CPU_TIME = Quantity("cpu_time", "ns")
+DEVICE_TIME = Quantity("device_time", "ns")
+# What is told of the clocks of the system; of others nothing is known.
+_SOURCES: dict[Callable[[], int], str] = {
+    time.perf_counter_ns: "time.perf_counter_ns",
+    time.process_time_ns: "time.process_time_ns, user and system time of all threads",
+}
+_READINGS = 1000
+# "The resolution is approximately 0.5 microseconds" (CUDA runtime API, cudaEventElapsedTime).
+_EVENT_STEP_NS = {"cuda": 500.0}
+
+
+class HostTimer:
+    """The host's real time and the CPU time of the process."""
+
+    quantities = (HOST_TIME, CPU_TIME)
+
+    def __init__(self, clock: Clock) -> None:
+        self._real_clock, self._cpu_clock = clock.real, clock.cpu
+        self.reset()
+
+    def describe(self) -> tuple[Description, Description]:
+        return _described(HOST_TIME, self._real_clock), _described(CPU_TIME, self._cpu_clock)
+
+    def reset(self) -> None:
+        self._real = self._cpu = self._real_start = self._cpu_start = 0
+
+    def start(self) -> None:
+        self._cpu_start = self._cpu_clock()
+        self._real_start = self._real_clock()  # last in, first out: the CPU clock's own cost stays outside
+
+    def stop(self) -> None:
+        now = self._real_clock()
+        self._cpu += self._cpu_clock() - self._cpu_start
+        self._real += now - self._real_start
+
+    def read(self) -> tuple[float, float]:
+        return self._real, self._cpu
+
+
+class DeviceTimer:
+    """The accelerators' time. With several devices, or streams of one, each time is the longest of theirs: they work in
+    parallel, and begin when all of them have done what came before."""
+
+    quantities = (DEVICE_TIME,)
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        event: Callable[[torch.device], Any] | None = None,
+        streams: Callable[[torch.device], list[torch.Stream]] = no_streams,
+    ) -> None:
+        """`streams`: those of a device that are timed besides its current one."""
+        self._devices = list(devices)
+        self._make = event or DeviceEvent
+        self._streams = [stream for device in self._devices for stream in streams(device)]
+        several = len(self._devices) + len(self._streams) > 1
+        self._meeting = StreamBarrier(self._devices, self._streams) if several and event is None else None
+        self._pairs: list[list[tuple[Any, Any]]] = []  # kept between replays: events cost more to make than to use
+        self._used = 0
+
+    def describe(self) -> tuple[Description]:
+        steps = {_EVENT_STEP_NS.get(device.type) for device in self._devices}
+        known = [step for step in steps if step is not None]
+        return (
+            Description(
+                DEVICE_TIME,
+                f"events on the current stream of {', '.join(map(str, self._devices))}"
+                + (f", and on {len(self._streams)} more of theirs" if self._streams else ""),
+                max(known) if len(known) == len(steps) else None,
+                "half a step; waiting of the device for the host between two events counts as its time",
+            ),
+        )
+
+    def reset(self) -> None:
+        self._used = 0
+
+    def start(self) -> None:
+        if self._used == len(self._pairs):
+            pairs = [(self._make(device), self._make(device)) for device in self._devices]
+            pairs += [(DeviceEvent(each.device, each), DeviceEvent(each.device, each)) for each in self._streams]
+            self._pairs.append(pairs)
+        if self._meeting is not None:
+            self._meeting.hold()
+        for begin, _ in self._pairs[self._used]:
+            begin.record()
+
+    def stop(self) -> None:
+        for _, end in self._pairs[self._used]:
+            end.record()
+        self._used += 1
+
+    def began(self) -> bool:
+        """Whether a device has come to the last start. Asked right after `stop`: what lies between was not all issued
+        before."""
+        return any(begin.query() for begin, _ in self._pairs[self._used - 1])
+
+    def read(self) -> tuple[float]:
+        milliseconds = 0.0
+        for pairs in self._pairs[: self._used]:
+            for _, end in pairs:
+                end.synchronize()
+            milliseconds += max(begin.elapsed_time(end) for begin, end in pairs)
+        return (milliseconds * 1e6,)
+
+
+class StreamBarrier:
+    """Where the current streams of some devices, and more streams of theirs, wait for each other. A stream that has
+    nothing to do would otherwise begin its time while others still do what came before."""
+
+    def __init__(self, devices: Sequence[torch.device], streams: Sequence[torch.Stream]) -> None:
+        self._devices = list(devices)
+        self._streams = list(streams)
+        self._arrived = [torch.Event(each) for each in (*devices, *(stream.device for stream in streams))]
+
+    def hold(self) -> None:
+        """Nobody waits here but the streams."""
+        streams = [*map(torch.accelerator.current_stream, self._devices), *self._streams]
+        for event, stream in zip(self._arrived, streams, strict=True):
+            event.record(stream)
+        for stream in streams:
+            for event, other in zip(self._arrived, streams, strict=True):
+                if other is not stream:
+                    stream.wait_event(event)
+
+
+class DeviceEvent:
+    """An event that records on a stream, or on its device's current one, whichever device is current."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
+        self._device, self._stream = device, stream
+        self._event = torch.Event(device, enable_timing=True)
+
+    def record(self) -> None:
+        self._event.record(self._stream or torch.accelerator.current_stream(self._device))
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        return float(self._event.elapsed_time(end._event))
+
+
+def _described(quantity: Quantity, clock: Callable[[], int]) -> Description:
+    if clock not in _SOURCES:
+        return Description(quantity, "a clock that the caller gave", None, "not known")
+    step, cost = _step_and_cost(clock)
+    return Description(quantity, _SOURCES[clock], step, f"reading it takes {cost:.0f} ns, once in each measured time")
+
+
+@cache
+def _step_and_cost(clock: Callable[[], int]) -> tuple[float, float]:
+    """The smallest step of a clock and the time between two readings of it, in nanoseconds.
+
+    Two readings are never less than the cost of one apart, so the step is the smallest difference between such
+    distances, not the smallest distance.
+    """
+    readings = [clock() for _ in range(_READINGS)]
+    apart = sorted(after - before for before, after in zip(readings, readings[1:], strict=False))
+    distinct = sorted({0, *apart})
+    return float(min(b - a for a, b in zip(distinct, distinct[1:], strict=False))), float(apart[len(apart) // 2])
+
+
+def host_timer(_devices: Sequence[torch.device], clock: Clock) -> HostTimer:
+    return HostTimer(clock)
+
+
+def device_timer(devices: Sequence[torch.device], clock: Clock) -> DeviceTimer | AbsentMeter:
+    used = [device for device in devices if is_accelerator(device)]
+    if not used:
+        return AbsentMeter((DEVICE_TIME,), "the replay uses no accelerator")
+    return DeviceTimer(used, streams=clock.streams)
+
+
+# In starting order; they stop in reverse order. The host's time includes the cost of recording the events, as it does
+# all other issuing of work.
+CLOCKS = (host_timer, device_timer)
+
+
+# In starting order; they stop in reverse order. The clocks come last, so their times exclude the cost of starting and
+# stopping other meters.
+METERS: tuple[MakeMeter, ...] = (*CLOCKS,)
+
+
+@dataclass(frozen=True)
+class Readings:
+    """One reading of a stopwatch: times in nanoseconds, and the readings of the other meters.
+
+    `host_ns` is None if `real_ns` is itself the host's.
+    """
+
+    real_ns: float
+    cpu_ns: float
+    host_ns: float | None = None
+    further: Mapping[Quantity, Reading] = field(default_factory=dict)
+
+    def per(self, calls: int) -> Readings:
+        """The readings of one call, if these are of `calls` calls."""
+        return Readings(
+            self.real_ns / calls,
+            self.cpu_ns / calls,
+            None if self.host_ns is None else self.host_ns / calls,
+            {
+                quantity: reading if isinstance(reading, NotMeasured) else reading / calls
+                for quantity, reading in self.further.items()
+            },
+        )
+
+
+class Stopwatch:
+    """Starts and stops meters together. The host's clocks must be among them.
+
+    `start` and `stop` may be called any number of times between two resets.
+    """
+
+    start: Callable[[], None]
+    stop: Callable[[], None]
+
+    def __init__(self, meters: Iterable[Meter | AbsentMeter]) -> None:
+        """`meters` in starting order; they stop in reverse order."""
+        self._listed = tuple(meters)
+        self._meters = tuple(meter for meter in self._listed if not isinstance(meter, AbsentMeter))
+        self.start, self.stop = _together(self._meters)
+
+    def reset(self) -> None:
+        """Forget everything measured so far."""
+        for meter in self._meters:
+            meter.reset()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every meter for reports: unit, source, resolution and error, or why it does not measure."""
+        rows: list[dict[str, Any]] = []
+        for meter in self._listed:
+            if isinstance(meter, AbsentMeter):
+                rows += [
+                    {"name": quantity.name, "unit": quantity.unit, "not_measured": meter.reason}
+                    for quantity in meter.quantities
+                ]
+            else:
+                rows += [described.row() for described in meter.describe()]
+        return rows
+
+    def step_ns(self) -> float | None:
+        """The smallest step of the clock that `Readings.real_ns` is from; None if it is not known."""
+        steps = {each.quantity: each.resolution for meter in self._meters for each in meter.describe()}
+        return steps.get(DEVICE_TIME, steps.get(HOST_TIME))
+
+    def began(self) -> bool:
+        """Whether a device has come to the last start by now (`DeviceTimer.began`)."""
+        return any(meter.began() for meter in self._meters if isinstance(meter, DeviceTimer))
+
+    def read(self) -> Readings:
+        """What has been measured since `reset`. Devices must have finished their work."""
+        readings: dict[Quantity, Reading] = {}
+        for meter in self._listed:
+            if isinstance(meter, AbsentMeter):
+                readings |= dict.fromkeys(meter.quantities, NotMeasured(meter.reason))
+            else:
+                readings |= zip(meter.quantities, meter.read(), strict=True)
+        host, cpu, device = (readings.pop(quantity, None) for quantity in (HOST_TIME, CPU_TIME, DEVICE_TIME))
+        assert isinstance(host, (int, float)) and isinstance(cpu, (int, float)), "the host's clocks always measure"
+        if device is None or isinstance(device, NotMeasured):
+            return Readings(host, cpu, None, readings)
+        return Readings(device, cpu, host, readings)
+
+
+def _together(meters: Sequence[Meter]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The functions that start and stop all meters. Nothing comes between the innermost meter and the work: the
+    functions of a single meter are returned directly."""
+    *outer, innermost = meters
+    start_innermost, stop_innermost = innermost.start, innermost.stop
+    if not outer:
+        return start_innermost, stop_innermost
+    starts, stops = [meter.start for meter in outer], [meter.stop for meter in reversed(outer)]
+
+    def start() -> None:
+        for start_outer in starts:
+            start_outer()
+        start_innermost()
+
+    def stop() -> None:
+        stop_innermost()
+        for stop_outer in stops:
+            stop_outer()
+
+    return start, stop
+
+
+def stopwatch_for(
+    devices: Sequence[torch.device], clock: Clock | None = None, meters: Sequence[MakeMeter] = CLOCKS
+) -> Stopwatch:
+    """A stopwatch with the meters that fit the devices a plan uses."""
+    return Stopwatch([make(devices, clock or Clock()) for make in meters])
+
+
+class ScopeWatch:
+    """Runs a stopwatch during a region's scopes (of nested ones, only the outermost): a replay's `on_scope`."""
+
+    def __init__(self, region: MeasuredRegion, stopwatch: Stopwatch) -> None:
+        self.region = region
+        self.stopwatch = stopwatch
+        self._paths = region.paths
+        self.begin_replay()
+
+    def begin_replay(self) -> None:
+        """Reset the previous replay's time."""
+        self._depth = self._passes = 0
+        self.stopwatch.reset()
+
+    def __call__(self, event: str, _name: str, path: str, ordinal: int) -> None:
+        if path not in self._paths:
+            return
+        if event == "begin":
+            if not self._depth:
+                self.stopwatch.start()
+            self._depth += 1
+            return
+        if not self._depth:
+            raise ReplayFailed(f"ordinal {ordinal}: scope {path!r} ended before it began while being replayed")
+        self._depth -= 1
+        if not self._depth:
+            self.stopwatch.stop()
+            self._passes += 1
+
+    def pause(self) -> None:
+        """Stop counting, inside or outside the scopes, until `resume`."""
+        if self._depth:
+            self.stopwatch.stop()
+
+    def resume(self) -> None:
+        if self._depth:
+            self.stopwatch.start()
+
+    def end_replay(self) -> Readings:
+        """The time in the scopes in the replay just ended. Raises ReplayFailed if they did not run as captured."""
+        if self._depth:
+            raise ReplayFailed(f"--replay-scope={self.region.name}: the scope did not end while being replayed")
+        if self._passes != self.region.passes:
+            raise ReplayFailed(
+                f"--replay-scope={self.region.name}: the replay passed through it {self._passes} times, "
+                f"the capture {self.region.passes} times"
+            )
+        return self.stopwatch.read()
+
+
+class ReplayTimer:
+    """A replay's `timer`: runs a stopwatch for the whole replay; the scopes' stopwatches pause together with it.
+
+    The replay pauses it around anything that is not captured work (content imported on the way), and may end paused.
+    """
+
+    def __init__(
+        self, stopwatch: Stopwatch, watches: Sequence[ScopeWatch] = (), prepare: Callable[[], None] | None = None
+    ) -> None:
+        """`prepare` is called, untimed, when a replay has restored its state and is about to begin."""
+        self._prepare = prepare
+        self.stopwatch = stopwatch
+        self._watches = tuple(watches)
+        self._running = False
+
+    def begin_replay(self) -> None:
+        """Reset the previous replay's time."""
+        self.stopwatch.reset()
+        for watch in self._watches:
+            watch.begin_replay()
+        self._running = False
+
+    def start(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
+        self._running = True
+        self.stopwatch.start()
+
+    def pause(self) -> None:
+        for watch in self._watches:
+            watch.pause()
+        self.stopwatch.stop()
+        self._running = False
+
+    def resume(self) -> None:
+        self._running = True
+        self.stopwatch.start()
+        for watch in self._watches:
+            watch.resume()
+
+    def stop(self) -> None:
+        if self._running:
+            self.stopwatch.stop()
+            self._running = False

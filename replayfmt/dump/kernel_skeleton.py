@@ -1,0 +1,485 @@
+"""The skeleton of a replacement for a kernel of a capture: a Python file that runs, and does what the kernel does.
+
+For a kernel of code it is a function with the kernel's parameters, whose body is to be written. What a capture says
+becomes part of the file only escaped.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from difflib import get_close_matches
+from keyword import iskeyword
+from os.path import basename
+from typing import Any
+
+from replayfmt.errors import UsageError
+from replayfmt.format.attachments import METADATA, SOURCE, contents_of, only_inside, parse_metadata
+from replayfmt.format.codes import KernelKind
+from replayfmt.format.model import Kernel
+from replayfmt.format.operator_schema import (
+    OperatorSchema,
+    SchemaArgument,
+    SchemaType,
+    name_problem,
+    parse_operator_schema,
+)
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signature_text import SignatureGroup, SignatureIndex
+
+_SHOWN_SIGNATURES = 40
+_LONGEST_LINE = 400
+_HINTS = {
+    "Tensor": "Tensor",
+    "int": "int",
+    "SymInt": "int",
+    "float": "float",
+    "SymFloat": "float",
+    "bool": "bool",
+    "SymBool": "bool",
+    "str": "str",
+    "complex": "complex",
+    "Scalar": "bool | int | float | complex",
+    "ScalarType": "torch.dtype",
+    "Layout": "torch.layout",
+    "Device": "torch.device",
+    "Generator": "torch.Generator",
+    "MemoryFormat": "torch.memory_format",
+    "Storage": "torch.UntypedStorage",
+}
+
+
+def identifier_like(name: str, taken: set[str]) -> str:
+    """An identifier like `name` that is not among `taken` and no word of Python's."""
+    if not name.isidentifier():
+        name = f"kernel_{name}"
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is not an identifier")
+    while name in taken or iskeyword(name) or name in ("torch", "Tensor"):
+        name += "_"
+    return name
+
+
+def type_hint(declared: SchemaType) -> str:
+    """A type hint for a schema's type, `object` where there is none that says more."""
+    text = declared.text
+    optional = text.endswith("?")
+    text = text.removesuffix("?")
+    if text.endswith("]"):
+        inner = text[: text.rindex("[")]
+        hint = f"list[{type_hint(SchemaType(inner))}]"
+    else:
+        hint = _HINTS.get(text, "object")
+    return f"{hint} | None" if optional else hint
+
+
+def docstring_text(text: str) -> str:
+    """Text of a capture for a docstring: on one line, not too long, and nothing in it can end the docstring."""
+    if len(text) > _LONGEST_LINE:
+        text = text[: _LONGEST_LINE - 3] + "..."
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return printable(escaped)
+
+
+def printable(text: str) -> str:
+    """Text of a capture for a comment: nothing in it ends the line."""
+    return "".join(c if c.isascii() and c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def signature_lines(groups: list[SignatureGroup]) -> Iterator[str]:
+    """Lines for a docstring: how often, the ordinal of the first call, signature."""
+    for group in sorted(groups, key=lambda group: (-group.calls, group.first))[:_SHOWN_SIGNATURES]:
+        yield "    " + docstring_text(f"{group.calls} x  {group.first}  {group.text}")
+    if len(groups) > _SHOWN_SIGNATURES:
+        yield f"    and {len(groups) - _SHOWN_SIGNATURES} more signatures"
+
+
+def how_often(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+# Inductor puts what binds a kernel to Python behind it.
+_BINDINGS = "// Python bindings to call kernel():"
+
+
+def _texts(value: Any) -> list[str]:
+    """The items of a list, or the keys of an object; none of anything else that a file may hold."""
+    return list(map(str, value)) if isinstance(value, list | dict) else []
+
+
+class _CodeSkeleton(ABC):
+    """One file. Subclasses say what differs between languages."""
+
+    variant = ""  # of --replay-kernel-substitution, behind the kernel's name
+
+    def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
+        """Raises ValueError for a kernel that names no parameters."""
+        self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
+        contents = contents_of(reader, kernel)
+        self._names = self.named(parse_metadata(contents.get(METADATA, b"{}"), kernel.qualified_name))
+        if not self._names or not all(each.isidentifier() and not iskeyword(each) for each in self._names):
+            raise ValueError("its parameters have no names that a function can have")
+        self._function = identifier_like(schema.base_name, {*self._names, "triton", "tl"})
+        self._source = contents.get(SOURCE, b"").decode(errors="replace")
+
+    @abstractmethod
+    def named(self, metadata: dict[str, Any]) -> list[str]:
+        """The names of the parameters."""
+
+    @abstractmethod
+    def head(self) -> list[str]:
+        """The imports, and the function's first lines."""
+
+    @abstractmethod
+    def body(self) -> str:
+        """A line that refuses to run."""
+
+    def shown(self, source: str) -> str:
+        """What of the captured source is shown."""
+        return source
+
+    def text(self) -> str:
+        written = ", ".join(each.name for each in self._schema.arguments if each.type.written)
+        lines = [
+            *self._heading(),
+            "",
+            *self.head(),
+            '    """' + docstring_text(self._kernel.schema),
+            "",
+            f"    It must write {written}, and no other argument."
+            if written
+            else "    It must not write its arguments.",
+            '    """',
+            f"    {self.body()}",
+        ]
+        if self._source:
+            lines += ["", "", "# The source in the capture:", "#"]
+            lines += [f"# {printable(line)}".rstrip() for line in self.shown(self._source).splitlines()]
+        return "\n".join(lines) + "\n"
+
+    def _heading(self) -> Iterator[str]:
+        name = self._kernel.qualified_name
+        chosen = f"{name}{self.variant}=THIS_FILE"
+        chosen += "" if self._function == self._schema.base_name else f":{self._function}"
+        groups = SignatureIndex(self._reader).groups({self._kernel_id})
+        calls = how_often(sum(group.calls for group in groups))
+        replaced = f"A replacement for {name}, kernel {self._kernel_id} of {basename(self._reader.path)}."
+        yield '"""' + docstring_text(replaced)
+        yield ""
+        yield "It is checked against the original kernel at every captured call, then used:"
+        yield ""
+        yield f"    opreplay-run --allow-code --replay-kernel-substitution={chosen} CAPTURE"
+        yield f"    opreplay-benchmark --compare --allow-code --replay-kernel-substitution={chosen} CAPTURE"
+        yield ""
+        yield f"The capture calls it {calls}, by signature (how often, the ordinal of the first, signature):"
+        yield ""
+        yield from signature_lines(groups)
+        yield '"""'
+
+
+class TritonSkeleton(_CodeSkeleton):
+    """For a Triton kernel: a function of Triton."""
+
+    variant = "@triton"
+
+    def named(self, metadata: dict[str, Any]) -> list[str]:
+        self._constexprs = frozenset(_texts(metadata.get("constexprs")))
+        return _texts(metadata.get("parameters"))
+
+    def head(self) -> list[str]:
+        parameters = [f"{each}: tl.constexpr" if each in self._constexprs else each for each in self._names]
+        imports = ["import triton", "import triton.language as tl", "", "", "@triton.jit"]
+        return [*imports, f"def {self._function}({', '.join(parameters)}):"]
+
+    def body(self) -> str:
+        return 'tl.static_assert(False, "the kernel goes here")'
+
+
+class CppSkeleton(_CodeSkeleton):
+    """For a C++ kernel that Inductor generated: a Python function that writes the same arguments."""
+
+    def named(self, metadata: dict[str, Any]) -> list[str]:
+        return [argument.name for argument in self._schema.arguments]
+
+    def head(self) -> list[str]:
+        parameters = [f"    {argument.name}: {type_hint(argument.type)}," for argument in self._schema.arguments]
+        imports = ["from __future__ import annotations", "", "import torch", "from torch import Tensor", "", ""]
+        return [*imports, f"def {self._function}(", *parameters, ") -> None:"]
+
+    def body(self) -> str:
+        return 'raise NotImplementedError("the kernel goes here")'
+
+    def shown(self, source: str) -> str:
+        return source.partition(_BINDINGS)[0].strip()
+
+
+# Schemas hold the defaults of these types as numbers; what PyTorch calls them in Python.
+_MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+_SCALAR_TYPES = (
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "bool",
+    "qint8",
+    "quint8",
+    "qint32",
+    "bfloat16",
+)
+_LAYOUTS = ("strided", "sparse_coo")
+_OF_CODE = {KernelKind.triton: TritonSkeleton, KernelKind.inductor_cpp: CppSkeleton}
+
+
+def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
+    """The file's text. `which` is a kernel's id or the name of an operator, with or without its overload.
+
+    Raises UsageError if there is no such kernel, a name means several, or the schema makes no Python function.
+    """
+    flag = f"--kernel-skeleton={which}"
+    kernel_id = _kernel_id(reader, which, flag)
+    kernel = reader.kernels[kernel_id]
+    assert kernel is not None
+    if kernel.kind not in (KernelKind.operator, *_OF_CODE):
+        raise UsageError(
+            f"{flag}: {kernel.qualified_name} is a {kernel.kind.name} kernel, of which no skeleton can be written"
+        )
+    try:
+        schema = parse_operator_schema(kernel.schema)
+        if kernel.kind in _OF_CODE:
+            return _OF_CODE[kernel.kind](reader, kernel_id, kernel, schema).text()
+        problem = name_problem(kernel.name, kernel.overload)
+        if problem:
+            raise ValueError(problem)
+        if (schema.name, schema.overload or "default") != (kernel.name, kernel.overload):
+            raise ValueError(f"it is the schema of {schema.name}.{schema.overload or 'default'}")
+        return _Skeleton(reader, kernel_id, kernel, schema).text()
+    except ValueError as error:
+        raise UsageError(f"{flag}: no skeleton can be written of {kernel.qualified_name}: {error}") from None
+
+
+def _kernel_id(reader: CaptureReader, which: int | str, flag: str) -> int:
+    """The kernel that an id or a name means. Raises UsageError."""
+    count = len(reader.kernels) - 1
+    if isinstance(which, int) or re.fullmatch("-?[0-9]{1,18}", which):
+        if not 1 <= int(which) <= count:
+            raise UsageError(f"{flag}: {reader.path} has " + (f"the kernels 1 to {count}" if count else "no kernels"))
+        return int(which)
+    found = {
+        kernel.qualified_name: number
+        for number, kernel in enumerate(reader.kernels)
+        if kernel is not None and which in (kernel.name, kernel.qualified_name)
+    }
+    if not found:
+        close = get_close_matches(
+            which,
+            sorted(
+                {
+                    name
+                    for kernel in reader.kernels
+                    if kernel is not None
+                    for name in (kernel.name, kernel.qualified_name)
+                }
+            ),
+            3,
+        )
+        hint = f"did you mean {' or '.join(close)}?" if close else "opreplay-dump --signatures lists what it calls"
+        inside = only_inside(reader, lambda name: name == which)
+        raise UsageError(f"{flag}: {reader.path} calls no operator of that name; {inside or hint}")
+    if len(found) > 1:
+        raise UsageError(
+            f"{flag}: {reader.path} calls {len(found)} overloads of it; name one of {', '.join(sorted(found))}"
+        )
+    return next(iter(found.values()))
+
+
+class _Skeleton:
+    """One file while it is being written."""
+
+    def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
+        self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
+        taken = {argument.name for argument in schema.arguments} | {schema.base_name}
+        self._function = identifier_like(schema.base_name, {argument.name for argument in schema.arguments})
+        self._original = identifier_like("original", taken)
+        # Arguments whose name is a Python keyword, which no parameter can have.
+        self._words = [
+            argument
+            for argument in schema.arguments
+            if iskeyword(argument.name) and (argument.keyword_only or argument.default is not None)
+        ]
+        self._others = identifier_like("words", {*taken, self._original, *(f"{name}_" for name in taken)})
+        self._groups = SignatureIndex(reader).groups({kernel_id})
+
+    def text(self) -> str:
+        lines = [
+            *self._heading(),
+            "",
+            "from __future__ import annotations",
+            "",
+            "import torch",
+            "from torch import Tensor",
+            "",
+            "",
+            *self._called_original(),
+            "",
+            "",
+            f"def {self._function}(",
+            *self._parameters(),
+            f") -> {self._returned_hint()}:",
+            *self._docstring(),
+            f"    return {self._original}({', '.join(self._passed())})",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _heading(self) -> Iterator[str]:
+        name = self._kernel.qualified_name
+        chosen = f"{name}=THIS_FILE" + ("" if self._function == self._schema.base_name else f":{self._function}")
+        calls = sum(group.calls for group in self._groups)
+        yield '"""' + docstring_text(
+            f"A replacement for {name}, kernel {self._kernel_id} of {basename(self._reader.path)}."
+        )
+        yield ""
+        yield "It is checked against the original kernel at every captured call, then used:"
+        yield ""
+        allowed = "" if name.startswith("aten::") else "--allow-import=MODULE "
+        yield f"    opreplay-run {allowed}--replay-kernel-substitution={chosen} CAPTURE"
+        yield f"    opreplay-benchmark --compare {allowed}--replay-kernel-substitution={chosen} CAPTURE"
+        yield ""
+        if allowed:
+            yield "MODULE registers the operator; this file may import it as well."
+            yield ""
+        yield f"The capture calls it {how_often(calls)}, by signature (how often, the ordinal of the first, signature):"
+        yield ""
+        yield from signature_lines(self._groups)
+        yield '"""'
+
+    def _called_original(self) -> Iterator[str]:
+        """Looked up when it is called: a library that a replay is allowed to import may not be there when this file is
+        loaded. `torch.ops` has attributes that are not operators: the dispatcher has to have one of this name."""
+        overload = "" if self._kernel.overload == "default" else self._kernel.overload
+        yield f"def {self._original}(*args: object, **kwargs: object) -> object:"
+        yield '    """The kernel that is replaced."""'
+        yield f'    torch._C._dispatch_find_schema_or_throw("{self._kernel.name}", "{overload}")'
+        yield f"    return {self._operator()}(*args, **kwargs)"
+
+    def _operator(self) -> str:
+        namespace, _, base = self._kernel.name.partition("::")
+        text = "torch.ops"
+        for part in (namespace, base, self._kernel.overload):
+            text = f'getattr({text}, "{part}")' if iskeyword(part) else f"{text}.{part}"
+        return text
+
+    # ------------------------------------------------------------------------------------------------------ parameters
+
+    def _parameters(self) -> Iterator[str]:
+        keyword_only = False
+        arguments = self._schema.arguments
+        needed = [
+            index for index, argument in enumerate(arguments) if argument.default is None and not argument.keyword_only
+        ]
+        for index, argument in enumerate(arguments):
+            if argument.keyword_only and argument in self._words:
+                continue
+            if argument.keyword_only and not keyword_only:
+                keyword_only = True
+                yield "    *,"
+            # Python has no parameter with a default before one without.
+            default = None if needed and index < needed[-1] else argument.default
+            hint = type_hint(argument.type)
+            if default is None:
+                yield f"    {self._parameter(argument)}: {hint},"
+            else:
+                value = _default(argument.type, default)
+                none = " | None" if value == "None" and "None" not in hint else ""
+                yield f"    {self._parameter(argument)}: {hint}{none} = {value},"
+        if self._words:
+            yield f"    **{self._others}: object,"
+
+    def _parameter(self, argument: SchemaArgument) -> str:
+        if not iskeyword(argument.name):
+            return argument.name
+        return identifier_like(argument.name, {other.name for other in self._schema.arguments})
+
+    def _passed(self) -> list[str]:
+        passed = []
+        for argument in self._schema.arguments:
+            if argument in self._words and argument.keyword_only:
+                continue
+            value = self._parameter(argument)
+            if argument in self._words:
+                value = f'{self._others}.pop("{argument.name}", {value})'
+            passed.append(f"{argument.name}={value}" if argument.keyword_only else value)
+        return [*passed, f"**{self._others}"] if self._words else passed
+
+    def _returned_hint(self) -> str:
+        returns = self._schema.returns
+        if not returns:
+            return "None"
+        hints = [type_hint(each) for each in returns]
+        return hints[0] if len(hints) == 1 else f"tuple[{', '.join(hints)}]"
+
+    # ------------------------------------------------------------------------------------------------------- docstring
+
+    def _docstring(self) -> Iterator[str]:
+        yield '    """' + docstring_text(self._kernel.schema)
+        yield ""
+        written = [argument for argument in self._schema.arguments if argument.type.written]
+        if written:
+            yield f"    It must write {', '.join(argument.name for argument in written)}, and no other argument."
+        else:
+            yield "    It must not write its arguments."
+        yield from self._results()
+        yield '    """'
+
+    def _results(self) -> Iterator[str]:
+        by_alias = {argument.type.alias: argument.name for argument in self._schema.arguments if argument.type.alias}
+        if not self._schema.returns:
+            yield "    It returns nothing."
+        for index, returned in enumerate(self._schema.returns):
+            which = "It returns" if len(self._schema.returns) == 1 else f"Result {index} is"
+            owner = by_alias.get(returned.alias) if returned.alias else None
+            if owner is None:
+                fresh = ", in memory of its own" if returned.holds_tensors else ""
+                yield f"    {which} {docstring_text(returned.text)}{fresh}."
+            elif returned.written:
+                yield f"    {which} {owner} itself."
+            else:
+                yield f"    {which} {docstring_text(returned.text)} on the memory of {owner}, where the original's is."
+        yield "    Sizes, strides and offsets of results must be the original's."
+
+
+def _default(declared: SchemaType, text: str) -> str:
+    """A default as Python source: anything but a literal is refused, numbers that represent PyTorch's constants are
+    named."""
+    kind = declared.text.removesuffix("?")
+    named = {"MemoryFormat": _MEMORY_FORMATS, "ScalarType": _SCALAR_TYPES, "Layout": _LAYOUTS}.get(kind)
+    if named is not None and text.isdecimal():
+        if int(text) >= len(named):
+            raise ValueError(f"its default {text} is not a known {kind}")
+        return f"torch.{named[int(text)]}"
+    if named is not None and text in named:
+        return f"torch.{text}"
+    if kind == "Device" and text not in ("None",):
+        text = repr(text.strip("\"'"))
+    if text in ("inf", "-inf", "nan"):
+        return f'float("{text}")'
+    try:
+        value = ast.literal_eval(text)
+        written = repr(value)
+        ast.literal_eval(written)  # `...` and 1e999 are written as names
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise ValueError(f"its default {text[:80]!r} is not a literal") from None
+    if not written.isascii() or not written.isprintable():
+        written = ascii(value)
+    if kind.endswith("]") and isinstance(value, int | float) and not isinstance(value, bool):
+        length = kind[kind.rindex("[") + 1 : -1]
+        written = repr([value] * int(length)) if length.isdecimal() and int(length) < 16 else repr([value])
+    return written

@@ -1,0 +1,212 @@
+"""Lists over a whole capture: its distinct signatures (`--signatures`), and what ran on devices (`--device-
+kernels`).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from replayfmt.errors import UsageError
+from replayfmt.format.attachments import device_kernel_rows
+from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signature_text import SignatureGroup, SignatureIndex
+from replayfmt.format.validation import printable
+
+from .definitions import lines
+from .selection import Selection, selected_kernels, selects_nothing
+
+
+def signature_groups(reader: CaptureReader, selection: Selection) -> list[SignatureGroup]:
+    """The signatures among the selected ops, in order of first use. Raises UsageError for a selection by scope, and
+    for one that takes no op."""
+    if selection.scope is not None:
+        raise UsageError("--signatures ignores scopes: omit --scope, or use --ops=A:B")
+    kernels = selected_kernels(reader, selection)
+    groups = SignatureIndex(reader).groups(kernels, selection.start, selection.stop)
+    if not groups and not selection.everything:
+        raise selects_nothing(reader, selection)
+    return groups
+
+
+def signature_lines(reader: CaptureReader, selection: Selection) -> Iterator[str]:
+    """A row for each signature, as JSON lines in chunks."""
+    return lines(
+        {
+            "kind": "signature",
+            "kernel": group.kernel,
+            "calls": group.calls,
+            "first": group.first,
+            "signature": group.text,
+        }
+        for group in signature_groups(reader, selection)
+    )
+
+
+def signature_text_lines(reader: CaptureReader, selection: Selection) -> Iterator[str]:
+    """For people: how often, from which ordinal on, which kernel id, and the signature."""
+    groups = signature_groups(reader, selection)
+    widths = [
+        max([len(head), *(len(str(value)) for value in column)])
+        for head, column in (
+            ("calls", [group.calls for group in groups]),
+            ("first at", [group.first for group in groups]),
+            ("kernel", [group.kernel for group in groups]),
+        )
+    ]
+    yield f"{'calls':>{widths[0]}}  {'first at':>{widths[1]}}  {'kernel':>{widths[2]}}  signature\n"
+    for group in groups:
+        yield f"{group.calls:>{widths[0]}}  {group.first:>{widths[1]}}  {group.kernel:>{widths[2]}}  {group.text}\n"
+
+
+_COLUMNS = (
+    "name",
+    "category",
+    "device",
+    "stream",
+    "communication_stream",
+    "grid",
+    "block",
+    "shared_memory_bytes",
+    "registers_per_thread",
+    "blocks_per_sm",
+    "warps_per_sm",
+    "occupancy_percent",
+    "bytes",
+    "direction",
+    "collective_by",
+    "count",
+    "untimed",
+    "total_ns",
+    "min_ns",
+    "max_ns",
+)
+_COLLECTIVE = (
+    "name",
+    "dtype",
+    "in_elements",
+    "out_elements",
+    "group_size",
+    "group",
+    "group_description",
+    "group_ranks",
+)
+_SHOWN_NAME = 100
+
+
+def device_kernels(reader: CaptureReader) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The streams, then the kernels, those with the most time first, as rows of docs/rows.md. Raises UsageError if the
+    capture has no such table."""
+    found = device_kernel_rows(reader)
+    if found is None:
+        raise UsageError(
+            f"--device-kernels: {reader.path} holds none; imports of profiler traces with device work keep them "
+            "(opreplay-import), and what is trimmed from those does not"
+        )
+    streams = _streams(found)
+    communicates = {(each["device"], each["stream"]): each["communication"] for each in streams}
+    rows = [
+        {"kind": "device_kernel"}
+        | {name: communicates[row["device"], row["stream"]] if name not in row else row[name] for name in _COLUMNS}
+        | {"occupancy_percent": _occupancy(row)}
+        | {"collective": None if row["collective"] is None else {n: row["collective"].get(n) for n in _COLLECTIVE}}
+        for row in found
+    ]
+    rows.sort(key=lambda row: (-(row["total_ns"] or 0), -row["count"], row["name"]))
+    return streams, rows
+
+
+def _occupancy(row: dict[str, Any]) -> Any:
+    """The profiler's estimate, None where it failed: it says 0 then. No processor holds more than 64 warps, so that one
+    of them is more than a percent."""
+    failed = row["occupancy_percent"] == 0 and (row["warps_per_sm"] or 0) >= 1
+    return None if failed else row["occupancy_percent"]
+
+
+def _streams(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    streams: dict[tuple[Any, Any], dict[str, Any]] = {}
+    for row in rows:
+        place = row["device"], row["stream"]
+        made = {"kind": "device_stream", "device": place[0], "stream": place[1], "count": 0, "untimed": 0}
+        each = streams.setdefault(place, made | {"total_ns": 0, "collective_ns": 0, "communication": None})
+        each["count"] += row["count"]
+        each["untimed"] += row["untimed"]
+        each["total_ns"] += row["total_ns"] or 0
+        each["collective_ns"] += (row["total_ns"] or 0) if row["collective_by"] is not None else 0
+    for each in streams.values():
+        if each["count"] == each["untimed"]:
+            each["total_ns"] = each["collective_ns"] = None
+        elif each["total_ns"]:
+            each["communication"] = 2 * each["collective_ns"] >= each["total_ns"]
+    return sorted(streams.values(), key=lambda each: (str(each["device"]), each["stream"] or 0))
+
+
+def device_kernel_lines(reader: CaptureReader) -> Iterator[str]:
+    """The rows as JSON lines in chunks: streams, then kernels."""
+    streams, rows = device_kernels(reader)
+    return lines(iter([*streams, *rows]))
+
+
+def device_kernel_csv(reader: CaptureReader) -> Iterator[str]:
+    """The kernels as CSV (RFC 4180 with newlines), in chunks; what is unknown is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_COLUMNS, *(f"collective_{name}" for name in _COLLECTIVE)])
+    for row in device_kernels(reader)[1]:
+        collective = row["collective"] or {}
+        writer.writerow([_cell(row[name]) for name in _COLUMNS] + [_cell(collective.get(n)) for n in _COLLECTIVE])
+        if text.tell() > 1 << 20:
+            yield text.getvalue()
+            text.seek(0)
+            text.truncate()
+    yield text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "x".join(map(str, value)) if isinstance(value, list) else value
+
+
+def device_kernel_text(reader: CaptureReader) -> Iterator[str]:
+    """For people: a line for each stream, then a table of kernels. `-` is unknown."""
+    streams, rows = device_kernels(reader)
+    for each in streams:
+        time = "time not known" if each["total_ns"] is None else f"{each['total_ns'] / 1e3:,.3f} us"
+        if each["total_ns"] is not None and each["untimed"]:
+            time += f" without the {each['untimed']:,} whose time is not known"
+        share = ""
+        if each["communication"]:
+            share = f", communication: {each['collective_ns'] / each['total_ns']:.0%} in collectives"
+        where = f"{each['device'] or 'device not known'} stream {'-' if each['stream'] is None else each['stream']}"
+        yield f"{where}: {each['count']:,} kernels, copies and fills, {time}{share}\n"
+    heads = ("count", "total us", "device", "stream", "grid", "block", "shared B", "registers", "bytes", "occupancy")
+    cells = [heads] + [
+        (
+            f"{row['count']:,}",
+            "-" if row["total_ns"] is None else f"{row['total_ns'] / 1e3:,.3f}",
+            row["device"] or "-",
+            *(
+                "-" if row[name] is None else str(_cell(row[name]))
+                for name in ("stream", "grid", "block", "shared_memory_bytes", "registers_per_thread", "bytes")
+            ),
+            "-" if row["occupancy_percent"] is None else f"{row['occupancy_percent']:g}%",
+        )
+        for row in rows
+    ]
+    widths = [max(len(printable(cell)) for cell in column) for column in zip(*cells, strict=True)]
+    names = ["name", *(_shown_name(row) for row in rows)]
+    for line, name in zip(cells, names, strict=True):
+        shown = [f"{printable(cell):>{width}}" for cell, width in zip(line, widths, strict=True)]
+        yield f"{'  '.join(shown)}  {name}\n"
+
+
+def _shown_name(row: dict[str, Any]) -> str:
+    collective = row["collective"]
+    if collective is None:
+        return printable(row["name"], _SHOWN_NAME)
+    told = (("", "name", ""), ("of ", "in_elements", ""), ("", "dtype", ""), ("over ", "group_size", " ranks"))
+    text = " ".join(f"{b}{collective[n]}{a}" for b, n, a in told if collective[n] not in (None, ""))
+    return printable(f"{row['name']:.60} [{text}]", _SHOWN_NAME + 60)

@@ -1,0 +1,320 @@
+"""Files that are written completely or not at all: under the final name plus `.partial` until they are complete.
+
+Also keeps signal handlers out of a write, so that an interrupt does not leave half of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from replayfmt.errors import CaptureFailed, OutputExists
+
+_VECTORS = 1000  # below every system's IOV_MAX
+_FIRST_FREE = 3  # the descriptors below are standard streams, open or not
+
+
+def unfit(path: str | os.PathLike[str]) -> str | None:
+    """Why no file can get this name, whatever is done; None if one can.
+
+    Only a regular file is ever replaced: with /dev/null in its place, a system does not go on for long.
+    """
+    if not os.path.basename(path) or os.path.isdir(path):
+        return "is a directory" if os.fspath(path) else "is empty"
+    if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+        return "is a device or a pipe"
+    return None
+
+
+def same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Whether two names are of one file that is there: a result must not replace what it is made from."""
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+def remove_unfinished(path: str | os.PathLike[str]) -> None:
+    """Remove what was begun under a name, if there is anything: it may be a name that no file can have. Whatever keeps
+    it there kept it from being finished, too, and that has its own error."""
+    with suppress(OSError):
+        os.unlink(path)
+
+
+def check_place(path: str | os.PathLike[str], force: bool) -> None:
+    """Raise now what would keep a finished file from getting this name: CaptureFailed, or OutputExists without
+    `force`."""
+    name = os.fspath(path)
+    problem = unfit(name)
+    if problem is not None:
+        raise CaptureFailed(f"{name}: {problem}; name a file to write to")
+    if os.path.lexists(name) and not force:
+        raise OutputExists(f"{name}: exists already; remove it, write elsewhere, or use --force (force=True)")
+    check_folder(name)
+
+
+def check_folder(name: str) -> None:
+    """Raise CaptureFailed where nothing can be created beside this name, because of the folder it is in."""
+    folder = os.path.dirname(name) or "."
+    if not os.path.isdir(folder):
+        raise CaptureFailed(f"{name}: there is no directory {folder}; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        reason = "the file system is read-only" if _is_read_only(folder) else "permission denied"
+        raise CaptureFailed(f"{name}: files cannot be created in {folder}: {reason}")
+
+
+def _is_read_only(folder: str) -> bool:
+    try:
+        return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
+
+
+Identity = tuple[int, int]  # device and inode
+
+
+def identity(file: str | int) -> Identity | None:
+    """Which file has a name (a link itself, not what it leads to) or is open under a descriptor; None: none."""
+    try:
+        status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def remove(name: str, ours: Identity | None) -> None:
+    """Remove a file, where it still has that name."""
+    if ours is not None and identity(name) == ours:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _above_streams(fd: int) -> int:
+    """The same open file under a number that no standard stream has."""
+    if fd >= _FIRST_FREE:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
+    finally:
+        os.close(fd)
+
+
+class Output:
+    """An append-only file. Not safe for use from several threads at once."""
+
+    def __init__(self, path: str | os.PathLike[str], force: bool, *, doing: str = "") -> None:
+        """Create `path`.partial; or, where the capture is made from another file, `path`.`doing`.partial: what is
+        recovered may be `path`.partial, and what an earlier attempt left is no loss. Raises OutputExists, or
+        CaptureFailed if it cannot be created."""
+        self.path = os.fspath(path)
+        self.partial = self.path + (f".{doing}.partial" if doing else ".partial")
+        self._advice = (
+            f"{doing} ends here, and no file is left; what it reads is unchanged"
+            if doing
+            else f"the capture ends here, and opreplay-check {self.partial} --recover OUT keeps what is there"
+        )
+        self.position = 0
+        self._force = force
+        self._failure: CaptureFailed | None = None
+        self._fd = -1
+        self._finished = False
+        self._identity: Identity | None = None
+        self._begun = False
+        self._doing = doing
+        self._process = os.getpid()
+        check_place(self.path, force)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            if (force or doing) and os.path.lexists(self.partial):
+                # Not truncated in place: another process may still be writing it, and would write into ours.
+                os.unlink(self.partial)
+            self._fd = _above_streams(os.open(self.partial, flags, 0o666))
+            self._identity = identity(self._fd)
+        except FileExistsError:
+            raise OutputExists(
+                f"{self.partial}: exists already, from a capture that is still being written or was "
+                f"never closed; recover it with opreplay-check {self.partial} --recover OUT, remove it, "
+                "or use --force (force=True)"
+            ) from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise CaptureFailed(f"{self.partial}: cannot be written: {reason}") from None
+
+    def write(self, parts: Sequence[bytes | bytearray | memoryview], at: int | None = None) -> None:
+        """Append all of `parts`, in order, without copying them; or put them where `at` says, over what was written.
+        Raises CaptureFailed."""
+        self._check_intact()
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        try:
+            first = 0
+            while first < len(views):
+                vectors = views[first : first + _VECTORS]
+                if at is None:
+                    done = os.writev(self._fd, vectors)
+                    self.position += done
+                else:
+                    done = os.pwritev(self._fd, vectors, at)
+                    at += done
+                # A write may return short: at 2 GiB, when a signal comes, or when the disk fills up.
+                while first < len(views) and done >= len(views[first]):
+                    done -= len(views[first])
+                    first += 1
+                if done:
+                    views[first] = views[first][done:]
+        except OSError as error:
+            raise self._failed("written", error) from None
+
+    def check(self) -> None:
+        """Raise what ended the file, if anything did."""
+        if self._failure is not None:
+            raise CaptureFailed(*self._failure.args)
+        if self._fd < 0:
+            raise CaptureFailed(f"{self.path}: the capture was closed already")
+
+    def _check_intact(self) -> None:
+        """Raise unless the file is still what was written to it, and nothing else."""
+        self.check()
+        if os.getpid() != self._process:
+            raise CaptureFailed(f"{self.partial}: a forked child tried to write to its parent's capture")
+        if identity(self._fd) != self._identity:
+            self._fd = -1  # whoever has it now: it is not ours to close
+            raise self.fail("its descriptor was closed by the program (os.close, os.closerange, or a library)")
+        length = os.fstat(self._fd).st_size
+        if length != self.position:
+            raise self.fail(
+                f"something else wrote to it or cut it: it has {length:,} bytes where {self.position:,} were written"
+            )
+
+    def _failed(self, doing: str, error: OSError) -> CaptureFailed:
+        hint = {
+            errno.ENOSPC: "; the disk is full",
+            errno.EDQUOT: "; the disk quota is used up",
+            errno.EFBIG: "; the file is as long as the system lets it be",
+        }.get(error.errno or 0, "")
+        return self.fail(f"could not be {doing} at {self.position:#x}: {error.strerror}{hint}")
+
+    def fail(self, reason: str) -> CaptureFailed:
+        """End the file because of `reason`; the error that this and every later call is to raise."""
+        if self._failure is None:
+            kept = self._begun or self._doing
+            advice = self._advice if kept else "no record was written by then, and no file is left"
+            self._failure = CaptureFailed(f"{self.partial}: {reason}; {advice}")
+            self.release()
+            if self._doing or not self._begun:
+                remove(self.partial, self._identity)
+        return CaptureFailed(*self._failure.args)
+
+    def begun(self) -> None:
+        """Records are written: from now on what is in the file is worth keeping, if it is not made from another one."""
+        self._begun = True
+
+    def finish(self) -> None:
+        """Give the complete file its final name. Raises CaptureFailed.
+
+        Nothing is synced to the disk: as with other programs' files, a power failure soon afterwards may take the end
+        of it, and the checks in it tell.
+        """
+        self._check_intact()
+        self.release()
+        if identity(self.partial) != self._identity:
+            self._failure = CaptureFailed(
+                f"{self.partial}: was removed or replaced while it was being written, by another capture to the same "
+                "path or by hand, and this capture is lost with it; use a separate path for each"
+            )
+            raise CaptureFailed(*self._failure.args)
+        if os.path.lexists(self.path) and not self._force:
+            raise self._complete_but("that name was taken meanwhile")
+        try:
+            os.replace(self.partial, self.path)
+        except OSError as error:
+            raise self._complete_but(str(error.strerror)) from None
+        self._finished = True
+
+    def _complete_but(self, reason: str) -> CaptureFailed:
+        self._failure = CaptureFailed(
+            f"{self.partial}: is complete, but could not be renamed to {self.path}: {reason}; rename it yourself"
+        )
+        return CaptureFailed(*self._failure.args)
+
+    def discard(self) -> None:
+        """Close the file and remove it, where it did not get its final name."""
+        self.release()
+        if not self._finished:
+            remove(self.partial, self._identity)
+
+    def withdraw(self) -> None:
+        """Remove the complete file, where its name is still its own."""
+        if self._finished:
+            remove(self.path, self._identity)
+
+    def release(self) -> None:
+        """Close the descriptor and leave the file as it is."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            if identity(fd) != self._identity:
+                return  # it is someone else's by now
+            try:
+                os.close(fd)
+            except OSError as error:
+                if self._failure is None:
+                    raise self._failed("closed", error) from None
+
+
+_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD")
+    if hasattr(signal, name)
+)
+# The same functions in C. Those of `signal` look every handler up among the members of an enumeration, which takes
+# ten times as long as all else here.
+_handlers: Any = sys.modules.get("_signal", signal)
+
+
+_put_off = False  # whether the main thread is inside one
+
+
+class Uninterrupted:
+    """A context manager; see the module. Only the main thread ever runs handlers, so elsewhere it does nothing, nor
+    does it inside another one."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[signal.Signals, Callable[[int, FrameType | None], Any]]] = []
+        self._arrived: list[tuple[int, FrameType | None]] = []
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._arrived.append((number, frame))
+
+    def __enter__(self) -> None:
+        global _put_off
+        if _put_off or threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            for number in _SIGNALS:
+                handler = _handlers.getsignal(number)
+                if callable(handler):
+                    self._saved.append((number, handler))
+                    _handlers.signal(number, self._note)
+        except BaseException:  # a handler that was not put off yet raised
+            self._restore()
+            raise
+        _put_off = True
+
+    def _restore(self) -> None:
+        global _put_off
+        _put_off = False
+        for number, handler in self._saved:
+            _handlers.signal(number, handler)
+
+    def __exit__(self, *_exception: object) -> None:
+        if not self._saved:
+            return
+        self._restore()
+        handlers = dict(self._saved)
+        for number, frame in self._arrived:
+            handlers[signal.Signals(number)](number, frame)

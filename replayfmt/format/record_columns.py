@@ -1,0 +1,376 @@
+"""One frame's worth of records as columns, and how they become a Records body.
+
+The rules for a storage's first content are the same for the writer's columns and for those of a file.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from .codes import ITEM_BYTES, UNKNOWN_NS, DType, StorageOrigin
+from .flatbuffer_tables import RECORDS, build
+from .frames import MAX_BODY_BYTES, MAX_FRAME_RECORDS, MAX_LENGTH
+from .signature_layout import COLUMNS
+
+_ITEM_SIZES = np.array([ITEM_BYTES[dtype] for dtype in sorted(DType)], np.int64)
+
+
+@dataclass(frozen=True)
+class ReferenceBounds:
+    """What there is to refer to: the number of payloads, the length of each range, dtype and number of elements of each
+    recipe, by id from 1."""
+
+    payloads: int
+    range_bytes: np.ndarray
+    recipe_dtype: np.ndarray
+    recipe_elements: np.ndarray
+
+
+def storages_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: ReferenceBounds) -> str:
+    """What is wrong with some storages, or ""."""
+    plain = origin < StorageOrigin.external_file
+    embedded = payload[plain]
+    if len(embedded) and int(embedded.max()) > contents.payloads:
+        return f"storage_payload holds {int(embedded.max())}, allowed 0..{contents.payloads}"
+    if ((origin[plain] == StorageOrigin.payload) != (embedded != 0)).any():
+        return "storages have a payload exactly if their origin is payload; one here does not"
+    if plain.all():
+        return ""
+    return (
+        _other(origin, payload, StorageOrigin.external_file, len(contents.range_bytes))
+        or _other(origin, payload, StorageOrigin.initializer, len(contents.recipe_elements))
+        or _ranges_problem(origin, payload, length, contents)
+        or _recipes_problem(origin, payload, length, contents)
+    )
+
+
+def _other(origin: np.ndarray, payload: np.ndarray, kind: StorageOrigin, count: int) -> str:
+    ids = payload[origin == kind]
+    if len(ids) and not (int(ids.min()) >= 1 and int(ids.max()) <= count):
+        return (
+            f"storage_payload holds {int(ids.min())}..{int(ids.max())} where the origin is {kind.name}; "
+            f"allowed 1..{count}"
+        )
+    return ""
+
+
+def _ranges_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: ReferenceBounds) -> str:
+    rows = origin == StorageOrigin.external_file
+    ranges = contents.range_bytes[payload[rows].astype(np.int64) - 1].astype(np.uint64)
+    wrong = ranges != length[rows]
+    if wrong.any():
+        return (
+            f"a storage of {int(length[rows][np.argmax(wrong)])} bytes comes from a range of "
+            f"{int(ranges[np.argmax(wrong)])}"
+        )
+    return ""
+
+
+def _recipes_problem(origin: np.ndarray, payload: np.ndarray, length: np.ndarray, contents: ReferenceBounds) -> str:
+    rows = origin == StorageOrigin.initializer
+    recipes = payload[rows].astype(np.int64) - 1
+    elements = length[rows].astype(np.int64) // _ITEM_SIZES[contents.recipe_dtype[recipes]]
+    wrong = elements != contents.recipe_elements[recipes].astype(np.int64)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        return (
+            f"a storage of {int(length[rows][at])} bytes has room for {int(elements[at])} elements, its recipe has "
+            f"{int(contents.recipe_elements[recipes][at])}"
+        )
+    return ""
+
+
+Column = Any  # a numpy array, an array.array, or anything np.asarray takes without a copy
+
+_LONGEST_DURATION = 0xFFFFFFFF
+
+
+def _empty() -> array:
+    return array("Q")
+
+
+@dataclass
+class RecordColumns:
+    """Consecutive records. Arrays are only read, during the call that takes them.
+
+    `start_ns` are nanoseconds since the session's start; `duration_ns` nanoseconds, saturated at 2^32 - 1, or None if
+    not measured; of a single op, UNKNOWN_NS says so (other records have 0). `device_duration_ns`, `annotation`
+    and `placement` are None if no record has one; 2^64 - 1, 0 and 0 say so of a single record. `tensors` are global
+    tensor ids in record order, `tensor_definitions` maps each of them to (storage id, offset in elements, meta id), or
+    is an int64[n, 4] of (tensor id, storage id, offset, meta id) by ascending id. The storages born in this frame have
+    consecutive ids from `first_storage`.
+    """
+
+    signature: Column
+    scope: Column
+    thread: Column
+    start_ns: Column
+    duration_ns: Column | None
+    tensors: Column
+    ints: Column
+    floats: Column
+    tensor_definitions: Mapping[int, tuple[int, int, int]] | np.ndarray
+    first_storage: int = 0
+    storage_bytes: Column = field(default_factory=_empty)
+    storage_device: Column = field(default_factory=_empty)
+    storage_origin: Column = field(default_factory=_empty)
+    storage_payload: Column = field(default_factory=_empty)
+    device_duration_ns: Column | None = None
+    annotation: Column | None = None
+    placement: Column | None = None
+
+
+def pieces(given: RecordColumns, slot_counts: np.ndarray) -> Iterator[RecordColumns]:
+    """The same records in as many frames as the format's limits ask for: nearly always one. `slot_counts` are the slots
+    of each signature by id (signature_layout.py).
+
+    Storages are allocated in the first piece. A single record may still be too large for a frame.
+    """
+    signature = np.asarray(given.signature)
+    slots = [np.asarray(column) for column in (given.tensors, given.ints, given.floats)]
+    # At most 32 bytes for a tensor slot and the tensor it may bring along, 8 for others, 64 for record and storage.
+    size = 32 * len(slots[0]) + 8 * len(slots[1]) + 8 * len(slots[2]) + 64 * (len(signature) + len(given.storage_bytes))
+    half = len(signature) // 2
+    if not half or (size < MAX_BODY_BYTES and len(signature) <= MAX_FRAME_RECORDS):
+        yield given
+        return
+    if signature.dtype.kind not in "iu" or int(signature.min()) < 0 or int(signature.max()) >= slot_counts.shape[1]:
+        yield given  # encoding says what is wrong with it
+        return
+    first_half: list[int] = slot_counts.take(signature[:half], axis=1).sum(axis=1).tolist()
+    for place in (slice(None, half), slice(half, None)):
+        first = place.start is None
+
+        def part(column: Column | None, place: slice = place) -> np.ndarray | None:
+            return None if column is None else np.asarray(column)[place]
+
+        def slot(number: int, first: bool = first) -> np.ndarray:
+            return slots[number][: first_half[number]] if first else slots[number][first_half[number] :]
+
+        piece = replace(
+            given,
+            signature=part(signature),
+            scope=part(given.scope),
+            thread=part(given.thread),
+            start_ns=part(given.start_ns),
+            duration_ns=part(given.duration_ns),
+            device_duration_ns=part(given.device_duration_ns),
+            annotation=part(given.annotation),
+            placement=part(given.placement),
+            tensors=slot(0),
+            ints=slot(1),
+            floats=slot(2),
+        )
+        if not first:
+            piece = replace(
+                piece,
+                first_storage=0,
+                storage_bytes=_empty(),
+                storage_device=_empty(),
+                storage_origin=_empty(),
+                storage_payload=_empty(),
+            )
+        yield from pieces(piece, slot_counts)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What ids exist when a frame is written: the largest of each family."""
+
+    signatures: int
+    scopes: int
+    metas: int
+    devices: int
+    strings: int
+    placements: int
+    next_storage: int
+    contents: ReferenceBounds
+
+
+def _column(values: Column, dtype: type, name: str) -> np.ndarray:
+    """`values` in the column's type, refused where they do not fit it."""
+    given = np.asarray(values)
+    if given.ndim != 1:
+        raise ValueError(f"column {name} has {given.ndim} dimensions")
+    if given.dtype == dtype or not given.size:
+        return np.ascontiguousarray(given, dtype)
+    if np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        if given.dtype.kind not in "iu" or int(given.min()) < limits.min or int(given.max()) > limits.max:
+            raise ValueError(f"column {name} does not fit {np.dtype(dtype).name}")
+    return given.astype(dtype)
+
+
+def _limit(column: np.ndarray, lowest: int, highest: int, name: str) -> None:
+    if column.size and not (lowest <= int(column.min()) and int(column.max()) <= highest):
+        raise ValueError(f"column {name} holds {int(column.min())}..{int(column.max())}, allowed {lowest}..{highest}")
+
+
+def _same_length(name: str, length: int, *columns: np.ndarray) -> None:
+    if any(len(column) != length for column in columns):
+        raise ValueError(f"{name} columns have lengths {[len(c) for c in columns]}, expected {length} each")
+
+
+@dataclass(frozen=True)
+class EncodedRecords:
+    """A Records body and what the writer needs to know of it."""
+
+    body: memoryview
+    count: int
+    storages: int
+    signature: np.ndarray
+    storage_origin: np.ndarray
+    storage_bytes: np.ndarray
+    annotation: np.ndarray | None
+
+
+def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray) -> EncodedRecords:
+    """The Records body of these columns. Raises ValueError if they contradict each other or the definitions."""
+    signature = _column(given.signature, np.uint32, "signature")
+    count = len(signature)
+    _limit(signature, 1, bounds.signatures, "signature")
+    scope, thread = _column(given.scope, np.uint32, "scope"), _column(given.thread, np.uint16, "thread")
+    _limit(scope, 0, bounds.scopes, "scope")
+    start = _column(given.start_ns, np.int64, "start_ns")
+    _same_length("record", count, scope, thread, start)
+    duration = given.duration_ns
+    untimed = np.zeros(0, np.uint32)
+    if duration is not None:
+        given_ns = np.asarray(duration)
+        unknown = given_ns == UNKNOWN_NS
+        untimed = np.flatnonzero(unknown).astype(np.uint32)
+        duration = _column(np.minimum(np.where(unknown, 0, given_ns), _LONGEST_DURATION), np.uint32, "duration_ns")
+        _same_length("record", count, duration)
+    device_duration = given.device_duration_ns
+    if device_duration is not None:
+        device_duration = _column(device_duration, np.uint64, "device_duration_ns")
+        _same_length("record", count, device_duration)
+    annotation = given.annotation
+    if annotation is not None:
+        annotation = _column(annotation, np.uint32, "annotation")
+        _same_length("record", count, annotation)
+        _limit(annotation, 0, bounds.strings, "annotation")
+    placement = given.placement
+    if placement is not None:
+        placement = _column(placement, np.uint32, "placement")
+        _same_length("record", count, placement)
+        _limit(placement, 0, bounds.placements, "placement")
+        placement = placement if placement.any() else None
+
+    tensors = _column(given.tensors, np.uint64, "tensors")
+    ints, floats = _column(given.ints, np.int64, "ints"), _column(given.floats, np.float64, "floats")
+    expected_slots: list[int] = slot_counts.take(signature, axis=1).sum(axis=1).tolist()
+    for name, column, expected in zip(COLUMNS, (tensors, ints, floats), expected_slots, strict=True):
+        if len(column) != expected:
+            raise ValueError(f"{len(column)} {name} slots, but the records' signatures have {expected}")
+
+    storage_bytes = _column(given.storage_bytes, np.uint64, "storage_bytes")
+    storage_device = _column(given.storage_device, np.uint32, "storage_device")
+    storage_origin = _column(given.storage_origin, np.uint8, "storage_origin")
+    storage_payload = _column(given.storage_payload, np.uint32, "storage_payload")
+    born = len(storage_bytes)
+    _same_length("storage", born, storage_device, storage_origin, storage_payload)
+    if born and given.first_storage != bounds.next_storage:
+        raise ValueError(f"first_storage is {given.first_storage}, the next storage id is {bounds.next_storage}")
+    _limit(storage_device, 1, bounds.devices, "storage_device")
+    _limit(storage_origin, 1, max(StorageOrigin), "storage_origin")
+    problem = storages_problem(storage_origin, storage_payload, storage_bytes, bounds.contents)
+    if problem:
+        raise ValueError(problem)
+
+    ids, slots = _distinct(tensors)
+    rows = _tensor_rows(ids, given.tensor_definitions)
+    _limit(rows[:, 0], 0, bounds.next_storage + born - 1, "tensor storage")
+    _limit(rows[:, 1], 0, MAX_LENGTH, "tensor offset")
+    _limit(rows[:, 2], 1, bounds.metas, "tensor meta")
+
+    base, delta, gap_position, gap_ns = _times(start)
+    body = build(
+        RECORDS,
+        {
+            "signature": signature,
+            "scope": scope,
+            "thread": thread,
+            "start_delta_ns": delta,
+            "gap_position": gap_position if gap_position.size else None,
+            "gap_ns": gap_ns if gap_ns.size else None,
+            "duration_ns": duration,
+            "device_duration_ns": device_duration,
+            "tensors": slots.astype(np.uint32),
+            "ints": ints,
+            "floats": floats,
+            "tensor_id": ids,
+            "tensor_storage": rows[:, 0].astype(np.uint64),
+            "tensor_offset": rows[:, 1],
+            "tensor_meta": rows[:, 2].astype(np.uint32),
+            "storage_bytes": storage_bytes,
+            "storage_device": storage_device,
+            "storage_origin": storage_origin,
+            "storage_payload": storage_payload,
+            "annotation": annotation,
+            "placement": placement,
+            "untimed": untimed if untimed.size else None,
+            "start_base_ns": base,
+            "first_storage": bounds.next_storage,
+        },
+    )
+    return EncodedRecords(body, count, born, signature, storage_origin, storage_bytes, annotation)
+
+
+def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What np.unique(values, return_inverse=True) gives, in linear time where most values are close to the largest."""
+    if not values.size:
+        return values, np.zeros(0, np.int64)
+    top = int(values.max())
+    base = max(top - 4 * len(values), 0)
+    recent = values >= base
+    if int(np.count_nonzero(recent)) * 4 < len(values):
+        return np.unique(values, return_inverse=True)
+    seen = np.zeros(top - base + 1, bool)
+    near = (values[recent] - np.uint64(base)).astype(np.int64)
+    seen[near] = True
+    old, old_slots = np.unique(values[~recent], return_inverse=True)
+    slots = np.empty(len(values), np.int64)
+    slots[recent] = (np.cumsum(seen) - 1 + len(old))[near]
+    slots[~recent] = old_slots
+    return np.concatenate((old, np.flatnonzero(seen).astype(np.uint64) + np.uint64(base))), slots
+
+
+def _tensor_rows(ids: np.ndarray, definitions: Mapping[int, tuple[int, int, int]] | np.ndarray) -> np.ndarray:
+    """Storage, offset and meta of each tensor: int64[n, 3]."""
+    if ids.size and not ids[0]:
+        raise ValueError("tensor ids count from 1")
+    if isinstance(definitions, np.ndarray):
+        wanted = ids.astype(np.int64)
+        places = np.searchsorted(definitions[:, 0], wanted)
+        found = places < len(definitions)
+        found[found] = definitions[places[found], 0] == wanted[found]
+        if not found.all():
+            raise ValueError(f"tensor {int(wanted[~found][0])} has no definition")
+        return definitions[places, 1:]
+    try:
+        flat = chain.from_iterable(map(definitions.__getitem__, ids.tolist()))
+        return np.fromiter(flat, np.int64, 3 * len(ids)).reshape(-1, 3)
+    except KeyError as error:
+        raise ValueError(f"tensor {error} has no definition") from None
+
+
+def _times(start: np.ndarray) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """start_base_ns, start_delta_ns, gap_position, gap_ns of absolute start times."""
+    if not start.size:
+        return 0, np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+    if int(start.min()) < 0:
+        raise ValueError("start_ns is negative")
+    # Threads' records may have begun out of order; capture order wins.
+    steady = np.maximum.accumulate(start)
+    delta = np.diff(steady, prepend=steady[:1])
+    position = np.flatnonzero(delta > _LONGEST_DURATION)
+    gap = delta[position]
+    delta[position] = 0
+    return int(steady[0]), delta.astype(np.uint32), position.astype(np.uint32), gap.astype(np.uint64)

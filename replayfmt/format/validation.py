@@ -1,0 +1,188 @@
+"""Checks of what comes from outside: parameters of callers, files of users, depth of JSON; and text that is safe to
+print.
+
+A parameter of the wrong kind is a UsageError that names it, raised where it comes in. Text of captures, traces and
+paths is escaped before it is shown, since it must not be able to control a terminal.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from replayfmt.errors import UsageError
+
+# In JSON only strings hold such characters; json.dumps and jq leave those beyond ASCII as they are.
+_BEYOND_ASCII = re.compile(r"[^\x20-\x7e]")
+
+
+def printable(text: str, limit: int | None = None) -> str:
+    """Text on one line that cannot control a terminal: unprintable characters are escaped, long text is cut."""
+    if limit is not None and len(text) > limit:
+        text = text[: limit - 1] + "…"
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def tell(text: str) -> None:
+    """Print one line on the program's stderr, if it has one that takes it."""
+    with suppress(Exception):
+        if sys.stderr is not None:  # print would take stdout instead
+            print(printable(text), file=sys.stderr, flush=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1,377 ops`, `1 op`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def scope_count(names: int, entered: int) -> str:
+    """`5 scopes`, `3 scopes entered 8 times`: how many different ones there are, and how often one was entered."""
+    times = f" entered {entered:,} times" if entered > names else ""
+    return f"{counted(min(names, entered), 'scope')}{times}"
+
+
+def printable_json(text: str) -> str:
+    """JSON on one line with the same meaning, and with unprintable characters escaped."""
+    return text if text.isprintable() else _BEYOND_ASCII.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    character = found[0]
+    if character.isprintable():
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+def nested_deeper(value: Any, limit: int) -> bool:
+    """Whether a JSON value has lists and objects inside one another deeper than that."""
+    level = [value]
+    for _depth in range(limit + 1):
+        if not level:
+            return False
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list | tuple)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
+
+
+_SHOWN_CHARACTERS = 60
+
+
+def path_of(name: str, value: Any) -> str:
+    """A file's name. Numbers are none: as the number of an open file they would be read, and closed."""
+    if isinstance(value, str | bytes | os.PathLike):
+        try:
+            return os.fsdecode(value)
+        except TypeError as error:
+            raise UsageError(f"{name}: {error}") from None
+    raise UsageError(f"{name}={shown(value)}: expected a path")
+
+
+def paths_of(name: str, value: Any) -> tuple[str, ...]:
+    """Names of files; one alone may stand for itself."""
+    if isinstance(value, str | bytes | os.PathLike):
+        return (path_of(name, value),)
+    return tuple(path_of(name, each) for each in _items(name, value, "a list of paths"))
+
+
+def text_of(name: str, value: Any) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise UsageError(f"{name}={shown(value)}: expected a text")
+    return value
+
+
+def texts_of(name: str, value: Any) -> tuple[str, ...]:
+    """Texts; one alone may stand for itself."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(text_of(name, each) for each in _items(name, value, "a list of texts"))
+
+
+def flag_of(name: str, value: Any) -> bool:
+    """True or False: "no" is neither."""
+    if value is True or value is False or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise UsageError(f"{name}={shown(value)}: expected True or False")
+
+
+def count_of(name: str, value: Any, least: int, most: int) -> int:
+    """A whole number between two bounds."""
+    if type(value) is not int or not least <= value <= most:
+        raise UsageError(f"{name}={shown(value)}: expected a whole number from {least} to {most}")
+    return value
+
+
+def choice_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise UsageError(f"{name}={shown(value)}: expected one of {', '.join(allowed)}")
+    return value
+
+
+def check_function(name: str, value: Any) -> None:
+    """Something to call, or None."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}={shown(value)}: expected a function")
+
+
+def check_kind(name: str, value: Any, kind: type, *, optional: bool = False) -> None:
+    """An object of a class of the library's, or None where it is `optional`."""
+    if not (optional and value is None) and not isinstance(value, kind):
+        raise UsageError(f"{name}={shown(value)}: expected {kind.__name__}")
+
+
+def items_of(name: str, value: Any, expected: str) -> tuple[Any, ...]:
+    """The items of a list or the like."""
+    return tuple(_items(name, value, expected))
+
+
+def _items(name: str, value: Any, expected: str) -> Iterable[Any]:
+    if isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(type(value), "__iter__"):
+        raise UsageError(f"{name}={shown(value)}: expected {expected}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in a message: itself where it is short and plain, else what it is."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        try:
+            text = repr(value)
+        except ValueError:  # an integer of too many digits to print
+            text = "a number of thousands of digits"
+        return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return f"a {type(value).__name__}"
+
+
+def require_regular_file(path: str | os.PathLike[str]) -> None:
+    """Raise OSError where there is nothing at a path, or it is neither a regular file nor a directory (as which opening
+    it fails)."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "not a regular file")
+
+
+def read_json(path: str | os.PathLike[str], named: str, wanted: str) -> Any:
+    """The value in a JSON file of the user's. `named` is how messages call the file, `wanted` says what was expected
+    of it. Raises UsageError for a file that cannot be read, or is not JSON."""
+    try:
+        require_regular_file(path)
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except OSError as error:
+        raise UsageError(f"{named}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{named}: is not JSON; {wanted}") from None

@@ -1,0 +1,250 @@
+"""One operator call while it is being recorded: its values, turned into a signature key and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from replayfmt.format.codes import Layout, ValueKind
+from replayfmt.format.model import Node
+from replayfmt.native.hook import UnknownValue
+from replayfmt.pytorch.operators import ONEDNN_NAMESPACES
+from replayfmt.pytorch.tensors.composites import is_composite, take_apart
+from replayfmt.pytorch.tensors.memory import call_undispatched
+from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, TORCH_LAYOUT, layout_of
+
+from .kernels import CapturedKernel
+from .special_values import Unpacked
+from .storages.trackers import Tracker
+from .stream.records import Unrepresentable
+
+
+class Token(NamedTuple):
+    """One node of a key: its kind, its constant, and the number of children that follow."""
+
+    kind: ValueKind
+    constant: int | str | None = None
+    children: int = 0
+
+
+class TensorUse(NamedTuple):
+    """A plain tensor that is an argument or a result of a call. `argument` is its index in the schema (or among the
+    results)."""
+
+    argument: int
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    tracker: Tracker
+    number: int  # tensor id
+    meta: int
+
+
+class CallValues:
+    """The values of one call, while they are collected."""
+
+    __slots__ = ("argument", "floats", "ints", "key", "tensors", "uses")
+
+    def __init__(self) -> None:
+        self.key: list[Token] = []
+        self.tensors: list[int] = []
+        self.ints: list[int] = []
+        self.floats: list[float] = []
+        self.uses: list[TensorUse] = []
+        self.argument = 0
+
+
+class OpCall:
+    """A call that is being recorded."""
+
+    __slots__ = ("__weakref__", "args", "contents", "generators", "kernel", "kwargs", "places", "ran", "values")
+
+    def __init__(
+        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], *, ran: bool = False
+    ) -> None:
+        """`ran`: it has run before anything of it was looked at."""
+        self.kernel = kernel
+        self.ran = ran
+        self.args = args
+        self.kwargs = kwargs
+        self.values = CallValues()
+        self.generators: list[torch.Generator] = []
+        self.places: Any = None  # where it writes, if that is a part of partly unwritten memory (calls.py)
+        self.contents: list[tuple[TensorUse, int | None]] = []  # the content of its assumed arguments before it ran
+
+
+_INT64 = range(-(1 << 63), 1 << 63)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+_NONE = Token(ValueKind.none)
+_FALSE, _TRUE = Token(ValueKind.bool, 0), Token(ValueKind.bool, 1)
+_INT, _FLOAT, _COMPLEX = Token(ValueKind.int), Token(ValueKind.float), Token(ValueKind.complex)
+_TENSOR, _STORAGE, _GENERATOR = Token(ValueKind.tensor), Token(ValueKind.storage), Token(ValueKind.generator)
+
+_PACKED = "a tensor in oneDNN's own layout, which cannot be read: "
+_PACKED_BY_INDUCTOR = (
+    f"{_PACKED}Inductor packed it when it froze the model (freezing); torch._inductor.config.cpp.weight_prepack=False "
+    "keeps it plain, from before the first model is frozen"
+)
+_PACKED_BY_PROGRAM = (
+    f"{_PACKED}the program made it (Tensor.to_mkldnn(), torch.utils.mkldnn, torch.jit.optimize_for_inference); "
+    "capture the program without that step"
+)
+
+
+class Encoder:
+    """Encodes the values of calls. `tensor` resolves a plain tensor to its use; `storage` and `generator` return
+    ids."""
+
+    def __init__(
+        self,
+        tensor: Callable[[OpCall, torch.Tensor, int], TensorUse],
+        storage: Callable[[OpCall, torch.UntypedStorage, int], int],
+        generator: Callable[[torch.Generator], int],
+        device: Callable[[torch.device], int],
+        large_integer: Callable[[OpCall, int], int | torch.Tensor | None],
+        unpacked: Unpacked,
+    ) -> None:
+        """`large_integer` returns what is recorded for an integer of more than 32 bits: the integer itself, the tensor
+        that represents an address, or None."""
+        self._tensor = tensor
+        self._storage = storage
+        self._generator = generator
+        self._device = device
+        self._large_integer = large_integer
+        self._unpacked = unpacked
+
+    def add(self, value: Any, values: CallValues, call: OpCall) -> None:
+        """Append one argument or result of `call`. Raises Unrepresentable."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(value, values, call)
+        elif value is None:
+            values.key.append(_NONE)
+        elif kind is bool:
+            values.key.append(_TRUE if value else _FALSE)
+        elif kind is int:
+            self._add_int(value, values, call)
+        elif kind is float:
+            values.key.append(_FLOAT)
+            values.floats.append(value)
+        elif kind in (list, tuple, torch.Size) or isinstance(value, (list, tuple)):
+            values.key.append(Token(ValueKind.tuple if isinstance(value, tuple) else ValueKind.list, None, len(value)))
+            for item in value:
+                self.add(item, values, call)
+        else:
+            self._add_constant(value, values, call)
+
+    def _add_int(self, value: int, values: CallValues, call: OpCall) -> None:
+        if value not in _INT64:
+            raise Unrepresentable("opaque_argument", f"the integer {value} does not fit 64 bits")
+        if value >> 32 > 0:
+            recorded = self._large_integer(call, value)
+            if recorded is not value:
+                self.add(recorded, values, call)
+                return
+        values.key.append(_INT)
+        values.ints.append(value)
+
+    def _add_constant(self, value: Any, values: CallValues, call: OpCall) -> None:
+        key = values.key
+        if isinstance(value, str):
+            key.append(Token(ValueKind.string, value))
+        elif isinstance(value, torch.dtype):
+            if value not in DTYPE_CODE:
+                raise Unrepresentable("opaque_argument", f"the format has no code for {value}")
+            key.append(Token(ValueKind.dtype, int(DTYPE_CODE[value])))
+        elif isinstance(value, torch.device):
+            key.append(Token(ValueKind.device, self._device(value)))
+        elif isinstance(value, torch.memory_format):
+            key.append(Token(ValueKind.memory_format, int(MEMORY_FORMAT_CODE[value])))
+        elif isinstance(value, torch.layout):
+            key.append(Token(ValueKind.layout, int(LAYOUT_CODE[value])))
+        elif isinstance(value, complex):
+            key.append(_COMPLEX)
+            values.floats += (value.real, value.imag)
+        elif isinstance(value, torch.Generator):
+            key.append(_GENERATOR)
+            values.ints.append(self._generator(value))
+        elif isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+            key.append(_STORAGE)
+            storage = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
+            values.ints.append(self._storage(call, storage, values.argument))
+        elif isinstance(value, torch.ScriptObject):
+            self._add_composite(value, values, call)
+        elif isinstance(value, _SYMBOLIC):
+            self.add(_concrete(value), values, call)
+        elif isinstance(value, (bool, int, float)):  # subclasses
+            self.add(int(value) if isinstance(value, int) else float(value), values, call)
+        elif isinstance(value, UnknownValue):
+            raise Unrepresentable("opaque_argument", f"a value of the type {value.type}, which Python cannot have")
+        else:
+            raise Unrepresentable(
+                "opaque_argument", f"a value of type {type(value).__module__}.{type(value).__qualname__}"
+            )
+
+    def _add_tensor(self, tensor: torch.Tensor, values: CallValues, call: OpCall) -> None:
+        if is_composite(tensor):
+            self._add_composite(tensor, values, call)
+            return
+        use = self._tensor(call, tensor, values.argument)
+        values.key.append(_TENSOR)
+        values.tensors.append(use.number)
+        values.uses.append(use)
+
+    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues, call: OpCall) -> None:
+        if isinstance(value, torch.Tensor) and layout_of(value) is TORCH_LAYOUT[Layout.mkldnn]:
+            inductors = call.kernel.namespace in ONEDNN_NAMESPACES
+            raise Unrepresentable("mkldnn_layout", _PACKED_BY_INDUCTOR if inductors else _PACKED_BY_PROGRAM)
+        try:
+            if isinstance(value, torch.Tensor):
+                form, parts = call_undispatched(take_apart, value)
+            else:
+                form, parts = self._unpacked.parts(value)
+        except TypeError as error:
+            raise Unrepresentable("opaque_argument", str(error)) from error
+        values.key.append(Token(ValueKind.composite, form, len(parts)))
+        for part in parts:
+            self.add(part, values, call)
+
+
+class StructureEncoder(Encoder):
+    """Encodes tensors and their nesting. Scalars and strings, which may reveal content, become None; those inside a
+    composite describe its shape and are kept."""
+
+    def __init__(self, *resolve: Any) -> None:
+        """As Encoder."""
+        super().__init__(*resolve)
+        self._with_scalars = Encoder(*resolve)
+
+    def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues, call: OpCall) -> None:
+        self._with_scalars._add_composite(value, values, call)
+
+    def add(self, value: Any, values: CallValues, call: OpCall) -> None:
+        if not (value is None or isinstance(value, (bool, int, float, complex, str, *_SYMBOLIC))):
+            super().add(value, values, call)
+        else:
+            recorded = self._large_integer(call, value) if type(value) is int and value >> 32 > 0 else None
+            super().add(recorded if isinstance(recorded, torch.Tensor) else None, values, call)
+
+
+def _concrete(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool:
+    node = value.node
+    for convert in ("maybe_as_int", "maybe_as_float", "maybe_as_bool"):
+        known = getattr(node, convert, lambda: None)()
+        if known is not None:
+            return known
+    raise Unrepresentable("symbolic_argument", "a symbolic number without a concrete value")
+
+
+def build_nodes(tokens: Sequence[Token], names: Sequence[str]) -> tuple[Node, ...]:
+    """The nodes of a flat key: one top-level node per name."""
+    remaining = iter(tokens)
+    return tuple(_build_node(remaining, name) for name in names)
+
+
+def _build_node(remaining: Iterator[Token], name: str) -> Node:
+    token = next(remaining)
+    return Node(token.kind, name, token.constant, tuple(_build_node(remaining, "") for _ in range(token.children)))

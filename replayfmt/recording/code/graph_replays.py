@@ -1,0 +1,411 @@
+"""Notices the captures and replays of graphs, and records the replays.
+
+While a stream is being captured into a graph its operators do not run, and reading memory would break that capture: the
+recorder steps aside on this thread, and a mode writes the graph's body. A graph that cannot be kept, and one that was
+captured before, is an `unsupported` record at each replay, which says why.
+
+The table at the end is the list of what is hooked. Nothing is imported just to be hooked (see hooks/patches.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch._C import _push_on_torch_dispatch_stack
+
+from ..dispatch.mode import RecordingMode, remove_mode
+from ..frames import leave_no_frames
+from ..patches import Patch, Patched, PatchSet
+from ..stream.records import Unrepresentable
+from .graph_body import Allocated, GraphBody, GraphKernel, UsedMemory
+from .graph_capture import REASON, GraphMode
+
+_T = TypeVar("_T")
+_Function = Callable[..., Any]
+_BEFORE = "it was captured before the recording began, or by a thread that is not recorded"
+_RAW = "the program took its raw graph, which it may change by hand"
+
+
+class RecorderForGraphs(Protocol):
+    """What the hooks need from a recorder."""
+
+    def mode_here(self) -> RecordingMode | None:
+        """The mode that sees what this thread does now: the one that records it, or observes an operator."""
+        ...
+
+    def launching(self) -> bool:
+        """This thread is about to do work that cannot be recorded. Returns whether it is being recorded."""
+        ...
+
+    def hidden(self) -> AbstractContextManager[None]: ...
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
+
+    def unsupported(self, reason: str, op: str, detail: str) -> object: ...
+    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None: ...
+
+    def storage_written(self, storage: torch.UntypedStorage) -> None:
+        """Something unseen may have written to a storage."""
+        ...
+
+    def about_to_be_written(self, storage: torch.UntypedStorage) -> None:
+        """The next op that uses a storage writes all of its bytes, and reads none."""
+        ...
+
+
+class _GraphBegun(NamedTuple):
+    """A capture in progress. `away`: the recorder has stepped aside. `watched_before`: what `ThreadWatch.also` gave."""
+
+    mode: GraphMode
+    away: AbstractContextManager[None]
+    device: torch.device
+    watched_before: Any
+
+
+class _KnownGraph:
+    """A graph that was captured. `kernel`: None if it cannot be kept, and `problem` says why. `recorded`: all that was
+    done since its capture is recorded. `scratch`: where memory was that it freed. `written_over`: memory of other
+    graphs that lies there."""
+
+    __slots__ = ("born", "kernel", "memory", "problem", "recorded", "scratch", "written_over")
+
+    def __init__(self, kernel: GraphKernel | None, body: GraphBody, recorded: bool) -> None:
+        self.kernel = kernel
+        self.problem = body.problem
+        self.memory = list(body.kept())
+        self.scratch = body.scratch()
+        self.written_over: list[UsedMemory] = []
+        self.recorded = recorded
+        self.born = False  # the memory that it allocated is in the capture
+
+
+class Graphs(Patched):
+    """The hooks of one capture."""
+
+    def __init__(self, recorder: RecorderForGraphs) -> None:
+        self._recorder = recorder
+        self._known: weakref.WeakKeyDictionary[Any, _KnownGraph] = weakref.WeakKeyDictionary()
+        self._begun: dict[int, _GraphBegun] = {}  # by the identity of the graph
+        self._numbers = iter(range(1, 1 << 62))
+        self._now = threading.local()  # `replay`: what the kernel's call does; `begins`: whether a capture begins
+        self._patches = PatchSet(table(self), self._report_missing)
+
+    def remove(self) -> None:
+        super().remove()
+        for begun in self._begun.values():
+            self._leave(begun)
+            begun.mode.body.drop()
+        self._begun.clear()
+        self._known.clear()
+
+    def _report_missing(self, patch: Patch) -> None:
+        """Work that goes through it would go unseen."""
+        if patch.vital:
+            detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
+            self._recorder.unsupported_throughout(REASON, patch.target, detail)
+
+    # ------------------------------------------------------------------------------------------------------- a capture
+
+    def begin(self, original: _Function) -> _Function:
+        """Of `capture_begin`."""
+
+        @functools.wraps(original)
+        def capture_begin(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._now, "begins", False):  # a class calls that of its base
+                return original(graph, *args, **kwargs)
+            mode = self._recorder.attempt(self._recorder.mode_here)
+            if mode is not None:
+                self._recorder.attempt(self._follow_streams, mode)
+            self._now.begins = True
+            try:
+                result = original(graph, *args, **kwargs)
+            finally:
+                self._now.begins = False
+            if mode is not None:
+                self._recorder.attempt(self._begin, graph, mode)
+            return result
+
+        return capture_begin
+
+    @staticmethod
+    def _follow_streams(mode: RecordingMode) -> None:
+        """The host may have to wait for devices for it, which it cannot while a graph is captured."""
+        core = mode.core
+        if core.streams is not None:
+            with core.lock:
+                core.streams.follow()
+
+    def _begin(self, graph: Any, mode: RecordingMode) -> None:
+        core = mode.core
+        device = torch.accelerator.current_accelerator()
+        if device is None:
+            return
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+        body = GraphBody(device.type, redact=core.options.redact, keeps=core.writer.keeps)
+        if isinstance(mode, GraphMode):
+            mode.body.unkept("another graph was captured meanwhile")
+            body.unkept("it was captured while another graph was")
+        graph_mode = GraphMode(core, body, device)
+        if core.streams is not None:
+            core.streams.graphs.append(graph_mode.streams)
+        graph_mode.unrecorded.account()
+        # Backward passes run in threads of PyTorch's, which have this mode and not the recorder's.
+        before = core.thread_watch.also(graph_mode)
+        begun = _GraphBegun(graph_mode, self._recorder.hidden(), device, before)
+        begun.away.__enter__()
+        core.graph_captures += 1
+        _push_on_torch_dispatch_stack(begun.mode)
+        self._known.pop(graph, None)
+        self._begun[id(graph)] = begun
+
+    def end(self, original: _Function) -> _Function:
+        """Of `capture_end`."""
+
+        @functools.wraps(original)
+        def capture_end(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            begun = self._begun.pop(id(graph), None)
+            if begun is not None:
+                self._recorder.attempt(begun.mode.look)
+            try:
+                result = original(graph, *args, **kwargs)
+            except BaseException:
+                if begun is not None:
+                    self._recorder.attempt(self._leave, begun)
+                    self._recorder.attempt(begun.mode.body.drop)
+                raise
+            if begun is not None:
+                self._recorder.attempt(self._end, graph, begun)
+                self._recorder.attempt(self._leave, begun)
+            return result
+
+        return capture_end
+
+    @staticmethod
+    def _leave(begun: _GraphBegun) -> None:
+        remove_mode(begun.mode)
+        core = begun.mode.core
+        core.graph_captures -= 1
+        if core.streams is not None and begun.mode.streams in core.streams.graphs:
+            core.streams.graphs.remove(begun.mode.streams)
+        core.thread_watch.also(begun.watched_before)
+        begun.away.__exit__(None, None, None)
+
+    def _end(self, graph: Any, begun: _GraphBegun) -> None:
+        remove_mode(begun.mode)  # what follows is the recorder's own
+        body = begun.mode.body
+        kernel = None
+        if not body.problem:
+            try:
+                unknown, streams = begun.mode.unrecorded.unknown, len(begun.mode.streams.with_ops)
+                kernel = GraphKernel(next(self._numbers), body, begun.device, self._call, streams, unknown)
+            except Unrepresentable as problem:
+                body.unkept(problem.detail)
+        if kernel is None:
+            body.drop()
+        known = _KnownGraph(kernel, body, begun.mode.core.on)
+        for other in self._known.values():
+            known.written_over += _lying_in(known.scratch, other.memory)
+            other.written_over += _lying_in(other.scratch, known.memory)
+        self._known[graph] = known
+
+    def warm_up(self, original: _Function) -> _Function:
+        """Of `make_graphed_callables`: it warms up with gradients that nobody wrote, and drops what comes of it."""
+
+        @functools.wraps(original)
+        def make_graphed_callables(*args: Any, **kwargs: Any) -> Any:
+            mode = self._recorder.attempt(self._recorder.mode_here)
+            if mode is None:
+                return original(*args, **kwargs)
+            mode.core.warm_ups += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                mode.core.warm_ups -= 1
+
+        return make_graphed_callables
+
+    # -------------------------------------------------------------------------------------------------------- a replay
+
+    def replay(self, original: _Function) -> _Function:
+        """Of `replay`."""
+
+        @functools.wraps(original)
+        def replay(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            mode = self._recorder.attempt(self._recorder.mode_here)
+            run = functools.partial(original, graph, *args, **kwargs)
+            if mode is None:
+                return run()
+            try:
+                return self._replay(mode, graph, run)
+            except BaseException as error:
+                leave_no_frames(error)
+                raise
+
+        return replay
+
+    def _replay(self, mode: RecordingMode, graph: Any, run: _Function) -> Any:
+        if isinstance(mode, GraphMode):
+            self._recorder.attempt(mode.body.unkept, "another graph was replayed into it")
+            return run()
+        known = self._recorder.attempt(self._known.get, graph)
+        with self._recorder.hidden():
+            values = self._recorder.attempt(self._values, known)
+            if known is not None and known.kernel is not None and isinstance(values, dict):
+                self._recorder.attempt(self._before, mode, known)
+                self._now.replay = run
+                try:
+                    return mode.issue(known.kernel, (), values)
+                finally:
+                    self._recorder.attempt(self._written, known.written_over)
+        if self._recorder.launching():
+            detail = f"a graph of a device was replayed that a replay could not: {values}"
+            self._recorder.unsupported(REASON, f"{type(graph).__name__}.replay", detail)
+        try:
+            with self._recorder.hidden():
+                return run()
+        finally:
+            if known is not None:
+                self._recorder.attempt(self._written, [*known.memory, *known.written_over])
+
+    def _written(self, memory: list[UsedMemory]) -> None:
+        """A replay wrote to memory, and no record says what: it is imported again at its next use."""
+        for storage in _alive(memory):
+            self._recorder.storage_written(storage)
+
+    @staticmethod
+    def _values(known: _KnownGraph | None) -> dict[str, torch.Tensor] | str:
+        """The arguments of a replay, or why there are none."""
+        if known is None:
+            return _BEFORE
+        return known.problem if known.kernel is None or known.problem else known.kernel.values()
+
+    def _before(self, mode: RecordingMode, known: _KnownGraph) -> None:
+        self._bear(mode, known)
+        assert known.kernel is not None
+        for storage in known.kernel.rewritten():
+            self._recorder.about_to_be_written(storage)
+
+    def _bear(self, mode: RecordingMode, known: _KnownGraph) -> None:
+        """Before the first replay: memory that the capture allocated is allocated, and nothing has written it. What
+        happened while nothing was recorded may have, and then it is imported at its first use."""
+        if known.born or not mode.core.on:
+            return
+        known.born = True
+        assert known.kernel is not None
+        for tensor in known.kernel.allocated() if known.recorded else ():
+            if mode.core.attempt(mode.core.storages.tracker_of, tensor.untyped_storage()) is None:
+                args, kwargs = Allocated.allocation(tensor)
+                mode.issue(Allocated(tensor), args, kwargs)
+
+    def _call(self, **_arguments: Any) -> Any:
+        """What a kernel's call does: the replay that is about to happen on this thread."""
+        run, self._now.replay = self._now.replay, None
+        run()
+
+    # ---------------------------------------------------------------------------------------------------------- others
+
+    def reset(self, original: _Function) -> _Function:
+        """Of `reset`: the graph is gone."""
+
+        @functools.wraps(original)
+        def reset(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            self._recorder.attempt(self._known.pop, graph, None)
+            return original(graph, *args, **kwargs)
+
+        return reset
+
+    def branch(self, original: _Function) -> _Function:
+        """Of what begins a part of a graph that is run on a condition (`torch.cond` while a graph is captured)."""
+
+        @functools.wraps(original)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            mode = self._recorder.attempt(self._recorder.mode_here)
+            if isinstance(mode, GraphMode):
+                self._recorder.attempt(mode.body.unkept, "parts of it are run on a condition (conditional nodes)")
+                self._recorder.attempt(mode.streams.enter_current)  # the part is captured on a stream of its own
+            return result
+
+        return begin
+
+    def raw(self, original: _Function) -> _Function:
+        """Of what gives the program the graph itself."""
+
+        @functools.wraps(original)
+        def take(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            known = self._recorder.attempt(self._known.get, graph)
+            if known is not None:
+                known.problem = known.problem or _RAW
+            return original(graph, *args, **kwargs)
+
+        return take
+
+
+def _alive(memory: list[UsedMemory]) -> Iterator[torch.UntypedStorage]:
+    for each in memory:
+        storage = each.storage()
+        if storage is not None:
+            yield storage
+
+
+def _lying_in(ranges: list[tuple[int, int]], memory: list[UsedMemory]) -> list[UsedMemory]:
+    """The memory of a graph's own that lies in ranges of addresses, which are in order and may overlap."""
+    if not ranges:
+        return []
+    reach = list(itertools.accumulate((end for _begin, end in ranges), max))
+    found = []
+    for each in memory:
+        before = bisect.bisect_left(ranges, (each.address + each.bytes, 0))  # those that begin before its end
+        if each.made and before and reach[before - 1] > each.address:
+            found.append(each)
+    return found
+
+
+# The classes of graphs, and the base of each in C++. The base is hooked where this build has more than a name of it: a
+# program may use it alone, and its class may run functions of the program's before and after it calls the base.
+_CLASSES = (
+    ("torch.cuda.graphs", "CUDAGraph", "_CUDAGraph"),
+    ("torch.xpu.graphs", "XPUGraph", "_XPUGraph"),
+    ("torch.mtia.mtia_graph", "MTIAGraph", "_MTIAGraph"),
+    ("torch.accelerator.graphs", "Graph", "_acceleratorGraph"),
+)
+
+
+def _in_cpp(base: str, method: str) -> bool:
+    return hasattr(getattr(torch._C, base, None), method)
+
+
+def table(graphs: Graphs) -> list[Patch]:
+    """Every hook, for one capture."""
+    found = [
+        Patch(module, f"{name}.{method}", make, REASON, vital=method == "replay")
+        for module, name in (each[:2] if not _in_cpp(each[2], "replay") else ("torch._C", each[2]) for each in _CLASSES)
+        for method, make in (
+            ("capture_begin", graphs.begin),
+            ("capture_end", graphs.end),
+            ("replay", graphs.replay),
+            ("reset", graphs.reset),
+        )
+    ]
+    # The first half of `capture_end`, which not every version has apart.
+    halves = [base for _module, _name, base in _CLASSES if _in_cpp(base, "capture_end_pre")]
+    found += [Patch("torch._C", f"{base}.capture_end_pre", graphs.end, REASON) for base in halves]
+    raw = ("raw_cuda_graph", "raw_cuda_graph_exec")
+    found += [Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.raw, REASON) for method in raw]
+    branches = ("begin_capture_to_if_node", "begin_capture_to_while_node")  # not every version has them
+    found += [
+        Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.branch, REASON)
+        for method in branches
+        if hasattr(torch.cuda.graphs.CUDAGraph, method)
+    ]
+    return found + [
+        Patch(module, "make_graphed_callables", graphs.warm_up) for module in ("torch.cuda", "torch.cuda.graphs")
+    ]

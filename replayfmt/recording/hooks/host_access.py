@@ -1,0 +1,292 @@
+"""Memory that the host reads or writes without an operator.
+
+Functions of PyTorch that write memory without an operator: the new content is imported at its next use.
+
+Values that leave the device for the host without an operator (`tolist`, `numpy`, `__array__`, DLPack,
+`__cuda_array_interface__`) are recorded. Memory on which others have a window from then on is checked at each use, and
+so is host memory whose address code outside of PyTorch asks for (`data_ptr`). `item()`, `bool()` and the like are
+operators and need no hook. Other reads that bypass the dispatcher are not seen: `repr` and printing, pickling and
+`torch.save`, a storage's own `tolist`, indexing and `data_ptr`. Programs do not branch on values read in these ways.
+DLPack's C interface is watched with the native recorder; a library that looked it up before the first capture of the
+process goes on unseen. The original runs first, and what it returned or raised is passed on.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch._C import _has_torch_function_unary
+
+from replayfmt.native.hook import DispatchHook, loaded_hook
+from replayfmt.pytorch.tensors.metadata import layout_of, storage_of
+
+from ..content.storage_content import sample
+from ..frames import leave_no_frames
+from ..kernels import tensors_in
+from ..patches import Patch, Patched, PatchSet, StandIn
+
+if TYPE_CHECKING:
+    from ..capture_session import CaptureSession
+
+
+_T = TypeVar("_T")
+_ELEMENTWISE = ("apply_", "map_", "map2_")
+_STORAGE = ("_byteswap", "_set_from_file", "_swap_data_ptr_")
+_ALLOCATION = ("resize_", "_resize_with_addr_")
+_NCCL = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+
+
+class RecorderForWrites(Protocol):
+    """What the direct writes need from a recorder."""
+
+    def recording(self) -> bool: ...
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> bool: ...
+
+    def storage_written(self, storage: torch.UntypedStorage) -> None:
+        """Something unseen wrote to a storage."""
+        ...
+
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was reallocated, outside any op."""
+        ...
+
+
+def storage_written(core: CaptureSession, storage: torch.UntypedStorage) -> None:
+    """Something unseen wrote to a storage."""
+    tracker = core.storages.tracker_of(storage)
+    if tracker is not None:
+        core.storages.mark_written_outside(tracker)
+
+
+def about_to_be_written(core: CaptureSession, storage: torch.UntypedStorage) -> None:
+    """An op writes all of its bytes next, and reads none: what was written from outside does not have to enter."""
+    tracker = core.storages.tracker_of(storage)
+    if tracker is not None and tracker.state is not None and tracker.state.alias_of is None:
+        tracker.state.outside = None
+
+
+def storage_resized(core: CaptureSession, storage: torch.UntypedStorage) -> None:
+    """A storage was reallocated outside any op."""
+    tracker = core.storages.tracker_of(storage)
+    if tracker is not None and tracker.size != storage.nbytes():
+        if not tracker.alias:
+            core.storages.measure(tracker, storage, sample(storage))
+        core.storages.use(tracker, storage, False, "resize_")
+
+
+class DirectWrites(Patched):
+    """The patches of one capture that see direct writes."""
+
+    def __init__(self, recorder: RecorderForWrites) -> None:
+        writes = functools.partial(_Write, recorder)
+        self._patches = PatchSet(
+            [Patch("torch", f"Tensor.{name}", functools.partial(writes, 1)) for name in _ELEMENTWISE]
+            + [Patch("torch.storage", f"UntypedStorage.{name}", functools.partial(writes, 2)) for name in _STORAGE]
+            + [
+                Patch("torch.storage", f"UntypedStorage.{name}", functools.partial(_resize, recorder))
+                for name in _ALLOCATION
+            ]
+            + [Patch("torch.cuda.nccl", name, functools.partial(writes, None)) for name in _NCCL]
+        )
+
+
+class _Write(StandIn):
+    """Replaces one function that writes to tensors or storages among its first `count` arguments (None: all of
+    them)."""
+
+    def __init__(self, recorder: RecorderForWrites, count: int | None, original: Callable[..., Any]) -> None:
+        super().__init__(original)
+        self._recorder = recorder
+        self._count = count
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        observed = self._recorder.recording()
+        try:
+            return self._original(*args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+        finally:  # it may have written a part before it raised
+            if observed:
+                written = (*args[: self._count], *(kwargs.values() if self._count is None else ()))
+                self._recorder.attempt(self._tell, written)
+
+    def _tell(self, values: tuple[Any, ...]) -> None:
+        for tensor in tensors_in(values):
+            self._recorder.mark_outside_write(tensor)
+        for value in values:
+            if isinstance(value, torch.UntypedStorage):
+                self._recorder.storage_written(value)
+
+
+def _resize(recorder: RecorderForWrites, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def resize(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        try:
+            resized = original(storage, *args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+        if recorder.recording():
+            recorder.attempt(recorder.storage_resized, storage)
+        return resized
+
+    return resize
+
+
+# Tensor.__dlpack__ ends in torch._C, and torch.to_dlpack is the same function under its older name.
+_METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
+_FUNCTIONS = (("torch", "to_dlpack"), ("torch.utils.dlpack", "to_dlpack"))
+# A property, by which libraries with kernels of their own (Numba, CuPy) take the memory of a tensor on a GPU.
+_INTERFACE = "__cuda_array_interface__"
+_C_INTERFACE = "__dlpack_c_exchange_api__"  # an attribute of the class: a capsule
+_USES_ADDRESSES_ITSELF = frozenset({"torch", "triton", "replayfmt"})  # packages that do not write through them unseen
+# How a storage is moved to shared memory, by `share_memory_` and by multiprocessing.
+_SHARES = ("UntypedStorage._share_fd_cpu_", "UntypedStorage._share_filename_cpu_")
+
+
+class RecorderForReads(Protocol):
+    """What the host reads need from a recorder."""
+
+    def recording(self) -> bool: ...
+
+    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run recorder code: a failure in it ends the recording, not the program."""
+        ...
+
+    def paused(self) -> AbstractContextManager[Any]: ...
+
+    def host_read(self, method: str, tensor: torch.Tensor) -> None: ...
+
+    def watch(self, storage: torch.UntypedStorage, *, windowed: bool = True) -> None:
+        """Others may write to a storage from now on. `windowed`: the program has a window on it."""
+        ...
+
+
+class HostReads(Patched):
+    """The patches of one capture that see host reads."""
+
+    def __init__(self, recorder: RecorderForReads) -> None:
+        wraps = functools.partial(_Read, recorder)
+        self._patches = PatchSet(
+            [Patch("torch", f"Tensor.{name}", functools.partial(wraps, name)) for name in _METHODS]
+            + [Patch(module, name, functools.partial(wraps, name)) for module, name in _FUNCTIONS]
+            + [Patch("torch.storage", name, functools.partial(_sharing, recorder)) for name in _SHARES]
+            + [Patch("torch", f"Tensor.{_INTERFACE}", lambda original: property(wraps(_INTERFACE, original.fget)))]
+            + [Patch("torch", "Tensor.data_ptr", functools.partial(_Address, recorder))]
+            + [Patch("torch", f"Tensor.{_C_INTERFACE}", self._telling)] * hasattr(torch.Tensor, _C_INTERFACE)
+        )
+        self._recorder = recorder
+        self._hook: DispatchHook | None = None
+
+    def _telling(self, interface: Any) -> Any:
+        """The C interface of DLPack, which tells what others take by it, if the native recorder records."""
+        self._hook = loaded_hook()
+        if self._hook is None:
+            return interface
+        return self._hook.telling_exchange_api(interface, self._taken)
+
+    def _taken(self, tensor: Any) -> None:
+        if self._recorder.recording():
+            self._recorder.attempt(_share, self._recorder, tensor, True)
+
+    def remove(self) -> None:
+        super().remove()
+        if self._hook is not None:
+            self._hook.forget_taken()
+            self._hook = None
+
+
+_inside = threading.local()  # .depth: how many patched reads this thread is inside; only the outermost is the program's
+
+
+class _Read(StandIn):
+    """Replaces one function that reads."""
+
+    def __init__(self, recorder: RecorderForReads, method: str, original: Callable[..., Any]) -> None:
+        super().__init__(original)
+        self._recorder = recorder
+        self._method = method
+
+    def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._read(tensor, *args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    def _read(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        # A __torch_function__ override or mode comes first, and may call back here with another tensor to read.
+        if (
+            getattr(_inside, "depth", 0)
+            or not self._recorder.recording()
+            or _has_torch_function_unary(tensor)
+            or not self._recorder.attempt(_has_values, tensor)
+        ):
+            return self._original(tensor, *args, **kwargs)
+        _inside.depth = 1
+        try:
+            values = self._original(tensor, *args, **kwargs)
+        finally:
+            _inside.depth = 0
+        self._recorder.attempt(self._recorder.host_read, self._method, tensor)
+        return values
+
+
+class _Address(StandIn):
+    """Replaces `Tensor.data_ptr`."""
+
+    def __init__(self, recorder: RecorderForReads, original: Callable[..., Any]) -> None:
+        super().__init__(original)
+        self._recorder = recorder
+
+    def __call__(self, tensor: Any) -> Any:
+        try:
+            address = self._original(tensor)
+            asking = sys._getframe(1).f_globals.get("__name__") or ""
+            if asking.partition(".")[0] not in _USES_ADDRESSES_ITSELF and self._recorder.recording():
+                self._recorder.attempt(_share, self._recorder, tensor, False)
+            return address
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+
+def _share(recorder: RecorderForReads, tensor: Any, windowed: bool) -> None:
+    """Others may write to a tensor on the host from now on."""
+    if _has_values(tensor) and tensor.device.type == "cpu" and layout_of(tensor) is torch.strided:
+        recorder.watch(storage_of(tensor), windowed=windowed)
+
+
+def _sharing(recorder: RecorderForReads, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def share(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        try:
+            shared = original(storage, *args, **kwargs)
+            if recorder.recording():
+                recorder.attempt(recorder.watch, storage)
+            return shared
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    return share
+
+
+def _has_values(tensor: Any) -> bool:
+    """Whether this tensor itself holds the bytes that are read: it is neither a wrapper nor a compiler's tracing
+    tensor."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )

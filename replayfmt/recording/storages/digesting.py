@@ -1,0 +1,231 @@
+"""Digests for verification, and memory events outside of recorded operators.
+
+`Digests` records digests of live storages at certain moments, or of every op's results. `Outside` handles what hooks
+report: memory was written unseen, is shared with others, or a value in it was read by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice
+from typing import Any
+
+import torch
+
+from replayfmt.format.codes import TensorFlag
+from replayfmt.format.model import TensorDigest
+from replayfmt.pytorch.tensors.digests import digest_view
+from replayfmt.pytorch.tensors.memory import call_undispatched
+from replayfmt.pytorch.tensors.metadata import is_zerotensor, offset_of, storage_of
+
+from ..content.coverage import Coverage
+from ..kernels import tensors_in
+from ..special_values import plain_parts
+from ..stream.buffer import RecordBuffer
+from ..stream.records import MetaParams, Records, TensorMetas
+from .identity import Storages
+from .trackers import EXPORTED, State, Tracker
+
+_REPEATED_BYTES = 1 << 20  # a view that repeats its elements is digested as it is up to this size
+_VIEWS = 64  # written views of one storage that are digested one by one
+LISTED = 64  # written ranges of a partly written storage, where an op chooses what it writes
+_RANGES = 1024  # written ranges of one storage that are digested
+_NOT_AS_MEMORY = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+class Digests:
+    """Computes digests and records them. Callers hold the recorder's lock."""
+
+    def __init__(self, buffer: RecordBuffer, records: Records, metas: TensorMetas, storages: Storages) -> None:
+        self._buffer = buffer
+        self._records = records
+        self._metas = metas
+        self._storages = storages
+        self.left_out: set[int] = set()  # storages of which some written bytes were not digested
+        self._fresh_from = 1  # storages with ids from here on were allocated after the last sweep
+
+    def sweep(self, being_written: Collection[int] = ()) -> None:
+        """Digest every live storage that captured ops wrote since the last sweep, on whichever stream; but not those at
+        these addresses, which ops of other threads are writing: they are digested in the next one."""
+        self._storages.settle()
+        newest = self._fresh_from
+        for number, tracker in list(self._storages.live.items()):
+            newest = max(newest, number + 1)
+            storage = tracker()
+            if storage is None or storage._cdata in being_written:
+                continue
+            state = tracker.state
+            if state is not None and state.coverage is not None and not self._written_whole(tracker, state.coverage):
+                if tracker.written and not state.opaque and state.outside is None and not tracker.written_outside:
+                    self.written_ranges(tracker, storage)
+                tracker.written = None
+                continue
+            for meta, offset in self._written_views(number, tracker).values():
+                self.record(tracker, storage, meta, offset, -1, -1)
+        self._fresh_from = newest
+
+    def _written_views(self, number: int, tracker: Tracker) -> dict[int, tuple[int, int]]:
+        """The views of one storage that a sweep digests."""
+        state = tracker.state
+        fresh = number >= self._fresh_from
+        first = {tensor: place for place, tensor in islice(tracker.views.items(), 1)}
+        if state is None and tracker.written is None:
+            return first if fresh and not tracker.imports else {}
+        written = dict(sorted((tracker.written or {}).items()))
+        tracker.written = None
+        if state is None:
+            state = State(tracker.size)
+        if state.opaque or state.outside is not None or tracker.written_outside:
+            return {}
+        if fresh and not tracker.imports and state.coverage is None:
+            written.update(first)
+        params = self._metas.params
+        for tensor, (meta, offset) in written.items():
+            if params[meta].region(offset).dense() == (0, state.length):
+                return {tensor: (meta, offset)}
+        return written if len(written) <= _VIEWS else first
+
+    def _written_whole(self, tracker: Tracker, coverage: Coverage) -> bool:
+        """Whether all that was written of a partly written storage are a few views, and each of them is written."""
+        written, params = tracker.written or {}, self._metas.params
+        return len(written) <= _VIEWS and all(coverage.covers(params[m].region(o)) for m, o in written.values())
+
+    def written_ranges(self, tracker: Tracker, storage: torch.UntypedStorage, of: int = -1) -> None:
+        """Digest what was written of a partly written storage, range by range."""
+        state = tracker.state
+        if state is None or state.coverage is None:
+            return
+        ranges = state.coverage.ranges()
+        dtype = self._storages.dtype(tracker)
+        if not state.coverage.exact or len(ranges) > _RANGES:
+            self.left_out.add(tracker.id)
+        for begin, end in ranges[:_RANGES]:
+            kept = dtype
+            if kept is None or kept in _NOT_AS_MEMORY or begin % kept.itemsize or end % kept.itemsize:
+                kept = torch.uint8
+            meta = self._metas.row(kept, (end - begin) // kept.itemsize, storage.device)
+            self.record(tracker, storage, meta, begin // kept.itemsize, of, -1)
+
+    def record(
+        self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, of: int, result: int
+    ) -> None:
+        """Record the digest of a view, if it has one: as a result of the op `of`, or (-1, -1) as a live tensor."""
+        if of >= 0 and storage.device.type == "cpu":
+            self._storages.settle()
+        tensor, digest = self.of_view(tracker, storage, meta, offset)
+        if digest is not None:
+            self._records.digest(tensor, of, result, digest)
+
+    def of_view(
+        self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int
+    ) -> tuple[int, TensorDigest | None]:
+        """(tensor id, digest) of a view; the digest is None if it has none (no bytes, bytes freed, packed dtype).
+
+        If the view is expanded to far more than its storage, the tensor is the view that holds each element only once.
+        Overlapping views of that kind have no digest.
+        """
+        params = self._metas.params[meta]
+        tensor = self._storages.view(tracker, meta, offset, params.item)
+        largest = max(storage.nbytes(), _REPEATED_BYTES)
+        if params.elements * params.item > largest:
+            meta = self._metas.once(meta, storage.device)
+            params = self._metas.params[meta]
+            if params.elements * params.item > largest:
+                return tensor, None
+            tensor = self._storages.view(tracker, meta, offset, params.item)
+        return tensor, self._digest(storage, params, offset)
+
+    @staticmethod
+    def _digest(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest | None:
+        if storage.device.type == "meta" or params.flags & TensorFlag.zero:
+            return None
+        region = params.region(offset)
+        span = sum((n - 1) * s for n, s in zip(region.sizes, region.strides, strict=True)) + region.item
+        if not region.empty and region.start + span > storage.nbytes():
+            return None
+        try:
+            return call_undispatched(
+                digest_view, storage, params.dtype, params.sizes, params.strides, offset, params.flags
+            )
+        except TypeError:
+            return None
+
+
+# Host reads that give others a window on the memory, through which they may write later.
+_SHARING = ("numpy", "__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__", "to_dlpack")
+
+
+class Outside:
+    """Reports these events to the storages of one capture. `digests` is None if none are recorded."""
+
+    def __init__(self, records: Records, metas: TensorMetas, storages: Storages, digests: Digests | None) -> None:
+        self._records = records
+        self._metas = metas
+        self._storages = storages
+        self._digests = digests
+
+    def written(self, tensor: torch.Tensor) -> bool:
+        """Something unseen may have written to a tensor. Unknown storages are imported at their first use anyway.
+        Returns whether another such write would change nothing until then."""
+        stays = True
+        for plain in plain_parts(tensor):
+            tracker = self._storages.tracker_of(storage_of(plain))
+            if tracker is not None:
+                stays = stays and not tracker.alias
+                self._storages.mark_written_outside(tracker)
+            else:
+                stays = False
+        return stays
+
+    def filled(self, result: Any) -> None:
+        """A composite of PyTorch's own returned, whose C++ code may have filled results through addresses."""
+        for plain in (part for tensor in tensors_in(result) for part in plain_parts(tensor)):
+            storage = storage_of(plain)
+            tracker = self._storages.tracker_of(storage)
+            if tracker is not None:
+                self._storages.filled(tracker, storage)
+
+    def shared(self, storage: torch.UntypedStorage, windowed: bool = True) -> None:
+        """Others may write to a storage from now on. An unknown storage is watched from its import on. `windowed`: the
+        program has a window on it."""
+        tracker = self._storages.tracker_of(storage)
+        if tracker is None:
+            setattr(storage, EXPORTED, True)
+            return
+        if tracker.state is not None and tracker.state.alias_of is not None:
+            tracker = tracker.state.alias_of
+        if tracker.state is None or not tracker.state.watched or windowed:
+            self._storages.watch(tracker, windowed=windowed)
+            self._storages.synchronize(tracker, storage)
+
+    def used_on(self, tensor: torch.Tensor, device: torch.device, stream: int) -> None:
+        """A stream uses a tensor's memory. Nothing is recorded for storages that no captured op has touched."""
+        for plain in plain_parts(tensor):
+            tracker = self._storages.tracker_of(storage_of(plain))
+            if tracker is not None and not is_zerotensor(plain):
+                meta = self._metas.of(plain)
+                number = self._storages.view(tracker, meta, int(offset_of(plain)), self._metas.params[meta].item)
+                self._records.stream_use(number, device, stream)
+
+    def host_read(self, method: str, tensor: torch.Tensor) -> None:
+        """A value left the device for the host. Nothing is recorded for storages that no captured op has touched."""
+        for plain in plain_parts(tensor):
+            storage = storage_of(plain)
+            tracker = self._storages.tracker_of(storage)
+            if tracker is None and method in _SHARING:
+                setattr(storage, EXPORTED, True)
+            if tracker is None or is_zerotensor(plain):
+                continue
+            meta, offset = self._metas.of(plain), int(offset_of(plain))
+            params = self._metas.params[meta]
+            if tracker.size != storage.nbytes():
+                reads = method not in _SHARING
+                tracker = self._storages.use(tracker, storage, reads, method, region=params.region(offset))
+                self._storages.unexplained.report(tracker, method)
+            number, digest = self._storages.view(tracker, meta, offset, params.item), None
+            if self._digests is not None and tracker.reproducible(params.region(offset)):
+                number, digest = self._digests.of_view(tracker, storage, meta, offset)
+            self._records.host_read(method, number, digest)
+            if method in _SHARING:
+                self._storages.watch(tracker, windowed=True)
+                self._storages.synchronize(tracker, storage)

@@ -1,0 +1,625 @@
+"""Sees work that reaches devices without passing through the dispatcher, and records it as unsupported.
+
+Compiled regions (Inductor graphs, ahead-of-time compiled models, TorchScript fusion groups) run kernels that a dispatch
+mode never sees, and so do kernels that PyTorch compiles from CUDA source and launches; a replay without them would be
+silently wrong. Each is replaced by a function that writes an `unsupported` record, runs the original with recording
+paused on this thread, and marks whatever the work may have written to be imported again at its next use. Inside an op
+(a custom operator that launches Triton, say) and inside another hooked region nothing is recorded: the replay calls the
+outer op as a whole.
+
+The table at the end is the list of what is hooked. Nothing is imported just to be hooked (see patches.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from replayfmt.pytorch.tensors.metadata import layout_of, storage_of
+
+from .frames import leave_no_frames
+from .inductor import Regions, running_regions
+from .kernels import CapturedKernel
+from .patches import Patch, PatchSet, Watch, targets
+
+Function = Callable[..., Any]
+_T = TypeVar("_T")
+
+# Nodes of an executed TorchScript graph that run kernels of their own instead of calling operators.
+_HIDING_NODES = (
+    "prim::TensorExprGroup",
+    "prim::TensorExprDynamicGroup",
+    "prim::CudaFusionGroup",
+    "prim::FusionGroup",
+    "prim::oneDNNFusionGroup",
+    "prim::mkldnn_convolution",
+    "prim::BroadcastMKLDNNTensors",
+    "prim::MKLDNNLayerNorm",
+    "prim::MKLDNNHardSwish",
+    "prim::MKLDNNHardSigmoid",
+    "prim::MKLDNNHardTanh",
+    "prim::MKLDNNClamp",
+)
+
+
+class HookHost(Protocol):
+    """What the hooks need from a recorder."""
+
+    def launching(self) -> bool:
+        """This thread is about to do work without an operator. Returns whether it is being recorded: not paused, not
+        inside an op, not closed."""
+        ...
+
+    @property
+    def native(self) -> Any:
+        """What records without Python, if anything does."""
+        ...
+
+    def unsupported(self, reason: str, op: str, detail: str) -> int | None:
+        """Returns the record's signature, if it has one."""
+        ...
+
+    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
+        """Say so when recording begins, or now if it has begun."""
+        ...
+
+    def paused(self) -> AbstractContextManager[Any]: ...
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> bool:
+        """Returns whether nothing more need be said of its memory until it is used."""
+        ...
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
+        """Run recorder code: a failure in it ends the recording, not the program."""
+        ...
+
+    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a kernel, and record that if this thread is being recorded. Returns its result."""
+        ...
+
+
+class _NoRecorder:
+    """A dummy for when the table is only read."""
+
+    def launching(self) -> bool:
+        return False
+
+    native = None
+
+    def unsupported(self, reason: str, op: str, detail: str) -> int | None:
+        raise AssertionError("nothing records")
+
+    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
+        raise AssertionError("nothing records")
+
+    def paused(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def mark_outside_write(self, tensor: torch.Tensor) -> bool:
+        raise AssertionError("nothing records")
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
+        raise AssertionError("nothing records")
+
+    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise AssertionError("nothing records")
+
+
+class Hooks:
+    """The hooks of one capture. `missing` lists targets that this build lacks, among the modules imported so far."""
+
+    def __init__(self, recorder: HookHost, compiled: str = "keep") -> None:
+        """`compiled`: `keep` lets compiled regions run as they are, `kernels` records what they call, `eager` has
+        torch.compile run their operators."""
+        self._recorder = recorder
+        self._compiled = compiled
+        self._regions = Regions(recorder) if compiled == "kernels" else None
+        self._patches = PatchSet(table(recorder, self._regions), self._report_missing)
+        self._dynamo: Watch | None = None
+        self._stance: Any = None
+
+    @property
+    def missing(self) -> list[str]:
+        return [patch.target for patch in self._patches.missing]
+
+    def install(self) -> None:
+        if self._compiled == "eager":
+            self._dynamo = Watch("torch._dynamo", functools.partial(self._recorder.attempt, self._force_eager))
+        self._report_kept_methods()
+        self._patches.install()
+        self._join_running_regions()
+
+    def _join_running_regions(self) -> None:
+        """Regions that a thread is in the middle of now: the rest of what they call is recorded, too, or this is
+        reported."""
+        for region in running_regions():
+            unknown = None if self._regions is None else self._recorder.attempt(self._regions.open, region)
+            if unknown != "":
+                name, detail = _graph_name(region, ())
+                first = f"{_RUNS_ALREADY}; {unknown}" if unknown else _RUNS_ALREADY
+                self._recorder.unsupported_throughout("compiled_region", name, f"{first}; {detail}")
+
+    def _report_kept_methods(self) -> None:
+        """Report methods of packages that the program has taken from them before: a call of such a method reaches the
+        C++ function that it was then, which nothing stands in for."""
+        methods = [vars(cls)[name] for name in _RUNNING for cls in targets(torch._C._aoti, f"AOTIModel*.{name}")[0]]
+        functions = list(filter(None, (getattr(method, "__func__", None) for method in methods)))
+        # Most programs have none, and a look through all objects takes longer than the rest of a capture's start.
+        (counted,) = map(sys.getrefcount, [object()])  # of what a list alone holds
+        if all(count <= counted + 1 for count in map(sys.getrefcount, functions)):
+            return  # the class alone holds them
+        kept = [each for each in gc.get_referrers(*functions) if isinstance(each, MethodType)]
+        for region in {id(each.__self__): each.__self__ for each in kept}.values():
+            name = type(region).__qualname__
+            self._recorder.unsupported_throughout("compiled_region", name, f"{_KEPT}; {_PACKAGE}")
+
+    def remove(self) -> None:
+        """Restore everything. Idempotent."""
+        self._patches.remove()
+        if self._regions is not None:
+            self._regions.close()
+        if self._dynamo is not None:
+            self._dynamo.stop()
+            self._dynamo = None
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)  # restores the previous stance
+            self._stance = None
+
+    def _force_eager(self, dynamo: Any) -> None:
+        if self._stance is None:
+            self._stance = dynamo.set_stance("force_eager")
+
+    def _report_missing(self, patch: Patch) -> None:
+        """Report a target that this build lacks: its work would go unseen, so no strict replay may trust the
+        capture."""
+        detail = f"this build has no {patch.target}, so work that goes through it cannot be seen"
+        if patch.vital:
+            self._recorder.unsupported_throughout(patch.reason, patch.target, detail)
+        warnings.warn(f"opreplay: {detail}", RuntimeWarning, stacklevel=2)
+
+
+def hook_policies() -> dict[str, str]:
+    """What the session records about the hooks: the targets that this build lacks, among the modules imported now."""
+    rows = [row for row in table(_NoRecorder()) if row.module in sys.modules]
+    absent = [row.target for row in rows if not targets(sys.modules[row.module], row.attribute)[0]]
+    return {"hooks_missing": ", ".join(absent)} if absent else {}
+
+
+# ---------------------------------------------------------------------------------------------------- compiled regions
+
+
+_AOT_COMPILE = os.path.join("torch", "_dynamo", "aot_compile.py")
+_Given = list[tuple[int | None, "weakref.ref[torch.Tensor]"]]
+
+
+def _region(
+    recorder: HookHost,
+    describe: Callable[[Any, tuple[Any, ...]], tuple[str, str]],
+    original: Function,
+    regions: Regions | None = None,
+    hint: str = "",
+    reason: str = "compiled_region",
+) -> Function:
+    """A compiled region, or a launch: its kernels are fused or call the C library directly, so none of its work may be
+    recorded, unless `regions` knows all that it calls. Calls after the first are noted without Python where that is
+    possible."""
+    noted: dict[int, tuple[weakref.ref[Any], Function]] = {}  # by the region's identity
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if regions is not None and recorder.attempt(regions.opened, self):
+                return original(self, *args, **kwargs)
+            known = noted.get(id(self))
+            if known is not None and known[0]() is self and not kwargs:
+                results = known[1](original, self, args)
+                if results is not NotImplemented:
+                    return results
+            return complete(self, *args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    def complete(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unknown = None if regions is None else recorder.attempt(regions.open, self)
+        if unknown == "" or not recorder.launching():
+            return original(self, *args, **kwargs)
+        # Before the call, and without keeping a reference to an argument: a region frees its arguments while it runs.
+        # What is marked is read at its next recorded use, which comes after the region.
+        given = recorder.attempt(enter, self, args, kwargs, unknown)
+        with recorder.paused():
+            results = original(self, *args, **kwargs)
+        recorder.attempt(leave, given, results)
+        return results
+
+    def enter(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str | None) -> _Given:
+        name, detail = describe(region, args)
+        first = unknown or hint
+        signature = recorder.unsupported(reason, name, f"{first}; {detail}" if first else detail)
+        if signature is not None and regions is None:
+            note(region, signature, args)
+        _mark(recorder, _written_arguments(region, args, kwargs))
+        return [(_storage(tensor), weakref.ref(tensor)) for tensor in tensors_of((args, kwargs))]
+
+    def note(region: Any, signature: int, args: tuple[Any, ...]) -> None:
+        native, number = recorder.native, id(region)
+        if native is not None and type(region).__weakrefoffset__:
+            calling = native.noted_region(
+                signature, _written_indices(region, args), functools.partial(_mark_all, recorder)
+            )
+            noted[number] = weakref.ref(region, lambda _: noted.pop(number, None)), calling
+
+    def leave(given: _Given | None, results: Any) -> None:
+        # A result may reuse the memory of an earlier result, or of an argument that has no other reference. What the
+        # region passes through (a forward region returns what its backward needs) is unchanged.
+        kept = {storage for storage, tensor in given or () if tensor() is not None}
+        _mark(recorder, (tensor for tensor in tensors_of(results) if _storage(tensor) not in kept))
+
+    return call
+
+
+def _compiling(recorder: HookHost, original: Function) -> Function:
+    """Inductor compiles: what it computes for that (patterns to look for, trials of kernels) is no work of the
+    program's."""
+
+    @functools.wraps(original)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        with recorder.paused():
+            return original(*args, **kwargs)
+
+    return compiled
+
+
+def _leaving_no_frames(call: Function) -> Function:
+    """`call`, with the recorder's frames removed from the tracebacks of what it raises."""
+
+    @functools.wraps(call)
+    def outermost(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            leave_no_frames(error)
+            raise
+
+    return outermost
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """A key shared by tensors on the same memory, while one of them lives. None: no memory of its own."""
+    return storage_of(tensor)._cdata if layout_of(tensor) is torch.strided else None
+
+
+def _mark(recorder: HookHost, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        recorder.mark_outside_write(tensor)
+
+
+def _mark_all(recorder: HookHost, value: Any) -> bool:
+    """Mark every tensor in a value. Returns whether nothing more need be said of their memory until it is used."""
+    return all([recorder.mark_outside_write(tensor) for tensor in tensors_of(value)])
+
+
+def _written_indices(region: Any, args: tuple[Any, ...]) -> list[int] | None:
+    """The arguments that a region may write, by index in its list of arguments. None: any of them."""
+    indices = getattr(region, "mutated_input_idxs", None)
+    return None if indices is None or len(args) != 1 or not isinstance(args[0], (list, tuple)) else list(indices)
+
+
+def _written_arguments(region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments that a region may write: those that Inductor names, else all."""
+    indices = _written_indices(region, args)
+    if indices is None:
+        yield from tensors_of((args, kwargs))
+    else:
+        yield from tensors_of([args[0][i] for i in indices if i < len(args[0])])
+
+
+def _graph_name(graph: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
+    kernel = getattr(graph, "fx_kwargs", None) or {}
+    name = getattr(graph, "compile_region_name", None) or f"graph {kernel.get('graph_id')}"
+    devices = ", ".join(sorted(getattr(graph, "device_types", ())))
+    if kernel.get("is_backward"):
+        direction, advice = "backward", _OF_BACKWARD
+    else:
+        direction, advice = "forward", _AHEAD_OF_TIME if _is_ahead_of_time() else _EAGER
+    return f"torch.compile {name} ({direction})", (
+        f"Inductor runs fused kernels that no dispatch mode sees; devices: {devices or 'not known'}; {advice}"
+    )
+
+
+_PACKAGE = (
+    "a model that was compiled ahead of time runs beneath Python, kernels and library calls alike; capture the module "
+    "or the exported program that it was compiled from"
+)
+_STATIC = (
+    "the static runtime calls most kernels without the dispatcher; capture the TorchScript module it was made from"
+)
+_LAUNCH = (
+    "PyTorch launches this kernel without an operator; launch it inside of one (torch.library.custom_op), and the call "
+    "of that operator is recorded"
+)
+_KERNELS = "--compiled=kernels, the default, records what its code calls"
+_KEPT = (
+    "the program holds a method of this package that it took before the capture began, so calls of it cannot be seen: "
+    "call the package itself"
+)
+_RUNS_ALREADY = (
+    "a thread is in the middle of it as the capture begins, so only a part of what it does from then on is seen: begin "
+    "the capture where no thread runs compiled code"
+)
+_OUTSIDE = "outside_operator"
+_RUNNING = ("run", "boxed_run")  # methods of packages that run them
+# How to capture the operators of a region. When a backward pass runs, it is unknown what called its forward.
+_EAGER = "capture with --compiled=eager to record its operators"
+_AHEAD_OF_TIME = (
+    "it was compiled ahead of time (aot_compile), which --compiled=eager does not undo: let the program "
+    "call the function that was compiled"
+)
+_OF_BACKWARD = (
+    "to record its operators, capture it with its forward and --compiled=eager; if that was compiled ahead "
+    "of time (aot_compile), let the program call the function that was compiled instead"
+)
+
+
+def _is_ahead_of_time() -> bool:
+    """Whether the running region, a forward pass, was called by the program itself, bypassing Dynamo."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and dynamo._stance.stance == "force_eager":
+        return True  # or it would not run
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_AOT_COMPILE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _jiterator_name(kernel: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
+    return f"torch.cuda.jiterator {kernel.kernel_name}", _LAUNCH
+
+
+def _cuda_kernel_name(_kernel: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
+    return "torch.cuda kernel compiled from source", _LAUNCH
+
+
+def _class_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
+    return type(region).__qualname__, _PACKAGE
+
+
+def _static_name(region: Any, _args: tuple[Any, ...]) -> tuple[str, str]:
+    return type(region).__qualname__, _STATIC
+
+
+def _script(recorder: HookHost, original: Function) -> Function:
+    """A TorchScript call: its operators are recorded as they are issued; fused groups hide theirs."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(self, *args, **kwargs)
+        recorder.attempt(leave, self, (args, kwargs, results))
+        return results
+
+    def leave(region: Any, values: Any) -> None:
+        hidden = _hiding_nodes()
+        if hidden and recorder.launching():
+            recorder.unsupported(
+                "compiled_region",
+                f"torch.jit {getattr(region, 'name', type(region).__name__)}",
+                f"TorchScript ran {', '.join(hidden)}, which call no operators",
+            )
+            _mark(recorder, tensors_of(values))
+
+    return call
+
+
+def _hiding_nodes() -> list[str]:
+    """The kinds of nodes in the TorchScript graph this thread executed last that run kernels unseen."""
+    graph: Any = torch._C._last_executed_optimized_graph()
+    return [] if graph is None else [kind for kind in _HIDING_NODES if graph.findAllNodes(kind)]
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in arguments or results: also inside lists, tuples, dicts and Triton's tensor descriptors."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(getattr(value, "base", None), torch.Tensor):
+        yield value.base
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def table(recorder: HookHost, regions: Regions | None = None) -> list[Patch]:
+    """Every hook, for one recorder. `regions`: what records the insides of Inductor's regions, if anything does."""
+
+    def hook(make: Callable[..., Function], *extra: Any) -> Callable[[Function], Function]:
+        return lambda original: _leaving_no_frames(make(recorder, *extra, original))
+
+    def region(describe: Function, **more: Any) -> Callable[[Function], Function]:
+        return lambda original: _region(recorder, describe, original, **more)
+
+    def launch(describe: Function) -> Callable[[Function], Function]:
+        return lambda original: _region(recorder, describe, original, reason=_OUTSIDE)
+
+    inductor = "torch._inductor.output_code"
+    return [
+        Patch(
+            inductor,
+            "CompiledFxGraph.__call__",
+            region(_graph_name, regions=regions, hint=_KERNELS),
+            "compiled_region",
+            vital=True,
+        ),
+        # The second compiles backward passes, later.
+        *(
+            Patch("torch._inductor.compile_fx", name, hook(_compiling))
+            for name in ("compile_fx", "compile_fx_inner", "compile_fx_aot")
+        ),
+        Patch(inductor, "CompiledAOTI.__call__", region(_class_name), "compiled_region"),
+        *(
+            Patch("torch._C._aoti", f"AOTIModel*.{name}", region(_class_name), "compiled_region", vital=name == "run")
+            for name in _RUNNING
+        ),
+        *(
+            Patch("torch._C", f"StaticModule.{name}", region(_static_name), "compiled_region")
+            for name in ("__call__", "runAsync", "benchmark", "benchmark_individual_ops")
+        ),
+        Patch("torch.cuda.jiterator", "_JittedFunction.__call__", launch(_jiterator_name), _OUTSIDE),
+        Patch("torch.cuda._utils", "_CudaKernel.__call__", launch(_cuda_kernel_name), _OUTSIDE),
+        Patch("torch._C", "ScriptFunction.__call__", hook(_script), "compiled_region", vital=True),
+        Patch("torch._C", "ScriptMethod.__call__", hook(_script), "compiled_region", vital=True),
+    ]
+
+
+CollectiveFunction = Callable[..., Any]
+
+_MODULE = "torch._C._distributed_c10d"
+_METHODS = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+_WAITS = ("wait", "synchronize", "result", "get_future", "block_current_stream")
+_EARLIER = (
+    "a collective that was launched before the capture began is waited for in it: what it writes, and when, is not "
+    "recorded. Begin the capture where no collective is in flight"
+)
+
+
+class DirectCollectives:
+    """The hooks of one capture. `launched()`: whether it has a record of a collective."""
+
+    def __init__(self, recorder: HookHost, launched: Callable[[], bool]) -> None:
+        self._recorder, self._launched = recorder, launched
+        self._replaced: list[
+            tuple[type, str, CollectiveFunction, CollectiveFunction]
+        ] = []  # methods of groups that are written in Python
+        patches = []
+        if torch.distributed.is_available():
+            for owner, names, hook in (("Backend", _METHODS, self._direct), ("Work", _WAITS, self._waiting)):
+                held = vars(getattr(torch._C._distributed_c10d, owner))
+                patches += [Patch(_MODULE, f"{owner}.{name}", hook) for name in names if name in held]
+            patches.append(Patch(_MODULE, "ProcessGroup.__init__", self._made))
+        self._patches = PatchSet(patches)
+
+    def install(self) -> None:
+        self._patches.install()
+        if torch.distributed.is_available():
+            for group in _below(torch._C._distributed_c10d.ProcessGroup):
+                self._recorder.attempt(self._replace, group)
+
+    def remove(self) -> None:
+        """Restore everything. Idempotent."""
+        self._patches.remove()
+        while self._replaced:
+            group, name, original, replacement = self._replaced.pop()
+            if vars(group).get(name) is replacement:
+                setattr(group, name, original)
+
+    def _made(self, original: CollectiveFunction) -> CollectiveFunction:
+        """A group of a class that may have been written since the capture began."""
+
+        @functools.wraps(original)
+        def init(group: Any, *args: Any, **kwargs: Any) -> None:
+            original(group, *args, **kwargs)
+            self._recorder.attempt(self._replace_of, type(group))
+
+        return init
+
+    def _replace_of(self, group: type) -> None:
+        below = set(_below(torch._C._distributed_c10d.ProcessGroup))
+        for each in group.__mro__:
+            if each in below:
+                self._replace(each)
+
+    def _replace(self, group: type) -> None:
+        done = {replacement for _group, _name, _original, replacement in self._replaced}
+        for name in _METHODS:
+            original = vars(group).get(name)
+            if callable(original) and original not in done:
+                replacement = self._direct(original)
+                setattr(group, name, replacement)
+                self._replaced.append((group, name, original, replacement))
+
+    def _direct(self, original: CollectiveFunction) -> CollectiveFunction:
+        recorder = self._recorder
+
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.launching():
+                return original(group, *args, **kwargs)
+            recorder.attempt(tell, group, (args, kwargs))
+            with recorder.paused():
+                work = original(group, *args, **kwargs)
+            recorder.attempt(mark, (args, kwargs))
+            return work
+
+        def tell(group: Any, given: Any) -> None:
+            detail = (
+                f"a collective on {type(group).__name__} itself, rank {group.rank()} of {group.size()}, passes no "
+                "operator; collectives are not replayed yet"
+            )
+            recorder.unsupported("collective", f"{type(group).__name__}.{original.__name__}", detail)
+            mark(given)
+
+        def mark(given: Any) -> None:
+            for tensor in tensors_of(given):
+                recorder.mark_outside_write(tensor)
+
+        return call
+
+    def _waiting(self, original: CollectiveFunction) -> CollectiveFunction:
+        recorder = self._recorder
+
+        @functools.wraps(original)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            results = original(work, *args, **kwargs)
+            if recorder.launching() and not recorder.attempt(self._launched):
+                recorder.unsupported("collective", f"Work.{original.__name__}", _EARLIER)
+            return results
+
+        return wait
+
+
+def _below(group: type) -> Iterator[type]:
+    subclasses: list[type] = group.__subclasses__()
+    for each in subclasses:
+        yield each
+        yield from _below(each)
