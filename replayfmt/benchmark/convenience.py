@@ -13,7 +13,7 @@ from rich.console import Console
 
 from replayfmt.errors import ReplayFailed, UsageError
 from replayfmt.format.validation import choice_of, flag_of, text_of, texts_of
-from replayfmt.replay.convenience import PlanOptions
+from replayfmt.replay.options import PlanOptions
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import VerifyMode
 

@@ -7,11 +7,11 @@ report of a finished replay for people and for programs, as opreplay-run prints 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from replayfmt.errors import ContentNotCaptured, InvalidCapture, ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import OpStatus, RecordKind
@@ -23,14 +23,13 @@ from replayfmt.initializers import Initializer
 from replayfmt.pytorch.tensors.memory import undispatched
 
 from .op_tensors import CapturedValues, replayed_values
+from .options import PlanOptions
 from .plan import Plan
 from .planning.records import python_values
 from .results import Divergence, PeakMemory, ReplayResult, VerifyMode
 
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer
-
-    from .substitution.requests import Substitution
 
 
 _SHOWN_VERDICTS = 20
@@ -276,21 +275,6 @@ def _size(length: int) -> str:
 
 def _mebibytes(length: int) -> str:
     return f"{length / 2**20:.1f} MiB"
-
-
-class PlanOptions(TypedDict, total=False):
-    """What a replay runs on and what it accepts: the parameters of `Plan` with the same names."""
-
-    devices: Sequence[str]
-    allow_incomplete: bool
-    file_remaps: Sequence[str]
-    initializers: Sequence[Initializer]
-    initializer_options: Mapping[str, str]
-    substitutions: Sequence[str | Substitution]
-    allow_imports: Iterable[str]
-    allow_operators: Iterable[str]
-    allow_code: bool
-    opaque_results: Iterable[str]
 
 
 @dataclass(frozen=True)

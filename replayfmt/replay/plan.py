@@ -6,37 +6,34 @@ unless the capture is very long), provides fresh content and issues the ops agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import check_function, check_kind, choice_of, counted, flag_of
-from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.environment import apply_settings
 
 from .codegen.call_templates import DirectFunctions, TemplateMaker
 from .codegen.lowering import Context, Lowering, Shapes
 from .codegen.op_lowering import Watcher, lower_op, lower_watched
-from .codegen.streams import STREAMS_MODES, StreamsMode, replay_streams
+from .codegen.streams import replay_streams
 from .codegen.windows import CodeCache, Window
+from .options import MorePlanOptions, ReplayOptions
 from .planning.devices import MemoryWatch
 from .planning.kernels import KernelStandIn
 from .planning.records import Slice
-from .planning.scan import Scan, WindowSize
+from .planning.scan import Scan
 from .preparation import Preparation
-from .resolution.graph_kernels import GRAPHS_MODES, GraphsMode
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
 from .run.content import Content, Restoring
 from .run.execute import Machine, OnScope, RunClock, ScopeTimes, Timer, surroundings
 from .run.run_twice import NondeterministicOp, RunTwice, name_nondeterministic
 from .run.steps import ONE_RECORD, IsolatedOp, KeepGoing, Steps
-from .substitution.distance import Tolerance
 from .substitution.session import SubstitutionSession, python_dispatch
-from .substitution.table import SubstitutionChoice
 from .verification import Judge, StopReplay, decide, environment_differences
 
 _KEPT_RECORDS = 250_000  # longer captures do not keep their windows between runs, at some hundred bytes a record
@@ -59,56 +56,17 @@ class Plan(Preparation):
         allow_incomplete: bool = False,
         *,
         keep_going: bool = False,
-        file_remaps: Sequence[str] = (),
         on_file_bytes: Callable[[int, int], None] | None = None,
-        initializers: Sequence[Initializer] = (),
-        initializer_options: Mapping[str, str] | None = None,
-        substitutions: SubstitutionChoice = (),
-        substitution_tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
-        allow_imports: Iterable[str] = (),
-        allow_operators: Iterable[str] = (),
-        allow_code: bool = False,
-        opaque_results: Iterable[str] = (),
-        streams: StreamsMode = "captured",
-        graphs: GraphsMode = "captured",
-        window: WindowSize = WindowSize(),  # noqa: B008 - frozen
+        **options: Unpack[MorePlanOptions],
     ) -> None:
-        """`file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now; while their
-        digests are computed, `on_file_bytes(bytes read, of all)` is called, from any thread. `initializers` fill what
-        was not captured, before those that are registered and built in; `initializer_options` are for them
-        (`moe-routing`: uniform, zipf or zipf:EXPONENT). `substitutions` puts other functions in place of
-        kernels: texts as on the command line, Substitution objects, or a function that decides for each Call;
-        `substitution_tolerance` is how far their results may be off. `allow_imports` names modules to import for the
-        operators that they register (a capture causes no other), `allow_operators` operators that may run although they
-        do more than compute on tensors. `allow_code` lets machine code and source in the capture run, with the rights
-        of this process (SECURITY.md). `opaque_results`, `streams` and `graphs` are those of the flags.
+        """`devices`, `allow_incomplete`, `keep_going` and `options` are fields of ReplayOptions. While the digests of
+        external files are computed, `on_file_bytes(bytes read, of all)` is called, from any thread.
 
         Raises ReplayRefused with `findings`, UsageError for wrong devices and remaps, and what opening a file raises.
         """
-        choice_of("streams", streams, STREAMS_MODES)
-        choice_of("graphs", graphs, GRAPHS_MODES)
-        check_kind("window", window, WindowSize)
-        check_kind("substitution_tolerance", substitution_tolerance, Tolerance)
         check_function("on_file_bytes", on_file_bytes)
-        keep_going = flag_of("keep_going", keep_going)
-        super().__init__(
-            capture,
-            devices,
-            Registry(initializers, initializer_options),
-            allow_incomplete=flag_of("allow_incomplete", allow_incomplete),
-            keep_going=keep_going,
-            file_remaps=file_remaps,
-            on_file_bytes=on_file_bytes,
-            allow_imports=allow_imports,
-            allow_operators=allow_operators,
-            allow_code=flag_of("allow_code", allow_code),
-            graphs=graphs,
-            streams=streams,
-            substitutions=substitutions,
-            opaque_results=opaque_results,
-            window=window,
-        )
-        self._keeps_going = keep_going
+        asked = ReplayOptions(devices, allow_incomplete, keep_going, **options)
+        super().__init__(capture, asked, on_file_bytes)
         self._clock = RunClock()
         self.judge = Judge(self._clock, self.describe)
         self.judge.compares_scalars = not self.synthesis.reason
@@ -128,7 +86,7 @@ class Plan(Preparation):
             self._content.load,
             self.device_map.host_goes_to,
             opaque=self.opaque_slots(),
-            streams=replay_streams(self.reader, self.device_map, streams),
+            streams=replay_streams(self.reader, self.device_map, asked.streams),
         )
         self._kept: dict[tuple[bool, Shapes, KernelStandIn | None], list[Window]] = {}
         self._shapes_checked, self._executions = False, 0
@@ -138,7 +96,7 @@ class Plan(Preparation):
         self.substitution: SubstitutionSession | None = None
         if self.replacements:
             try:
-                self.substitution = SubstitutionSession(self, self.replacements, substitution_tolerance)
+                self.substitution = SubstitutionSession(self, self.replacements, asked.substitution_tolerance)
             except BaseException:
                 self.close()
                 raise
@@ -193,7 +151,7 @@ class Plan(Preparation):
         check_function("on_progress", on_progress)
         check_kind("only", only, Slice, optional=True)
         check_kind("timer", timer, Timer, optional=True)
-        if keep_going and not self._keeps_going:
+        if keep_going and not self.options.keep_going:
             raise UsageError("keep_going needs a plan made with keep_going=True")
         if only is not None and not keep_going:
             raise UsageError("a slice is run with keep_going")
@@ -224,7 +182,7 @@ class Plan(Preparation):
         `keep` its code is kept for the next run with it."""
         before, self.context = self.context, replace(self.context, stand_in=stand_in)
         try:
-            return self._run("none", on_scope, self._keeps_going, timer, on_progress, False)
+            return self._run("none", on_scope, self.options.keep_going, timer, on_progress, False)
         finally:
             self.context = before
             if not keep:
@@ -354,7 +312,7 @@ class Plan(Preparation):
 
         Random generators go on as if `on_op` had drawn nothing. The plan must be made with keep_going.
         """
-        if not self._keeps_going:
+        if not self.options.keep_going:
             raise UsageError("examine needs a plan made with keep_going=True")
         if self.substitution is not None:
             self.substitution.check()
@@ -402,7 +360,7 @@ class Plan(Preparation):
             stack.enter_context(self._surroundings())
             verification = self._decide(verify)
             checks = verification.mode != "none"
-            scan = Scan(self.reader, self.effects, checks=checks, window=self.window, stop=stop)
+            scan = Scan(self.reader, self.effects, checks=checks, window=self.options.window, stop=stop)
             findings = self.findings_before(scan)
             if findings:
                 raise ReplayRefused(
@@ -457,7 +415,7 @@ class Plan(Preparation):
         known = self._unsteady.keys()
         twice = RunTwice(self.generators, ordinals, patience_s, known=known, unless_found_by=stop, repeats=repeats)
         context = replace(self.context, stand_in=twice, shapes=Shapes.unchecked, streams=None)
-        scan = Scan(self.reader, self.effects, checks=False, window=self.window)
+        scan = Scan(self.reader, self.effects, checks=False, window=self.options.window)
         self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
         apply_settings(self.reader.session.settings)  # the run before may have stopped after changes
         self._clock.reset(self.devices, None)

@@ -22,18 +22,18 @@ from replayfmt.format.validation import texts_of
 from replayfmt.initializers import Registry
 from replayfmt.pytorch.operators import OpaqueResults, OpaqueSpec
 
-from .codegen.streams import StreamsMode
+from .options import ReplayOptions
 from .planning.devices import map_devices, map_generators
 from .planning.external_files import ExternalFiles
 from .planning.findings import Findings
 from .planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of, effects_of_missing
 from .planning.records import Slice, Slicer, Work, count_work, describe
-from .planning.scan import Scan, WindowSize
+from .planning.scan import Scan
 from .planning.synthesis import CapturedContent, Synthesis
-from .resolution.graph_kernels import GraphsMode, PreparedGraphs
+from .resolution.graph_kernels import PreparedGraphs
 from .resolution.kernel_lookup import AllowedCode, AllowedImports, resolve
 from .results import OpaqueResult
-from .substitution.table import SubstitutionChoice, load_requests
+from .substitution.table import load_requests
 
 _SHOWN_KERNELS = 5
 
@@ -42,61 +42,39 @@ class Preparation:
     """A capture checked for a group of devices. Owns what it opened until `close`."""
 
     def __init__(
-        self,
-        capture: Any,
-        devices: Sequence[str],
-        registry: Registry,
-        *,
-        allow_incomplete: bool,
-        keep_going: bool,
-        file_remaps: Sequence[str],
-        on_file_bytes: Callable[[int, int], None] | None,
-        allow_imports: Iterable[str],
-        allow_operators: Iterable[str],
-        allow_code: bool,
-        graphs: GraphsMode,
-        streams: StreamsMode,
-        substitutions: SubstitutionChoice,
-        opaque_results: Iterable[str],
-        window: WindowSize,
+        self, capture: Any, options: ReplayOptions, on_file_bytes: Callable[[int, int], None] | None = None
     ) -> None:
         """See `Plan`."""
+        self.options = options
         with ExitStack() as opened:
             self.reader = _opened(capture, opened)
-            self.files = ExternalFiles(self.reader, file_remaps)
+            self.files = ExternalFiles(self.reader, options.file_remaps)
             opened.callback(self.files.close)
-            self.opaque = OpaqueResults([*_stated(self.reader), *_matching(self.reader, opaque_results)])
+            self.opaque = OpaqueResults([*_stated(self.reader), *_matching(self.reader, options.opaque_results)])
             self._opaque_results: tuple[OpaqueResult, ...] | None = None  # listed because the last one was found
-            self._imports = AllowedImports(allow_imports, allow_operators)
-            self.device_map, self._unmapped = map_devices(self.reader.devices, texts_of("devices", devices))
+            self._imports = AllowedImports(options.allow_imports, options.allow_operators)
+            self.device_map, self._unmapped = map_devices(self.reader.devices, texts_of("devices", options.devices))
             types = frozenset(device.type for device in self.device_map.in_use())
-            self._code = AllowedCode(self.reader, allow_code, types)
+            self._code = AllowedCode(self.reader, options.allow_code, types)
             self._code.prepare()
             self._graphs = PreparedGraphs(
                 self.reader,
                 self.device_map,
                 self._imports,
-                allow_code=allow_code,
-                mode=graphs,
-                streams=streams,
-                window=window,
+                allow_code=options.allow_code,
+                mode=options.graphs,
+                streams=options.streams,
+                window=options.window,
             )
             opened.callback(self._graphs.close)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
-            self.replacements = load_requests(substitutions)
-            self.window = window
-            self._prepare(allow_incomplete, keep_going, on_file_bytes, registry)
+            self.replacements = load_requests(options.substitutions)
+            self._prepare(on_file_bytes)
             self._opened = opened.pop_all()
 
-    def _prepare(
-        self,
-        allow_incomplete: bool,
-        keep_going: bool,
-        on_file_bytes: Callable[[int, int], None] | None,
-        registry: Registry,
-    ) -> None:
+    def _prepare(self, on_file_bytes: Callable[[int, int], None] | None) -> None:
         reader, sentences = self.reader, list(self._unmapped)
-        if not reader.complete and not allow_incomplete:
+        if not reader.complete and not self.options.allow_incomplete:
             sentences.insert(
                 0, f"the capture is incomplete ({reader.incomplete_reason}); --allow-incomplete replays what is there"
             )
@@ -111,6 +89,7 @@ class Preparation:
         scan = self.scan(checks=False)
         findings = Findings(reader, self.device_map, self.kernels, scan)
         findings.collect()
+        registry = Registry(self.options.initializers, self.options.initializer_options)
         self._file_findings = self.files.validate(on_file_bytes)
         self.synthesis = Synthesis(reader, scan, self.kernels, registry, CapturedContent(reader, scan, self.files))
         self.findings = (
@@ -121,13 +100,13 @@ class Preparation:
             *self.synthesis.findings,
         )
         self.refused = findings.refused
-        self._refuse(bool(sentences), keep_going, "nothing was run")
+        self._refuse(bool(sentences), "nothing was run")
         if self._load_code():
             found = Findings(reader, self.device_map, self.kernels, scan)
             found.collect(unsupported=False)
             self.refused = found.refused
             self.findings = (*self.findings, *(each for each in found.sentences if each not in self.findings))
-            self._refuse(False, keep_going, "no op was run")
+            self._refuse(False, "no op was run")
         self._draw_notes = findings.notes
         self.elsewhere = tuple(findings.elsewhere)
         """What child processes did that the capture does not hold."""
@@ -136,9 +115,9 @@ class Preparation:
         )
         """What stands for each captured generator, by id; None if its numbers cannot be drawn here."""
 
-    def _refuse(self, anyhow: bool, keep_going: bool, ran: str) -> None:
+    def _refuse(self, anyhow: bool, ran: str) -> None:
         """Raises ReplayRefused with the findings, if there are any (`anyhow`: some that nothing gets around)."""
-        if not anyhow and (keep_going or not self.findings):
+        if not anyhow and (self.options.keep_going or not self.findings):
             return
         count = len(self.findings)
         reasons = f"{count} reason{'s' if count > 1 else ''}"
@@ -217,7 +196,7 @@ class Preparation:
     def scan(self, *, checks: bool) -> Scan:
         """The first pass over the records, made once for replays that verify and once for those that do not."""
         if checks not in self._scans:
-            self._scans[checks] = Scan(self.reader, self.effects, checks=checks, window=self.window)
+            self._scans[checks] = Scan(self.reader, self.effects, checks=checks, window=self.options.window)
         return self._scans[checks]
 
     def effects(self, signature_id: int, layout: SlotLayout) -> Effects:
