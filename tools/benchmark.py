@@ -23,15 +23,13 @@ from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options,
 from .replay_flags import ReplayFlags, plan_of_scope, profiled, profiling_options, profiling_request, replay_options
 
 if TYPE_CHECKING:
-    from replayfmt.benchmark.measure import Options, Progress
-    from replayfmt.replay.plan import Plan
-if TYPE_CHECKING:
-    from replayfmt.benchmark.measure import Inputs, Options, PlanOfScope
+    from replayfmt.benchmark.measure import Inputs, Options, PlanOfScope, Progress
     from replayfmt.benchmark.run_report import Report
     from replayfmt.replay.plan import Plan
 
 
 # Flags of other measurements.
+
 _NOT_WITH_MEMORY = (
     "per_op",
     "compare",

@@ -14,8 +14,6 @@ from .command import reader_may_leave, said_if_possible, say
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.baseline import BaselineComparison, Document
-    from replayfmt.benchmark.run_report import Report
-if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Progress
     from replayfmt.benchmark.per_op.results import GroupBy, OpOptions, PerOpRun
     from replayfmt.benchmark.per_op.roofline import PeaksOf

@@ -31,9 +31,8 @@ from replayfmt.format.reader import open_capture
 from .command import report, say
 
 if TYPE_CHECKING:
-    from replayfmt.replay.codegen.windows import Window
-if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
+    from replayfmt.replay.codegen.windows import Window
     from replayfmt.replay.plan import Plan
 
 
