@@ -41,7 +41,8 @@ class BdistWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-# tools/ and examples/ are installed under names of our own; package-dir in pyproject.toml maps them.
-PACKAGES = [*find_packages(include=["replayfmt", "replayfmt.*"]), "opreplay_tools", "opreplay_tools.programs"]
+# tools/, examples/ and docs/ are installed under names of our own; package-dir in pyproject.toml maps them.
+PACKAGES = [*find_packages(include=["replayfmt", "replayfmt.*"]), "opreplay_tools"]
+PACKAGES += ["opreplay_tools.docs", "opreplay_tools.programs"]
 
 setup(packages=PACKAGES, cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import click
 
-from .command import run_tool, version_option
+from .command import agents_md_option, run_tool, version_option
 
 # The short name of each tool, and its module. `python -m opreplay_tools.MODULE` runs it, too.
 TOOLS = {
@@ -46,6 +46,7 @@ class _Tools(click.Group):
     epilog="`opreplay TOOL …` is `opreplay-TOOL …`.",
 )
 @version_option("opreplay")
+@agents_md_option("opreplay")
 def cli() -> None:
     """Capture the work of a PyTorch program, and replay it without the program."""
 

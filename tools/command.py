@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedWriter, FileIO, TextIOWrapper
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -99,34 +99,48 @@ def record_bar(what: str, records: int) -> Iterator[Callable[..., None] | None]:
 _LONGEST_DIAGNOSTIC = 4000  # characters
 
 
-def playbook_text(tool: str) -> str:
-    """The part of the playbook that `tool --agents-md` prints: all of it for opreplay-run, otherwise its section."""
-    from importlib.resources import files  # costs more than the rest of most tools' start
+# The guides of docs/ that --agents-md=NAME prints, as in the first page's list.
+# fmt: off
+TOPICS = [
+    "failures", "content", "recording", "running-processes", "compiled", "triton", "devices", "graphs", "compatibility",
+    "queries", "signatures", "substitution", "measuring", "comparing", "power", "reporting", "tables", "vectors",
+    "importing", "execution-traces", "operator-libraries", "initializers", "probing", "probe-files",
+]
+# fmt: on
+_PAGES = Path(__file__).parent / "playbook"
+# In a wheel the guides are beside this file, in a clone where people look for them.
+_GUIDES = (Path(__file__).parent / "docs", Path(__file__).resolve().parents[1] / "docs")
 
-    whole = files(__package__).joinpath("playbook.md").read_text(encoding="utf-8")
-    if tool == "opreplay-run":
-        return whole
-    section = re.search(rf"^## {re.escape(tool)}$.*?(?=^## |\Z)", whole, re.MULTILINE | re.DOTALL)
-    if section is None:
-        raise LookupError(f"playbook.md has no section for {tool}")
-    return section.group(0)
+
+def playbook_text(name: str) -> str:
+    """What --agents-md=NAME prints: the page of a tool (`run`), of all tools (`opreplay`), or a topic."""
+    if name in TOPICS:
+        return (next(each for each in _GUIDES if each.is_dir()) / f"{name}.md").read_text(encoding="utf-8")
+    tools = sorted(page.stem for page in _PAGES.glob("*.md"))
+    if name not in tools:
+        raise UsageError(f"--agents-md={name}: expected a tool ({', '.join(tools)}) or a topic ({', '.join(TOPICS)})")
+    return (_PAGES / f"{name}.md").read_text(encoding="utf-8")
 
 
 def agents_md_option(tool: str) -> Callable[[Any], Any]:
-    """`--agents-md`: print the tool's part of the playbook and exit."""
+    """`--agents-md`: print the tool's page for agents and exit; `--agents-md=NAME`: another tool's, or a topic.
+    opreplay-run, which agents try first, prints the page of all tools."""
+    own = "opreplay" if tool == "opreplay-run" else tool.removeprefix("opreplay-")
 
-    def show(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
-        if value and not context.resilient_parsing:
-            click.echo(playbook_text(tool), nl=False)
+    def show(context: click.Context, _parameter: click.Parameter, name: str | None) -> None:
+        if name is not None and not context.resilient_parsing:
+            click.echo(playbook_text(name or own), nl=False)
             context.exit(0)
 
     return click.option(
         "--agents-md",
-        is_flag=True,
+        is_flag=False,
+        flag_value="",
+        metavar="[NAME]",
         is_eager=True,
         expose_value=False,
         callback=show,
-        help="Print this tool's playbook for agents and exit.",
+        help="Print this tool's page for agents, or that of the tool or topic NAME, and exit.",
     )
 
 

@@ -300,7 +300,7 @@ def _scope(work: Work, region: MeasuredRegion, runner: WindowRunner) -> None:
     ),
     ("opreplay-energy --zone=Europe/Berlin --gpu=0 windows.jsonl power.csv", "A log in local time, one GPU of it:"),
 )
-@click.option("--output", "-o", "out", metavar="FILE", help="Write the report to FILE as JSON (docs/energy.md).")
+@click.option("--output", "-o", "out", metavar="FILE", help="Write the report to FILE as JSON (docs/power.md).")
 @click.option(
     "--capture", metavar="FILE", type=click.Path(), help="Refuse windows that were not measured on this capture."
 )

@@ -66,7 +66,7 @@ _ONLY_FOR = {
 @click.option(
     "--power-log",
     metavar="FILE",
-    help="With --format=perfetto: also show the power of this log (CSV, docs/energy.md), which was sampled during the "
+    help="With --format=perfetto: also show the power of this log (CSV, docs/power.md), which was sampled during the "
     "capture.",
 )
 @click.option("--zone", metavar="ZONE", help="With --power-log: the zone of times that name none: UTC, +02:00.")

@@ -40,7 +40,7 @@ def copy_of_the_tree(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, directory)
-    for name in ("replayfmt", "tools", "schema", "examples"):
+    for name in ("replayfmt", "tools", "docs", "schema", "examples"):
         shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
     return directory
 
@@ -85,10 +85,12 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
         for path in (ROOT / "replayfmt").rglob("*")
         if path.suffix in {".py", ".cpp", ".h", ".toml", ".html", ".css", ".js"}
     }
-    tools = {f"opreplay_tools/{path.name}" for path in (ROOT / "tools").iterdir() if path.suffix in {".py", ".md"}}
+    tools = {f"opreplay_tools/{path.name}" for path in (ROOT / "tools").glob("*.py")}
+    tools |= {f"opreplay_tools/playbook/{path.name}" for path in (ROOT / "tools/playbook").glob("*.md")}
+    tools |= {f"opreplay_tools/docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     programs = {f"opreplay_tools/programs/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     assert packed == library | tools | programs | {"replayfmt/py.typed"}
-    assert "opreplay_tools/playbook.md" in packed
+    assert {"opreplay_tools/playbook/opreplay.md", "opreplay_tools/docs/failures.md"} <= packed
 
 
 def test_nothing_top_level_has_a_name_that_others_use(wheel: Path) -> None:
@@ -108,7 +110,8 @@ def test_the_installed_library_is_the_wheel_and_not_the_tree(installed: Path, tm
 def test_an_installed_tool_tells_its_version_and_its_flags(installed: Path, tmp_path: Path, tool: str) -> None:
     assert run(installed / f"opreplay-{tool}", "--version", cwd=tmp_path).startswith(f"opreplay-{tool}, version ")
     assert "--agents-md" in run(installed / f"opreplay-{tool}", "--help", cwd=tmp_path)
-    assert f"## opreplay-{tool}" in run(installed / f"opreplay-{tool}", "--agents-md", cwd=tmp_path)
+    assert f"# opreplay-{tool}\n" in run(installed / f"opreplay-{tool}", f"--agents-md={tool}", cwd=tmp_path)
+    assert "# When something fails" in run(installed / f"opreplay-{tool}", "--agents-md=failures", cwd=tmp_path)
 
 
 def test_installed_tools_capture_check_dump_and_run(installed: Path, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ _LESS = "; less putting back what it writes, measured apart"
 
 @dataclass(frozen=True)
 class EnergyReport:
-    """The report as a JSON object: see docs/energy.md, and docs/energy.schema.json."""
+    """The report as a JSON object: see docs/power.md, and docs/energy.schema.json."""
 
     content: dict[str, Any]
 
