@@ -29,7 +29,7 @@ DEMO      := build/demo
 PYTEST    = $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test check compat serving fuzz exact sanitize bench gpu wheel lint picture help
+.PHONY: demo test check compat serving fuzz exact sanitize bench gpu wheel lint picture docs map help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark, dump and report it'
 	@echo 'make test    the whole test suite'
@@ -44,6 +44,8 @@ help:
 	@echo 'make wheel   a wheel that carries the recorder in C++ built, for machines without a compiler (docs/recorders.md)'
 	@echo 'make picture run the demo and keep docs/memory.svg, which README.md shows'
 	@echo 'make lint    ruff and mypy'
+	@echo 'make docs    the documents as a site, in build/site'
+	@echo 'make map     draw docs/map.svg, the layers of the packages, from their imports'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: make PYTHON=...")'
@@ -147,6 +149,13 @@ wheel: $(INSTALLED)
 
 picture: demo
 	cp $(DEMO)/pictures/memory.svg docs/memory.svg
+
+# Needs no network once the environment is there.
+docs: $(INSTALLED)
+	$(BIN)/python -m mkdocs --quiet build
+
+map: $(INSTALLED)
+	$(BIN)/python docs/scripts/map.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
