@@ -158,8 +158,8 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "--top",
             type=click.IntRange(min=1),
             metavar="N",
-            help="With --per-op: print only the N most expensive rows. Ops that could not be measured are "
-            "always listed.",
+            help="With --per-op: the table shows only the N most expensive rows, and those that could not be measured. "
+            "JSON, CSV, --benchmark-out and --baseline have all rows.",
         ),
         click.option(
             "--group-by",

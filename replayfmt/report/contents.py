@@ -99,26 +99,31 @@ def captured_and_replayed(figures: KernelFigures) -> Section:
     ]
     columns = ("region", "captured", "replayed, median", "at least", "at most", "replayed / captured")
     table = ReportTable("regions", "Regions", _columns(columns), rows, None)
-    notes = [] if isolated is not None else [f"Sum of isolated calls: not measured: {_no_sum(figures)}."]
+    notes = _about_the_sum(figures)
     picture = BarPicture("replay", "Times", Axis("", "s"), names, series)
     return Section("replay", "Captured and replayed", about, [picture], [table], notes)
 
 
 def _isolated_seconds(figures: KernelFigures) -> float | None:
-    """The sum over all calls of the capture; None if one of them was not measured."""
-    found = [figures.calls_by_kernel.get(each.kernel) for each in figures.kernels]
-    totals = [None if each is None else each.total_ns for each in found]
-    known = [total for total in totals if total is not None]
-    return sum(known) / 1e9 if known and len(known) == len(totals) else None
+    """The sum over the measured calls of the capture; None if there are none."""
+    known = [each.total_ns for each in figures.calls_by_kernel.values() if each.calls and each.total_ns is not None]
+    return sum(known) / 1e9 if known else None
 
 
-def _no_sum(figures: KernelFigures) -> str:
-    """Why the sum of isolated calls is not known."""
+def _about_the_sum(figures: KernelFigures) -> list[str]:
+    """Why the sum of isolated calls is not known, or what it leaves out."""
     if not figures.measured.any_calls:
-        return figures.no_calls
-    found = [figures.calls_by_kernel.get(each.kernel) for each in figures.kernels]
-    without = sum(each is None or each.total_ns is None for each in found)
-    return f"not all calls of {counted(without, 'kernel')} have an isolated time"
+        return [f"Sum of isolated calls: not measured: {figures.no_calls}."]
+    found = [(each.calls, figures.calls_by_kernel.get(each.kernel)) for each in figures.kernels]
+    calls = sum(calls for calls, _of in found)
+    known = sum(of.calls for _calls, of in found if of is not None and of.total_ns is not None)
+    if known >= calls:
+        return []
+    partly = sum(of is None or of.calls < calls for calls, of in found)
+    return [
+        f"Sum of isolated calls: of {known:,} of {calls:,} calls ({known / calls:.1%}); "
+        f"not all calls of {counted(partly, 'kernel')} have an isolated time."
+    ]
 
 
 def baseline_section(comparison: BaselineComparison) -> Section:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log10
 
@@ -13,7 +13,7 @@ from replayfmt.dump.row_templates import scope_path
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
 
-from .measurements import MeasuredCalls, MeasuredEnergy, Measurements, calls_of_kernels, energy_of_kernels
+from .measurements import NO_ROW, MeasuredCalls, MeasuredEnergy, Measurements, calls_of_kernels, energy_of_kernels
 from .ops import CapturedCallSite, CapturedTime, Clock, KernelTotals
 from .pictures import (
     Axis,
@@ -114,12 +114,18 @@ def top_kernels(figures: KernelFigures) -> Section:
 
     def joules(each: KernelTotals) -> float | None:
         found = figures.energy_by_kernel.get(each.kernel)
-        return None if found is None else found.joules
+        return None if found is None or not found.calls else found.joules
 
     replayed = of_calls("total_ns", 1e-9)
     no_calls = "" if measured.any_calls else figures.no_calls
     no_energy = "" if measured.energy_by_signature else figures.no_energy
     notes: list[str] = []
+    parts = [found for found in figures.calls_by_kernel.values() if found.calls and found.missing_calls]
+    if parts:
+        notes.append(
+            f"{counted(len(parts), 'kernel')} of which some calls were not measured: isolated times and bytes are "
+            f"those of {min(each.share for each in parts):.1%} or more of their calls."
+        )
     pictures = [
         _top("top-captured", f"Time during capture ({clock})", Axis("all calls", "s"), figures, seconds,
              "" if figures.clock else figures.no_captured, notes),
@@ -153,7 +159,7 @@ def _top(
         return MissingPicture(name, title, "it is not known of any kernel; the table of kernels says why")
     if unknown := len(figures.kernels) - len(known):
         notes.append(
-            f"{title}: not known of all calls of {counted(unknown, 'kernel')}, which {'is' if unknown == 1 else 'are'} "
+            f"{title}: not known of {counted(unknown, 'kernel')}, which {'is' if unknown == 1 else 'are'} "
             "not in the picture; the table of kernels says why."
         )
     largest = sorted(known, key=lambda pair: -pair[0])[:_TOP]
@@ -271,8 +277,9 @@ def _captured_cells(figures: KernelFigures, each: CapturedCallSite | KernelTotal
 def _measured_cells(
     figures: KernelFigures, calls: MeasuredCalls | None, energy: MeasuredEnergy | None, of_site: int
 ) -> list[TableCell]:
-    none = "the benchmark has no row of these calls" if figures.measured.any_calls else figures.no_calls
-    found = calls or MeasuredCalls(0, None, None, None, None, None)
+    none = NO_ROW if figures.measured.any_calls else figures.no_calls
+    found = calls or MeasuredCalls()
+    none = none if found.calls else found.reasons.get("missing", none)
     reasons = {**{name: none for name in ("total_ns", "bytes_moved", "flops")}, **found.reasons}
     call_ns = found.call_ns
     nanoseconds = found.total_ns
@@ -291,18 +298,26 @@ def _measured_cells(
     no_joules = "the report has no row of these calls" if figures.measured.energy_by_signature else figures.no_energy
     joules = None if energy is None else energy.joules_per_call
     why = energy.reason if energy is not None else no_joules
-    unknown_rate = reasons.get("flops", reasons.get("total_ns", ""))
+    unknown_rate = reasons["flops"]
     return [
-        figure_cell(None if call_ns is None else call_ns * of_site / 1e9, "s", reasons.get("total_ns", "")),
-        figure_cell(None if call_ns is None else call_ns / 1e9, "s", reasons.get("total_ns", ""), within),
+        _of_part(None if call_ns is None else call_ns * of_site / 1e9, found, "s", reasons["total_ns"]),
+        figure_cell(None if call_ns is None else call_ns / 1e9, "s", reasons["total_ns"], within),
         figure_cell(a_call(found.bytes_moved), "B", reasons.get("bytes_moved", "")),
         figure_cell(a_call(found.flops), "FLOP", reasons.get("flops", "")),
         figure_cell(a_second(found.flops), "FLOP/s", unknown_rate),
         figure_cell(a_second(found.bytes_moved), "B/s", reasons.get("bytes_moved", "")),
         figure_cell(found.share_of_roof, "%", no_roof, found.bound and f"bound by {found.bound}"),
-        figure_cell(None if joules is None else joules * of_site, "J", why),
+        _of_part(None if joules is None else joules * of_site, energy, "J", why),
         figure_cell(joules, "J", why),
     ]
+
+
+def _of_part(value: float | None, of: MeasuredCalls | MeasuredEnergy | None, unit: str, why: str) -> TableCell:
+    """A sum over all calls, reduced to those measured, with their share."""
+    if value is None or of is None or not of.missing_calls:
+        return figure_cell(value, unit, why)
+    cell = figure_cell(value * of.share, unit, why, of.known_part)
+    return replace(cell, text=f"{cell.text} ({of.share:.1%} of the calls)")
 
 
 def _weight(figures: KernelFigures, each: CapturedCallSite | KernelTotals) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -149,13 +149,15 @@ _OP, _WHOLE = "BM_op/", "BM_replay"
 
 @dataclass
 class MeasuredCalls:
-    """Isolated calls of a signature or a kernel: sums over `calls` of them. Sums are None, and `reasons` says why by
-    the name of the field, where one of the rows does not know its part. Times are nanoseconds.
+    """Isolated calls of a signature or a kernel: sums over the `calls` that were measured. `missing_calls` were not,
+    and `reasons["missing"]` says why. Another sum is None, and `reasons` has the reason by the name of the field,
+    where one of the measured rows does not know its part. Times are nanoseconds.
 
     `share_of_roof`, `bound` and the peaks are of the row with most calls.
     """
 
     calls: int = 0
+    missing_calls: int = 0
     total_ns: float | None = 0.0
     low_ns: float | None = 0.0
     high_ns: float | None = 0.0
@@ -173,6 +175,21 @@ class MeasuredCalls:
     def call_ns(self) -> float | None:
         return None if self.total_ns is None or not self.calls else self.total_ns / self.calls
 
+    @property
+    def share(self) -> float:
+        """The measured share of the calls."""
+        return self.calls / (self.calls + self.missing_calls) if self.calls else 0.0
+
+    @property
+    def known_part(self) -> str:
+        """Which part of the calls the figures hold; empty if they hold all."""
+        return _known_part(self.calls, self.missing_calls, self.reasons.get("missing", ""))
+
+    def miss(self, calls: int, reason: str) -> None:
+        """Count calls that were not measured."""
+        self.missing_calls += calls
+        self.reasons.setdefault("missing", reason)
+
     def add(self, name: str, value: float | None, calls: int, reason: str) -> None:
         """Add `value` for each of `calls` to a sum."""
         before = getattr(self, name)
@@ -183,26 +200,43 @@ class MeasuredCalls:
 
 @dataclass
 class MeasuredEnergy:
-    """Joules of one run's calls of a signature or a kernel; None, with the reason, if a part is not known."""
+    """Joules of the measured `calls` of a signature or a kernel in one run; `missing_calls` have none, for `reason`."""
 
     calls: int = 0
-    joules: float | None = 0.0
+    missing_calls: int = 0
+    joules: float = 0.0
     error_joules: float | None = 0.0
     reason: str = ""
 
     @property
     def joules_per_call(self) -> float | None:
-        return None if self.joules is None or not self.calls else self.joules / self.calls
+        return self.joules / self.calls if self.calls else None
+
+    @property
+    def share(self) -> float:
+        """The share of the calls that have joules."""
+        return self.calls / (self.calls + self.missing_calls) if self.calls else 0.0
+
+    @property
+    def known_part(self) -> str:
+        """Which part of the calls the joules are of; empty if they are of all."""
+        return _known_part(self.calls, self.missing_calls, self.reason)
 
     def add(self, count: int, per_call: float | None, error: float | None, reason: str) -> None:
-        self.calls += count
-        if per_call is None or self.joules is None:
-            self.joules = self.error_joules = None
+        if per_call is None:
+            self.missing_calls += count
             self.reason = self.reason or reason
             return
+        self.calls += count
         self.joules += per_call * count
         unknown = error is None or self.error_joules is None
         self.error_joules = None if unknown else (self.error_joules or 0.0) + (error or 0.0) * count
+
+
+def _known_part(known: int, missing: int, reason: str) -> str:
+    if not known or not missing:
+        return ""
+    return f"of {known:,} of {known + missing:,} calls ({known / (known + missing):.1%}); the others: {reason}"
 
 
 @dataclass(frozen=True)
@@ -289,11 +323,11 @@ def _add_calls(by: dict[str, MeasuredCalls], key: str, row: Fields) -> None:
     count = row.count("count")
     calls = count - (row.count("not_measured") if row.has("not_measured") else 0)
     if row.content.get("error_occurred") or calls <= 0:
-        message = row.text("error_message") if row.has("error_message") else "it has no times"
-        for name in ("total_ns", "low_ns", "high_ns", "bytes_moved", "flops"):
-            sums.add(name, None, count, message)
+        sums.miss(count, row.text("error_message") if row.has("error_message") else "it has no times")
         return
     sums.calls += calls
+    if count > calls:
+        sums.miss(count - calls, row.text("reason") if row.has("reason") else "it has no times")
 
     def total(name: str) -> float | None:
         value = row.amount(name)
@@ -362,7 +396,9 @@ class IsolatedTimes:
     of all of the kernel's calls."""
 
     def __init__(self, measured: Measurements) -> None:
-        self._by_signature = {name: each.call_ns for name, each in measured.by_signature.items()}
+        self._by_signature = {
+            name: None if each.missing_calls else each.call_ns for name, each in measured.by_signature.items()
+        }
         self._by_kernel = {name: (each.call_ns, each.calls) for name, each in measured.by_kernel.items()}
 
     def __bool__(self) -> bool:
@@ -391,6 +427,7 @@ def read_isolated(where: str, document: Document) -> IsolatedTimes:
     return found
 
 
+NO_ROW = "the benchmark has no row of these calls"
 _SUMS = ("total_ns", "low_ns", "high_ns", "bytes_moved", "flops")
 
 
@@ -405,13 +442,13 @@ def calls_of_kernels(
     if measured.by_signature:
         by_kernel = _by_kernel(sites)
         for each in kernels:
-            added = _calls(by_kernel[each.kernel], each, measured)
+            added = _calls(by_kernel[each.kernel], measured)
             if added is not None:
                 found[each.kernel] = added
     for each in kernels:
         row = measured.by_kernel.get(name_of(each.kernel))
         if row is not None and each.kernel not in found:
-            found[each.kernel] = row if row.calls in (0, each.calls) else _partial(row, each)
+            found[each.kernel] = _of_kernel(row, each)
     return found
 
 
@@ -429,11 +466,14 @@ def energy_of_kernels(
         added = found.setdefault(each.kernel, MeasuredEnergy())
         for site, energy in parts:
             if energy is None:
-                added.add(site.calls, None, None, _only(known, each.calls))
-            else:
-                per_call = energy.joules_per_call
-                error = None if energy.error_joules is None else energy.error_joules / energy.calls
-                added.add(site.calls, per_call, error, energy.reason)
+                added.add(site.calls, None, None, NO_ROW)
+                continue
+            with_joules = round(site.calls * energy.share)
+            error = None if energy.error_joules is None or not energy.calls else energy.error_joules / energy.calls
+            if with_joules:
+                added.add(with_joules, energy.joules_per_call, error, "")
+            if with_joules < site.calls:
+                added.add(site.calls - with_joules, None, None, energy.reason)
     return found
 
 
@@ -444,34 +484,33 @@ def _by_kernel(sites: Iterable[CapturedCallSite]) -> dict[int, list[CapturedCall
     return found
 
 
-def _calls(sites: Sequence[CapturedCallSite], kernel: KernelTotals, measured: Measurements) -> MeasuredCalls | None:
+def _calls(sites: Sequence[CapturedCallSite], measured: Measurements) -> MeasuredCalls | None:
     """The calls of a kernel's sites added up; None if none of them was measured."""
     parts = [(site, measured.by_signature.get(site.signature)) for site in sites]
-    known = sum(site.calls for site, calls in parts if calls is not None)
-    if not known:
+    if all(calls is None for _site, calls in parts):
         return None
-    added = MeasuredCalls(calls=kernel.calls)
+    added = MeasuredCalls()
     for site, calls in parts:
-        for name in _SUMS:
-            total = None if calls is None else getattr(calls, name)
-            if calls is None or total is None or not calls.calls:
-                why = _only(known, kernel.calls) if calls is None else calls.reasons.get(name, "it is not known")
-                added.add(name, None, site.calls, why)
-            else:
-                added.add(name, total / calls.calls, site.calls, "")
-        if calls is not None and site.calls > added.most_calls:
-            added.most_calls = site.calls
+        if calls is None:
+            added.miss(site.calls, NO_ROW)
+            continue
+        known = round(site.calls * calls.share)
+        added.calls += known
+        if known < site.calls:
+            added.miss(site.calls - known, calls.reasons.get("missing", NO_ROW))
+        for name in _SUMS if known else ():
+            total = getattr(calls, name)
+            why = calls.reasons.get(name, "it is not known")
+            added.add(name, None if total is None else total / calls.calls, known, why)
+        if known > added.most_calls:
+            added.most_calls = known
             added.share_of_roof, added.bound = calls.share_of_roof, calls.bound
             added.peak_flops, added.peak_bandwidth = calls.peak_flops, calls.peak_bandwidth
             added.kernel_class = calls.kernel_class
     return added
 
 
-def _partial(row: MeasuredCalls, kernel: KernelTotals) -> MeasuredCalls:
-    """A row of some of the kernel's calls."""
-    why = _only(row.calls, kernel.calls)
-    return MeasuredCalls(kernel.calls, None, None, None, None, None, reasons=dict.fromkeys(_SUMS, why))
-
-
-def _only(known: int, calls: int) -> str:
-    return f"only {known:,} of its {calls:,} calls were measured"
+def _of_kernel(row: MeasuredCalls, kernel: KernelTotals) -> MeasuredCalls:
+    """A row by kernel, which may hold some of the kernel's calls."""
+    missing = max(kernel.calls - row.calls, 0)
+    return replace(row, missing_calls=missing, reasons={"missing": NO_ROW, **row.reasons} if missing else row.reasons)

@@ -28,6 +28,7 @@ from replayfmt.probes.schedule import evaluate_schedule, evaluate_warps
 from replayfmt.probes.tables import Cell, ResultTable, Unmeasured
 
 from .kernel_sections import KernelFigures, Section
+from .measurements import NO_ROW
 from .pictures import (
     Axis,
     BarPicture,
@@ -263,9 +264,10 @@ def _row(each: ProbedKernel, figures: KernelFigures) -> TableRow:
         captured, why_captured = figures.captured(totals).mean_ns, "the capture has no time of these calls"
         measured = figures.calls_by_kernel.get(totals.kernel)
         if measured is not None:
-            isolated, why_isolated = measured.call_ns, measured.reasons.get("total_ns", "")
+            isolated = measured.call_ns
+            why_isolated = measured.reasons.get("total_ns", measured.reasons.get("missing", ""))
         elif figures.measured.any_calls:
-            why_isolated = "the benchmark has no row of these calls"
+            why_isolated = NO_ROW
     between = f"between {min(slowdowns):.3f} × and {max(slowdowns):.3f} ×" if slowdowns else ""
     return TableRow(
         (

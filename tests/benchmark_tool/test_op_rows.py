@@ -131,12 +131,28 @@ def test_the_sum_names_what_was_refused_and_the_exit_code_says_so(partly, tools,
 
 
 def test_what_could_not_be_measured_is_listed_however_few_rows_are_asked_for(partly, tools):
-    ran = tools("benchmark", "--per-op", "--top=1", "--benchmark-min-time=1x", "--benchmark-format=json", partly)
+    out = partly.with_suffix(".json")
+    ran = tools("benchmark", "--per-op", "--top=1", "--benchmark-min-time=1x", f"--benchmark-out={out}", partly)
     assert ran.code == 1
-    report = json.loads(ran.out)
-    assert [row["verdict"] for row in report["benchmarks"]] == ["ok", "refused"]
-    assert report["context"]["rows_not_shown"] == 2 and report["context"]["complete"] is False
+    rows = ran.out[: ran.out.index("\n\n")].splitlines()[1:]
+    assert len(rows) == 2 and "refused" in rows[1]
+    assert "the 1 rows shown are " in ran.out and ", 2 more are not shown" in ran.out
+    report = json.loads(out.read_text())
+    assert [row["verdict"] for row in report["benchmarks"]] == ["ok", "ok", "ok", "refused"]
+    assert report["context"]["complete"] is False
     assert report["context"]["not_measured_calls"] == {"refused": 1}
+
+
+def test_top_hides_no_row_from_the_baseline_and_its_gate(partly, tools):
+    """A row that is not printed can still be slower."""
+    out, flags = partly.with_suffix(".json"), ("--per-op", "--top=1", "--benchmark-min-time=6x")
+    tools("benchmark", *flags, "--replay-scope=deinit", f"--benchmark-out={out}", partly)
+    document = json.loads(out.read_text())
+    last = document["benchmarks"][-1]
+    last["samples"]["real_time"] = [each / 1000 for each in last["samples"]["real_time"]]
+    out.write_text(json.dumps(document))
+    ran = tools("benchmark", *flags, "--replay-scope=deinit", f"--baseline={out}", "--fail-above=100%", partly)
+    assert ran.code == 1 and f"FAILED: {last['name']}" in ran.out and "only in the baseline" not in ran.out
 
 
 def test_a_scope_restricts_what_is_measured(partly, tools):
@@ -154,24 +170,25 @@ def test_a_scope_restricts_what_is_measured(partly, tools):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["kernel", "scope", "signature"])
-def test_rows_are_sorted_and_cut_alike_in_every_format(captured, tools, by):
+def test_rows_are_sorted_alike_in_every_format_and_top_cuts_only_the_table(captured, tools, by):
     flags = ("--per-op", f"--group-by={by}", "--top=2", "--benchmark-min-time=1x")
     ran = tools("benchmark", *flags, "--benchmark-format=json", captured)
     assert ran.code == 0
     report = json.loads(ran.out)
     rows = report["benchmarks"]
     times = [row["estimated_us"] for row in rows]
-    assert len(rows) == 2 and times == sorted(times, reverse=True) and [row["rank"] for row in rows] == [1, 2]
+    places = list(range(1, len(rows) + 1))
+    assert len(rows) > 2 and times == sorted(times, reverse=True) and [row["rank"] for row in rows] == places
     assert all(row["name"].startswith(f"BM_op/{by}:") and row["real_time"] > 0 for row in rows)
     whole = report["context"]["estimated_us"]
-    assert sum(times) + report["context"]["estimated_us_not_shown"] == pytest.approx(whole)
+    assert sum(times) == pytest.approx(whole)
     assert all(row["share"] == pytest.approx(row["estimated_us"] / whole) for row in rows)
     assert all(row["rank_low"] <= row["rank"] <= row["rank_high"] for row in rows)
     assert all(("inclusive_us" in row) == (by == "scope") for row in rows)
     ran = tools("benchmark", *flags, "--benchmark-format=csv", captured)
     assert ran.code == 0
     table = list(csv.DictReader(io.StringIO(ran.out)))
-    assert [row["rank"] for row in table] == ["1", "2"]
+    assert [row["rank"] for row in table] == [str(place) for place in places]
     ran = tools("benchmark", *flags, captured)
     assert ran.code == 0
     lines = ran.out.splitlines()

@@ -131,7 +131,9 @@ def test_the_joules_of_these_tests_are_a_report_as_the_schema_has_it(measured: M
     jsonschema.validate(energy_of(json.loads(measured.per_op.read_text())), schema)
 
 
-def test_a_kernel_of_which_not_all_calls_were_measured_has_no_sum_anywhere(measured: Measured, tmp_path: Path) -> None:
+def test_a_kernel_of_which_not_all_calls_were_measured_shows_what_is_known_with_its_share(
+    measured: Measured, tmp_path: Path
+) -> None:
     def leave_out(document: dict[str, object], name: str, rows: str) -> None:
         listed = document[rows]
         assert isinstance(listed, list)
@@ -145,18 +147,44 @@ def test_a_kernel_of_which_not_all_calls_were_measured_has_no_sum_anywhere(measu
     kernels = table(shown, "kernels")
     (row,) = (each for each in kernels.rows if each.cells[0].text.startswith("aten::add.Tensor"))
     titles = [each.title for each in kernels.columns]
-    for title in ("isolated, all calls", "isolated, a call", "bytes, a call", "energy, all calls", "energy, a call"):
+    for title in ("isolated, all calls", "energy, all calls"):
         cell = row.cells[titles.index(title)]
-        assert (cell.text, cell.about) == ("not measured", "only 42 of its 45 calls were measured"), title
+        assert cell.text.endswith(" (93.3% of the calls)"), title
+        assert cell.about == "of 42 of 45 calls (93.3%); the others: the benchmark has no row of these calls"
+    times = [row["estimated_us"] for row in json.loads(partly.read_text())["benchmarks"] if "add.Tensor" in row["op"]]
+    assert row.cells[titles.index("isolated, all calls")].sort == pytest.approx(sum(times) / 1e6)
+    for title in ("isolated, a call", "bytes, a call", "energy, a call"):
+        assert row.cells[titles.index(title)].text != "not measured", title
     top = section(shown, "top")
     for picture in top.pictures:
         if picture.name in ("top-replayed", "top-energy"):
-            assert isinstance(picture, BarPicture) and "aten::add.Tensor" not in picture.labels
-            assert any(each.startswith(f"{picture.title}: ") and "not in the picture" in each for each in top.notes)
+            assert isinstance(picture, BarPicture) and "aten::add.Tensor" in picture.labels
+    assert any("isolated times and bytes are those of 93.3% or more of their calls" in each for each in top.notes)
     assert any("3 ops have no isolated time" in each for each in section(shown, "timeline").notes)
     whole = contents_of(measured, measured.whole, partly)
     (said,) = section(whole, "replay").notes
-    assert said == "Sum of isolated calls: not measured: not all calls of 1 kernel have an isolated time."
+    assert said.startswith("Sum of isolated calls: of ")
+    assert said.endswith("%); not all calls of 1 kernel have an isolated time.")
+
+
+def test_one_call_that_could_not_be_measured_hides_none_of_the_others(measured: Measured, tmp_path: Path) -> None:
+    """As an op whose clock stood still, in a benchmark of ops, and as a part of a row by kernel."""
+
+    def unmeasurable(document: dict[str, object]) -> None:
+        rows = document["benchmarks"]
+        assert isinstance(rows, list)
+        row = next(row for row in rows if row["name"].removeprefix("BM_op/").startswith(_ONE_OF_ADD))
+        kept = {key: row[key] for key in ("name", "op", "run_type", "count")}
+        row.clear()
+        row |= kept | {"error_occurred": True, "error_message": "unmeasurable: the clock did not advance"}
+
+    partly = edited(measured.per_op, tmp_path / "one.json", unmeasurable)
+    shown = table(contents_of(measured, measured.whole, partly), "kernels")
+    (row,) = (each for each in shown.rows if each.cells[0].text.startswith("aten::add.Tensor"))
+    cell = row.cells[[each.title for each in shown.columns].index("isolated, all calls")]
+    assert cell.text.endswith(" (93.3% of the calls)") and cell.about.endswith(
+        "unmeasurable: the clock did not advance"
+    )
 
 
 _ONE_OF_ADD = "aten::add.Tensor(float32[7], "

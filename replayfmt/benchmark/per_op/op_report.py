@@ -41,15 +41,12 @@ _REASONS = 3
 def make_op_report(
     run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None, top: int | None = None, peaks: PeaksOf | None = None
 ) -> Report:
-    """The report of the measured ops of `plan`, grouped by `group_by`, with only the `top` first rows that have times.
-    With `peaks`, each row of one op is placed on the roofline of its device.
-
-    Rows without times are always included: they may be the most expensive of all.
+    """The report of the measured ops of `plan`, grouped by `group_by`; the table shows only the `top` first rows that
+    have times. With `peaks`, each row of one op is placed on the roofline of its device.
     """
     total = run.estimated_ns
     rows = make_rows(run, group_by, plan.reader)
-    measured, others = [row for row in rows if row.members], [row for row in rows if not row.members]
-    shown = measured[:top]
+    measured = [row for row in rows if row.members]
     context = {
         **plan_context(plan),
         "min_time": str(run.options.min_time),
@@ -78,10 +75,8 @@ def make_op_report(
         "calls": sum(row.calls for row in measured),
         "group_by": group_by,
         "top": top,
-        "rows_not_shown": len(measured) - len(shown),
-        "estimated_us_not_shown": sum(row.estimated_ns or 0.0 for row in measured[len(shown) :]) / 1e3,
         "complete": run.complete,
-        "warnings": [*_warnings(run, shown, total or 0.0), *busy_machine(), *gpu_caveats(run.gpus)],
+        "warnings": [*_warnings(run, measured, total or 0.0), *busy_machine(), *gpu_caveats(run.gpus)],
     }
     of_device: dict[torch.device, Peaks] = {}
 
@@ -94,7 +89,7 @@ def make_op_report(
     placed = None if peaks is None else peaks_of
     reported = [
         _row(row, index, total or 0.0, group_by) | row_work(row, group_by is None, placed)
-        for index, row in enumerate([*shown, *others])
+        for index, row in enumerate(rows)
     ]
     if peaks is not None:
         context["roofline"] = True
@@ -121,12 +116,12 @@ def _unsupported(run: PerOpRun) -> dict[str, Any]:
     }
 
 
-def _warnings(run: PerOpRun, shown: list[OpRow], total_ns: float) -> list[str]:
+def _warnings(run: PerOpRun, measured: list[OpRow], total_ns: float) -> list[str]:
     few = [op for op in run.ops if op.times is not None and op.times.interval is None]
     short = [
         op for op in run.ops if op.times is not None and op.host_ns is None and op.times.median < 5 * run.overhead_ns
     ]
-    large = [row for row in shown if (row.estimated_ns or 0.0) >= _SMALL * total_ns]
+    large = [row for row in measured if (row.estimated_ns or 0.0) >= _SMALL * total_ns]
     dependent = [
         op
         for op in run.ops
@@ -344,22 +339,24 @@ def progress_line(op: MeasuredOp, place: int, of: int) -> str:
 
 
 def table_lines(report: Report) -> Iterator[str]:
-    """The rows by their share of the workload, the largest first, then those without times, the sum, and the totals."""
+    """The rows by their share of the workload, the largest first (at most the context's `top`), then those without
+    times, the sum, and the totals."""
     context = report.context
     group_by = context["group_by"]
     measured = [row for row in report.rows if "estimated_us" in row]
+    shown = measured[: context["top"]]
     others = [row for row in report.rows if "estimated_us" not in row]
     yield from _aligned(
         [
             (*_HEADS, *_WORK_HEADS, *(quantity.title for quantity in report.further), group_by or "op"),
-            *(_cells(row, context, report.further) for row in measured),
+            *(_cells(row, context, report.further) for row in shown),
             *(_unmeasured(row, group_by, report.further) for row in others[:_MOST_LISTED]),
         ]
     )
     if len(others) > _MOST_LISTED:
         yield f"and {len(others) - _MOST_LISTED} more that were not measured (--benchmark-format=json lists them)"
     yield ""
-    yield printable(_sum(context, len(measured)))
+    yield printable(_sum(context, shown, len(measured) - len(shown)))
     yield (
         f"distinct ops: {context['distinct_ops']} in the file, {context['matched']} matched, "
         f"{context['selected']} selected"
@@ -457,16 +454,16 @@ def _label(row: dict[str, Any], group_by: GroupBy | None) -> str:
     return str(row["name"]).removeprefix("BM_op/" if group_by is None else f"BM_op/{group_by}:")
 
 
-def _sum(context: dict[str, Any], rows: int) -> str:
+def _sum(context: dict[str, Any], shown: list[dict[str, Any]], more: int) -> str:
     """The total, the part of it that is not shown, and what it does not include."""
     if context["estimated_us"] is None:
         left_out = dict(context["not_measured_calls"])
         return f"sum: not measured: no call has a time ({_counted(left_out) or 'none was selected'})"
     total = duration(context["estimated_us"] * 1e3)
     text = f"sum: {total} in {call_count(context['calls'])}; each row is its calls times the median time of a call"
-    if context["rows_not_shown"]:
-        share = context["estimated_us_not_shown"] / context["estimated_us"] if context["estimated_us"] else 0.0
-        text += f"; the {rows} rows shown are {1 - share:.1%} of it, {context['rows_not_shown']} more are not shown"
+    if more:
+        share = sum(row["estimated_us"] for row in shown) / (context["estimated_us"] or 1.0)
+        text += f"; the {len(shown)} rows shown are {share:.1%} of it, {more} more are not shown"
     left_out = dict(context["not_measured_calls"])
     if context["unsupported"]["calls"]:
         left_out["unsupported"] = context["unsupported"]["calls"]
