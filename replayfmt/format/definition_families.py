@@ -568,6 +568,12 @@ class MetaFamily(Family[TensorMeta]):
     def admit(self, definition: TensorMeta, defined: DefinedSoFar) -> None:
         defined.require("device", definition.device)
 
+    def admit_columns(self, columns: Mapping[str, np.ndarray]) -> None:
+        for name in ("meta_sizes", "meta_strides"):
+            lengths = columns[name]
+            if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= MAX_LENGTH:
+                raise ValueError("tensor metadata with negative or impossible sizes or strides")
+
     def at(self, rows: DefinitionColumns, row: int) -> TensorMeta:
         dimensions = rows.nested("meta", row)
         return TensorMeta(

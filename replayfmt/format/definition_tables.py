@@ -29,6 +29,7 @@ from .definition_families import (
     RECIPES,
     SCOPES,
     Family,
+    MetaFamily,
     TablesBody,
 )
 from .flatbuffer_tables import Value, build, table_layout
@@ -193,6 +194,14 @@ class InternedDefinitions:
                 self._recent[definition] = known
             return known
         return self._define(family, definition)
+
+    def extend(self, family: MetaFamily, columns: Mapping[str, np.ndarray]) -> None:
+        """Define many at once, of which the caller knows that they are all different and new."""
+        if self.count(family.name) + len(columns[family.columns[0]]) > _MAX_ID:
+            raise ValueError(f"more than {_MAX_ID} definitions of family {family.name}")
+        family.admit_columns(columns)
+        for name in (*family.columns, *family.nested_columns):
+            self._columns[name].frombytes(columns[name].astype(TABLES.dtype(name)).tobytes())
 
     def _define(self, family: Family[T], definition: T) -> int:
         row = family.row(definition)

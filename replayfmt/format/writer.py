@@ -155,6 +155,12 @@ class CaptureWriter:
         """The id of tensor metadata. Raises ValueError if the format cannot hold it."""
         return self._define(METAS, meta)
 
+    def new_metas(self, **columns: np.ndarray) -> None:
+        """Give tensor metadata the next ids: the columns of the schema, with rows that are all different and new.
+        Raises ValueError if the format cannot hold one."""
+        with self._whole():
+            self._definitions.extend(METAS, columns)
+
     def signature(self, signature: Signature) -> int:
         """The id of a signature. Raises ValueError if it breaks a rule of the format."""
         return self._define(SIGNATURES, signature)

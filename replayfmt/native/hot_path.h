@@ -85,7 +85,7 @@ class HotCall {
     Storage* storage = session_.storage_of(impl);
     const Looks looks(tensor);
     const int64_t seen = storage ? session_.view_of(*storage, looks, tensor.storage_offset()) : 0;
-    const auto* meta = seen ? nullptr : session_.meta_of(looks);
+    const auto* meta = seen ? nullptr : session_.define_meta_of(looks);
     if ((!seen && !meta) ||
         (storage ? storage->bytes != static_cast<int64_t>(impl->nbytes()) || (!storage->new_views && !seen)
                  : impl->nbytes() != 0 && !tensor.is_meta() && impl->data() == nullptr)) {
@@ -289,7 +289,7 @@ class HotCall {
     const Looks looks(tensor);
     int64_t number = session_.view_of(*storage, looks, tensor.storage_offset());
     if (!number) {
-      const auto* meta = storage->new_views ? session_.meta_of(looks) : nullptr;
+      const auto* meta = storage->new_views ? session_.define_meta_of(looks) : nullptr;
       if (!meta) {
         return false;
       }

@@ -16,10 +16,17 @@ namespace opreplay {
 
 // What a tensor looks like, apart from where in its storage it lies. As words: kind, sizes, strides.
 struct Looks {
-  explicit Looks(const at::Tensor& tensor) : sizes(tensor.sizes()), strides(tensor.strides()) {
-    const auto device = tensor.device();
-    kind = (static_cast<int64_t>(tensor.scalar_type()) << 32) | (static_cast<int64_t>(device.type()) << 16) |
-           static_cast<uint8_t>(device.index());
+  explicit Looks(const at::Tensor& tensor)
+      : Looks(tensor.scalar_type(), tensor.device(), tensor.sizes(), tensor.strides()) {}
+  Looks(at::ScalarType dtype, const at::Device& device, at::IntArrayRef of_sizes, at::IntArrayRef of_strides)
+      : kind((static_cast<int64_t>(dtype) << 32) | (static_cast<int64_t>(device.type()) << 16) |
+             static_cast<uint8_t>(device.index())),
+        sizes(of_sizes), strides(of_strides) {}
+  Words words() const {
+    Words all{kind};
+    all.insert(all.end(), sizes.begin(), sizes.end());
+    all.insert(all.end(), strides.begin(), strides.end());
+    return all;
   }
   bool operator==(const Words& words) const {
     const size_t dims = sizes.size();
@@ -69,6 +76,8 @@ template <typename Value>
 using ByWords = std::unordered_map<Words, Value, WordsHash, WordsEqual>;
 using Signatures = ByWords<int64_t>;
 
+// Metadata by what tensors look like. Flags of the format's (lazy bits, zeros) are in the highest bits of the kind.
+constexpr int kFlagBits = 48;
 struct Meta {
   int64_t id;
   int64_t device;

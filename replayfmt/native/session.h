@@ -203,7 +203,8 @@ class Session {
   Counter next_storage, next_tensor;
   PointerMap<Storage> storages;          // by the address of their StorageImpl, which a weak reference keeps
   Metas metas;
-  std::vector<const Metas::value_type*> metas_by_id;
+  std::vector<const Metas::value_type*> metas_by_id{nullptr};
+  Rows new_metas{mutex};                 // in order of their ids: codes of dtype and device, kind, sizes, strides
   Signatures signatures;                 // operators refer to them: none is removed
   Operators operators;
   std::atomic<bool> hot{false};          // calls may be recorded here; written with the mutex held
@@ -245,6 +246,15 @@ class Session {
     const auto found = metas.find(looks);
     return found == metas.end() ? nullptr : recent = &*found;
   }
+  // Likewise, but metadata of a known dtype and device is defined where it is new.
+  const Metas::value_type* define_meta_of(const Looks& looks) {
+    const auto* known = meta_of(looks);
+    const auto kind = known ? kinds_.end() : kinds_.find(looks.kind);
+    if (known || kind == kinds_.end()) {
+      return known;
+    }
+    return &add_meta(looks.words(), kind->second.first, kind->second.second);
+  }
   Storage* storage_of(const c10::StorageImpl* impl) const { return storages.find(impl); }
   // The tensor that a view of a storage is; 0 where it is none yet.
   int64_t view_of(const Storage& storage, const Looks& looks, int64_t offset) {
@@ -272,15 +282,30 @@ class Session {
 
   // ------------------------------------------------------------------------------------------------------ from Python
 
-  void note_meta(const at::Tensor& tensor, int64_t id, int64_t device) {
-    const Looks looks(tensor);
-    Words words{looks.kind};
-    words.insert(words.end(), looks.sizes.begin(), looks.sizes.end());
-    words.insert(words.end(), looks.strides.begin(), looks.strides.end());
+  // The id of metadata. `dtype_code` and `device_id`: the file's for its dtype and device.
+  int64_t define_meta(at::ScalarType dtype, const at::Device& device, int64_t flags, const Words& sizes, const Words& strides,
+                      int64_t dtype_code, int64_t device_id) {
+    Looks looks(dtype, device, sizes, strides);
+    const int64_t plain = std::exchange(looks.kind, looks.kind | flags << kFlagBits);
     std::lock_guard<std::mutex> lock(mutex);
-    const auto& made = *metas.emplace(std::move(words), Meta{id, device}).first;
-    metas_by_id.resize(std::max(metas_by_id.size(), static_cast<size_t>(id) + 1));
-    metas_by_id[id] = &made;
+    if (flags == 0) {
+      kinds_.emplace(plain, std::pair(dtype_code, device_id));
+    }
+    const auto found = metas.find(looks);
+    return (found != metas.end() ? *found : add_meta(looks.words(), dtype_code, device_id)).second.id;
+  }
+  // Dtype, sizes, strides and flags of metadata.
+  py::tuple meta(size_t id) {
+    Words words;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      words = metas_by_id.at(id)->first;
+    }
+    const auto dims = static_cast<std::ptrdiff_t>(words.size() / 2);
+    const auto tuple = [](auto first, auto last) { return py::tuple(py::cast(Words(first, last))); };
+    return py::make_tuple(static_cast<at::ScalarType>(words[0] >> 32 & 0xffff),
+                          tuple(words.begin() + 1, words.begin() + 1 + dims),
+                          tuple(words.begin() + 1 + dims, words.end()), words[0] >> kFlagBits);
   }
 
   // Once this has set it to false, no call appends a row any more without Python, and none draws random numbers.
@@ -527,7 +552,8 @@ class Session {
     placed_ = 0;
     recent_metas_ = {};
     metas.clear();
-    metas_by_id.clear();
+    metas_by_id.assign(1, nullptr);
+    kinds_.clear();
     marked_.clear();
     careful_.clear();
   }
@@ -541,11 +567,22 @@ class Session {
   HostRanges ranges_;               // where those lie that were there at the last look,
   size_t placed_ = 0;               // which are the first so many
   size_t enough_ = 256;             // with so many storages, all are looked at
+  std::unordered_map<int64_t, std::pair<int64_t, int64_t>> kinds_;  // codes of dtype and device in the file, by kind
   std::array<const Metas::value_type*, 64> recent_metas_{};  // found last, by what is seen of them at a glance
 
   static WeakStorage weak(c10::StorageImpl* impl) {
     c10::raw::weak_intrusive_ptr::incref(impl);
     return WeakStorage::reclaim(impl);
+  }
+  // With the mutex held.
+  const Metas::value_type& add_meta(Words words, int64_t dtype_code, int64_t device_id) {
+    int64_t* row = new_metas.grow(2 + words.size());
+    *row++ = dtype_code;
+    *row++ = device_id;
+    std::copy(words.begin(), words.end(), row);
+    const auto& made = *metas.emplace(std::move(words), Meta{static_cast<int64_t>(metas_by_id.size()), device_id}).first;
+    metas_by_id.push_back(&made);
+    return made;
   }
   // Add a storage that was born here. Whether it is alive, and Python has no tracker of it. With the mutex held.
   bool add_unadopted(const void* address, Alive& alive) const {

@@ -113,6 +113,40 @@ def test_what_was_seen_takes_it(capture: Capture, cold: list[str]) -> None:
     captured.replays()
 
 
+def test_shapes_that_are_new_take_it(capture: Capture, cold: list[str]) -> None:
+    """Batches of every length, as in graphs and sentences, two threads' among them."""
+
+    cold_calls: list[list[str]] = []
+
+    def program() -> list[torch.Tensor]:
+        x, made = torch.arange(64.0), []
+
+        def work(lengths: range) -> None:
+            for length in lengths:
+                y = x[:length] * 2
+                y.add_(1)
+                made.append(torch.cat([y, y.view(1, -1)[0]]).unsqueeze(-1).expand(-1, 3))
+
+        work(range(5, 7))  # what is new otherwise
+        cold.clear()
+        work(range(7, 40))
+        cold_calls.append(list(cold))
+        thread = threading.Thread(target=work, args=(range(3, 50),))
+        thread.start()
+        work(range(3, 60))
+        thread.join()
+        conjugate = torch.ones(3, dtype=torch.complex64).conj()  # looks like what it is of, but for a lazy bit
+        return [*made, conjugate * conjugate.conj()]
+
+    captured = capture(program)
+    assert cold_calls == [[]]
+    captured.replays()
+    defined = [meta for meta in captured.reader.metas if meta is not None]
+    assert len(set(defined)) == len(defined)
+    with_digests = capture(program, digests="ops")
+    assert {each for each in defined if each.sizes} <= set(with_digests.reader.metas)
+
+
 def test_a_storage_that_is_new_to_the_capture_enters_it_and_the_call_takes_it_all_the_same(
     capture: Capture, cold: list[str]
 ) -> None:

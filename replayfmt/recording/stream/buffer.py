@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.format.codes import UNKNOWN_NS, StorageOrigin
+from replayfmt.format.codes import UNKNOWN_NS, Layout, StorageOrigin
 from replayfmt.format.output import Uninterrupted
 from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
@@ -26,6 +26,8 @@ from replayfmt.native.hook import wait_to_flush
 
 HEAD_WORDS = 4  # signature, context, start, duration
 RELEASES = 1 << 33
+_META_HEAD = 3  # words before the sizes in a row of metadata
+_FLAG_BITS = 48  # of its kind, see native/looks.h
 _FRAME_WORDS = 1 << 20  # a frame is also ended when this many words are waiting
 
 pack_birth = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
@@ -66,6 +68,8 @@ class RecordBuffer:
         self.rows = RowList() if native is None else native.rows
         self.births = RowList() if native is None else native.births
         self.definitions = RowList() if native is None else native.definitions
+        # Metadata that the session numbered: codes of dtype and device, kind, sizes, strides.
+        self.metas = RowList() if native is None else native.new_metas
         self.next_storage: Iterator[int] = itertools.count(1) if native is None else native.next_storage
         self.next_tensor: Iterator[int] = itertools.count(1) if native is None else native.next_tensor
         self.appended = 0  # records of the complete path: all records, if there is no other path
@@ -114,6 +118,7 @@ class RecordBuffer:
         count = min(len(self.rows), self.chunk_records)
         batch = RowBatch(self.rows.first(count), self._slots, self._entering)
         self._define()
+        self._define_metas()
         # All storages that are defined: their births are known, too, or their ids were lost.
         newest = max(batch.newest_storage, int(self._live_definitions[:, 1].max(initial=0)))
         births = self._born()
@@ -154,6 +159,24 @@ class RecordBuffer:
         """All known births that are not written yet, by id."""
         births = np.concatenate((self._births, _take(self.births, 5)))
         return births[np.argsort(births[:, 0], kind="stable")]
+
+    def _define_metas(self) -> None:
+        """Define the metadata that the hot path, or the complete path beside it, has numbered since the last time."""
+        words, ends = (np.frombuffer(part, np.int64) for part in self.metas.first(len(self.metas)))
+        if len(ends):
+            begins = np.concatenate(([0], ends[:-1]))
+            rank = (ends - begins - _META_HEAD) // 2
+            shape = begins + _META_HEAD
+            self.writer.new_metas(
+                meta_dtype=words[begins],
+                meta_layout=np.full(len(ends), Layout.strided),
+                meta_device=words[begins + 1],
+                meta_flags=words[begins + 2] >> _FLAG_BITS,
+                meta_rank=rank,
+                meta_sizes=words[_spans(shape, rank)],
+                meta_strides=words[_spans(shape + rank, rank)],
+            )
+            self.metas.drop(len(ends))
 
     def _define(self) -> None:
         """Add the new definitions to the known ones, in order of tensor ids."""

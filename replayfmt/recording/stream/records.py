@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import math
 import os
 import re
 import time
@@ -304,16 +305,28 @@ class MetaParams:
         return ByteRegion(offset * item, self.sizes, tuple(stride * item for stride in self.strides), item)
 
 
+class _Params(dict[int, MetaParams]):
+    """By meta id. `native` numbers metadata, if it is given, and knows all of it."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __missing__(self, number: int) -> MetaParams:
+        dtype, sizes, strides, flags = self._native.meta(number)
+        params = self[number] = MetaParams(dtype, sizes, strides, TensorFlag(flags), dtype.itemsize, math.prod(sizes))
+        return params
+
+
 class TensorMetas:
     """Meta ids by content. `params` is indexed by meta id."""
 
     def __init__(self, buffer: RecordBuffer, records: Records, native: Any = None) -> None:
-        """`native`: the session of the hot path, which gets every new one."""
+        """`native`: the session of the hot path, which numbers them."""
         self._native = native
         self._buffer = buffer
         self._records = records
         self.ids: dict[Key, int] = {}
-        self.params: list[MetaParams] = []
+        self.params = _Params(native)
 
     def of(self, tensor: torch.Tensor, zero: bool = False) -> int:
         """The meta id of a strided tensor as it is now."""
@@ -322,11 +335,7 @@ class TensorMetas:
         flags = (TensorFlag.conj if conj else 0) | (TensorFlag.neg if neg else 0) | (TensorFlag.zero if zero else 0)
         key = (dtype_of(tensor), shape_of(tensor), stride_of(tensor), device_of(tensor), int(flags))
         number = self.ids.get(key)
-        if number is None:
-            number = self._add(key)
-            if self._native is not None and not flags:
-                self._native.note_meta(tensor, number, self._records.device(key[3]))
-        return number
+        return self._add(key) if number is None else number
 
     def once(self, meta: int, device: torch.device) -> int:
         """The meta id of an expanded view's elements, each once: repeated dimensions have size 1."""
@@ -344,14 +353,15 @@ class TensorMetas:
 
     def _add(self, key: Key) -> int:
         dtype, sizes, strides, device, bits = key
-        flags = TensorFlag(bits)
-        with self._buffer.lock:
-            number = self._buffer.writer.meta(
-                TensorMeta(
-                    DTYPE_CODE[dtype], Layout.strided, self._records.device(device), tuple(sizes), strides, flags
-                )
-            )
-            while len(self.params) <= number:
-                self.params.append(MetaParams(dtype, tuple(sizes), strides, flags, dtype.itemsize, sizes.numel()))
-            self.ids[key] = number
+        code, device_id = DTYPE_CODE[dtype], self._records.device(device)
+        if self._native is not None:
+            number: int = self._native.define_meta(dtype, device, bits, sizes, strides, int(code), device_id)
+        else:
+            flags = TensorFlag(bits)
+            with self._buffer.lock:
+                meta = TensorMeta(code, Layout.strided, device_id, tuple(sizes), strides, flags)
+                number = self._buffer.writer.meta(meta)
+            params = MetaParams(dtype, tuple(sizes), strides, flags, dtype.itemsize, sizes.numel())
+            self.params[number] = params
+        self.ids[key] = number
         return number
