@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import Tools
 
 import replayfmt
 from replayfmt.benchmark.per_op.measuring import measure_ops
@@ -136,3 +137,27 @@ def test_results_of_another_shape_are_found_though_nothing_is_verified_first(
         run, _at, _plan = measured(tmp_path / "c.opreplay", monkeypatch)
     assert {op.group.kernel.name: op.verdict for op in run.ops}["per_op_imports::shape"] in ("failed", "mismatched")
     assert run.failed == 1
+
+
+@pytest.mark.parametrize("rows", [1 << 40, 1 << 34])
+@pytest.mark.parametrize(("tool", "flag"), [("benchmark", "--per-op"), ("run", "--keep-going")])
+def test_an_op_whose_inputs_cannot_be_allocated_is_refused_alone(
+    tools: Tools, tmp_path: Path, rows: int, tool: str, flag: str
+) -> None:
+    """Ops before it, after it, and on inputs of their own are run."""
+    events = [
+        call("aten::mm", 0, [4, 8], [8, 3]),
+        call("aten::relu_", 10, [rows, 4]),
+        call("aten::relu", 20, [rows, 4]),
+        call("aten::relu", 30, [4, 6]),
+    ]
+    source, path = tmp_path / "trace.json", tmp_path / "t.opreplay"
+    source.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    import_trace(source, path, level="leaf")
+    shorter = ["--benchmark-min-time=1x"] if tool == "benchmark" else []
+    ran = tools(tool, flag, *shorter, path)
+    assert ran.code == 1
+    refused = [line for line in ran.out.splitlines() if "cannot be put in place: it takes" in line and "aten::" in line]
+    assert len(refused) == 2 and all("refused" in line for line in refused)
+    wanted = "attempted 2 = 2 successful + 0 failed; refused 2" if tool == "benchmark" else "verdicts: 2 ok, 2 refused"
+    assert wanted in ran.out

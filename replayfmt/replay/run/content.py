@@ -122,6 +122,8 @@ _COPY_SHARE = 4
 # objects for each storage are counted in.
 _FREED_SHARE = 64
 _OBJECT_BYTES = 1 << 10
+# Storages from this size on are compared with the free memory first.
+_LARGE_BYTES = 1 << 30
 
 
 class _Kept(NamedTuple):
@@ -179,6 +181,7 @@ class Content:
                 storage = self._files.placed_alike(staged.source.id)
                 self._fill(staged, storage)
         if storage is None:
+            _require_free(staged)
             storage = new_storage(staged.length_bytes, staged.device)
             self._fill(staged, storage)
         if self._stays(staged):
@@ -357,13 +360,24 @@ def free_bytes(device: torch.device) -> int | None:
     """Memory that could still be allocated on a device; None if that is unknown."""
     if device.type != "cpu":
         return accelerators.free_memory(device)
+    kilobytes: dict[str, int] = {}
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+            name, _, amount = line.partition(":")
+            if name in ("MemAvailable", "SwapFree"):
+                kilobytes[name] = int(amount.split()[0])
     except OSError:
         return None
-    return None
+    return sum(kilobytes.values()) * 1024 if "MemAvailable" in kilobytes else None
+
+
+def _require_free(staged: StagedStorage) -> None:
+    """Linux gives more memory than there is, and ends the process that fills it. Raises MemoryError instead."""
+    if staged.length_bytes < _LARGE_BYTES or staged.device.type != "cpu":
+        return
+    free = free_bytes(staged.device)
+    if free is not None and staged.length_bytes > free:
+        raise MemoryError(f"it takes {staged.length_bytes:,} bytes, and {free:,} are free on {staged.device}")
 
 
 class Restoring:

@@ -188,24 +188,41 @@ class Machine:
             self.prepare(window)
             self.values.update(zip(window.outputs, self.call(window, self.take(window), None), strict=True))
 
-    def prepare(self, window: Window, ready: PreparedWindow | None = None, *, keep: bool = False) -> None:
+    def prepare(
+        self,
+        window: Window,
+        ready: PreparedWindow | None = None,
+        *,
+        keep: bool = False,
+        unavailable: dict[int, str] | None = None,
+    ) -> None:
         """What a window needs before its first op: content, and views on it, `ready` those that are there already; with
-        `keep` they are kept for the next run. Raises ReplayFailed."""
+        `keep` they are kept for the next run. Storages that cannot be put in place get their reason in `unavailable`;
+        without it, the first raises ReplayFailed."""
         values = self.values
         enters: PreparedWindow | Window = window
         if ready is not None:
             values.update(ready.values)
             enters = ready
-        try:
-            for staged in enters.staged:
+        failed: dict[int, BaseException] = {}
+        for staged in enters.staged:
+            try:
                 values[-staged.storage] = self._stage(staged)
-            for key, base, view in enters.hoisted:
-                values[key] = view(values[base])
-        except (RuntimeError, MemoryError) as error:
-            raise ReplayFailed(
-                f"{self._reader.path}: the content that ordinals {window.first_ordinal} to "
-                f"{window.last_ordinal} need cannot be put in place: {_first_line(error)}"
-            ) from error
+            except (RuntimeError, MemoryError) as error:
+                failed[staged.storage] = error
+        for key, base, view in enters.hoisted:
+            try:
+                if -base not in failed and (unavailable is None or base in values):
+                    values[key] = view(values[base])
+            except (RuntimeError, MemoryError) as error:
+                failed[-base] = error
+        for storage, error in failed.items():
+            reason = f"storage {storage} cannot be put in place: {_first_line(error)}"
+            if unavailable is None:
+                raise ReplayFailed(
+                    f"{self._reader.path}: what ordinals {window.first_ordinal} to {window.last_ordinal} need: {reason}"
+                ) from error
+            unavailable[storage] = reason
         if keep and ready is None:
             self.content.keep_ready(window, values)
         for key in enters.dropped:

@@ -223,6 +223,7 @@ class KeepGoing:
         self._on_op = on_op
         self._spoiled: dict[int, int] = {}  # storage → ordinal of the op that should have written it
         self._absent: dict[int, str] = {}  # storages whose content is missing, with the reason
+        self._unallocated: dict[int, str] = {}  # storages that this machine has no memory for, with the reason
         self._writer: dict[int, int] = {}  # storage → ordinal of the op that wrote it last
         self._verdicts: dict[int, OpVerdict] = {}
         self.left_out: list[str] = []  # records other than ops that were not replayed
@@ -251,7 +252,7 @@ class KeepGoing:
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _prepare(self, step: Step) -> None:
-        self._machine.prepare(step.window)
+        self._machine.prepare(step.window, unavailable=self._unallocated)
         for staged in step.window.staged:
             if staged.length_bytes:
                 self._note_content(staged.storage, staged.source, 0)
@@ -294,8 +295,8 @@ class KeepGoing:
         for storage in sorted(touched.reads):
             if storage in self._spoiled:
                 return "skipped", f"it needs a result that ordinal {self._spoiled[storage]} did not produce"
-            if storage in self._absent:
-                return "refused", self._absent[storage]
+            if reason := self._unallocated.get(storage, self._absent.get(storage)):
+                return "refused", reason
         if any(key not in self._machine.values for key in step.window.inputs):
             return "skipped", "it needs a tensor that an earlier op did not produce"
         return "ok", ""
@@ -304,7 +305,11 @@ class KeepGoing:
         inputs = self._machine.take(step.window)
         usable = all(isinstance(value, torch.Tensor | torch.UntypedStorage) for value in inputs)
         if self._on_op is not None and step.op is not None and usable:  # else the call itself says what is wrong
-            self._on_op(IsolatedOp(step, step.op, inputs))
+            try:
+                isolated = IsolatedOp(step, step.op, inputs)
+            except (RuntimeError, MemoryError) as error:
+                raise ReplayFailed("the copies of what it writes cannot be made") from error
+            self._on_op(isolated)
         self._clock.resume()
         try:
             outputs = self._machine.call(step.window, inputs, on_scope)
