@@ -208,14 +208,14 @@ class Machine:
         for staged in enters.staged:
             try:
                 values[-staged.storage] = self._stage(staged)
-            except (RuntimeError, MemoryError) as error:
-                failed[staged.storage] = error
+            except (RuntimeError, MemoryError) as why:
+                failed[staged.storage] = why
         for key, base, view in enters.hoisted:
             try:
                 if -base not in failed and (unavailable is None or base in values):
                     values[key] = view(values[base])
-            except (RuntimeError, MemoryError) as error:
-                failed[-base] = error
+            except (RuntimeError, MemoryError) as why:
+                failed[-base] = why
         for storage, error in failed.items():
             reason = f"storage {storage} cannot be put in place: {_first_line(error)}"
             if unavailable is None:
