@@ -140,8 +140,11 @@ def check_function(name: str, value: Any) -> None:
 
 
 def check_kind(name: str, value: Any, kind: type, *, optional: bool = False) -> None:
-    """An object of a class of the library's, or None where it is `optional`."""
-    if not (optional and value is None) and not isinstance(value, kind):
+    """An object of a class of the library's, or None where it is `optional`. For a protocol, any object that has its
+    methods: from Python 3.12 on `isinstance` does not find those that `__getattr__` makes."""
+    methods = getattr(kind, "__protocol_attrs__", ())
+    fits = isinstance(value, kind) or (methods and all(callable(getattr(value, each, None)) for each in methods))
+    if not fits and not (optional and value is None):
         raise UsageError(f"{name}={shown(value)}: expected {kind.__name__}")
 
 

@@ -23,6 +23,8 @@ namespace opreplay {
 
 // The dispatch key of the recorder. PyTorch has it for fake tensors written in C++, which nothing makes on plain tensors.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
+// PyTorch 2.11 has it above dispatch to Python, later ones below.
+constexpr bool kAbovePython = c10::DispatchKey::Fake > c10::DispatchKey::Python;
 
 // An object that Python calls like a function, made of a C++ one that takes (callee, arguments, their number).
 template <typename Callee, PyObject* (*call)(Callee&, PyObject* const*, Py_ssize_t)>

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Layout.h>
@@ -76,8 +75,6 @@ inline at::Tensor own_view(const at::Tensor& tensor) {
   }
   NoWarnings none;
   const c10::WarningUtils::WarningHandlerGuard guard(&none);
-  // In PyTorch 2.11 a mode of the program's would see `aten::detach` of it.
-  const c10::impl::ExcludeDispatchKeyGuard without_modes(c10::DispatchKey::Python);
   auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }

@@ -14,6 +14,7 @@
 #include <ATen/Operators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/PyInterpreterHooks.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -85,6 +86,21 @@ bool is_for_others(const Stack& stack, size_t first) {
   });
 }
 
+// Whether a mode or a tensor that dispatches itself gets the call next.
+bool goes_to_python(const OperatorHandle& op, DispatchKeySet below) {
+  return kAbovePython && below.has(DispatchKey::Python) && !op.hasKernelForDispatchKey(DispatchKey::Python);
+}
+
+// What PyTorch's fallback for dispatch to Python does, except that what Python calls is not hidden from the recorder, which
+// has the key above.
+void dispatch_to_python(const OperatorHandle& op, Stack* stack) {
+  constexpr DispatchKeySet others({DispatchKey::Python, kKey});
+  constexpr DispatchKeySet above = DispatchKeySet(DispatchKeySet::FULL) ^
+      (DispatchKeySet(DispatchKeySet::FULL_AFTER, DispatchKey::Python) | others);
+  const c10::impl::ExcludeDispatchKeyGuard guard(above);
+  (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
+}
+
 // The last `count` values of a stack.
 c10::ArrayRef<c10::IValue> last(const Stack& stack, size_t count) {
   return c10::ArrayRef<c10::IValue>(stack).slice(stack.size() - count);
@@ -113,6 +129,10 @@ bool record_hot(const Capture& capture, const OperatorHandle& op, DispatchKeySet
 
 void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
+  if (goes_to_python(op, below)) {
+    dispatch_to_python(op, stack);
+    return;
+  }
   const FunctionSchema& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
   const std::shared_ptr<Capture> found = capture_in_progress();
@@ -178,10 +198,11 @@ template <typename Result, typename... Args>
 Result recorded_unboxed(const c10::TypedOperatorHandle<Result(Args...)>& op, DispatchKeySet keys, Args... args) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
   const std::shared_ptr<Capture> found = capture_in_progress();
-  if (!found || (is_for_others(args) || ...)) {
+  const bool to_python = goes_to_python(op, below);
+  if (!to_python && (!found || (is_for_others(args) || ...))) {
     return op.redispatch(below, std::forward<Args>(args)...);
   }
-  if (found->session->hot.load(std::memory_order_relaxed)) {
+  if (!to_python && found->session->hot.load(std::memory_order_relaxed)) {
     const Runs runs;
     HotRun run(*found, op);
     if (run.begins([&](HotCall& made) { return (made.take(args) && ...); })) {

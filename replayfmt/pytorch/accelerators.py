@@ -230,6 +230,15 @@ def current_streams(indices: list[int]) -> list[torch.Stream]:
     return [stream for stream in streams if stream.stream_id]
 
 
+def has_streams(index: int) -> bool:
+    """Whether an accelerator is there: an operator that raised may have named any."""
+    try:
+        torch._C._accelerator_getStream(index)
+    except RuntimeError:
+        return False
+    return True
+
+
 def handle_of(stream: torch.Stream) -> int:
     """The handle by which the trace names a stream."""
     return int(stream.native_handle)  # type: ignore[attr-defined]

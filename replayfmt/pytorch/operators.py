@@ -114,6 +114,9 @@ _LOOKS = frozenset({
     "sym_storage_offset", "sym_stride",
 })
 # fmt: on
+# Of other packages, without arguments: what their library was built with. Importing the package asks, and no work
+# depends on the answer.
+_TELLS_BUILD = re.compile(r"(\w*_)?version|_?is_\w+_available|_?is_compiled_(with|against)_\w+")
 # Notify the allocator which stream uses memory.
 _TELLS_ALLOCATOR = frozenset({"record_stream"})
 _RESIZES = frozenset({"resize_", "resize_as_", "_resize_output_"})
@@ -462,6 +465,12 @@ def tells_allocator(name: str) -> bool:
     """Whether an operator only notifies the allocator which stream uses memory."""
     namespace, _, base = name.partition("::")
     return namespace in _LIKE_ATEN and base in _TELLS_ALLOCATOR
+
+
+def tells_build(name: str) -> bool:
+    """Whether an operator without tensors only says what its library was built with, if it takes no arguments."""
+    namespace, _, base = name.partition("::")
+    return namespace not in OWN and _TELLS_BUILD.fullmatch(base) is not None
 
 
 def opaque_results(name: str) -> dict[int, str]:

@@ -24,7 +24,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.operator_schema import name_problem
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch import operators
-from replayfmt.pytorch.operators import ACCUMULATES, OpaqueResults, is_pytorchs
+from replayfmt.pytorch.operators import ACCUMULATES, OpaqueResults, is_pytorchs, tells_build
 from replayfmt.pytorch.overloads import parse_schema, printed_schema, takes_numbers
 
 from .composite_operators import AsInProgram, Body, CompositeDecomposition, is_composite_operator, own_backends
@@ -218,6 +218,8 @@ class CapturedKernel:
             return Action.collective
         if self.operator.maps_files:
             return Action.ignore  # what it returns is imported at its first use, like memory mapped before the capture
+        if not self.arguments and "Tensor" not in str(self.func._schema) and tells_build(self.name):
+            return Action.ignore  # a replay needs no library only because the program asked for its version
         if self.operator.in_parts and is_composite_operator(self.func.name()):
             return Action.decompose
         return Action.record

@@ -84,7 +84,7 @@ def register() -> Any:
     module.get_device_properties = lambda device: SimpleNamespace(L2_cache_size=1 << 20)
     module.is_available = lambda: True
     module.is_initialized = lambda: simulated.uses() > 0
-    module.init = lambda: None
+    module.init = module._lazy_init = lambda: None  # without `_lazy_init` 2.11 never waits for the device
     module._is_in_bad_fork = lambda: False
     module.is_bf16_supported = lambda: True
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]

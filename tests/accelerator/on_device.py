@@ -211,15 +211,18 @@ def test_a_replacement_that_leaves_another_stream_current_is_found(tmp_path: Pat
     assert torch.accelerator.current_stream() == before
 
 
+# Defined once: PyTorch 2.11 keeps what `torch.ops` has of an operator that is gone, and calls it.
+_library = torch.library.Library("simlib", "FRAGMENT")
+_library.define("fill(Tensor(a!) x) -> ()")
+_library.impl("fill", lambda x: None if x.fill_(3) is x else None, "PrivateUse1")
+
+
+@torch.library.custom_op("simlib::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
 def test_custom_operators_composites_and_autocast_replay(tmp_path: Path) -> None:
-    @torch.library.custom_op("simlib::twice", mutates_args=())
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    library = torch.library.Library("simlib", "FRAGMENT")
-    library.define("fill(Tensor(a!) x) -> ()")
-    library.impl("fill", lambda x: None if x.fill_(3) is x else None, "PrivateUse1")
-
     def program() -> list[torch.Tensor]:
         x, y = torch.ones(1, 3, device="sim:1", requires_grad=True), torch.ones(1, 3, device="sim:1")
         torch.ops.simlib.fill(y)

@@ -324,6 +324,27 @@ def test_an_exception_of_an_operator_is_printed_as_without_a_capture(capture: Ca
         assert len(expected) == 4 and capture(program).returned == expected
 
 
+def test_what_tells_how_a_library_was_built_is_no_op(capture: Capture) -> None:
+    """torchvision and others ask for it when they are imported: a replay of a program that uses none of their operators
+    needs them as little."""
+    with torch.library._scoped_library("opreplay_built", "DEF") as library:
+        for name, result in (("_cuda_version", "int"), ("is_rir_available", "bool"), ("next_number", "int")):
+            library.define(f"{name}() -> {result}")
+            library.impl(name, lambda: 1, "CompositeExplicitAutograd")
+        library.define("version(Tensor x) -> int")
+        library.impl("version", lambda x: x.numel(), "CPU")
+        ops = torch.ops.opreplay_built
+
+        def program() -> tuple[int, ...]:
+            x = torch.ones(3)
+            return ops._cuda_version(), ops.is_rir_available.default(), ops.next_number(), ops.version(x + 1)
+
+        captured = capture(program, whole=("opreplay_built::*",))
+        assert captured.returned == (1, 1, 1, 3) and captured.unsupported() == {}
+        own = [name for name in captured.ops() if name.startswith("opreplay_built")]
+        assert own == ["opreplay_built::next_number.default", "opreplay_built::version.default"]
+
+
 def _fail(x: torch.Tensor) -> torch.Tensor:
     raise ValueError(f"not with {x.numel()} elements")
 

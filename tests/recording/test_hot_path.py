@@ -15,6 +15,7 @@ import replayfmt
 from replayfmt.errors import CaptureFailed
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import TensorValue
+from replayfmt.pytorch.accelerators import followed_kind
 from replayfmt.recording import recorder
 from replayfmt.recording.dispatch.native_mode import NativeMode
 
@@ -23,6 +24,7 @@ from .conftest import Capture, Captured
 
 pytestmark = pytest.mark.recorder("native")
 
+WATCHED_IN_PYTHON = bool(followed_kind())  # what others may write, where a device could do so meanwhile
 PROGRAMS = [
     value
     for name, value in vars(programs).items()
@@ -165,7 +167,7 @@ def test_a_storage_that_is_new_to_the_capture_enters_it_and_the_call_takes_it_al
 
     captured = capture(program)
     assert took_complete_path == [[]]
-    assert cold == []
+    assert cold == (["aten.mm.default"] if WATCHED_IN_PYTHON else [])
     calls = captured.records(RecordKind.storage_import, RecordKind.op)
     entered = [number for number, record in enumerate(calls) if record.kind is RecordKind.storage_import]
     first_uses = [calls[number + 1].signature.kernel for number in entered]
@@ -560,7 +562,7 @@ def test_memory_that_others_may_write_takes_it_until_they_do(capture: Capture, c
 
     captured = capture(program)
     captured.replays()
-    assert [bool(each) for each in taken[2:]] == [turn % 4 == 0 for turn in range(2, 12)]
+    assert [bool(each) for each in taken[2:]] == [WATCHED_IN_PYTHON or turn % 4 == 0 for turn in range(2, 12)]
     imported = captured.records(RecordKind.storage_import)
     assert [record.args[-1] for record in imported].count("outside_write") == 5
 

@@ -144,6 +144,14 @@ def test_it_is_captured_in_ops_that_replay_bit_for_bit(capture: Capture, program
     captured.replays()
 
 
+def test_the_work_of_a_tensor_that_dispatches_itself_is_recorded(capture: Capture) -> None:
+    weight = Quantized(torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.1))
+    captured = capture(lambda: [torch.ones(2, 4) @ weight for _ in range(3)])
+    names = ["aten::ones.default", "aten::_to_copy.default", "aten::mul.Tensor", "aten::mm.default"]
+    assert captured.ops() == names * 3
+    captured.replays()
+
+
 def test_operators_of_the_programs_own_are_single_ops(capture: Capture) -> None:
     ops = capture(own_operators).ops()
     assert ops.count("recording_tests::noisy.default") == 2

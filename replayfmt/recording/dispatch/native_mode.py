@@ -26,16 +26,13 @@ from ..kernels import Action, CapturedKernel, tensors_in
 from ..stream.program_state import watched_indices
 from ..stream.records import Unrepresentable
 from .custom_operators import ObservingMode
-from .mode import describe_collective, mode_stack
+from .mode import describe_collective
 
 # What `before` returns if the call is not recorded: the operator runs by itself, in parts that arrive here, or in
 # Python.
 _ALONE, _IN_PARTS, _IN_PYTHON = None, False, True
 
 
-# In PyTorch 2.11 the hook lies above dispatch modes, and one of the program's hides from it what it calls: a composite
-# that reaches the mode undecomposed (in inference mode) is recorded as a whole.
-_ABOVE_MODES = torch._C._dispatch_key_parse("Fake").value > torch._C.DispatchKey.Python.value
 _HOT_RESULTS = (torch.TensorType, torch.ListType, torch.NumberType, torch.IntType, torch.FloatType, torch.BoolType)
 _MAKES_FAKE_TENSORS = tuple(os.path.join("torch", "_subclasses", name) for name in ("fake_tensor.py", "fake_impls.py"))
 
@@ -311,8 +308,7 @@ class NativeMode(ObservingMode):
         if _is_traced(args, kwargs):
             return _IN_PARTS
         begun = _Begun(kernel, args, kwargs)
-        as_whole = kernel.action is Action.decompose and _ABOVE_MODES and mode_stack()
-        if kernel.action is not Action.record and not as_whole and not kernel.has_own_kernel(args, kwargs):
+        if kernel.action is not Action.record and not kernel.has_own_kernel(args, kwargs):
             if kernel.action is Action.decompose:
                 return _IN_PARTS
             if kernel.action is Action.collective:

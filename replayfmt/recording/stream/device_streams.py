@@ -23,6 +23,7 @@ from replayfmt.pytorch.accelerators import (
     device_module,
     followed_kind,
     handle_of,
+    has_streams,
     is_being_captured,
     kind_here,
     tells_of_memory,
@@ -185,13 +186,16 @@ class Streams:
         self.graphs: list[GraphBeingCaptured] = []
         self.first_seen: Callable[[], bool] | None = None  # called before work on another stream is recorded
 
-    def device_seen(self, device: torch.device, number: int) -> None:
-        """The capture uses a device."""
+    def device_seen(self, device: torch.device, number: int) -> bool:
+        """The capture uses a device. Returns whether it is there."""
         if device.type == self.kind and device.index is not None:
+            if not has_streams(device.index):
+                return False
             self._indices.append(device.index)
             self._devices[device.index] = number
             if self._native is not None:
                 self._native.watch_streams(device)
+        return True
 
     def placement(self) -> int:
         """The id of the calling thread's current streams; 0 if all are default ones."""

@@ -93,7 +93,8 @@ class Records:
         # What is unsupported for as long as this is recorded: reason, op and detail, until recording begins.
         self.notes: dict[str, None] = {}  # what is said once, at the end of the capture
         self.from_start: list[tuple[str, str, str]] = []
-        self.new_device: Callable[[torch.device, int], None] | None = None  # called with each device and its id
+        # Called with each device and its id, until it returns that the device is there.
+        self.new_device: Callable[[torch.device, int], bool] | None = None
 
     def signature(self, key: Any, make: Callable[[], Signature]) -> int:
         """The id of the signature identified by `key`, made at first use."""
@@ -111,9 +112,9 @@ class Records:
         number = self._devices.get(device)
         if number is None:
             with self._lock:
-                number = self._devices[device] = self._writer.device(describe_device(device))
-                if self.new_device is not None:
-                    self.new_device(device, number)
+                number = self._writer.device(describe_device(device))
+                if self.new_device is None or self.new_device(device, number):
+                    self._devices[device] = number
         return number
 
     def plain_device(self, device: Device) -> int:
