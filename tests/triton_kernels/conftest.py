@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch._library.triton
 
 from replayfmt.probes.ptx import ptxas_programs
+
+# Whether `wrap_triton` takes kernels that the interpreter runs; PyTorch 2.11's does not.
+WRAPS_INTERPRETED = hasattr(torch._library.triton, "_is_interpreted_triton_kernel")
 
 
 def run_python(

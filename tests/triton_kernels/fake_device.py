@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import _allocation
@@ -65,6 +66,7 @@ class FakeDriver:
 
 def install(arch: int, does: dict[str, Callable[..., None]]) -> FakeDriver:
     driver = FakeDriver(arch, does)
+    torch.accelerator.current_accelerator = lambda check_available=False: None  # its memory is the host's
     triton.runtime.driver.set_active(driver)
     return driver
 
