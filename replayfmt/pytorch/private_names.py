@@ -71,7 +71,6 @@ torch._C._dispatch_get_registrations_for_dispatch_key
 torch._C._dispatch_has_computed_kernel_for_dispatch_key
 torch._C._dispatch_has_kernel_for_dispatch_key
 torch._C._dispatch_key_for_device
-torch._C._dispatch_key_parse
 torch._C._dispatch_keys
 torch._C._dispatch_library
 torch._C._dispatch_tls_local_exclude_set

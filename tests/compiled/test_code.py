@@ -76,7 +76,8 @@ def test_a_shared_library_names_no_directory_of_this_machine(stored: tuple[Kerne
     library = contents["object"]
     for place in {Path(torch.__file__).parent, Path.home(), Path(sys.base_prefix), Path(tempfile.gettempdir())}:
         assert str(place).encode() not in library
-    assert b"/include/torch/csrc/inductor" in library, "messages keep their meaning"
+    named = b"/include/torch/csrc/inductor", b".main.cpp"  # by PyTorch 2.11 the latter
+    assert any(each in library for each in named), "messages keep their meaning"
     assert str(Path(torch.__file__).parent).encode() not in contents["source"]
 
 

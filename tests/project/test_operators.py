@@ -16,7 +16,8 @@ from replayfmt.replay.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 NAMESPACES = COMPUTING | COLLECTIVES | {"prim", "static_runtime", "profiler"}
-NOT_DISPATCHED = {"device", "layout"}  # modes see them, although the dispatcher does not have them
+# Modes see them, although the dispatcher does not have them, or not in every version.
+NOT_DISPATCHED = {"device", "dim", "is_contiguous", "layout", "numel"}
 # Whose modules `import torch` leaves out.
 LATER = {"fsdp", "quantized_decomposed"}
 
