@@ -12,6 +12,7 @@ from replayfmt.errors import OpReplayError, ReplayMismatch, ReplayRefused
 if TYPE_CHECKING:
     from replayfmt.api import Capture, Op, Ops, open
     from replayfmt.benchmark.convenience import Benchmarked, benchmark
+    from replayfmt.compare.comparison import compare
     from replayfmt.importers.importing import import_ranks, import_trace
     from replayfmt.pytorch.op_libraries import register_op_library
     from replayfmt.pytorch.traced_names import register_op_alias, register_string_default
@@ -36,6 +37,7 @@ _HOME = {
     "Substitution": "replayfmt.replay.substitution.requests",
     "benchmark": "",
     "capture": "replayfmt.recording.recorder",
+    "compare": "",
     "import_ranks": "replayfmt.importers.importing",
     "import_trace": "replayfmt.importers.importing",
     "open": "replayfmt.api",
@@ -63,6 +65,7 @@ __all__ = [
     "__version__",
     "benchmark",
     "capture",
+    "compare",
     "import_ranks",
     "import_trace",
     "open",

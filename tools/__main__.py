@@ -16,6 +16,7 @@ TOOLS = {
     "benchmark": "benchmark",
     "dump": "dump",
     "check": "check",
+    "compare": "compare",
     "trim": "trim",
     "import": "importer",
     "export": "export",

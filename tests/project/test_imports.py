@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "replay": {"errors", "format", "pytorch", "initializers"},
     "probing": {"errors", "format", "probes", "pytorch", "replay"},
     "benchmark": {"errors", "version", "format", "pytorch", "recording", "importers", "initializers", "replay"},
+    "compare": {"errors", "format", "dump", "pytorch", "initializers", "replay"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
     "export": {
         "errors",
@@ -50,6 +51,7 @@ WITHOUT_TORCH = (
     "replayfmt/format",
     "replayfmt/dump",
     "replayfmt/probes",
+    *(f"replayfmt/compare/{name}.py" for name in ("trace", "alignment", "divergence", "distances", "structure")),
     "replayfmt/export/tables.py",
     "tools/__init__.py",
     "tools/command.py",

@@ -1,0 +1,25 @@
+"""Where two captures part: which op of one is which of the other, and the first that differs on equal inputs.
+
+`trace` reads a capture into columns, `alignment` pairs their ops, `divergence` finds where a difference begins,
+`distances` and `tolerances` say how far apart results are and how far they may be, `structure` what differs without
+running anything, `replayed` makes results by replays, `spread` derives tolerances from an op itself, `comparison` does
+all of it, and `report` shows it. Files are read without torch; only `replayed` and `spread` need it.
+
+The package is callable: `replayfmt.compare(a, b)` is `comparison.compare(a, b)`.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        from .comparison import compare
+
+        return compare(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,0 +1,499 @@
+"""Which op of one capture is which op of another: by what they compute, not by names and ids.
+
+First, ops that are the same function of the same inputs from outside are pairs, wherever they are (`_same_function`):
+each op gets a hash of its key and of the hashes of what it reads, back to what entered the capture. That finds
+everything before the first change, and what is only reordered. Then `_Walk` goes through what is left of both in order.
+An op pairs with one of equal key that reads the same values, or else with one of the same kernel that does. Where no
+such pair is near, a window of both is aligned by its longest common subsequence. A pair of that is accepted only if no
+other such subsequence contradicts, its inputs come from the same values through the ops that were skipped, and what
+reads its results goes on alike. Where nothing can be accepted the alignment is doubtful, and says so.
+
+What remains are ops of one capture alone. Those that stand for each other (a composite op and its parts, a compiled
+region and its operators) are `blocks`: connected by data flow, with the values that leave them for paired ops.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from .trace import UNKNOWN, Trace
+
+_NEAR = 48  # unpaired ops that are looked through for one that reads the same values
+_WINDOWS = (48, 192, 768)  # ops of both captures that are aligned where there is none
+_MOST_ROOTS = 16
+_COMPARED_PAIRS = 30_000
+_FOLLOWED = 3  # steps along the data flow that have to be alike behind a pair that is accepted at a change
+
+
+@dataclass(frozen=True)
+class Block:
+    """Ops of one or both captures without a partner, connected by data flow. `outputs` pairs the values of a and b that
+    paired ops read at the same place: one of them, or both, leave the block."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    outputs: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Alignment:
+    """`partner_of_a[i]` is the op of b that op i of a is, -1 for none, and reversed. `exact[i]`: with equal keys.
+    `doubts` are places (op of a, op of b) behind which the order alone did not tell what belongs together."""
+
+    partner_of_a: np.ndarray
+    partner_of_b: np.ndarray
+    exact: np.ndarray
+    label_a: list[int]
+    label_b: list[int]
+    doubts: list[tuple[int, int]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def pairs(self) -> int:
+        return int((self.partner_of_a >= 0).sum())
+
+    @property
+    def share(self) -> float:
+        """The aligned share of all ops of both."""
+        both = len(self.partner_of_a) + len(self.partner_of_b)
+        return 2 * self.pairs / both if both else 1.0
+
+
+def align(a: Trace, b: Trace) -> Alignment:
+    """Align two captures."""
+    sides = _Side(a, 0), _Side(b, 1)
+    _name_outside(*sides)
+    _same_function(*sides)
+    doubts = _Walk(*sides).run()
+    _pair_sources(*sides)
+    one, other = sides
+    partner = np.array(one.partner, np.int64)
+    exact = (partner >= 0) & (a.key == b.key[np.maximum(partner, 0)]) if len(b.key) else partner >= 0
+    found = Alignment(partner, np.array(other.partner, np.int64), exact, one.label, other.label, doubts)
+    found.blocks = _blocks(*sides)
+    return found
+
+
+class _Side:
+    """One capture. `label` names each value: equal for values that correspond, otherwise of one's own."""
+
+    def __init__(self, trace: Trace, number: int) -> None:
+        self.trace, self.number = trace, number
+        self.key: list[int] = trace.key.tolist()
+        self.loose: list[int] = trace.loose.tolist()
+        self.form: list[int] = trace.form.tolist()
+        self.first: list[int] = trace.read_first.tolist()
+        self.reads: list[int] = trace.read_value.tolist()
+        self.write_first: list[int] = trace.write_first.tolist()
+        self.writes: list[int] = trace.writes.tolist()
+        self.value_op: list[int] = trace.value_op.tolist()
+        self.label: list[int] = [-2 * value - 1 - number for value in range(len(trace.value_op))]
+        self.partner: list[int] = [-1] * trace.ops
+
+    def read_by(self, op: int) -> list[int]:
+        return self.reads[self.first[op] : self.first[op + 1]]
+
+    @cached_property
+    def users(self) -> tuple[list[int], list[int]]:
+        """The reads of each value: where they begin, and (op, place among its reads) of all as one number."""
+        value = self.trace.read_value
+        order = np.argsort(value, kind="stable")
+        op = np.repeat(np.arange(self.trace.ops), np.diff(self.trace.read_first))
+        place = np.arange(len(value)) - self.trace.read_first[op]
+        first = np.searchsorted(value[order], np.arange(len(self.value_op) + 1))
+        return first.tolist(), (op << 16 | np.minimum(place, 0xFFFF))[order].tolist()
+
+    def used_by(self, value: int) -> list[int]:
+        first, users = self.users
+        return users[first[value] : first[value + 1]]
+
+    def written_by(self, op: int) -> list[int]:
+        return self.writes[self.write_first[op] : self.write_first[op + 1]]
+
+    def is_source(self, op: int) -> bool:
+        """Whether it reads nothing, so that only its consumers tell which one it is."""
+        return self.first[op] == self.first[op + 1]
+
+    def shared(self, value: int) -> bool:
+        """Whether the value has a counterpart."""
+        return self.label[value] >= 0
+
+
+def _name_outside(a: _Side, b: _Side) -> None:
+    """Label the values that came from outside: by content; those that are left, by order, where both captures have as
+    many of one length."""
+    groups: list[dict[tuple[int, int], list[int]]] = [defaultdict(list), defaultdict(list)]
+    for side, group in zip((a, b), groups, strict=True):
+        for value in np.flatnonzero(side.trace.value_op < 0).tolist():
+            group[int(side.trace.value_content[value]), int(side.trace.value_bytes[value])].append(value)
+    number = 1
+    left: list[dict[int, list[int]]] = [defaultdict(list), defaultdict(list)]
+    for key in sorted(groups[0].keys() | groups[1].keys()):
+        both = [group.get(key, []) for group in groups]
+        if key[0] != UNKNOWN and all(both):
+            # The same bytes: which of them is meant does not matter for what is computed.
+            for side, values in zip((a, b), both, strict=True):
+                for place, value in enumerate(values):
+                    side.label[value] = number + min(place, min(map(len, both)) - 1)
+            number += min(map(len, both))
+        else:
+            for rest, values in zip(left, both, strict=True):
+                rest[key[1]] += values
+    for length in sorted(left[0].keys() & left[1].keys()):
+        one, other = sorted(left[0][length]), sorted(left[1][length])
+        if len(one) == len(other):
+            for place, (value, counterpart) in enumerate(zip(one, other, strict=True)):
+                a.label[value] = b.label[counterpart] = number + place
+            number += len(one)
+
+
+def _pair(a: _Side, b: _Side, op: int, other: int) -> None:
+    a.partner[op], b.partner[other] = other, op
+    for value, counterpart in zip(a.written_by(op), b.written_by(other), strict=False):
+        if a.label[value] != b.label[counterpart]:
+            a.label[value] = b.label[counterpart] = (value + 1) << 32
+
+
+def _same_function(a: _Side, b: _Side) -> None:
+    """Pair ops with equal hashes of themselves and all that led to them, in order. What they write is the same value,
+    however often an op is repeated."""
+    found: list[dict[int, list[int]]] = [defaultdict(list), defaultdict(list)]
+    for side, groups in zip((a, b), found, strict=True):
+        hashes = list(side.label)
+        first, reads, random = side.first, side.reads, side.trace.randomness.tolist()
+        write_first, writes = side.write_first, side.writes
+        for op, key in enumerate(side.key):
+            h = hash((key, random[op], *[hashes[value] for value in reads[first[op] : first[op + 1]]]))
+            for place in range(write_first[op], write_first[op + 1]):
+                hashes[writes[place]] = hash((h, place - write_first[op]))
+            groups[h].append(op)
+    pairs: list[tuple[int, int]] = []
+    for h, ops in found[0].items():
+        others = found[1].get(h)
+        if others is None:
+            continue
+        if not a.is_source(ops[0]):
+            pairs += zip(ops, others, strict=False)
+        labels = [(value + 1) << 32 for value in a.written_by(ops[0])]  # those of values from outside are below
+        for side, members in ((a, ops), (b, others)):
+            for op in members:
+                for value, label in zip(side.written_by(op), labels, strict=False):
+                    side.label[value] = label
+    for op, other in pairs:
+        a.partner[op], b.partner[other] = other, op
+    for op, other in pairs:
+        _pair_read_sources(a, b, op, other)
+
+
+def _pair_read_sources(a: _Side, b: _Side, op: int, other: int) -> None:
+    """Pair the sources that two paired ops read at the same place."""
+    for value, counterpart in zip(a.read_by(op), b.read_by(other), strict=False):
+        source, its = a.value_op[value], b.value_op[counterpart]
+        if source >= 0 and its >= 0 and _are_sources(a, b, source, its) and a.key[source] == b.key[its]:
+            _pair(a, b, source, its)
+
+
+def _are_sources(a: _Side, b: _Side, op: int, other: int) -> bool:
+    """Whether both are unpaired and read nothing."""
+    return a.partner[op] < 0 and b.partner[other] < 0 and a.is_source(op) and b.is_source(other)
+
+
+def _pair_sources(a: _Side, b: _Side) -> None:
+    """Pair what is left of ops that read nothing, in order, where both captures have as many of one key."""
+    groups: list[dict[int, list[int]]] = [defaultdict(list), defaultdict(list)]
+    for side, group in zip((a, b), groups, strict=True):
+        for op, partner in enumerate(side.partner):
+            if partner < 0 and side.is_source(op):
+                group[side.key[op]].append(op)
+    for key, ops in groups[0].items():
+        others = groups[1].get(key, [])
+        if len(ops) == len(others):
+            for op, other in zip(ops, others, strict=True):
+                _pair(a, b, op, other)
+
+
+class _Walk:
+    """Goes through the unpaired ops of both captures in order."""
+
+    def __init__(self, a: _Side, b: _Side) -> None:
+        self.a, self.b = a, b
+        self.left_a = [op for op, partner in enumerate(a.partner) if partner < 0 and not a.is_source(op)]
+        self.left_b = [op for op, partner in enumerate(b.partner) if partner < 0 and not b.is_source(op)]
+        self.doubts: list[tuple[int, int]] = []
+
+    def run(self) -> list[tuple[int, int]]:
+        i = j = 0
+        while True:
+            i, j = self._next(self.left_a, i, self.a), self._next(self.left_b, j, self.b)
+            if i == len(self.left_a) or j == len(self.left_b):
+                return self.doubts
+            op, other = self.left_a[i], self.left_b[j]
+            found = (op, other) if self._equal(op, other) else self._near_pair(i, j)
+            if found is not None:
+                self._take(*found)
+                continue
+            further = self._beyond(i, j)
+            if further is None:
+                self.doubts.append((op, other))
+                further = self._jump(i, j)
+            i, j = further
+
+    def _near_pair(self, i: int, j: int) -> tuple[int, int] | None:
+        """The pair of the next op of either capture with one of the other that reads the same values."""
+        op, other = self.left_a[i], self.left_b[j]
+        ops = [op, *self._near(self.left_a, i, self.a)]
+        others = [other, *self._near(self.left_b, j, self.b)]
+        for y in others:
+            if self._equal(op, y):
+                return op, y
+        for x in ops:
+            if self._equal(x, other):
+                return x, other
+        # Other numbers, sizes or dtypes: if no exact partner is near.
+        for y in others:
+            if self._equal(op, y, loose=True) and not any(self._equal(x, y) for x in ops):
+                return op, y
+        for x in ops:
+            if self._equal(x, other, loose=True) and not any(self._equal(x, y) for y in others):
+                return x, other
+        return None
+
+    @staticmethod
+    def _next(left: list[int], place: int, side: _Side) -> int:
+        while place < len(left) and side.partner[left[place]] >= 0:
+            place += 1
+        return place
+
+    @staticmethod
+    def _near(left: list[int], place: int, side: _Side, count: int = _NEAR) -> Iterator[int]:
+        """The next unpaired ops after a place."""
+        while count and place + 1 < len(left):
+            place += 1
+            if side.partner[left[place]] < 0:
+                count -= 1
+                yield left[place]
+
+    def _take(self, op: int, other: int) -> None:
+        _pair_read_sources(self.a, self.b, op, other)
+        _pair(self.a, self.b, op, other)
+
+    def _same_value(self, value: int, counterpart: int) -> bool:
+        a, b = self.a, self.b
+        if a.label[value] == b.label[counterpart]:
+            return True
+        source, its = a.value_op[value], b.value_op[counterpart]
+        return source >= 0 and its >= 0 and _are_sources(a, b, source, its) and a.loose[source] == b.loose[its]
+
+    def _equal(self, op: int, other: int, loose: bool = False) -> bool:
+        """Whether both are of one key (`loose`: of one kernel) and read the same values."""
+        a, b = self.a, self.b
+        if a.loose[op] != b.loose[other] if loose else a.key[op] != b.key[other]:
+            return False
+        if loose and a.form[op] == b.form[other] and not a.written_by(op):
+            return False  # another view of the same memory
+        reads, others = a.read_by(op), b.read_by(other)
+        return len(reads) == len(others) and all(map(self._same_value, reads, others))
+
+    # ------------------------------------------------------------------------------------------------------ at a change
+
+    def _beyond(self, i: int, j: int) -> tuple[int, int] | None:
+        """Pair the first ops that certainly belong together again; where to go on."""
+        for size in _WINDOWS:
+            ops = [self.left_a[i], *self._near(self.left_a, i, self.a, size)]
+            others = [self.left_b[j], *self._near(self.left_b, j, self.b, size)]
+            whole = len(ops) <= size and len(others) <= size
+            for x, y in self._certain(ops, others):
+                if not whole and (x > size // 2 or y > size // 2):
+                    break
+                if self._compatible(ops[x], others[y], {}) and self._continues(ops[x], others[y]):
+                    self._take(ops[x], others[y])
+                    while i < len(self.left_a) and self.left_a[i] < ops[x]:
+                        i += 1
+                    while j < len(self.left_b) and self.left_b[j] < others[y]:
+                        j += 1
+                    return i, j
+            if whole:
+                return None
+        return None
+
+    def _certain(self, ops: list[int], others: list[int]) -> list[tuple[int, int]]:
+        """The places of pairs that are in every longest common subsequence in which one of them is at all."""
+        equal = np.array([self.a.key[op] for op in ops])[:, None] == np.array([self.b.key[op] for op in others])
+        known: dict[tuple[int, int], set[int] | None] = {}
+        if equal.sum() <= _COMPARED_PAIRS:
+            for x, y in np.argwhere(equal).tolist():
+                equal[x, y] = self._compatible(ops[x], others[y], known, weakly=True) is not False
+        before = np.zeros((len(ops) + 1, len(others) + 1), np.int32)
+        after = np.zeros_like(before)
+        for x in range(len(ops)):
+            np.maximum.accumulate(np.maximum(before[x, 1:], before[x, :-1] + equal[x]), out=before[x + 1, 1:])
+        for x in reversed(range(len(ops))):
+            row = np.maximum(after[x + 1, :-1], after[x + 1, 1:] + equal[x])[::-1]
+            after[x, :-1] = np.maximum.accumulate(row)[::-1]
+        used = equal & (before[:-1, :-1] + after[1:, 1:] + 1 == before[-1, -1])
+        alone = used & (used.sum(1, keepdims=True) == 1) & (used.sum(0, keepdims=True) == 1)
+        return [(x, y) for x, y in np.argwhere(alone).tolist()]
+
+    def _compatible(
+        self, op: int, other: int, known: dict[tuple[int, int], set[int] | None], weakly: bool = False
+    ) -> bool | None:
+        """Whether what they read is the same, or may come from the same values through ops that have no partner; None
+        if nothing of it certainly does. `weakly`: or from ops of one kernel. `known` are roots that were found before.
+        """
+        reads, others = self.a.read_by(op), self.b.read_by(other)
+        if len(reads) != len(others):
+            return False
+        some = False
+        for value, its in zip(reads, others, strict=True):
+            if self._same_value(value, its):
+                some = some or self.a.shared(value)
+                continue
+            if self._same_kernel(value, its):
+                if self._rank(self.a, value) != self._rank(self.b, its):
+                    return False  # different results of one op
+                if weakly:
+                    continue
+            roots, its_roots = self._roots(self.a, value, known), self._roots(self.b, its, known)
+            if roots is None or its_roots is None or not (roots <= its_roots or its_roots <= roots):
+                return False
+            if self.a.shared(value) and self.b.shared(its):
+                return False
+            some = some or bool(roots & its_roots)
+        return True if some else None
+
+    def _same_kernel(self, value: int, its: int) -> bool:
+        op, other = self.a.value_op[value], self.b.value_op[its]
+        return (
+            op >= 0
+            and other >= 0
+            and self.a.loose[op] == self.b.loose[other]
+            and not (self.a.shared(value) and self.b.shared(its))
+        )
+
+    @staticmethod
+    def _rank(side: _Side, value: int) -> int:
+        return side.written_by(side.value_op[value]).index(value)
+
+    @staticmethod
+    def _roots(side: _Side, value: int, known: dict[tuple[int, int], set[int] | None]) -> set[int] | None:
+        key = side.number, value
+        if key not in known:
+            known[key] = _roots(side, value)
+        return known[key]
+
+    def _continues(self, op: int, other: int, steps: int = _FOLLOWED) -> bool:
+        """Whether what reads their results is alike, for some steps."""
+        if not steps:
+            return True
+        a, b = self.a, self.b
+        for value, its in zip(a.written_by(op), b.written_by(other), strict=False):
+            users, its_users = a.used_by(value), b.used_by(its)
+            if not users and not its_users:
+                continue
+            keys = {(a.loose[use >> 16], use & 0xFFFF): use >> 16 for use in reversed(users)}
+            for use in its_users:
+                user = keys.get((b.loose[use >> 16], use & 0xFFFF))
+                if user is not None and self._continues(user, use >> 16, steps - 1):
+                    break
+            else:
+                return False
+        return True
+
+    def _jump(self, i: int, j: int) -> tuple[int, int]:
+        """Past a place where nothing is certain: to the next keys that both captures have just once from there on."""
+        counts: list[dict[int, list[int]]] = []
+        for left, place, side in ((self.left_a, i, self.a), (self.left_b, j, self.b)):
+            where: dict[int, list[int]] = defaultdict(list)
+            for at in range(place + 1, len(left)):
+                if side.partner[left[at]] < 0:
+                    where[side.key[left[at]]].append(at)
+            counts.append(where)
+        for key, places in counts[0].items():
+            its = counts[1].get(key, [])
+            if len(places) == 1 and len(its) == 1:
+                op, other = self.left_a[places[0]], self.left_b[its[0]]
+                if self._compatible(op, other, {}) and self._continues(op, other):
+                    self._take(op, other)
+                    return places[0], its[0]
+        return len(self.left_a), len(self.left_b)
+
+
+def _roots(side: _Side, value: int) -> set[int] | None:
+    """The labels of the shared values that a value comes from through ops without a partner; None: too many."""
+    found: set[int] = set()
+    seen, waiting = {value}, [value]
+    while waiting:
+        value = waiting.pop()
+        if side.shared(value):
+            found.add(side.label[value])
+            continue
+        op = side.value_op[value]
+        if op >= 0:
+            new = [each for each in side.read_by(op) if each not in seen]
+            seen.update(new)
+            waiting += new
+        if len(found) > _MOST_ROOTS or len(seen) > 8 * _MOST_ROOTS:
+            return None
+    return found
+
+
+def _first_paired_use(side: _Side, op: int) -> int:
+    users = (use >> 16 for value in side.written_by(op) for use in side.used_by(value))
+    return min((user for user in users if side.partner[user] >= 0), default=len(side.partner))
+
+
+def _blocks(a: _Side, b: _Side) -> list[Block]:
+    """Connect the ops without a partner by data flow, and find where they meet paired ops again."""
+    group: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def find(node: tuple[int, int]) -> tuple[int, int]:
+        group.setdefault(node, node)
+        while group[node] != node:
+            group[node] = group[group[node]]
+            node = group[node]
+        return node
+
+    for side in (a, b):
+        shown: dict[tuple[int, int], int] = {}  # of each group: the first paired op that reads what it wrote
+        for op, partner in enumerate(side.partner):
+            if partner >= 0:
+                continue
+            mine = find((side.number, op))
+            shown[mine] = _first_paired_use(side, op)
+            for value in side.read_by(op):
+                source = side.value_op[value]
+                if source < 0 or side.partner[source] >= 0:
+                    continue
+                before = find((side.number, source))
+                if before != mine and shown[before] > op:  # else it may depend on what the group led to
+                    group[before] = mine
+                    shown[mine] = min(shown[mine], shown[before])
+    if not group:
+        return []
+    outputs: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    for op, other in enumerate(a.partner):
+        if other < 0:
+            continue
+        for value, its in zip(a.read_by(op), b.read_by(other), strict=False):
+            if a.label[value] == b.label[its]:
+                continue
+            nodes = [
+                (side.number, side.value_op[each])
+                for side, each in ((a, value), (b, its))
+                if side.value_op[each] >= 0 and side.partner[side.value_op[each]] < 0
+            ]
+            if nodes:
+                for node in nodes[1:]:
+                    group[find(node)] = find(nodes[0])
+                outputs[nodes[0]].add((value, its))
+    members: dict[tuple[int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    leaving: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    for node in sorted(group):
+        members[find(node)][node[0]].append(node[1])
+        leaving[find(node)] |= outputs.get(node, set())
+    return [Block(tuple(one), tuple(two), tuple(sorted(leaving[key]))) for key, (one, two) in members.items()]

@@ -1,0 +1,351 @@
+"""Two captures compared: structure first, then where results part. `compare` does it, `Comparison` holds what it found.
+
+Results are compared by their digests: those of the captures, or with `replay` those of replays made here. An outcome is
+`equal` only where results were compared and everything that has a result was; see `Comparison.outcome`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.format.codes import DType
+from replayfmt.format.model import Record, TensorDigest, TensorValue
+from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.signature_text import signature_of
+
+from .alignment import Alignment, align
+from .distances import Distance, digest_distance, distance
+from .divergence import Divergence, Root, diverge
+from .structure import (
+    StructureDifference,
+    argument_differences,
+    changed_arguments,
+    count_differences,
+    origin_differences,
+)
+from .tolerances import Tolerance, parse_tolerance
+from .trace import Trace, read_trace
+
+Progress = Callable[[str, int, int], None]
+_SCALAR = 1 << 30
+_GROWTH_POINTS = 6
+_MEASURED = 64  # consequences of a root whose distances are measured
+
+
+class NotComparable(OpReplayError):
+    """The captures have nothing in common."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One capture: its reader, its columns, and results that replays made: by op and place among its results."""
+
+    reader: CaptureReader
+    trace: Trace
+    replayed: Mapping[int, TensorDigest] | None = None  # by place of the observation
+
+    def record(self, op: int) -> Record:
+        return self.reader.record(int(self.trace.ordinal[op]))
+
+    def ordinal(self, op: int) -> int:
+        return int(self.trace.ordinal[op])
+
+    def kernel(self, op: int) -> str:
+        return self.reader.kernels[self.record(op).signature.kernel].qualified_name
+
+    def scope(self, op: int) -> str:
+        return self.reader.scope_path(self.record(op).scope)
+
+    def call(self, op: int) -> str:
+        """The op's kernel with what it is called with."""
+        return str(signature_of(self.record(op), self.reader, values=True))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How far results are apart at one place behind a root: the largest relative distance there, None if unknown."""
+
+    scope: str
+    ordinal: int
+    kernel: str
+    results: int
+    relative: float | None
+
+
+@dataclass
+class Named:
+    """A root with what people need: `alike` is how many others are of the same kind and kernel."""
+
+    root: Root
+    kind: str
+    ordinals: tuple[tuple[int, ...], tuple[int, ...]]
+    kernels: tuple[tuple[str, ...], tuple[str, ...]]
+    calls: tuple[str, str]
+    scope: str
+    changed: list[tuple[str, str, str]]
+    distance: Distance | None
+    consequences: int
+    growth: list[Growth]
+    alike: int = 0
+    note: str = ""
+
+
+@dataclass
+class Comparison:
+    """`outcome`: `equal` (every result that can be compared was, and none differs by more than the tolerance),
+    `different`, or `structure` (nothing was there to compare, so only structure was). `ok` is True for `equal`."""
+
+    a: Side
+    b: Side
+    tolerance: Tolerance
+    structure: list[StructureDifference]
+    alignment: Alignment
+    divergence: Divergence
+    roots: list[Named] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> str:
+        found = self.divergence
+        if found.different or found.roots or found.alone:
+            return "different"
+        return "equal" if found.compared and not self.alignment.doubts else "structure"
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "equal"
+
+    @property
+    def first(self) -> Named | None:
+        """The first divergence: None if nothing differs, or none can be named."""
+        return next((each for each in self.roots if not each.root.doubtful), None)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        from .report import text_lines
+
+        return text_lines(self)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As in docs/comparing.md."""
+        from .report import rows
+
+        return rows(self)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def compare(
+    a: str | PathLike[str],
+    b: str | PathLike[str],
+    *,
+    tolerance: str = "exact",
+    replay: bool = False,
+    on_progress: Progress = lambda doing, done, total: None,
+    **options: Any,
+) -> Comparison:
+    """Compare two captures. `tolerance` is as for opreplay-compare; with `replay` results come from replays here, with
+    `options` of a Plan. `on_progress(what, records done, of all)` is called now and then.
+
+    Raises UsageError, NotComparable, what opening a file raises, and with `replay` what a replay raises.
+    """
+    rule = parse_tolerance(tolerance)
+    if options and not (replay or rule.auto):
+        raise UsageError(f"{', '.join(sorted(options))}: only with --replay or --tolerance=auto")
+    readers = [open_capture(path) for path in (a, b)]
+    with ExitStack() as stack:
+        for reader in readers:
+            stack.callback(reader.close)
+        sides = [Side(reader, _trace(reader, on_progress)) for reader in readers]
+        stack.pop_all()  # the result reads more of them
+    if replay:
+        from .replayed import replayed_sides
+
+        sides = replayed_sides(sides, options, on_progress)
+    return _compared(sides[0], sides[1], rule, replay, options, on_progress)
+
+
+def _trace(reader: CaptureReader, on_progress: Progress) -> Trace:
+    done = 0
+
+    def more(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(f"reading {reader.path}", done, reader.record_count)
+
+    return read_trace(reader, more)
+
+
+def _compared(
+    a: Side, b: Side, rule: Tolerance, replay: bool, options: Mapping[str, Any], on_progress: Progress
+) -> Comparison:
+    alignment = align(a.trace, b.trace)
+    kernels = {kernel.name for kernel in a.reader.kernels if kernel} & {k.name for k in b.reader.kernels if k}
+    if not a.trace.ops or not b.trace.ops or (not kernels and not alignment.pairs):
+        raise NotComparable(
+            f"{a.reader.path} and {b.reader.path} have no kernel in common ({a.trace.ops:,} and {b.trace.ops:,} ops); "
+            f"compare captures of the same work (opreplay-dump shows what each holds)"
+        )
+    structure = [
+        *origin_differences(a.reader, b.reader),
+        *count_differences(a.reader, b.reader),
+        *argument_differences(a.reader, b.reader, (a.trace, b.trace), alignment),
+    ]
+    found = diverge(a.trace, b.trace, alignment)
+    if replay and found.observed:
+        from .replayed import with_digests
+
+        a, b = with_digests([a, b], found.observed, options, on_progress)
+    if not (rule.exact or rule.auto):
+        found = diverge(a.trace, b.trace, alignment, _judge(a, b, rule))
+    notes = [
+        f"{side.reader.path} is incomplete ({side.reader.incomplete_reason}): what it lacks at its end is not compared"
+        for side in (a, b)
+        if not side.reader.complete
+    ]
+    notes += [f"{side.reader.path}: {warning}" for side in (a, b) for warning in side.reader.warnings]
+    made = Comparison(a, b, rule, structure, alignment, found, notes=notes)
+    if rule.auto:
+        from .spread import explain
+
+        explain(made, options, on_progress)
+    made.roots = name_roots(made)
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------- distances
+
+
+def observed_distance(a: Side, b: Side, one: int, other: int, rule: Tolerance) -> Distance:
+    """The distance of two observations: of digests, or of scalars."""
+    op, its = int(a.trace.observed_op[one]), int(b.trace.observed_op[other])
+    kernel = a.kernel(op) if op >= 0 else ""
+    if int(a.trace.observed_as[one]) == _SCALAR:
+        values = [_numbers(side.record(place).results) for side, place in ((a, op), (b, its))]
+        if len(values[0]) != len(values[1]) or not len(values[0]):
+            return Distance(len(values[0]), 0, 1, 1, note=f"{values[0].tolist()} against {values[1].tolist()}")
+        return distance(values[0], values[1], DType.float64, rule.of(kernel, DType.float64))
+    digests = digest_of(a, one), digest_of(b, other)
+    if digests[0] is None or digests[1] is None:
+        return Distance(0, 0, 1, 1, note="the captures only say that the results differ")
+    dtype = dtype_of(a, one)
+    return digest_distance(digests[0], digests[1], dtype, rule.of(kernel, dtype))
+
+
+def _numbers(values: tuple[Any, ...]) -> np.ndarray:
+    return np.array([float(each) for each in values if isinstance(each, int | float)], np.float64)
+
+
+def digest_of(side: Side, place: int) -> TensorDigest | None:
+    """The digest of an observation."""
+    if side.replayed is not None:
+        return side.replayed.get(place)
+    return TensorDigest.from_record(side.reader.record(int(side.trace.observed_at[place])))
+
+
+def dtype_of(side: Side, place: int) -> DType:
+    """The dtype of what was observed."""
+    record = side.reader.record(int(side.trace.observed_at[place]))
+    if record.signature.kernel:  # made by a replay: of the op itself
+        tensors = [each for each in _tensors((*record.results, *record.args))]
+        shapes = int(side.trace.observed_as[place])
+        return tensors[min(shapes, len(tensors) - 1)].meta.dtype if tensors else DType.none
+    tensor = record.argument("tensor")
+    return tensor.meta.dtype if isinstance(tensor, TensorValue) else DType.none
+
+
+def _tensors(values: Any) -> list[TensorValue]:
+    found: list[TensorValue] = []
+    for value in values:
+        if isinstance(value, TensorValue):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _judge(a: Side, b: Side, rule: Tolerance) -> Callable[[int, int, int, int], Distance]:
+    return lambda one, other, _op, _its: observed_distance(a, b, one, other, rule)
+
+
+# ---------------------------------------------------------------------------------------------------------------- roots
+
+
+def name_roots(made: Comparison) -> list[Named]:
+    """Describe the roots; those of one kind and kernel together, by the first of them."""
+    groups: dict[tuple[str, Any, bool], Named] = {}
+    for number, root in enumerate(made.divergence.roots):
+        kernels = tuple(tuple(side.kernel(op) for op in ops[:8]) for side, ops in ((made.a, root.a), (made.b, root.b)))
+        key = root.kind, None if root.kind == "randomness" else kernels, root.doubtful
+        if key in groups:
+            groups[key].alike += 1
+            groups[key].consequences += made.divergence.consequences(number)
+        else:
+            groups[key] = _named(made, number, root, kernels)  # type: ignore[arg-type]
+    return list(groups.values())
+
+
+def _named(made: Comparison, number: int, root: Root, kernels: tuple[tuple[str, ...], tuple[str, ...]]) -> Named:
+    a, b = made.a, made.b
+    calls = tuple("; ".join(side.call(op) for op in ops[:4]) for side, ops in ((a, root.a), (b, root.b)))
+    changed = []
+    if len(root.a) == len(root.b) == 1:
+        changed = changed_arguments(a.record(root.a[0]), b.record(root.b[0]))
+    note = {
+        "randomness": "the random generators are in another state: seeds differ, or one program drew more before",
+        "input": "it reads content from outside that is not the same in both captures",
+        "arguments": "it is called differently",
+    }.get(root.kind, "")
+    if root.kind == "op":
+        reads = slice(int(a.trace.read_first[root.a[0]]), int(a.trace.read_first[root.a[0] + 1]))
+        if (a.trace.value_content[a.trace.read_value[reads]] == 1).any():
+            note = "it reads memory that nothing wrote"
+    far = None
+    if root.observed is not None:
+        far = observed_distance(a, b, *root.observed, made.tolerance)
+    at = root.a[0] if root.a else None
+    return Named(
+        root,
+        root.kind,
+        tuple(tuple(side.ordinal(op) for op in ops) for side, ops in ((a, root.a), (b, root.b))),  # type: ignore[arg-type]
+        kernels,
+        calls,  # type: ignore[arg-type]
+        a.scope(at) if at is not None else b.scope(root.b[0]),
+        changed,
+        far,
+        made.divergence.consequences(number),
+        _growth(made, number),
+        note=note,
+    )
+
+
+def _growth(made: Comparison, number: int) -> list[Growth]:
+    """How the error goes on behind a root, by scope, or else along the capture."""
+    a = made.a
+    observed = {int(a.trace.observed_op[one]): (one, other) for one, other in reversed(made.divergence.observed)}
+    ops = sorted(op for op, root in made.divergence.consequence_of.items() if root == number and op in observed)
+    if not ops:
+        return []
+    scopes: dict[str, list[int]] = {}
+    for op in ops[:: max(1, len(ops) // _MEASURED)]:
+        scopes.setdefault(a.scope(op), []).append(op)
+    groups = list(scopes.items())
+    if len(groups) == 1:
+        name, mine = groups[0]
+        size = max(1, -(-len(mine) // _GROWTH_POINTS))
+        groups = [(name, mine[start : start + size]) for start in range(0, len(mine), size)]
+    found = []
+    for name, mine in groups[:_GROWTH_POINTS]:
+        far = [(observed_distance(a, made.b, *observed[op], made.tolerance).relative, op) for op in mine]
+        known = [each for each in far if each[0] is not None]
+        relative, op = max(known) if known else (None, mine[0])
+        found.append(Growth(name, a.ordinal(op), a.kernel(op), len(mine), relative))
+    return found
