@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Devices": ("--device", "--streams", "--graphs"),
     "Verification": (
         "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going",
-        "--compare-kernels",
+        "--compare-kernels", "--tolerance", "--replay",
     ),
     "Measurement": (
         "--min-samples",

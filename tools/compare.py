@@ -44,7 +44,7 @@ _OF_REPLAYS = {
 @click.option(
     "--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True, help="How to print."
 )
-@click.option("--device", multiple=True, metavar="DEVICE", help="Replay on this device, as with opreplay-run.")
+@click.option("--device", multiple=True, metavar="DEVICE", help="As with opreplay-run. Repeatable.")
 @click.option(
     "--replay-file-remap",
     multiple=True,
@@ -74,10 +74,10 @@ def cli(a: str, b: str, tolerance: str, replay: bool, form: str, **flags: Any) -
         raise UsageError(f"--{name} is for replays: add --replay or --tolerance=auto")
     made = compare(a, b, tolerance=tolerance, replay=replay, **options)
     if form == "jsonl":
-        for row in made.rows():
+        for row in made.rows:
             click.echo(encode(row))
     else:
-        for line in made.lines():
+        for line in made.text.splitlines():
             say(line)
     sys.stdout.flush()
     return 0 if made.ok else 1

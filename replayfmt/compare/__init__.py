@@ -2,8 +2,9 @@
 
 `trace` reads a capture into columns, `alignment` pairs their ops, `divergence` finds where a difference begins,
 `distances` and `tolerances` say how far apart results are and how far they may be, `structure` what differs without
-running anything, `replayed` makes results by replays, `spread` derives tolerances from an op itself, `comparison` does
-all of it, and `report` shows it. Files are read without torch; only `replayed` and `spread` need it.
+running anything. `results` holds what is found, `replayed` makes results by replays, `spread` derives tolerances from
+an op itself, `report` shows it, and `comparison` does all of it. Files are read without torch; only `replayed` and
+`spread` need it.
 
 The package is callable: `replayfmt.compare(a, b)` is `comparison.compare(a, b)`.
 """

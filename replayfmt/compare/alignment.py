@@ -2,7 +2,7 @@
 
 First, ops that are the same function of the same inputs from outside are pairs, wherever they are (`_same_function`):
 each op gets a hash of its key and of the hashes of what it reads, back to what entered the capture. That finds
-everything before the first change, and what is only reordered. Then `_Walk` goes through what is left of both in order.
+everything before the first change, and what is only reordered. Then `_Pairing` goes on with what is left of both, in order.
 An op pairs with one of equal key that reads the same values, or else with one of the same kernel that does. Where no
 such pair is near, a window of both is aligned by its longest common subsequence. A pair of that is accepted only if no
 other such subsequence contradicts, its inputs come from the same values through the ops that were skipped, and what
@@ -69,7 +69,7 @@ def align(a: Trace, b: Trace) -> Alignment:
     sides = _Side(a, 0), _Side(b, 1)
     _name_outside(*sides)
     _same_function(*sides)
-    doubts = _Walk(*sides).run()
+    doubts = _Pairing(*sides).run()
     _pair_sources(*sides)
     one, other = sides
     partner = np.array(one.partner, np.int64)
@@ -217,7 +217,7 @@ def _pair_sources(a: _Side, b: _Side) -> None:
                 _pair(a, b, op, other)
 
 
-class _Walk:
+class _Pairing:
     """Goes through the unpaired ops of both captures in order."""
 
     def __init__(self, a: _Side, b: _Side) -> None:

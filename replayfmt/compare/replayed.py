@@ -22,7 +22,7 @@ from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 from replayfmt.pytorch.tensors.memory import byte_tensor, undispatched
 from replayfmt.replay.plan import Plan
 
-from .comparison import Side
+from .results import Side
 from .trace import Hashed, read_trace, written_slots
 
 Progress = Callable[[str, int, int], None]

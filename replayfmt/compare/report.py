@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replayfmt.format.validation import counted, printable
 
-if TYPE_CHECKING:
-    from .comparison import Comparison, Named
-    from .distances import Distance
-    from .structure import StructureDifference
+from .distances import Distance
+from .results import Comparison, Named
+from .structure import StructureDifference
 
 _MOST_STRUCTURE = 8
 _MOST_ROOTS = 8

@@ -22,9 +22,9 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.run.copies import Clones
 from replayfmt.replay.run.steps import IsolatedOp
 
-from .comparison import Comparison, digest_of, dtype_of, observed_distance
 from .distances import FLOATS
 from .divergence import EQUAL, Root
+from .results import Comparison, digest_of, dtype_of, observed_distance
 from .tolerances import Tolerance
 
 _MARGIN = 8.0
