@@ -62,7 +62,9 @@ _OF_REPLAYS = {
 @click.argument("a", metavar="A", type=click.Path())
 @click.argument("b", metavar="B", type=click.Path())
 def cli(a: str, b: str, tolerance: str, replay: bool, form: str, **flags: Any) -> int:
-    """Compare capture B with capture A: say whether their results are equal, and if not, which op differs first.
+    """Find the op at which captures A and B part.
+
+    Says whether their results are equal, and if not, which op differs first.
 
     Exits with 0 if every result that both hold is equal within the tolerance, 1 if something differs, if nothing could
     be compared or the captures have nothing in common, 2 for wrong usage, 3 if a capture is missing, unreadable or not

@@ -2,11 +2,11 @@
 
 First, ops that are the same function of the same inputs from outside are pairs, wherever they are (`_same_function`):
 each op gets a hash of its key and of the hashes of what it reads, back to what entered the capture. That finds
-everything before the first change, and what is only reordered. Then `_Pairing` goes on with what is left of both, in order.
-An op pairs with one of equal key that reads the same values, or else with one of the same kernel that does. Where no
-such pair is near, a window of both is aligned by its longest common subsequence. A pair of that is accepted only if no
-other such subsequence contradicts, its inputs come from the same values through the ops that were skipped, and what
-reads its results goes on alike. Where nothing can be accepted the alignment is doubtful, and says so.
+everything before the first change, and what is only reordered. Then `_Pairing` goes through what is left, in order. An
+op pairs with one of equal key that reads the same values, or else with one of the same kernel that does. Where no such
+pair is near, a window of both is aligned by its longest common subsequence. A pair of that is accepted only if no other
+such subsequence contradicts, its inputs come from the same values through the ops that were skipped, and what reads its
+results goes on alike. Where nothing can be accepted the alignment is doubtful, and says so.
 
 What remains are ops of one capture alone. Those that stand for each other (a composite op and its parts, a compiled
 region and its operators) are `blocks`: connected by data flow, with the values that leave them for paired ops.
@@ -194,7 +194,7 @@ def _pair_read_sources(a: _Side, b: _Side, op: int, other: int) -> None:
     """Pair the sources that two paired ops read at the same place."""
     for value, counterpart in zip(a.read_by(op), b.read_by(other), strict=False):
         source, its = a.value_op[value], b.value_op[counterpart]
-        if source >= 0 and its >= 0 and _are_sources(a, b, source, its) and a.key[source] == b.key[its]:
+        if source >= 0 and its >= 0 and _are_sources(a, b, source, its) and a.loose[source] == b.loose[its]:
             _pair(a, b, source, its)
 
 
@@ -303,11 +303,11 @@ class _Pairing:
 
     def _beyond(self, i: int, j: int) -> tuple[int, int] | None:
         """Pair the first ops that certainly belong together again; where to go on."""
-        for size in _WINDOWS:
+        for size, loose in [*((size, False) for size in _WINDOWS), (_WINDOWS[0], True)]:
             ops = [self.left_a[i], *self._near(self.left_a, i, self.a, size)]
             others = [self.left_b[j], *self._near(self.left_b, j, self.b, size)]
             whole = len(ops) <= size and len(others) <= size
-            for x, y in self._certain(ops, others):
+            for x, y in self._certain(ops, others, loose):
                 if not whole and (x > size // 2 or y > size // 2):
                     break
                 if self._compatible(ops[x], others[y], {}) and self._continues(ops[x], others[y]):
@@ -317,13 +317,12 @@ class _Pairing:
                     while j < len(self.left_b) and self.left_b[j] < others[y]:
                         j += 1
                     return i, j
-            if whole:
-                return None
         return None
 
-    def _certain(self, ops: list[int], others: list[int]) -> list[tuple[int, int]]:
+    def _certain(self, ops: list[int], others: list[int], loose: bool) -> list[tuple[int, int]]:
         """The places of pairs that are in every longest common subsequence in which one of them is at all."""
-        equal = np.array([self.a.key[op] for op in ops])[:, None] == np.array([self.b.key[op] for op in others])
+        keys = (self.a.loose, self.b.loose) if loose else (self.a.key, self.b.key)
+        equal = np.array([keys[0][op] for op in ops])[:, None] == np.array([keys[1][op] for op in others])
         known: dict[tuple[int, int], set[int] | None] = {}
         if equal.sum() <= _COMPARED_PAIRS:
             for x, y in np.argwhere(equal).tolist():

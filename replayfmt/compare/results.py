@@ -129,7 +129,8 @@ def observed_distance(a: Side, b: Side, one: int, other: int, rule: Tolerance) -
         values = [_numbers(side.record(place).results) for side, place in ((a, op), (b, its))]
         if len(values[0]) != len(values[1]) or not len(values[0]):
             return Distance(len(values[0]), 0, 1, 1, note=f"{values[0].tolist()} against {values[1].tolist()}")
-        return distance(values[0], values[1], DType.float64, rule.of(kernel, DType.float64))
+        dtype = next((each.meta.dtype for each in _tensors(a.record(op).args)), DType.float64)
+        return distance(values[0], values[1], dtype, rule.of(kernel, dtype))
     digests = digest_of(a, one), digest_of(b, other)
     if digests[0] is None or digests[1] is None:
         return Distance(0, 0, 1, 1, note="the captures only say that the results differ")

@@ -211,11 +211,11 @@ def _perturbed(tensor: torch.Tensor, error: float, generator: torch.Generator, *
     if not one_sign:
         sign = torch.randint(0, 2, tensor.shape, generator=generator).to(torch.float64) * 2 - 1
     wide = _wide(tensor)
-    moved = wide * (1 + size * sign.to(wide.device))
-    if error == error and error > eps:  # zeros are off, too
+    reach = wide.abs()
+    if error > 0:  # small elements are off as much as others, and zeros are
         finite = wide[wide.isfinite()]
-        scale = float(finite.abs().square().mean().sqrt()) if finite.numel() else 0.0
-        moved = moved + size * scale * sign.to(wide.device)
+        reach = reach + (float(finite.abs().square().mean().sqrt()) if finite.numel() else 0.0)
+    moved = wide + size * reach * sign.to(wide.device)
     return torch.where(wide.isfinite(), moved, wide).to(tensor.dtype)
 
 

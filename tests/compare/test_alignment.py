@@ -62,7 +62,7 @@ def test_nearly_all_of_an_edited_capture_is_aligned(real: list[Program]) -> None
         changed = edited(program, dice, 3)
         kept = {op.name for op in program.ops} & {op.name for op in changed.ops}
         shares.append(align(program.trace(), changed.trace()).pairs / len(kept))
-    assert sum(shares) / len(shares) > 0.95
+    assert sorted(shares)[len(shares) // 2] > 0.99 and sum(shares) / len(shares) > 0.9
 
 
 def chain(count: int, *, last: int = 99) -> Program:

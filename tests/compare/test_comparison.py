@@ -1,0 +1,221 @@
+"""What a comparison says of real captures: which op, on which inputs, how far, and what it cannot know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import replayfmt
+import replayfmt.compare
+from replayfmt.compare.comparison import NotComparable
+from replayfmt.errors import ReplayMismatch, UsageError
+
+from .models import captured
+
+Made = Callable[..., Path]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    """A capture of what a function does."""
+
+    def make(name: str, program: Callable[[], object], **options: object) -> Path:
+        path = tmp_path / f"{name}.opreplay"
+        with replayfmt.capture(path, **{"digests": "ops", **options}):
+            program()
+        return path
+
+    return make
+
+
+def chain(scale: float = 2.0, extra: bool = False) -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    y = x.mul(scale) if not extra else x.mul(scale).neg().neg()
+    y.add(1).exp().sum().item()
+
+
+def test_the_first_divergence_is_the_op_with_equal_inputs_and_its_consequences_are_folded(made: Made) -> None:
+    found = replayfmt.compare(made("a", chain), made("b", lambda: chain(2.5)))
+    assert found.outcome == "different" and len(found.roots) == 1
+    first = found.first
+    assert first is not None and first.kernels[0] == ("aten::mul.Tensor",)
+    assert first.changed == [("other", "2.0", "2.5")]
+    assert first.consequences == 4  # add, exp, sum, item
+    assert first.distance is not None and first.distance.absolute == 5.5 and first.distance.worst == 11
+    assert "mul.Tensor" in found.text and "2.0 against 2.5" in found.text
+
+
+def test_of_two_independent_faults_both_are_named(made: Made) -> None:
+    def program(one: float, other: float) -> None:
+        x = torch.ones(4)
+        a, b = x.mul(one).exp(), x.add(other).sin()
+        (a + b).sum()
+
+    found = replayfmt.compare(made("a", lambda: program(1, 2)), made("b", lambda: program(1.5, 2.5)))
+    assert [each.kernels[0] for each in found.roots] == [("aten::mul.Tensor",), ("aten::add.Tensor",)]
+    assert [each.consequences for each in found.roots] == [3, 1]
+
+
+def test_inserted_ops_that_change_nothing_in_the_end_do_not_make_results_different(made: Made) -> None:
+    found = replayfmt.compare(made("a", chain), made("b", lambda: chain(extra=True)))
+    assert found.outcome == "equal"
+    assert [(each.name, each.a, each.b) for each in found.structure] == [("aten::neg.default", 0, 2)]
+
+
+def test_ops_that_only_one_capture_has_are_not_called_equal(made: Made) -> None:
+    def more() -> None:
+        chain()
+        torch.ones(3).mul(3).add(1)
+
+    found = replayfmt.compare(made("a", chain), made("b", more))
+    assert found.outcome == "different" and found.first is None
+
+
+def test_without_digests_only_structure_is_compared_and_the_outcome_says_so(made: Made) -> None:
+    found = replayfmt.compare(made("a", chain, digests="none"), made("b", chain, digests="none"))
+    assert found.divergence.compared == 1  # the item
+    quiet = lambda: torch.ones(3).mul(2)  # noqa: E731
+    found = replayfmt.compare(made("c", quiet, digests="none"), made("d", quiet, digests="none"))
+    assert (found.outcome, found.ok) == ("structure", False)
+    assert "this does not say that they are equal" in found.text
+
+
+def test_an_op_of_which_the_inputs_are_not_known_is_not_accused(made: Made) -> None:
+    found = replayfmt.compare(made("a", chain, digests="live"), made("b", lambda: chain(2.5), digests="live"))
+    assert found.outcome == "different" and found.first is None
+    assert found.divergence.unknown and "not known whether their inputs are equal" in found.text
+
+
+@pytest.mark.slow
+def test_a_replay_makes_the_results_that_captures_lack_and_leaves_the_files(made: Made) -> None:
+    a, b = made("a", chain, digests="live"), made("b", lambda: chain(2.5), digests="live")
+    before = a.read_bytes(), b.read_bytes()
+    found = replayfmt.compare(a, b, replay=True)
+    assert found.first is not None and found.first.kernels[0] == ("aten::mul.Tensor",)
+    assert found.first.distance is not None and found.first.distance.absolute == 5.5
+    assert (a.read_bytes(), b.read_bytes()) == before
+    assert replayfmt.compare(a, a, replay=True).outcome == "equal"
+
+
+@pytest.mark.slow
+def test_results_of_a_replay_that_differs_from_its_capture_are_not_used(tmp_path: Path, made: Made) -> None:
+    wrong = captured(tmp_path / "wrong.opreplay", "moe", "1e-3")  # in this process only, and no more
+    right = captured(tmp_path / "right.opreplay", "moe")
+    with pytest.raises(ReplayMismatch, match="results of a replay are not the captured ones"):
+        replayfmt.compare(right, wrong, replay=True)
+
+
+def test_content_from_outside_that_differs_is_named(made: Made) -> None:
+    one, other = torch.ones(4), torch.ones(4).mul_(1.5)
+    found = replayfmt.compare(made("a", lambda: one.add(1).exp()), made("b", lambda: other.add(1).exp()))
+    assert [each.kind for each in found.roots] == ["input"]
+    assert "content from outside" in found.text
+
+
+def test_other_seeds_are_another_state_of_the_generators_and_no_fault_of_an_op(made: Made) -> None:
+    def program(seed: int) -> None:
+        torch.manual_seed(seed)
+        (torch.rand(8) + torch.randn(8)).sum()
+
+    found = replayfmt.compare(made("a", lambda: program(1)), made("b", lambda: program(2)))
+    assert [(each.kind, each.alike) for each in found.roots] == [("randomness", 1)]
+
+
+def test_captures_that_have_nothing_in_common_are_one_clear_error(made: Made) -> None:
+    with pytest.raises(NotComparable, match="no kernel in common"):
+        replayfmt.compare(made("a", lambda: torch.ones(3).sin()), made("b", lambda: torch.arange(4).neg()))
+
+
+def test_a_setting_that_differs_is_shown(made: Made) -> None:
+    def program(precision: str) -> None:
+        torch.set_float32_matmul_precision(precision)
+        try:
+            chain()
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    found = replayfmt.compare(made("a", lambda: program("highest")), made("b", lambda: program("high")))
+    assert found.outcome == "equal"
+    assert any(each.what == "setting" and "float32_matmul_precision" in each.name for each in found.structure)
+
+
+def test_another_dtype_is_aligned_and_compared_within_a_tolerance(made: Made) -> None:
+    def program(dtype: torch.dtype) -> None:
+        x = torch.linspace(0, 1, 16).to(dtype)
+        x.mul(2).add(1).exp()
+
+    a, b = made("a", lambda: program(torch.float32)), made("b", lambda: program(torch.float64))
+    assert replayfmt.compare(a, b).alignment.pairs == 4  # all but the conversion
+    assert replayfmt.compare(a, b).outcome == "different"
+    assert replayfmt.compare(a, b, tolerance="1e-5,1e-6").outcome == "equal"
+
+
+@pytest.mark.slow
+def test_another_batch_size_is_aligned_and_its_shapes_are_a_result(made: Made) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.LayerNorm(8)).eval()
+
+    def program(batch: int) -> None:
+        with torch.no_grad():
+            model(torch.ones(batch, 4))
+
+    found = replayfmt.compare(made("a", lambda: program(1)), made("b", lambda: program(2)))
+    assert found.alignment.share > 0.9
+    assert any(each.what == "arguments" and "float32[1,4]" in each.a for each in found.structure)
+
+
+# ------------------------------------------------------------------------------------------------------- tolerances
+
+
+def test_ulp_and_relative_tolerances_decide_what_is_within(made: Made) -> None:
+    a, b = made("a", chain), made("b", lambda: chain(2.0000002))
+    assert replayfmt.compare(a, b).outcome == "different"
+    within = replayfmt.compare(a, b, tolerance="1e-4,0")
+    assert within.outcome == "equal" and within.divergence.within
+    assert replayfmt.compare(a, b, tolerance="ulp:64").outcome == "equal"
+    assert replayfmt.compare(a, b, tolerance="ulp:0").outcome == "different"
+
+
+def test_a_file_gives_tolerances_by_kernel(made: Made, tmp_path: Path) -> None:
+    a, b = made("a", chain), made("b", lambda: chain(2.0000002))
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"aten::mul": "exact", "*": "float32=1e-3,0;1e-3,0"}')
+    found = replayfmt.compare(a, b, tolerance=str(rules))
+    assert [each.kernels[0] for each in found.roots] == [("aten::mul.Tensor",)]
+    assert found.divergence.different == 1
+
+
+@pytest.mark.parametrize("text", ["ulp:-1", "ulp:x", "1e-3", "nan,1", "1,-1", "", "flote=1,1", "no.json"])
+def test_a_wrong_tolerance_is_refused(made: Made, text: str) -> None:
+    with pytest.raises(UsageError, match="tolerance"):
+        replayfmt.compare(made("a", chain), made("b", chain), tolerance=text)
+
+
+@pytest.mark.slow
+def test_derived_tolerances_accuse_no_op_of_what_threads_do(tmp_path: Path) -> None:
+    paths = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            paths.append(captured(tmp_path / f"{threads}.opreplay", "gpt2_training"))
+        finally:
+            torch.set_num_threads(1)
+    found = replayfmt.compare(*paths, tolerance="auto")
+    assert found.outcome == "equal" and not found.roots, found.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "fault", "kernel"),
+    [
+        ("llama", "1e-3", "planted::gelu.default"),
+        ("gpt2_training", "backward", "planted::gelu_backward.default"),
+        ("gpt2_training", "epsilon", "aten::native_layer_norm.default"),
+    ],
+)
+def test_derived_tolerances_find_a_fault_above_them(tmp_path: Path, model: str, fault: str, kernel: str) -> None:
+    a, b = captured(tmp_path / "a.opreplay", model), captured(tmp_path / "b.opreplay", model, fault)
+    found = replayfmt.compare(a, b, tolerance="auto")
+    assert found.first is not None and kernel in found.first.kernels[0], found.text
