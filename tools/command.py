@@ -103,8 +103,9 @@ _LONGEST_DIAGNOSTIC = 4000  # characters
 # fmt: off
 TOPICS = [
     "failures", "content", "recording", "running-processes", "compiled", "triton", "devices", "graphs", "compatibility",
-    "queries", "signatures", "substitution", "measuring", "comparing", "comparing-captures", "power", "reporting", "tables",
-    "vectors", "importing", "execution-traces", "operator-libraries", "initializers", "probing", "probe-files",
+    "queries", "signatures", "substitution", "measuring", "comparing", "comparing-captures", "power", "reporting",
+    "tables", "vectors", "importing", "execution-traces", "operator-libraries", "initializers", "probing",
+    "probe-files",
 ]
 # fmt: on
 _PAGES = Path(__file__).parent / "playbook"

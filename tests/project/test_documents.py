@@ -68,7 +68,8 @@ TOGETHER = {
     "playbook": [f"tools/playbook/{name}.md" for name in ("opreplay", "capture", *PLAYBOOK[1:])]
     + ["docs/queries.md", "docs/failures.md", "README.md"],
     "tour": ["docs/tour.md"],
-    "guides": [f"docs/{name}.md" for name in ("measuring", "comparing", "comparing-captures", "power", "tables", "reporting")],
+    "guides": [f"docs/{name}.md" for name in ("measuring", "comparing", "power", "tables", "reporting")],
+    "comparing": ["docs/comparing-captures.md"],
     "probe files": ["docs/probe-files.md"],
 }
 ELSEWHERE = {
