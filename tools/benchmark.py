@@ -358,7 +358,8 @@ def cli(
     original ones.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match (then there are no results), or if
-    --fail-above fails a row, 2 for wrong usage, 3 if CAPTURE is missing, unreadable or not valid.
+    --fail-above finds something slower, 2 for wrong usage, 3 if CAPTURE is missing, unreadable or not valid, 4 if
+    --fail-above cannot judge.
     """
     from replayfmt.benchmark.precision import parse_min_time, whole_precision
 
@@ -425,7 +426,7 @@ def cli(
             run_compare(plan, options, benchmark_format, progress, out.write if out is not None else None)
             return 0
         stack.enter_context(profiled(profiling, plan))
-        report, below, passes = against.apply(
+        report, below, code = against.apply(
             lambda: _measure(plan, options, lambda name: plan_of_scope(capture, flags, name))
         )
         if memory:
@@ -441,7 +442,7 @@ def cli(
                 for line in found.lines():
                     say(line)
             show_below(below, benchmark_format)
-    return 0 if passes else 1
+    return code
 
 
 def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Report:

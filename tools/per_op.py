@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,8 +33,9 @@ def baseline_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--fail-above",
             metavar="PERCENT",
-            help="With --baseline: exit with 1 if a row is slower than there by more than that, or cannot be judged, "
-            "and name these rows. If there are any, everything is measured once more, and they have to fail again.",
+            help="With --baseline: exit with 1 if a row, or the total of ops, is slower than there by more than that "
+            "(5% or 5), with 4 if none is and one cannot be judged, or more than 10% has no partner there. If a row "
+            "fails, everything is measured once more, and it has to fail again.",
         ),
         click.option(
             "--baseline",
@@ -67,18 +68,18 @@ class BaselineFlags:
         above = None if fail_above is None else parse_share("--fail-above", fail_above)
         return BaselineFlags(baseline, None if baseline is None else read_baseline(baseline), above, noise_floor)
 
-    def apply(self, measure: Callable[[], Report]) -> tuple[Report, list[str], bool]:
+    def apply(self, measure: Callable[[], Report]) -> tuple[Report, list[str], int]:
         """Measure, once or twice, and compare; a row has to fail both times. Returns the report, the lines to print
-        below it, and whether it passes.
+        below it, and the exit code: 0 if the gate passes.
 
         Raises UsageError if the baseline has no row of this measurement.
         """
-        from replayfmt.benchmark.baseline import compare_with_baseline, confirmed
+        from replayfmt.benchmark.baseline import compare_with_baseline, confirmed, gate_exit_code
 
         report = measure()
         again = measure() if self.noise_floor else None
         if self.path is None or self.document is None:
-            return report, [] if again is None else self._floor(report, again), True
+            return report, [] if again is None else self._floor(report, again), 0
         comparison = alone = compare_with_baseline(self.path, self.document, report.document())
         above = self.fail_above
         failures = [] if above is None else comparison.failures(above)
@@ -99,12 +100,20 @@ class BaselineFlags:
             lines.append(f"measured again, since a row failed: {len(failures)} failed both times")
         report.sections["baseline"] = comparison.as_json()
         if above is not None:
+            failures += comparison.unmatched()
             hidden = comparison.hidden(above, second)
-            gate = {"fail_above": above, "failures": failures, "passed_again": passed, "hidden": hidden}
-            report.sections["baseline"] |= gate
+            verdicts = {each.verdict for each in failures}
+            report.sections["baseline"] |= {
+                "fail_above": above,
+                "verdict": "slower" if "slower" in verdicts else next(iter(verdicts), "passed"),
+                "exit_code": gate_exit_code(failures),
+                "failures": [asdict(each) for each in failures],
+                "passed_again": passed,
+                "hidden": hidden,
+            }
             lines += [f"WARNING: {each}" for each in hidden]
         lines += [f"passed the second time: {each}" for each in passed]
-        return report, [*lines, *(f"FAILED: {failure}" for failure in failures)], not failures
+        return report, [*lines, *(f"FAILED: {failure}" for failure in failures)], gate_exit_code(failures)
 
     @staticmethod
     def _floor(report: Report, again: Report) -> list[str]:
@@ -281,7 +290,7 @@ def run_per_op(
     against: BaselineFlags,
 ) -> int:
     """Measure and print; `write` receives the JSON for --benchmark-out. Returns the exit code: 1 if a requested op was
-    not run, differs from the capture, or fails `against` its baseline."""
+    not run or differs from the capture, else that of the gate `against` its baseline."""
     from replayfmt.benchmark.per_op.measuring import measure_ops
     from replayfmt.benchmark.per_op.op_report import describe, make_op_report, progress_line
     from replayfmt.benchmark.per_op.results import MeasuredOp
@@ -299,13 +308,13 @@ def run_per_op(
         runs.append(measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=shown))
         return make_op_report(runs[-1], plan, group_by=flags.group_by, top=flags.top, peaks=flags.peaks)
 
-    report, below, passes = against.apply(measured)
+    report, below, code = against.apply(measured)
     if write is not None:
         write(report.json())
     with reader_may_leave():
         _show(report, form)
         show_below(below, form)
-    return 0 if passes and all(run.complete for run in runs) else 1
+    return code if all(run.complete for run in runs) else 1
 
 
 def _show(report: Report, form: str) -> None:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any, Literal
 
+import numpy as np
+
 from replayfmt.errors import UsageError
 from replayfmt.format.validation import counted, printable, read_json
 
@@ -39,6 +41,31 @@ _CONTEXT = {
 }
 _SCHEMA_VERSION = 1
 _MOST_LISTED = 20
+# A gate does not judge a measurement of which more than this share has no partner in the other.
+MOST_UNMATCHED = 0.1
+TOTAL = "BM_op/total"
+GateVerdict = Literal["slower", "cannot be judged"]
+# What a tool exits with if a gate has failures. A row that is slower outweighs rows that nobody can judge.
+EXIT_CODES: dict[GateVerdict, int] = {"slower": 1, "cannot be judged": 4}
+
+
+@dataclass(frozen=True)
+class GateFailure:
+    """Why a gate does not open: a row that is slower, or one that cannot be judged."""
+
+    name: str
+    verdict: GateVerdict
+    reason: str
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def gate_exit_code(failures: Sequence[GateFailure]) -> int:
+    """0 if there are no failures."""
+    return min((EXIT_CODES[each.verdict] for each in failures), default=0)
 
 
 @dataclass(frozen=True)
@@ -69,19 +96,27 @@ class PairedRow:
     verdict: BaselineVerdict
     reason: str = ""
 
-    def fails(self, above: float) -> str:
-        """Why the row fails a gate that allows it to be slower by the share `above`; empty if it passes. What is not
+    def failure(self, above: float) -> GateFailure | None:
+        """Why the row fails a gate that allows it to be slower by the share `above`; None if it passes. What is not
         known fails, and so does what is too noisy to tell where it looks slower by more: a gate that sees nothing must
         not be open."""
+        ends = None if self.ratio_low is None or self.ratio_high is None else (self.ratio_low, self.ratio_high)
         if self.ratio is None:
-            return f"cannot be judged: {self.reason}"
+            return GateFailure(self.name, "cannot be judged", f"cannot be judged: {self.reason}")
         if self.ratio <= 1 + above:
-            return ""
+            return None
         if self.verdict == "too noisy to tell":
-            return f"cannot be judged, and looks slower ({self.ratio:.3f} x): {self.reason}"
+            reason = f"cannot be judged, and looks slower ({self.ratio:.3f} x): {self.reason}"
+            return GateFailure(self.name, "cannot be judged", reason, self.ratio, ends)
         if self.verdict == "slower":
-            return f"{self.ratio:.3f} x the baseline's time, more than {1 + above:.4g} x"
-        return ""
+            reason = f"{self.ratio:.3f} x the baseline's time, more than {1 + above:.4g} x"
+            return GateFailure(self.name, "slower", reason, self.ratio, ends)
+        return None
+
+    def fails(self, above: float) -> str:
+        """The reason of `failure`; empty if the row passes."""
+        found = self.failure(above)
+        return "" if found is None else found.reason
 
     def hides(self, above: float) -> str:
         """How a row that looks slower by more than a gate allows passes it; empty if it fails, or does not look so."""
@@ -93,18 +128,31 @@ class PairedRow:
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Two documents. `only_before` and `only_after` are the names without a partner; `differences` one sentence for
-    each thing that should be the same and is not."""
+    """Two documents. `only_before` and `only_after` are the names without a partner, which hold `unmatched_share` of
+    the time of ops (else of the rows) of their document; `differences` has one sentence for each thing that should be
+    the same and is not."""
 
     path: str
     rows: list[PairedRow]
     only_before: list[str]
     only_after: list[str]
     differences: list[str]
+    unmatched_share: float = 0.0
 
-    def failures(self, above: float) -> list[str]:
-        """The rows that are slower by more than a share, or cannot be judged, each with the reason."""
-        return [f"{row.name}: {why}" for row in self.rows if (why := row.fails(above))]
+    def failures(self, above: float) -> list[GateFailure]:
+        """The rows that are slower by more than a share, or cannot be judged."""
+        return [found for row in self.rows if (found := row.failure(above)) is not None]
+
+    def unmatched(self) -> list[GateFailure]:
+        """A failure if too much has no partner to be judged by."""
+        if self.unmatched_share <= MOST_UNMATCHED:
+            return []
+        count = len(self.only_before) + len(self.only_after)
+        reason = (
+            f"cannot be judged: {counted(count, 'row')} without a partner, {self.unmatched_share:.1%} of the "
+            f"measurement, more than {MOST_UNMATCHED:.0%}; measure the baseline with the same flags"
+        )
+        return [GateFailure("rows without a partner", "cannot be judged", reason)]
 
     def hidden(self, above: float, again: BaselineComparison | None) -> list[str]:
         """What a gate that allows rows to be slower by a share does not see: those that pass and look slower by more,
@@ -136,6 +184,7 @@ class BaselineComparison:
             "rows": rows,
             "only_in_baseline": self.only_before,
             "not_in_baseline": self.only_after,
+            "unmatched_share": self.unmatched_share,
             "differences": self.differences,
         }
 
@@ -155,7 +204,9 @@ class BaselineComparison:
         counts = {verdict: sum(row.verdict == verdict for row in self.rows) for verdict in _VERDICTS}
         told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count or verdict in _DECIDED)
         unmatched = len(self.only_before) + len(self.only_after)
-        return f"compared with the baseline: {counted(len(self.rows), 'row')}: {told}; {unmatched} without a partner"
+        share = f" ({self.unmatched_share:.1%})" if unmatched else ""
+        rows = counted(len(self.rows), "row")
+        return f"compared with the baseline: {rows}: {told}; {unmatched} without a partner{share}"
 
 
 _DECIDED: tuple[BaselineVerdict, ...] = ("slower", "faster")
@@ -167,7 +218,7 @@ class Confirmed:
     """What became of the rows that failed a gate when they were measured again: those that `failures` names failed both
     times, those in `passed` did not. What failed both times, by less than the two differ, is in neither."""
 
-    failures: list[str]
+    failures: list[GateFailure]
     passed: list[str]
 
 
@@ -179,13 +230,13 @@ def confirmed(
     with_floor, second = ({row.name: row for row in each.rows} for each in (first, again))
     found = Confirmed([], [])
     for row in alone.rows:
-        then, why = second.get(row.name), row.fails(above)
-        if not why:
+        then, why = second.get(row.name), row.failure(above)
+        if why is None:
             continue
         if then is not None and then.ratio is not None and not then.fails(above):
-            found.passed.append(f"{row.name}: {why}; then {then.ratio:.3f} x")
+            found.passed.append(f"{why}; then {then.ratio:.3f} x")
         elif with_floor[row.name].fails(above):
-            found.failures.append(f"{row.name}: {why}")
+            found.failures.append(why)
     return found
 
 
@@ -226,12 +277,15 @@ def compare_with_baseline(
         raise UsageError(
             f"{FLAG}={path}: none of its rows was measured here (it has {known}): measure it with the same flags"
         )
+    rows = [_pair(name, old[name], new[name], named) for name in paired]
+    only_before, only_after = [name for name in old if name not in new], [name for name in new if name not in old]
     return BaselineComparison(
         path,
-        [_pair(name, old[name], new[name], named) for name in paired],
-        [name for name in old if name not in new],
-        [name for name in new if name not in old],
+        rows + _total(rows, old, new),
+        only_before,
+        only_after,
         _differences(before["context"], after["context"]),
+        max(_share_of(only_before, old), _share_of(only_after, new)),
     )
 
 
@@ -242,6 +296,35 @@ def _by_name(document: Document) -> dict[str, list[dict[str, Any]]]:
         if row.get("run_type") != "aggregate":
             found.setdefault(row["name"], []).append(row)
     return found
+
+
+def _share_of(names: Sequence[str], rows: Mapping[str, list[dict[str, Any]]]) -> float:
+    """Which part of the time of ops these names have; of the rows, where they are not ops or none has a time."""
+    time = {name: sum(_number(row.get("estimated_us")) or 0.0 for row in of) for name, of in rows.items()}
+    total = sum(time.values())
+    return sum(time[name] for name in names) / total if total else len(names) / max(len(rows), 1)
+
+
+def _total(
+    pairs: Sequence[PairedRow], old: Mapping[str, list[dict[str, Any]]], new: Mapping[str, list[dict[str, Any]]]
+) -> list[PairedRow]:
+    """The sum over the ops that both have a time of: many small changes are a large one. None for fewer than two."""
+    named = {pair.name: pair for pair in pairs if pair.name.startswith("BM_op/") and pair.ratio is not None}
+    sums = {
+        name: [
+            [_number(row.get(f"estimated_us{end}")) for end in ("", "_low", "_high")]
+            for row in (*old[name], *new[name])
+        ]
+        for name in named
+    }
+    known = {name: found for name, found in sums.items() if len(found) == 2 and None not in (*found[0], *found[1])}
+    if len(known) < 2:
+        return []
+    before, after = (np.sum([found[place] for found in known.values()], axis=0) * 1e3 for place in (0, 1))
+    # The sums differ by at most the sum of what their parts differ by.
+    floor = sum(named[name].noise_floor * (found[0][0] or 0.0) for name, found in known.items()) * 1e3 / before[0]
+    old_sum, new_sum = (Figure(float(of[0]), float(of[1]), float(of[2])) for of in (before, after))
+    return [_judged(TOTAL, old_sum, new_sum, float(floor))]
 
 
 def _pair(
@@ -255,6 +338,11 @@ def _pair(
     for when, figure in zip(named, (old, new), strict=True):
         if figure.value is None or figure.low is None or figure.high is None:
             return PairedRow(name, old, new, None, None, None, floor, "not known", f"{when}: {figure.reason}")
+    return _judged(name, old, new, floor)
+
+
+def _judged(name: str, old: Figure, new: Figure, floor: float) -> PairedRow:
+    """The verdict on two figures that are known."""
     assert old.value and old.low and old.high and new.value and new.low and new.high
     low, high = new.low / old.high, new.high / old.low
     verdict: BaselineVerdict = "no measurable difference"

@@ -57,7 +57,7 @@ def parse_min_time(text: str) -> MinTime:
 
 
 DEFAULT_PRECISION = "2%"
-_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)%\s*", re.ASCII)
+_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)%?\s*", re.ASCII)
 # Looking costs a sort of all times so far: next look at this many times as many.
 _NEXT_LOOK = 1.2
 
@@ -75,11 +75,14 @@ class Precision:
 
 
 def parse_share(flag: str, text: str) -> float:
-    """The share that `5%` is. Raises UsageError for anything else and for 0%."""
+    """The share that `5%` or `5` is. Raises UsageError for anything else and for 0%."""
     matched = _SHARE.fullmatch(text)
     if matched is None or not 0 < float(matched[1]) <= 1000:
         raise UsageError(f"{flag}={text}: expected a percentage, more than 0% and at most 1000%, for instance 5%")
-    return float(matched[1]) / 100
+    percent = float(matched[1])
+    if percent < 1 and "%" not in text:  # a share or a percentage? A gate must not guess.
+        raise UsageError(f"{flag}={text}: a percentage below 1 needs its sign: {percent:g}%, or {percent * 100:g}%")
+    return percent / 100
 
 
 def parse_precision(

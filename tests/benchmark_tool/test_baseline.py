@@ -7,6 +7,7 @@ import pytest
 from opreplay_tools.per_op import BaselineFlags
 
 from replayfmt.benchmark.baseline import compare_with_baseline, noise_floor, read_baseline
+from replayfmt.benchmark.precision import parse_share
 from replayfmt.benchmark.run_report import Report
 from replayfmt.errors import UsageError
 
@@ -133,7 +134,7 @@ def test_rows_without_a_partner_and_differences_of_the_machines_are_listed():
     assert text[0] == "baseline  old.json" and text[1] == "  another host: here then, there now"
     assert "only in the baseline: gone" in text and "not in the baseline: new" in text
     assert text[-1] == (
-        "compared with the baseline: 1 row: 0 slower, 0 faster, 1 no measurable difference; 2 without a partner"
+        "compared with the baseline: 1 row: 0 slower, 0 faster, 1 no measurable difference; 2 without a partner (50.0%)"
     )
 
 
@@ -210,6 +211,10 @@ def test_the_gate_of_the_tool_fails_with_exit_code_1_and_names_the_rows(tools, c
     assert ran.code == 1 and "FAILED: BM_replay: " in ran.err and "x the baseline's time" in ran.err
     section = json.loads(ran.out)["baseline"]
     assert section["rows"][0]["verdict"] == "slower" and section["failures"] and section["fail_above"] == 4.0
+    assert section["verdict"] == "slower" and section["exit_code"] == 1
+    (failure,) = section["failures"]
+    assert failure["name"] == "BM_replay" and failure["verdict"] == "slower" and "x the baseline's" in failure["reason"]
+    assert failure["interval"][0] <= failure["ratio"] <= failure["interval"][1]
     assert section["passed_again"] == [] and isinstance(section["hidden"], list)
     assert json.loads(out.read_text())["baseline"] == section
 
@@ -228,8 +233,8 @@ def judged(before, *measurements):
     """What --fail-above=5% makes of them: whether it passes, the lines, and how many measurements it took."""
     flags = BaselineFlags("old.json", document([row(name, times) for name, times in before.items()]), 0.05, False)
     measured = Measured(*measurements)
-    _report, lines, passes = flags.apply(measured)
-    return passes, lines, len(measurements) - len(measured.left)
+    _report, lines, code = flags.apply(measured)
+    return code == 0, lines, len(measurements) - len(measured.left)
 
 
 def test_a_row_that_fails_has_to_fail_again():
@@ -244,6 +249,71 @@ def test_a_row_that_fails_has_to_fail_again():
     assert [line for line in lines if "FAILED" in line] == ["FAILED: a: 1.300 x the baseline's time, more than 1.05 x"]
     assert judged({"a": steady}, {"a": [1.0]}, {"a": [1.0]})[0] is False, "what cannot be judged does not pass"
     assert judged({"a": steady}, {"a": [1.0]}, {"a": steady})[0] is True
+
+
+@pytest.mark.parametrize("text", ["5", "5%", "5.0", " 5 %".replace(" ", "")])
+def test_five_means_five_percent(text):
+    assert parse_share("--fail-above", text) == 0.05
+
+
+def code_of(before, *measurements):
+    flags = BaselineFlags("old.json", before, 0.05, False)
+    left = list(measurements)
+    report, lines, code = flags.apply(lambda: Report(CONTEXT, left.pop(0)["benchmarks"]))
+    section = report.sections["baseline"]
+    assert section["exit_code"] == code and len(section["failures"]) == sum("FAILED" in line for line in lines)
+    return code, section
+
+
+def test_what_cannot_be_judged_has_an_exit_code_of_its_own_and_slower_outweighs_it():
+    steady, few, slow = around(1000.0), [1.0], around(1300.0)
+    old = document([row("a", steady), row("b", steady)])
+    unknown, both = (document([row("a", few), row("b", times)]) for times in (steady, slow))
+    code, section = code_of(old, unknown, unknown)
+    assert code == 4 and section["verdict"] == "cannot be judged"
+    (failure,) = section["failures"]
+    assert (failure["name"], failure["ratio"], failure["interval"]) == ("a", None, None)
+    assert code_of(old, both, both)[0] == 1
+    code, section = code_of(old, old)
+    assert code == 0 and section["verdict"] == "passed" and section["failures"] == []
+
+
+def op_rows(**values):
+    """Rows of --per-op: names with the time of all calls in microseconds, known to two percent."""
+    return document(
+        [
+            row(f"BM_op/{name}", around(value * 1e3), estimated_us=value, estimated_us_low=value * 0.99)
+            | {"estimated_us_high": value * 1.01}
+            for name, value in values.items()
+        ]
+    )
+
+
+def test_the_total_of_ops_is_judged_too():
+    old, new = op_rows(a=10.0, b=30.0), op_rows(a=10.0, b=45.0)
+    total = compare_with_baseline("o", old, new).rows[-1]
+    assert (total.name, total.verdict) == ("BM_op/total", "slower")
+    assert total.ratio == pytest.approx(55 / 40) and total.before.value == pytest.approx(40_000)
+    assert "BM_op/total" in [each["name"] for each in code_of(old, new, new)[1]["failures"]]
+    assert [each.name for each in compare_with_baseline("o", op_rows(a=1.0), op_rows(a=1.0)).rows] == ["BM_op/a"]
+
+
+def test_many_ops_that_are_each_a_little_slower_are_slower_together():
+    names = [f"op{index}" for index in range(20)]
+    new = op_rows(**dict.fromkeys(names, 10.4))
+    failures = compare_with_baseline("o", op_rows(**dict.fromkeys(names, 10.0)), new).failures(0.03)
+    assert failures[-1].name == "BM_op/total" and failures[-1].verdict == "slower"
+
+
+@pytest.mark.parametrize(("gone", "code"), [(0.5, 0), (5.0, 4)])
+def test_a_gate_does_not_judge_where_much_has_no_partner(gone, code):
+    old, new = op_rows(a=10.0, b=10.0, gone=gone), op_rows(a=10.0, b=10.0)
+    for before, after in ((old, new), (new, old)):  # whichever of the two lacks it
+        found, section = code_of(before, after, after)
+        assert found == code and section["unmatched_share"] == pytest.approx(gone / (20 + gone))
+        if code:
+            (failure,) = section["failures"]
+            assert failure["name"] == "rows without a partner" and "1 row without a partner" in failure["reason"]
 
 
 def test_a_row_that_looks_slower_and_passes_within_its_noise_is_a_warning():
@@ -313,7 +383,8 @@ def test_flags_that_make_no_sense_are_refused_before_anything_runs(tools, captur
     for flags, words in (
         (["--fail-above=5%"], "needs --baseline"),
         ([f"--baseline={old}"], "cannot be read"),
-        ([f"--baseline={old}", "--fail-above=5"], "expected a percentage"),
+        ([f"--baseline={old}", "--fail-above=five"], "expected a percentage"),
+        ([f"--baseline={old}", "--fail-above=0.05"], "a percentage below 1 needs its sign: 0.05%, or 5%"),
         (["--compare", "--replay-kernel-substitution=aten::tanh=x.py", "--noise-floor"], "does not go with --compare"),
     ):
         ran = tools("benchmark", captured, *flags)
