@@ -317,12 +317,13 @@ def _total(
         ]
         for name in named
     }
-    known = {name: found for name, found in sums.items() if len(found) == 2 and None not in (*found[0], *found[1])}
+    known = {name: np.array(found, float) for name, found in sums.items() if len(found) == 2}
+    known = {name: found for name, found in known.items() if np.isfinite(found).all()}
     if len(known) < 2:
         return []
     before, after = (np.sum([found[place] for found in known.values()], axis=0) * 1e3 for place in (0, 1))
     # The sums differ by at most the sum of what their parts differ by.
-    floor = sum(named[name].noise_floor * (found[0][0] or 0.0) for name, found in known.items()) * 1e3 / before[0]
+    floor = sum(named[name].noise_floor * float(found[0][0]) for name, found in known.items()) * 1e3 / before[0]
     old_sum, new_sum = (Figure(float(of[0]), float(of[1]), float(of[2])) for of in (before, after))
     return [_judged(TOTAL, old_sum, new_sum, float(floor))]
 
