@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,6 +37,7 @@ from replayfmt.pytorch.tensors.metadata import storage_of
 
 from .frames import is_interrupt, leave_no_frames
 from .kernels import Attached, CapturedKernel, CodeKernel
+from .patches import HookHost
 from .storages.trackers import GENERATED
 from .stream.program_state import watched_indices
 from .stream.records import Unrepresentable
@@ -462,23 +463,10 @@ _AROUND = {
 }
 
 
-class RecorderForCode(Protocol):
-    """What is needed from a recorder to record the calls of code kernels."""
-
-    @property
-    def native(self) -> Any:
-        """What records without Python, if anything does."""
-        ...
-
-    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a kernel, and record that, if this thread is being recorded. Returns its result."""
-        ...
-
-
 class Regions:
     """The compiled regions of one capture."""
 
-    def __init__(self, recorder: RecorderForCode) -> None:
+    def __init__(self, recorder: HookHost) -> None:
         self._recorder = recorder
         self._modules: dict[int, tuple[dict[str, Any], str]] = {}  # by identity: its globals, and what is unknown
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []

@@ -4,6 +4,8 @@ A patch is a row: the module, the attribute, and what wraps the original. Where 
 Inductor), `Watch` applies the patch once any importer has imported it: nothing is imported on a patch's behalf. One
 finder at the front of `sys.meta_path` serves all watches and is installed only while there are any. It finds nothing
 itself: it asks the other finders, and restores the module's own loader before the module's code runs. Imports no torch.
+
+`HookHost` is what the hooks of a capture, which are patches, ask and tell the recorder.
 """
 
 from __future__ import annotations
@@ -12,15 +14,121 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 Callback = Callable[[ModuleType], None]
+_T = TypeVar("_T")
+
+
+class HookHost(Protocol):
+    """What hooks need from the recorder (recorder.py)."""
+
+    @property
+    def native(self) -> Any:
+        """What records without Python, a `Session` of native/session.h; None where nothing does."""
+        ...
+
+    # What this thread is doing
+
+    def present(self) -> bool:
+        """Whether it is observed now: not paused, not inside an op. Recording may still have to begin."""
+        ...
+
+    def recording(self) -> bool:
+        """Whether an op that it issued now would be recorded."""
+        ...
+
+    def launching(self) -> bool:
+        """It is about to do work without an operator. Returns whether it is being recorded."""
+        ...
+
+    def inside(self) -> bool:
+        """Whether it is inside an op, or in the recorder's own work."""
+        ...
+
+    def within(self) -> bool:
+        """Likewise, also before recording has begun."""
+        ...
+
+    def sees_first(self) -> bool:
+        """Whether only the recorder sees what it calls now."""
+        ...
+
+    def mode_here(self) -> Any:
+        """The `RecordingMode` that sees what it does now: the one that records it, or observes an operator. Or None."""
+        ...
+
+    def graph_here(self) -> bool:
+        """Whether what it does now, outside of ops, is seen as part of a graph."""
+        ...
+
+    def is_on(self) -> bool:
+        """Whether recording has begun and goes on."""
+        ...
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Inside, it records nothing."""
+        ...
+
+    def hidden(self) -> AbstractContextManager[Any]:
+        """Inside, nothing that it calls is recorded or observed."""
+        ...
+
+    # What happened
+
+    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
+        """Run recorder code: a failure in it ends the recording, not the program."""
+        ...
+
+    def issue(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a kernel (`CapturedKernel`), and record that if this thread is being recorded. Returns its result."""
+        ...
+
+    def unsupported(self, reason: str, op: str, detail: str) -> int | None:
+        """Work that cannot be reproduced. Returns the record's signature, if it has one."""
+        ...
+
+    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
+        """Say so when recording begins, or now if it has begun."""
+        ...
+
+    def mark_outside_write(self, tensor: Any) -> bool:
+        """Something unseen may have written a tensor. Returns whether another such write would change nothing until it
+        is used."""
+        ...
+
+    def storage_written(self, storage: Any) -> None:
+        """Something unseen may have written to a storage."""
+        ...
+
+    def about_to_be_written(self, storage: Any) -> None:
+        """The next op that uses a storage writes all of its bytes, and reads none."""
+        ...
+
+    def storage_resized(self, storage: Any) -> None:
+        """A storage was reallocated, outside any op."""
+        ...
+
+    def host_read(self, method: str, tensor: Any) -> None:
+        """A value left the device for the host, outside any op."""
+        ...
+
+    def filled(self, result: Any) -> None:
+        """A composite of PyTorch's own may have filled what it returned through addresses."""
+        ...
+
+    def watch(self, storage: Any, *, windowed: bool = True) -> None:
+        """Others may write to a storage from now on. `windowed`: the program has a window on it."""
+        ...
+
+    def module_scope_begin(self, name: str) -> None: ...
+    def module_scope_end(self, name: str) -> None: ...
 
 
 class _NotifyingLoader(Loader):

@@ -19,9 +19,8 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
-from typing import Any, Protocol, TypeVar
+from types import MethodType, SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -29,8 +28,7 @@ from replayfmt.pytorch.tensors.metadata import layout_of, storage_of
 
 from .frames import leave_no_frames
 from .inductor import Regions, running_regions
-from .kernels import CapturedKernel
-from .patches import Patch, PatchSet, Watch, targets
+from .patches import HookHost, Patch, PatchSet, Watch, targets
 
 Function = Callable[..., Any]
 _T = TypeVar("_T")
@@ -52,67 +50,7 @@ _HIDING_NODES = (
 )
 
 
-class HookHost(Protocol):
-    """What the hooks need from a recorder."""
-
-    def launching(self) -> bool:
-        """This thread is about to do work without an operator. Returns whether it is being recorded: not paused, not
-        inside an op, not closed."""
-        ...
-
-    @property
-    def native(self) -> Any:
-        """What records without Python, if anything does."""
-        ...
-
-    def unsupported(self, reason: str, op: str, detail: str) -> int | None:
-        """Returns the record's signature, if it has one."""
-        ...
-
-    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
-        """Say so when recording begins, or now if it has begun."""
-        ...
-
-    def paused(self) -> AbstractContextManager[Any]: ...
-
-    def mark_outside_write(self, tensor: torch.Tensor) -> bool:
-        """Returns whether nothing more need be said of its memory until it is used."""
-        ...
-
-    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
-        """Run recorder code: a failure in it ends the recording, not the program."""
-        ...
-
-    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a kernel, and record that if this thread is being recorded. Returns its result."""
-        ...
-
-
-class _NoRecorder:
-    """A dummy for when the table is only read."""
-
-    def launching(self) -> bool:
-        return False
-
-    native = None
-
-    def unsupported(self, reason: str, op: str, detail: str) -> int | None:
-        raise AssertionError("nothing records")
-
-    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None:
-        raise AssertionError("nothing records")
-
-    def paused(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def mark_outside_write(self, tensor: torch.Tensor) -> bool:
-        raise AssertionError("nothing records")
-
-    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None:
-        raise AssertionError("nothing records")
-
-    def issue(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise AssertionError("nothing records")
+_NOBODY = cast(HookHost, SimpleNamespace(native=None))  # for when the table is only read
 
 
 class Hooks:
@@ -190,7 +128,7 @@ class Hooks:
 
 def hook_policies() -> dict[str, str]:
     """What the session records about the hooks: the targets that this build lacks, among the modules imported now."""
-    rows = [row for row in table(_NoRecorder()) if row.module in sys.modules]
+    rows = [row for row in table(_NOBODY) if row.module in sys.modules]
     absent = [row.target for row in rows if not targets(sys.modules[row.module], row.attribute)[0]]
     return {"hooks_missing": ", ".join(absent)} if absent else {}
 

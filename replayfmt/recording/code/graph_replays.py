@@ -16,14 +16,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._C import _push_on_torch_dispatch_stack
 
 from ..dispatch.mode import RecordingMode, remove_mode
 from ..frames import leave_no_frames
-from ..patches import Patch, Patched, PatchSet
+from ..patches import HookHost, Patch, Patched, PatchSet
 from ..stream.records import Unrepresentable
 from .graph_body import Allocated, GraphBody, GraphKernel, UsedMemory
 from .graph_capture import REASON, GraphMode
@@ -32,33 +32,6 @@ _T = TypeVar("_T")
 _Function = Callable[..., Any]
 _BEFORE = "it was captured before the recording began, or by a thread that is not recorded"
 _RAW = "the program took its raw graph, which it may change by hand"
-
-
-class RecorderForGraphs(Protocol):
-    """What the hooks need from a recorder."""
-
-    def mode_here(self) -> RecordingMode | None:
-        """The mode that sees what this thread does now: the one that records it, or observes an operator."""
-        ...
-
-    def launching(self) -> bool:
-        """This thread is about to do work that cannot be recorded. Returns whether it is being recorded."""
-        ...
-
-    def hidden(self) -> AbstractContextManager[None]: ...
-
-    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
-
-    def unsupported(self, reason: str, op: str, detail: str) -> object: ...
-    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None: ...
-
-    def storage_written(self, storage: torch.UntypedStorage) -> None:
-        """Something unseen may have written to a storage."""
-        ...
-
-    def about_to_be_written(self, storage: torch.UntypedStorage) -> None:
-        """The next op that uses a storage writes all of its bytes, and reads none."""
-        ...
 
 
 class _GraphBegun(NamedTuple):
@@ -90,7 +63,7 @@ class _KnownGraph:
 class Graphs(Patched):
     """The hooks of one capture."""
 
-    def __init__(self, recorder: RecorderForGraphs) -> None:
+    def __init__(self, recorder: HookHost) -> None:
         self._recorder = recorder
         self._known: weakref.WeakKeyDictionary[Any, _KnownGraph] = weakref.WeakKeyDictionary()
         self._begun: dict[int, _GraphBegun] = {}  # by the identity of the graph

@@ -12,9 +12,8 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -37,7 +36,7 @@ from replayfmt.pytorch.triton.sources import (
 from ..dispatch.mode import RecordingMode
 from ..frames import leave_no_frames
 from ..kernels import Attached, CodeKernel
-from ..patches import Patch, Patched, PatchSet
+from ..patches import HookHost, Patch, Patched, PatchSet
 from ..special_values import is_address
 from ..storages.trackers import GENERATED
 from ..stream.records import Unrepresentable
@@ -279,31 +278,10 @@ class _Described(NamedTuple):
     options: Mapping[str, Any]
 
 
-class RecorderForLaunches(Protocol):
-    """What the hooks need from a recorder."""
-
-    def mode_here(self) -> RecordingMode | None:
-        """The mode that sees what this thread does now: the one that records it, or observes an operator."""
-        ...
-
-    def launching(self) -> bool:
-        """This thread is about to do work that cannot be recorded. Returns whether it is being recorded."""
-        ...
-
-    def hidden(self) -> AbstractContextManager[Any]: ...
-
-    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
-
-    def unsupported(self, reason: str, op: str, detail: str) -> int | None: ...
-    def unsupported_throughout(self, reason: str, op: str, detail: str) -> None: ...
-
-    def mark_outside_write(self, tensor: torch.Tensor) -> bool: ...
-
-
 class TritonLaunches(Patched):
     """The hooks of one capture."""
 
-    def __init__(self, recorder: RecorderForLaunches) -> None:
+    def __init__(self, recorder: HookHost) -> None:
         self._recorder = recorder
         self._known = KnownKernels()
         self._kernels: dict[Any, CodeKernel] = {}

@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +27,7 @@ from ..capture_session import CaptureSession
 from ..composite_operators import autocast_of_program
 from ..frames import is_interrupt, leave_no_own_frame
 from ..kernels import Action, CapturedKernel, tensors_in
-from ..patches import Patch, Patched, PatchSet
+from ..patches import HookHost, Patch, Patched, PatchSet
 from ..special_values import plain_parts
 from ..storages.trackers import ATTRIBUTE, Tracker, Written, has_bytes
 from ..stream.program_state import address, drawn_from, generator_state
@@ -38,16 +38,10 @@ _Written = tuple[torch.Tensor, Tracker | None, Written | None]
 _UNSEEN = "the operator's kernel did its work where no recorded op did it: "
 
 
-class RecorderForWork(Protocol):
-    """What this module needs from a recorder."""
-
-    def recording(self) -> bool: ...
-
-
 class DeclaredWork(Patched):
     """The patches of one capture that see calls of operators from Python."""
 
-    def __init__(self, recorder: RecorderForWork, core: CaptureSession) -> None:
+    def __init__(self, recorder: HookHost, core: CaptureSession) -> None:
         self._recorder = recorder
         self._core = core
         self._patches = PatchSet(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C import DispatchKey
@@ -30,32 +30,16 @@ from replayfmt.pytorch.overloads import find_overload
 from ..composite_operators import AUTOGRAD_KEYS, BACKENDS, handed_on, own_backends
 from ..frames import leave_no_frames, leave_no_own_frame
 from ..kernels import forget_libraries, tensors_in
-from ..patches import Patch, PatchSet
+from ..patches import HookHost, Patch, PatchSet
 from ..special_values import dispatches_itself
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
-class RecorderForComposites(Protocol):
-    """What the kernels need from a recorder."""
-
-    def sees_first(self) -> bool:
-        """Whether only the recorder sees what this thread calls now."""
-        ...
-
-    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Do something whose failure ends the recording, not the program."""
-        ...
-
-    def filled(self, result: Any) -> None:
-        """A composite of PyTorch's own may have filled what it returned through addresses."""
-        ...
-
-
 class WholeComposites:
     """The kernels of one capture."""
 
-    def __init__(self, recorder: RecorderForComposites, look_again: Callable[[], Any]) -> None:
+    def __init__(self, recorder: HookHost, look_again: Callable[[], Any]) -> None:
         """`look_again` is called after the program registered kernels, or took some back."""
         self._recorder = recorder
         self._look_again = look_again

@@ -17,8 +17,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C import _has_torch_function_unary
@@ -29,7 +28,7 @@ from replayfmt.pytorch.tensors.metadata import layout_of, storage_of
 from ..content.storage_content import sample
 from ..frames import leave_no_frames
 from ..kernels import tensors_in
-from ..patches import Patch, Patched, PatchSet, StandIn
+from ..patches import HookHost, Patch, Patched, PatchSet, StandIn
 
 if TYPE_CHECKING:
     from ..capture_session import CaptureSession
@@ -40,24 +39,6 @@ _ELEMENTWISE = ("apply_", "map_", "map2_")
 _STORAGE = ("_byteswap", "_set_from_file", "_swap_data_ptr_")
 _ALLOCATION = ("resize_", "_resize_with_addr_")
 _NCCL = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
-
-
-class RecorderForWrites(Protocol):
-    """What the direct writes need from a recorder."""
-
-    def recording(self) -> bool: ...
-
-    def attempt(self, step: Callable[..., _T], *args: Any) -> _T | None: ...
-
-    def mark_outside_write(self, tensor: torch.Tensor) -> bool: ...
-
-    def storage_written(self, storage: torch.UntypedStorage) -> None:
-        """Something unseen wrote to a storage."""
-        ...
-
-    def storage_resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was reallocated, outside any op."""
-        ...
 
 
 def storage_written(core: CaptureSession, storage: torch.UntypedStorage) -> None:
@@ -86,7 +67,7 @@ def storage_resized(core: CaptureSession, storage: torch.UntypedStorage) -> None
 class DirectWrites(Patched):
     """The patches of one capture that see direct writes."""
 
-    def __init__(self, recorder: RecorderForWrites) -> None:
+    def __init__(self, recorder: HookHost) -> None:
         writes = functools.partial(_Write, recorder)
         self._patches = PatchSet(
             [Patch("torch", f"Tensor.{name}", functools.partial(writes, 1)) for name in _ELEMENTWISE]
@@ -103,7 +84,7 @@ class _Write(StandIn):
     """Replaces one function that writes to tensors or storages among its first `count` arguments (None: all of
     them)."""
 
-    def __init__(self, recorder: RecorderForWrites, count: int | None, original: Callable[..., Any]) -> None:
+    def __init__(self, recorder: HookHost, count: int | None, original: Callable[..., Any]) -> None:
         super().__init__(original)
         self._recorder = recorder
         self._count = count
@@ -128,7 +109,7 @@ class _Write(StandIn):
                 self._recorder.storage_written(value)
 
 
-def _resize(recorder: RecorderForWrites, original: Callable[..., Any]) -> Callable[..., Any]:
+def _resize(recorder: HookHost, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resize(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -154,28 +135,10 @@ _USES_ADDRESSES_ITSELF = frozenset({"torch", "triton", "replayfmt"})  # packages
 _SHARES = ("UntypedStorage._share_fd_cpu_", "UntypedStorage._share_filename_cpu_")
 
 
-class RecorderForReads(Protocol):
-    """What the host reads need from a recorder."""
-
-    def recording(self) -> bool: ...
-
-    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run recorder code: a failure in it ends the recording, not the program."""
-        ...
-
-    def paused(self) -> AbstractContextManager[Any]: ...
-
-    def host_read(self, method: str, tensor: torch.Tensor) -> None: ...
-
-    def watch(self, storage: torch.UntypedStorage, *, windowed: bool = True) -> None:
-        """Others may write to a storage from now on. `windowed`: the program has a window on it."""
-        ...
-
-
 class HostReads(Patched):
     """The patches of one capture that see host reads."""
 
-    def __init__(self, recorder: RecorderForReads) -> None:
+    def __init__(self, recorder: HookHost) -> None:
         wraps = functools.partial(_Read, recorder)
         self._patches = PatchSet(
             [Patch("torch", f"Tensor.{name}", functools.partial(wraps, name)) for name in _METHODS]
@@ -212,7 +175,7 @@ _inside = threading.local()  # .depth: how many patched reads this thread is ins
 class _Read(StandIn):
     """Replaces one function that reads."""
 
-    def __init__(self, recorder: RecorderForReads, method: str, original: Callable[..., Any]) -> None:
+    def __init__(self, recorder: HookHost, method: str, original: Callable[..., Any]) -> None:
         super().__init__(original)
         self._recorder = recorder
         self._method = method
@@ -245,7 +208,7 @@ class _Read(StandIn):
 class _Address(StandIn):
     """Replaces `Tensor.data_ptr`."""
 
-    def __init__(self, recorder: RecorderForReads, original: Callable[..., Any]) -> None:
+    def __init__(self, recorder: HookHost, original: Callable[..., Any]) -> None:
         super().__init__(original)
         self._recorder = recorder
 
@@ -261,13 +224,13 @@ class _Address(StandIn):
             raise
 
 
-def _share(recorder: RecorderForReads, tensor: Any, windowed: bool) -> None:
+def _share(recorder: HookHost, tensor: Any, windowed: bool) -> None:
     """Others may write to a tensor on the host from now on."""
     if _has_values(tensor) and tensor.device.type == "cpu" and layout_of(tensor) is torch.strided:
         recorder.watch(storage_of(tensor), windowed=windowed)
 
 
-def _sharing(recorder: RecorderForReads, original: Callable[..., Any]) -> Callable[..., Any]:
+def _sharing(recorder: HookHost, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def share(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         try:

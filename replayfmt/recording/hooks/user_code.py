@@ -11,11 +11,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import get_ident
 from types import BuiltinFunctionType, FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C import _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
@@ -23,20 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dispatch.mode import mode_stack
 from ..frames import leave_no_frames, leave_no_own_frame
-from ..patches import Patch, PatchSet, StandIn, Watch
+from ..patches import HookHost, Patch, PatchSet, StandIn, Watch
 
 _original: Callable[..., Any] = torch.Tensor.__new__
-_recorder: RecorderForConstruction | None = None
-
-
-class RecorderForConstruction(Protocol):
-    """What the construction needs from a recorder."""
-
-    def paused(self) -> AbstractContextManager[Any]: ...
-
-    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run recorder code: a failure in it ends the recording, not the program."""
-        ...
+_recorder: HookHost | None = None
 
 
 def construct(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +46,7 @@ def construct(*args: Any, **kwargs: Any) -> Any:
 class Construction:
     """The patch of one capture."""
 
-    def __init__(self, recorder: RecorderForConstruction) -> None:
+    def __init__(self, recorder: HookHost) -> None:
         self._recorder = recorder
         self._patches = PatchSet([Patch("torch", "Tensor.__new__", lambda _: staticmethod(construct))])
         self._dynamo: Watch | None = None

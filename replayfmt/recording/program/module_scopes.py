@@ -13,22 +13,12 @@ import sys
 import threading
 import weakref
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.modules import module as hooks
 
-
-class RecorderForModules(Protocol):
-    """What module scopes need from a recorder."""
-
-    def present(self) -> bool:
-        """Whether this thread is observed now: not paused, not inside an op. Recording may still have to begin."""
-        ...
-
-    def module_scope_begin(self, name: str) -> None: ...
-
-    def module_scope_end(self, name: str) -> None: ...
+from ..patches import HookHost
 
 
 class _Open(threading.local):
@@ -41,7 +31,7 @@ class _Open(threading.local):
 class ModuleScopes:
     """The hooks of one capture."""
 
-    def __init__(self, recorder: RecorderForModules) -> None:
+    def __init__(self, recorder: HookHost) -> None:
         self._recorder = recorder
         self._open = _Open()
         self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()

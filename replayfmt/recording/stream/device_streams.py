@@ -29,7 +29,7 @@ from replayfmt.pytorch.accelerators import (
     tells_of_memory,
 )
 
-from ..patches import Patch, PatchSet, StandIn
+from ..patches import HookHost, Patch, PatchSet, StandIn
 from .buffer import RecordBuffer
 from .records import Records
 
@@ -140,30 +140,6 @@ class GraphBeingCaptured(Protocol):
         ...
 
     def deleted(self, event: int) -> None: ...
-
-
-class RecorderForStreams(Protocol):
-    """What the streams need from a recorder."""
-
-    def inside(self) -> bool:
-        """Whether this thread is inside an op, or in the recorder's own work."""
-        ...
-
-    def within(self) -> bool:
-        """Likewise, also before recording has begun."""
-        ...
-
-    def graph_here(self) -> bool:
-        """Whether what this thread does now, outside of ops, is seen as part of a graph."""
-        ...
-
-    def is_on(self) -> bool:
-        """Whether recording has begun and goes on."""
-        ...
-
-    def attempt(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run recorder code: a failure in it ends the recording, not the program."""
-        ...
 
 
 class Streams:
@@ -300,7 +276,7 @@ class Streams:
 class StreamTrace:
     """Follows the streams of one capture while it is installed."""
 
-    def __init__(self, recorder: RecorderForStreams, streams: Streams, lock: Any) -> None:
+    def __init__(self, recorder: HookHost, streams: Streams, lock: Any) -> None:
         self._recorder = recorder
         self._streams = streams
         self._lock = lock
