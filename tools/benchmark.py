@@ -295,10 +295,11 @@ _REDRAW_S = 0.2
 )
 @click.option(
     "--benchmark-format",
-    type=click.Choice(["console", "json", "csv"]),
+    type=click.Choice(["console", "json", "jsonl", "csv"]),
     default="console",
     show_default=True,
-    help="Format of stdout: a table, or Google Benchmark's JSON or CSV.",
+    help="Format of stdout: a table, Google Benchmark's JSON or CSV, or JSON lines, with --per-op one for each op as "
+    "soon as it is measured, so that an interrupt loses none.",
 )
 @click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
 @baseline_options
@@ -370,6 +371,8 @@ def cli(
     check_energy_windows(context)
     check_memory(context)
     per_op = PerOpFlags.of(context, flags.verify)
+    if benchmark_format == "jsonl" and (compare or reconcile):
+        raise UsageError("--benchmark-format=jsonl has no rows of --compare and --reconcile; use console, json or csv")
     if compare:
         refuse_with_compare(context, flags, per_op is not None)
     from replayfmt.benchmark.measure import Options
@@ -461,7 +464,7 @@ def _show(report: Report, form: str) -> None:
     if form == "console":
         print_report(report)
         return
-    click.echo(report.json() if form == "json" else report.csv(), nl=False)
+    click.echo(report.text(form), nl=False)
     for warning in report.warnings():
         say(f"WARNING: {warning}", err=True)
 

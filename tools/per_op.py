@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -136,6 +138,7 @@ def show_below(lines: list[str], form: str) -> None:
 
 
 _DEFAULT_MIN_TIME = "0.05s"
+_INTERRUPTED = 130  # as shells say: ended by SIGINT
 # Flags for measuring whole replays.
 _WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode", "device_profiling_output")
 _CHOOSE_OPS = ("op_filter", "op_limit")  # also those that --energy and --energy-windows run
@@ -159,7 +162,7 @@ def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--verbose",
             is_flag=True,
-            help="With --per-op: print each op on stderr as soon as it is measured, with each argument's "
+            help="With --per-op: print with each op on stderr, as soon as it is measured, each argument's "
             "name, schema type and value, and each result.",
         ),
         click.option("--stop-on-error", is_flag=True, help="With --per-op: stop at the first op that fails."),
@@ -292,20 +295,25 @@ def run_per_op(
     """Measure and print; `write` receives the JSON for --benchmark-out. Returns the exit code: 1 if a requested op was
     not run or differs from the capture, else that of the gate `against` its baseline."""
     from replayfmt.benchmark.per_op.measuring import measure_ops
-    from replayfmt.benchmark.per_op.op_report import describe, make_op_report, progress_line
+    from replayfmt.benchmark.per_op.op_report import describe, make_op_report, measured_row, progress_line
     from replayfmt.benchmark.per_op.results import MeasuredOp
-
-    def show(op: MeasuredOp, place: int, of: int) -> None:
-        with said_if_possible():
-            say(progress_line(op, place, of), err=True)
-            for line in describe(op, plan.reader):
-                say(line, err=True)
 
     runs: list[PerOpRun] = []
 
+    def show(op: MeasuredOp, place: int, of: int) -> None:
+        if form == "jsonl" and not runs:  # a second measurement only confirms a gate
+            with reader_may_leave():
+                click.echo(json.dumps({"kind": "measured", "place": place, "of": of, **measured_row(op)}))
+                sys.stdout.flush()
+        if form == "console" or flags.verbose:
+            with said_if_possible():
+                say(progress_line(op, place, of), err=True)
+                for line in describe(op, plan.reader) if flags.verbose else ():
+                    say(line, err=True)
+
     def measured() -> Report:
-        shown = show if flags.verbose else None
-        runs.append(measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=shown))
+        if not runs or not runs[-1].interrupted:
+            runs.append(measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=show))
         return make_op_report(runs[-1], plan, group_by=flags.group_by, top=flags.top, peaks=flags.peaks)
 
     report, below, code = against.apply(measured)
@@ -314,6 +322,8 @@ def run_per_op(
     with reader_may_leave():
         _show(report, form)
         show_below(below, form)
+    if runs[-1].interrupted:
+        return _INTERRUPTED
     return code if all(run.complete for run in runs) else 1
 
 
@@ -324,7 +334,7 @@ def _show(report: Report, form: str) -> None:
         for line in table_lines(report):
             say(line)
     else:
-        click.echo(report.json() if form == "json" else report.csv(), nl=False)
+        click.echo(report.text(form), nl=False)
     for warning in report.context["warnings"]:
         say(f"WARNING: {warning}", err=form != "console")
 

@@ -209,6 +209,16 @@ class Report:
         regions = [row for row in self.rows if row.get("repetition_index") == 0]
         return self.context["warnings"] + [f"{row['run_name']}: {text}" for row in regions for text in row["warnings"]]
 
+    def text(self, form: str) -> str:
+        """In a format for programs: json, jsonl or csv."""
+        return {"json": self.json, "jsonl": self.json_lines, "csv": self.csv}[form]()
+
+    def json_lines(self) -> str:
+        """A line for each row, then one with the context and the other sections."""
+        rest = {key: value for key, value in self.document().items() if key != "benchmarks"}
+        lines = [*({"kind": "row", **row} for row in self.rows), {"kind": "context", **rest}]
+        return "".join(f"{json.dumps(each)}\n" for each in lines)
+
     def csv(self) -> str:
         """Google Benchmark's columns, then one for each counter. Fields that a row does not have are empty."""
         counters = sorted(

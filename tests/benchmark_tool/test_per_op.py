@@ -1,7 +1,11 @@
 """--per-op: every op on its own, its verdict, its part of the workload, and totals that add up."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from itertools import count
 
 import pytest
@@ -383,3 +387,42 @@ def test_a_record_that_stands_for_no_number_of_calls_is_one_clear_error(tmp_path
     ran = tools("benchmark", "--per-op", made_of(tmp_path / "c.opreplay", {"count": count}))
     assert ran.code == 3
     assert f"ordinal 1: its annotation has count={count!r}" in ran.err
+
+
+def test_each_op_is_printed_as_soon_as_it_is_measured(captured, tools):
+    flags = ("--per-op", "--benchmark-min-time=1x")
+    ran = tools("benchmark", *flags, captured)
+    places = [line.partition("]")[0] for line in ran.err.splitlines() if line.startswith("[")]
+    assert places and places == [f"[{place}/{len(places)}" for place in range(1, len(places) + 1)]
+    assert not any(line.startswith("[") for line in ran.out.splitlines())
+    ran = tools("benchmark", *flags, "--benchmark-format=jsonl", captured)
+    lines = [json.loads(line) for line in ran.out.splitlines()]
+    assert [line["kind"] for line in lines] == ["measured"] * len(places) + ["row"] * len(places) + ["context"]
+    early = {line["name"]: line["estimated_us"] for line in lines if line["kind"] == "measured"}
+    late = {line["name"]: line["estimated_us"] for line in lines if line["kind"] == "row"}
+    assert early == late and lines[-1]["context"]["selected"] == len(places)
+
+
+@pytest.mark.slow
+def test_an_interrupt_keeps_what_was_measured(captured, tmp_path):
+    """As with Ctrl-C: the lines until then, the table, and the file."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "opreplay_tools.benchmark", "--per-op", "--benchmark-min-time=2s"]
+    command += ["--benchmark-precision=off", "--benchmark-format=jsonl", f"--benchmark-out={out}", str(captured)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as tool:
+        first = json.loads(tool.stdout.readline())
+        tool.send_signal(signal.SIGINT)
+        rest = [json.loads(line) for line in tool.stdout]
+    assert tool.returncode == 130 and first["kind"] == "measured" and first["estimated_us"] > 0
+    assert rest[-1]["kind"] == "context"
+    rows = json.loads(out.read_text())["benchmarks"]
+    assert first["name"] in [row["name"] for row in rows if row["verdict"] == "ok"]
+    skipped = [row for row in rows if row["verdict"] == "skipped"]
+    assert skipped and all("interrupted" in row["reason"] for row in skipped)
+
+
+@pytest.mark.parametrize("flag", ["--compare", "--reconcile"])
+def test_json_lines_are_refused_where_there_are_none(captured, tools, flag):
+    ran = tools("benchmark", flag, "--benchmark-format=jsonl", captured)
+    assert ran.code == 2 and "jsonl" in ran.err

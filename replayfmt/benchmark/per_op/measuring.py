@@ -278,6 +278,7 @@ _OVERHEAD_CALLS = 1000
 # Imports of these kinds contain single calls, none of which uses another's results.
 _SINGLE_CALLS = ("kineto", "tracelens")
 _STOPPED = "an op before it failed, and that ended the measurement"
+_INTERRUPTED = "the measurement was interrupted before it"
 _ONCE = "it acts on an object whose address is its argument, which cannot be repeated"
 _PATIENCE = 5  # restoring is untimed: give up after this many times the requested time, as for a whole replay
 
@@ -380,7 +381,7 @@ class _OpMeasurement:
             self._verdicts = {each.ordinal: (each.verdict, each.reason) for each in result.verdicts or ()}
         overhead = self._overhead()
         self._gpus.begin()
-        stopped = False
+        stopped = interrupted = False
         was_on = gc.isenabled()
         gc.disable()
         try:
@@ -390,11 +391,13 @@ class _OpMeasurement:
                 self._examine(only)
         except _Stop:
             stopped = True
+        except KeyboardInterrupt:  # what was measured until now is worth reporting
+            interrupted = True
         finally:
             if was_on:
                 gc.enable()
         self._gpus.end()
-        return self._finished(verified, overhead, stopped)
+        return self._finished(verified, overhead, stopped, interrupted)
 
     def _examine(self, only: Slice | None) -> None:
         for each in self._plan.examine(self._op, only):
@@ -547,7 +550,7 @@ class _OpMeasurement:
         if self._on_measured is not None:
             self._on_measured(measured, self._reported, len(self._ops))
 
-    def _finished(self, verified: str, overhead: float, stopped: bool) -> PerOpRun:
+    def _finished(self, verified: str, overhead: float, stopped: bool, interrupted: bool) -> PerOpRun:
         """Give each group the worst verdict of its ops; report those that could not be measured."""
         for ordinal, group in self._chosen.by_ordinal.items():
             verdict, reason = self._verdicts.get(ordinal, ("ok", ""))
@@ -557,9 +560,11 @@ class _OpMeasurement:
             ):
                 measured.verdict, measured.reason = verdict, reason
         for measured in self._ops.values():
-            if measured.ordinal is None:
-                if measured.verdict == "ok":
-                    measured.verdict, measured.reason = "skipped", _STOPPED
+            if measured.status == "ok" and measured.times is None:
+                measured.verdict, measured.reason = "skipped", _INTERRUPTED if interrupted else _STOPPED
+            elif measured.ordinal is not None:
+                continue
+            if not interrupted:
                 self._report(measured)
         return PerOpRun(
             self._options,
@@ -573,4 +578,5 @@ class _OpMeasurement:
             self._sampler.watch.describe(),
             self._gpus.rows(),
             self._sampler.pair_ns,
+            interrupted,
         )

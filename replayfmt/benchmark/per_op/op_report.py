@@ -264,6 +264,15 @@ def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> d
     return found | further_fields({quantity: _further(row, quantity) for quantity in row.members[0][0].further})
 
 
+def measured_row(op: MeasuredOp) -> dict[str, Any]:
+    """The row of an op that was just measured: without its rank and its share, which depend on those that follow."""
+    row = OpRow(op.group.signature, ranks=(0, 0))
+    (row.unmeasured if op.times is None else row.members).append((op, op.group.count))
+    found = _row(row, 0, 0.0, None)
+    later = ("family_index", "rank", "rank_low", "rank_high", "share")
+    return {key: value for key, value in found.items() if key not in later}
+
+
 def _graphed(row: OpRow) -> dict[str, Any]:
     """With --cuda-graph: how many of the calls were measured in graphs, why others were not, and the time of a call
     that is issued by itself."""

@@ -98,7 +98,8 @@ class MeasuredOp:
 
 @dataclass
 class PerOpRun:
-    """All chosen groups, in order of appearance; `stopped` if an error ended the run before the last.
+    """All chosen groups, in order of appearance; `stopped` if an error ended the run before the last, `interrupted` if
+    the user did.
 
     `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones depend on;
     `overhead_ns` is the measured time of a call that does nothing. `inputs` says what was in the caches, `meters`
@@ -117,6 +118,7 @@ class PerOpRun:
     meters: list[dict[str, Any]] = field(default_factory=list)
     gpus: list[dict[str, Any]] = field(default_factory=list)
     event_pair_ns: float = 0.0
+    interrupted: bool = False
 
     @property
     def complete(self) -> bool:
