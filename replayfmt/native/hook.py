@@ -59,15 +59,6 @@ class Functions(NamedTuple):
     unknown: Callable[[str], Any] = UnknownValue
 
 
-_EXCHANGE_API = b"dlpack_exchange_api"  # the name of such capsules
-_CAPSULE_POINTER = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-_NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
-
-
 class DispatchHook:
     """The hook in PyTorch's dispatcher. There is one per process, and one capture at a time uses it. The constructor
     raises NotAvailable if another library has taken its dispatch key."""
@@ -140,18 +131,14 @@ class DispatchHook:
                 self._library.opreplay_recorder_hide(was)
                 raise
 
-    def telling_exchange_api(self, capsule: Any, taken: Callable[[Any], None]) -> Any:
-        """In place of a capsule of DLPack's C interface: one whose functions call `taken` with each tensor that a
-        library takes, until `forget_taken`. The same capsule if its version is not known."""
-        pointer = _CAPSULE_POINTER(capsule, _EXCHANGE_API)
-        told = self._library.opreplay_recorder_exchange_api(ctypes.c_void_p(pointer))
-        if not told:
-            return capsule
+    def telling_exchange_api(self, interface: int, taken: Callable[[Any], None]) -> int:
+        """The address of an interface like DLPack's C interface (version 1) at this address, whose functions call
+        `taken` with each tensor that a library takes, until `forget_taken`."""
         self._library.opreplay_recorder_on_taken(taken)
-        return _NEW_CAPSULE(told, _EXCHANGE_API, None)
+        return int(self._library.opreplay_recorder_exchange_api(ctypes.c_void_p(interface)))
 
     def forget_taken(self) -> None:
-        """Nobody is told any more."""
+        """Call nothing any more."""
         self._library.opreplay_recorder_on_taken(None)
 
     def without_key(self, keys: torch._C.DispatchKeySet) -> torch._C.DispatchKeySet:

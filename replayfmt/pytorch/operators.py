@@ -43,9 +43,6 @@ _IN_PARTS = COMPUTING | {"prim", "static_runtime"}
 # Whose operators have names that mean what they mean in aten.
 _LIKE_ATEN = frozenset({"aten", "prims", "prim", "inductor", "fsdp"})
 
-# Of operators that take weights in oneDNN's layout from the code that Inductor generated, which packed them.
-ONEDNN_NAMESPACES = frozenset({"mkldnn", "mkl"})
-
 _INTERPRETER = "belongs to the TorchScript interpreter"
 _ACTING_NAMESPACES = {
     **dict.fromkeys(COLLECTIVES, "talks to other processes"),

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from replayfmt.format.codes import Layout, ValueKind
+from replayfmt.format.codes import ValueKind
 from replayfmt.format.model import Node
 from replayfmt.native.hook import UnknownValue
-from replayfmt.pytorch.operators import ONEDNN_NAMESPACES
-from replayfmt.pytorch.tensors.composites import is_composite, take_apart
+from replayfmt.pytorch.tensors.composites import is_composite, is_packed, take_apart
 from replayfmt.pytorch.tensors.memory import call_undispatched
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, TORCH_LAYOUT, layout_of
+from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
 
 from .kernels import CapturedKernel
 from .special_values import Unpacked
@@ -83,14 +82,9 @@ _FALSE, _TRUE = Token(ValueKind.bool, 0), Token(ValueKind.bool, 1)
 _INT, _FLOAT, _COMPLEX = Token(ValueKind.int), Token(ValueKind.float), Token(ValueKind.complex)
 _TENSOR, _STORAGE, _GENERATOR = Token(ValueKind.tensor), Token(ValueKind.storage), Token(ValueKind.generator)
 
-_PACKED = "a tensor in oneDNN's own layout, which cannot be read: "
-_PACKED_BY_INDUCTOR = (
-    f"{_PACKED}Inductor packed it when it froze the model (freezing); torch._inductor.config.cpp.weight_prepack=False "
-    "keeps it plain, from before the first model is frozen"
-)
-_PACKED_BY_PROGRAM = (
-    f"{_PACKED}the program made it (Tensor.to_mkldnn(), torch.utils.mkldnn, torch.jit.optimize_for_inference); "
-    "capture the program without that step"
+_PACKED_BY_MKL = (
+    "a tensor in MKL's own layout, which cannot be read: Inductor packed it when it froze the model (freezing); "
+    "torch._inductor.config.cpp.weight_prepack=False keeps it plain, from before the first model is frozen"
 )
 
 
@@ -195,14 +189,11 @@ class Encoder:
         values.uses.append(use)
 
     def _add_composite(self, value: torch.Tensor | torch.ScriptObject, values: CallValues, call: OpCall) -> None:
-        if isinstance(value, torch.Tensor) and layout_of(value) is TORCH_LAYOUT[Layout.mkldnn]:
-            inductors = call.kernel.namespace in ONEDNN_NAMESPACES
-            raise Unrepresentable("mkldnn_layout", _PACKED_BY_INDUCTOR if inductors else _PACKED_BY_PROGRAM)
+        packed = is_packed(value)
+        if packed and call.kernel.namespace == "mkl" and isinstance(value, torch.Tensor):
+            raise Unrepresentable("mkldnn_layout", _PACKED_BY_MKL)
         try:
-            if isinstance(value, torch.Tensor):
-                form, parts = call_undispatched(take_apart, value)
-            else:
-                form, parts = self._unpacked.parts(value)
+            form, parts = self._unpacked.parts(value) if packed else call_undispatched(take_apart, value)
         except TypeError as error:
             raise Unrepresentable("opaque_argument", str(error)) from error
         values.key.append(Token(ValueKind.composite, form, len(parts)))

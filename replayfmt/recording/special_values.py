@@ -1,8 +1,8 @@
-"""Values of calls that are no plain tensors: wrapper tensors, packed parameters, and addresses.
+"""Values of calls that are no plain tensors: wrapper tensors, packed ones and packed parameters, and addresses.
 
-`plain_parts` gives the plain tensors that a tensor consists of. `Unpacked` represents the contents of packed parameters
-as tensors that stay the same from use to use. `Handles` keeps addresses that operators return to the program: handles
-to objects inside an operator library.
+`plain_parts` gives the plain tensors that a tensor consists of. `Unpacked` represents the contents of packed tensors
+and parameters as tensors that stay the same from use to use. `Handles` keeps addresses that operators return to the
+program: handles to objects inside an operator library.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from replayfmt.format.codes import Layout
-from replayfmt.pytorch.tensors.composites import is_composite, take_apart
+from replayfmt.pytorch.tensors.composites import is_composite, is_packed, take_apart
 from replayfmt.pytorch.tensors.memory import (
     call_undispatched,
     fill_storage,
@@ -23,7 +23,6 @@ from replayfmt.pytorch.tensors.memory import (
     new_storage,
     storage_bytes,
 )
-from replayfmt.pytorch.tensors.metadata import TORCH_LAYOUT, layout_of
 
 from .content.file_mappings import is_mapped
 from .stream.records import Unrepresentable
@@ -43,7 +42,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A strided tensor itself, or the tensors that a composite consists of; none for a tensor without memory of its
     own."""
-    if is_wrapper(tensor) or layout_of(tensor) is TORCH_LAYOUT[Layout.mkldnn]:
+    if is_wrapper(tensor) or is_packed(tensor):
         return []
     if not is_composite(tensor):
         return [tensor]
@@ -64,16 +63,18 @@ class Unpacked:
 
     def __init__(self) -> None:
         self._objects: OrderedDict[int, UnpackedParts] = OrderedDict()
+        self._tensors: Any = WeakTensorKeyDictionary()  # the same by tensor
 
-    def parts(self, packed: torch.ScriptObject) -> tuple[str, tuple[Any, ...]]:
+    def parts(self, packed: torch.ScriptObject | torch.Tensor) -> tuple[str, tuple[Any, ...]]:
         """(form, parts). Raises TypeError for objects that cannot be unpacked."""
         return call_undispatched(self._parts, packed)
 
-    def _parts(self, packed: torch.ScriptObject) -> tuple[str, tuple[Any, ...]]:
+    def _parts(self, packed: torch.ScriptObject | torch.Tensor) -> tuple[str, tuple[Any, ...]]:
         form, parts = take_apart(packed)
         content = [_content(part) for part in parts]
-        place = hash(packed)
-        seen = self._objects.get(place)
+        objects: Any = self._tensors if isinstance(packed, torch.Tensor) else self._objects
+        place = packed if isinstance(packed, torch.Tensor) else hash(packed)
+        seen = objects.get(place)
         if seen is None or (seen[0], seen[2]) != (form, content):
             again = take_apart(packed)[1]
             copies = {
@@ -81,10 +82,11 @@ class Unpacked:
                 for index, (part, other) in enumerate(zip(parts, again, strict=True))
                 if isinstance(part, torch.Tensor) and _place(part) != _place(other)
             }
-            seen = self._objects[place] = form, copies, content
+            seen = objects[place] = form, copies, content
             if len(self._objects) > _MOST_OBJECTS:
                 self._objects.popitem(last=False)
-        self._objects.move_to_end(place)
+        if objects is self._objects:
+            self._objects.move_to_end(place)
         return form, tuple(seen[1].get(index, part) for index, part in enumerate(parts))
 
 

@@ -161,7 +161,7 @@ def _compiled() -> None:
 
 def _written_unseen() -> torch.Tensor:
     memory = torch.empty(4)
-    ctypes.memset(memory.data_ptr(), 0x3F, memory.nbytes)
+    ctypes.memset(memory.untyped_storage().data_ptr(), 0x3F, memory.nbytes)
     return memory + 1
 
 
@@ -345,7 +345,10 @@ REFUSED = (
         "unseen_write", "aten::add", of(_written_unseen), "something that the capture does not see has written it"
     ),
     unsupported(
-        "mkldnn_layout", "aten::_to_dense", of(lambda: torch.randn(4, 4).to_mkldnn().to_dense() + 1), "to_mkldnn"
+        "mkldnn_layout",
+        "mkl::_mkl_reorder_linear_weight",
+        of(lambda: torch.ops.mkl._mkl_reorder_linear_weight(torch.randn(4, 4), 2)),
+        "weight_prepack",
     ),
     unsupported("opaque_argument", "aten::fill_", of(_opaque)),
     unsupported(

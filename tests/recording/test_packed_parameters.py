@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.mkldnn import to_mkldnn
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind
@@ -89,6 +90,65 @@ def test_memory_that_nobody_wrote_enters_as_it_is_where_its_packed_form_is_used(
         return ops.linear_dynamic(torch.randn(2, 8), ops.linear_prepack(weight, None))
 
     captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+mkldnn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch is without oneDNN")
+
+
+@mkldnn
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_in_onednns_layout_replays(capture: Capture, before: bool) -> None:
+    """Whether it was laid out before the capture or under it. Its weights enter once, though they are read at each
+    use."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5)
+    ).eval()
+    ready = to_mkldnn(model) if before else None
+
+    def program() -> Any:
+        packed = ready if ready is not None else to_mkldnn(model)
+        return [packed(torch.randn(2, 3, 8, 8).to_mkldnn()).to_dense() for _ in range(2)]
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+    entered = [r.argument("storage") for r in captured.records(RecordKind.storage_import)]
+    assert len(entered) == len(set(entered))
+    convolutions = [
+        op
+        for op in captured.records(RecordKind.op)
+        if captured.reader.kernels[op.signature.kernel].name == "aten::mkldnn_convolution"
+    ]
+    assert len({op.args[1].parts[0] for op in convolutions}) == 1
+
+
+@mkldnn
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_in_onednns_layout_is_seen_in_it(capture: Capture, dtype: torch.dtype) -> None:
+    """In place, also through another tensor on the same memory."""
+
+    def program() -> Any:
+        x = torch.randn(3, 4).to(dtype).to_mkldnn()
+        first = x.to_dense()
+        x.add_(x)
+        x.detach().relu_()
+        return first, x.to_dense(), (x * x).to_dense()
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
+@mkldnn
+def test_weights_that_inductor_packs_for_onednn_replay(capture: Capture) -> None:
+    weight, x = torch.randn(8, 6, 3, 3), torch.randn(1, 6, 9, 9)
+    ways = [1, 1], [1, 1], [1, 1], 1
+    packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *ways, [1, 6, 9, 9])
+    captured = capture(
+        lambda: torch.ops.mkldnn._convolution_pointwise(x, packed, None, *ways, "relu", [], None) + 1, digests="ops"
+    )
     assert captured.unsupported() == {}
     captured.replays()
 

@@ -1,13 +1,15 @@
-"""Tensors that are made of other tensors: sparse, quantized and strided nested ones, taken apart and put together.
+"""Tensors that are made of other tensors, taken apart and put together: sparse, quantized and strided nested ones, and
+those in oneDNN's layout.
 
 The components are plain strided tensors that share memory with the composite, so writing to one is seen in the other,
-on both sides. The forms and their parts, in order:
+on both sides; but those of `mkldnn` and the packed forms are copies. The forms and their parts, in order:
 
     sparse_coo                                        indices, values, sizes, is_coalesced
     sparse_csr, sparse_csc, sparse_bsr, sparse_bsc    compressed indices, plain indices, values, sizes
     quantized_per_tensor                              integers, dtype, scale, zero point
     quantized_per_channel                             integers, dtype, scales, zero points, axis
     nested                                            buffer, sizes, strides, offsets (the last three are tensors)
+    mkldnn                                            its content as a plain tensor, which is laid out again
     packed_…                                          see packed_parameters.py
 
 `integers` is the quantized tensor's own memory, with its sizes and strides, as int8, uint8 or int32; of quint4x2, two
@@ -21,9 +23,12 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.codes import Layout
+
 from . import packed_parameters
 from .memory import make_view
 from .metadata import (
+    TORCH_LAYOUT,
     check_nested,
     check_per_channel,
     check_sparse_compressed,
@@ -48,6 +53,7 @@ _COMPRESSED = {
 }
 _COMPRESSED_LAYOUT = {form: layout for layout, form in _COMPRESSED.items()}
 _ROWS_ARE_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr)
+_MKLDNN = TORCH_LAYOUT[Layout.mkldnn]
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32, torch.quint4x2: torch.uint8}
 
 FORMS = (
@@ -56,6 +62,7 @@ FORMS = (
     "quantized_per_tensor",
     "quantized_per_channel",
     "nested",
+    "mkldnn",
     *packed_parameters.FORMS,
 )
 
@@ -65,10 +72,15 @@ def is_composite(tensor: torch.Tensor) -> bool:
     return layout_of(tensor) is not torch.strided or is_quantized(tensor) or is_nested(tensor)
 
 
-def take_apart(tensor: torch.Tensor | torch.ScriptObject) -> tuple[str, Parts]:
-    """(form, parts) of a composite. The tensors among the parts share its memory; of packed parameters they are copies.
+def is_packed(tensor: torch.Tensor | torch.ScriptObject) -> bool:
+    """Whether the parts of a composite are copies of its content."""
+    return not isinstance(tensor, torch.Tensor) or layout_of(tensor) is _MKLDNN
 
-    Raises TypeError for what has no form here (mkldnn layout, some packed quantized tensors, other objects).
+
+def take_apart(tensor: torch.Tensor | torch.ScriptObject) -> tuple[str, Parts]:
+    """(form, parts) of a composite. The tensors among the parts share its memory, or are copies (`is_packed`).
+
+    Raises TypeError for what has no form here (some packed quantized tensors, other objects).
     """
     if isinstance(tensor, torch.ScriptObject):
         return packed_parameters.take_apart(tensor, _take_quantized)
@@ -81,6 +93,8 @@ def take_apart(tensor: torch.Tensor | torch.ScriptObject) -> tuple[str, Parts]:
         else:
             indices = (tensor.ccol_indices(), tensor.row_indices())
         return _COMPRESSED[layout], (*indices, tensor.values(), tuple(shape_of(tensor)))
+    if layout is _MKLDNN:
+        return "mkldnn", (tensor.to_dense(),)
     if is_quantized(tensor) and dtype_of(tensor) in _INTEGERS:
         return _take_quantized(tensor)
     if is_nested(tensor) and layout is torch.strided:
@@ -147,6 +161,9 @@ def put_together(form: str, parts: Sequence[Any]) -> Any:
         buffer, sizes, strides, offsets = parts
         check_nested(buffer, sizes, strides, offsets)
         return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
+    if form == "mkldnn":
+        (content,) = parts
+        return content.to_mkldnn()
     raise ValueError(f"there is no composite form {form!r}; known are {', '.join(FORMS)}")
 
 

@@ -7,12 +7,13 @@ Values that leave the device for the host without an operator (`tolist`, `numpy`
 so is host memory whose address code outside of PyTorch asks for (`data_ptr`). `item()`, `bool()` and the like are
 operators and need no hook. Other reads that bypass the dispatcher are not seen: `repr` and printing, pickling and
 `torch.save`, a storage's own `tolist`, indexing and `data_ptr`. Programs do not branch on values read in these ways.
-DLPack's C interface is watched with the native recorder; a library that looked it up before the first capture of the
-process goes on unseen. The original runs first, and what it returned or raised is passed on.
+The original runs first, and what it returned or raised is passed on; but what DLPack's C interface raises under the
+Python recorder is an error without an exception.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 import threading
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch._C import _has_torch_function_unary
 
-from replayfmt.native.hook import DispatchHook, loaded_hook
+from replayfmt.native.hook import loaded_hook
 from replayfmt.pytorch.tensors.metadata import layout_of, storage_of
 
 from ..content.storage_content import sample
@@ -129,7 +130,6 @@ _METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
 _FUNCTIONS = (("torch", "to_dlpack"), ("torch.utils.dlpack", "to_dlpack"))
 # A property, by which libraries with kernels of their own (Numba, CuPy) take the memory of a tensor on a GPU.
 _INTERFACE = "__cuda_array_interface__"
-_C_INTERFACE = "__dlpack_c_exchange_api__"  # an attribute of the class: a capsule
 _USES_ADDRESSES_ITSELF = frozenset({"torch", "triton", "replayfmt"})  # packages that do not write through them unseen
 # How a storage is moved to shared memory, by `share_memory_` and by multiprocessing.
 _SHARES = ("UntypedStorage._share_fd_cpu_", "UntypedStorage._share_filename_cpu_")
@@ -146,27 +146,92 @@ class HostReads(Patched):
             + [Patch("torch.storage", name, functools.partial(_sharing, recorder)) for name in _SHARES]
             + [Patch("torch", f"Tensor.{_INTERFACE}", lambda original: property(wraps(_INTERFACE, original.fget)))]
             + [Patch("torch", "Tensor.data_ptr", functools.partial(_Address, recorder))]
-            + [Patch("torch", f"Tensor.{_C_INTERFACE}", self._telling)] * hasattr(torch.Tensor, _C_INTERFACE)
         )
         self._recorder = recorder
-        self._hook: DispatchHook | None = None
-
-    def _telling(self, interface: Any) -> Any:
-        """The C interface of DLPack, which tells what others take by it, if the native recorder records."""
-        self._hook = loaded_hook()
-        if self._hook is None:
-            return interface
-        return self._hook.telling_exchange_api(interface, self._taken)
+        self._c_interface = _CInterface(self._taken)
 
     def _taken(self, tensor: Any) -> None:
         if self._recorder.recording():
             self._recorder.attempt(_share, self._recorder, tensor, True)
 
+    def install(self) -> None:
+        super().install()
+        self._c_interface.install()
+
     def remove(self) -> None:
+        self._c_interface.remove()
         super().remove()
-        if self._hook is not None:
-            self._hook.forget_taken()
-            self._hook = None
+
+
+class _ExchangeApi(ctypes.Structure):
+    """DLPack's C interface, version 1: `manage` and `describe` take the memory of a tensor."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("previous", "allocate", "manage", "give", "describe", "stream")),
+    )
+
+
+_TAKE = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+class _CInterface:
+    """Calls `taken` with each tensor that is taken by PyTorch's C interface of DLPack.
+
+    Libraries look the interface up once and keep its address, also before a capture: so its functions are replaced in
+    place.
+    """
+
+    _on_taken: Callable[[Any], None] | None = None  # of the class: who is called now
+
+    def __init__(self, taken: Callable[[Any], None]) -> None:
+        self._taken = taken
+        self._api: _ExchangeApi | None = None
+        self._originals = (None, None)
+
+    def install(self) -> None:
+        capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+        api = None if capsule is None else _ExchangeApi.from_address(_capsule_pointer(capsule, b"dlpack_exchange_api"))
+        if api is None or api.major != 1 or self._api is not None:
+            return
+        self._api, self._originals = api, (api.manage, api.describe)
+        hook = loaded_hook()
+        if hook is not None:
+            telling = _ExchangeApi.from_address(hook.telling_exchange_api(ctypes.addressof(api), self._taken))
+            api.manage, api.describe = telling.manage, telling.describe
+        else:
+            _CInterface._on_taken = self._taken
+            api.manage, api.describe = (ctypes.cast(self._telling(each), ctypes.c_void_p) for each in self._originals)
+
+    def remove(self) -> None:
+        """Idempotent."""
+        if self._api is None:
+            return
+        (self._api.manage, self._api.describe), self._api = self._originals, None
+        _CInterface._on_taken = None
+        hook = loaded_hook()
+        if hook is not None:
+            hook.forget_taken()
+
+    @staticmethod
+    @functools.cache  # kept: a library may still hold it when the capture has ended
+    def _telling(original: int) -> Any:
+        call = _TAKE(original)
+
+        def take(tensor: Any, taken: int) -> int:
+            try:
+                said = int(call(tensor, taken))
+            except BaseException:  # a callback cannot raise
+                return -1
+            if said == 0 and _CInterface._on_taken is not None:
+                _CInterface._on_taken(tensor)
+            return said
+
+        return _TAKE(take)
 
 
 _inside = threading.local()  # .depth: how many patched reads this thread is inside; only the outermost is the program's

@@ -411,6 +411,9 @@ class Storages:
             self._enter_again(tracker, state, storage, "unseen_write")
             return True
         alone = state.was_left_alone(storage)
+        if alone is False and state.watched:  # by those who asked for its address
+            self._enter_again(tracker, state, storage, "outside_write")
+            return True
         if unwritten is Unwritten.copied:
             if alone is not False:
                 return False  # the copy is as unwritten as this
@@ -438,7 +441,7 @@ class Storages:
         """`op` is about to write a part of it, so that the rest could not be told from it: the rest enters."""
         state = tracker.state
         if state is not None and self._contents.exact and state.length <= _ENTERS_BYTES and self.readable():
-            if state.was_left_alone(storage) is False:
+            if state.was_left_alone(storage) is False and not state.watched:
                 self.unexplained.unwritten(tracker, state.length, op, changed=True)
             self._enter_again(tracker, state, storage, "uninitialized_read")
 
