@@ -28,9 +28,14 @@ from replayfmt.pytorch.tensors.metadata import INTEGERS
 from .demands import DEFAULT_MEAN, DEFAULT_STD, FLOATS, Role, fill_integers, float_bounds, synthesize
 from .initializer import Fill, Initializer, Request, TensorInfo
 from .operator_rules import positive_definite_views
-from .serving.attention import CACHE_INDICES, PACKED_ATTENTION, PAGED_ATTENTION, POSITIONS, SLOT_MAPPING
-from .serving.cpu_engines import CPU_ENGINES
-from .serving.experts import EXPERT_IDS, EXPERT_WEIGHTS, OPTION, SORTED_EXPERTS, parse_routing
+
+_SERVING = f"{__package__}.serving"
+try:
+    from .serving import INITIALIZERS, OPTIONS
+except ModuleNotFoundError as missing:
+    if missing.name != _SERVING:
+        raise
+    INITIALIZERS, OPTIONS = (), {}
 
 _RAGGED_VALUES = ("values", "indices", "x_values")
 _RAGGED_OFFSETS = ("offsets", "x_offsets", "lengths_offsets")
@@ -197,22 +202,15 @@ def _is_unread(request: Request) -> bool:
 
 def check_option(name: str, value: str) -> None:
     """Raises UsageError for an option that no initializer knows, or a value that it cannot have."""
-    if name != OPTION:
-        raise UsageError(f"initializer option {name!r}: there is only {OPTION!r}")
-    parse_routing(value)
+    if name not in OPTIONS:
+        known = f"there is only {', '.join(map(repr, OPTIONS))}" if OPTIONS else "there is none here"
+        raise UsageError(f"initializer option {name!r}: {known}")
+    OPTIONS[name](value)
 
 
 # fmt: off
 BUILT_IN: tuple[Initializer, ...] = (
-    PAGED_ATTENTION,
-    *CPU_ENGINES,
-    PACKED_ATTENTION,
-    SLOT_MAPPING,
-    CACHE_INDICES,
-    *POSITIONS,
-    SORTED_EXPERTS,
-    EXPERT_IDS,
-    EXPERT_WEIGHTS,
+    *INITIALIZERS,
     *RAGGED,
     Initializer("positive definite", _positive_definite, dtypes=FLOATS, roles=frozenset({Role.positive_definite}),
                 description="where an op factors it, matrices near the identity"),

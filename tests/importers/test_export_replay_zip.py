@@ -293,7 +293,7 @@ def test_what_the_ir_cannot_say_is_refused_with_all_of_it_listed(tmp_path: Path)
 
 
 def test_kernels_that_are_no_operators_are_not_in_an_archive_that_could_not_run_them(tmp_path: Path) -> None:
-    captured = Path(__file__).parents[1] / "golden" / "everything-1.3.opreplay"
+    captured = Path(__file__).parents[1] / "golden" / "everything-1.0.opreplay"
     out = tmp_path / "x.zip"
     with pytest.raises(ReplayRefused) as caught:
         export(captured, out)
