@@ -20,7 +20,15 @@ from replayfmt.errors import UsageError
 from .command import reader_may_leave, run_tool, say, tool
 from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
 from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below
-from .replay_flags import ReplayFlags, plan_of_scope, profiled, profiling_options, profiling_request, replay_options
+from .replay_flags import (
+    ReplayFlags,
+    plan_of_scope,
+    profiled,
+    profiling_options,
+    profiling_request,
+    replay_options,
+    threads_option,
+)
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.measure import Inputs, Options, PlanOfScope, Progress
@@ -260,6 +268,7 @@ _REDRAW_S = 0.2
     ),
 )
 @replay_options
+@threads_option
 @click.option(
     "--replay-scope",
     multiple=True,

@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--whole", "--compiled", "--native", "--recorder", "--from", "--level", "--rewrite", "--op-alias",
         "--string-default", "--number-default", "--graph-capture",
     ),
-    "Devices": ("--device", "--streams", "--graphs"),
+    "Devices": ("--device", "--streams", "--graphs", "--threads"),
     "Verification": (
         "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going",
         "--compare-kernels", "--tolerance", "--replay",

@@ -59,6 +59,26 @@ def end_with(parent: int) -> None:
             os._exit(1)
 
 
+def threads_option(function: Any) -> Any:
+    """Add `--threads` to a tool."""
+
+    def fix(context: click.Context, _parameter: click.Parameter, count: int | None) -> None:
+        if count is not None and not context.resilient_parsing:
+            from replayfmt.pytorch.environment import threads_fixed
+
+            context.with_resource(threads_fixed(count))
+
+    return click.option(
+        "--threads",
+        type=click.IntRange(1, 4096),
+        expose_value=False,
+        callback=fix,
+        metavar="N",
+        help="Run operators on N threads of the CPU instead of as many as during capture. Results may then differ in "
+        "rounding, which is allowed for.",
+    )(function)
+
+
 def isolate_option(function: Any) -> Any:
     """Add `--isolate` to a tool."""
     return click.option(

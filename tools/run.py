@@ -12,7 +12,15 @@ from replayfmt.errors import ReplayMismatch
 from replayfmt.format.validation import printable
 
 from .command import reader_may_leave, record_bar, report, run_tool, say, tool
-from .replay_flags import ReplayFlags, profiled, profiling_options, profiling_request, replay_options, rows_if_rejected
+from .replay_flags import (
+    ReplayFlags,
+    profiled,
+    profiling_options,
+    profiling_request,
+    replay_options,
+    rows_if_rejected,
+    threads_option,
+)
 
 if TYPE_CHECKING:
     from replayfmt.replay.results import ReplayResult
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     ),
 )
 @replay_options
+@threads_option
 @click.option(
     "--keep-going",
     is_flag=True,

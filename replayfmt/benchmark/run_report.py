@@ -30,7 +30,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
 from replayfmt.pytorch import accelerators
 from replayfmt.pytorch.accelerators import HOST, NOTHING, is_accelerator
-from replayfmt.pytorch.environment import cpu_capability, describe_device
+from replayfmt.pytorch.environment import cpu_capability, describe_device, replay_threads
 from replayfmt.replay.plan import Plan
 from replayfmt.version import own_version
 
@@ -114,22 +114,25 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
         found.append("CPU frequency scaling is on, which makes real times noisy: set the performance governor")
     if torch.version.debug:
         found.append("this torch is a debug build: its times mean little")
-    found += busy_machine()
-    processors = os.cpu_count()
-    threads = reader.session.settings.get("num_threads")
-    if processors and isinstance(threads, int) and threads > processors:
-        found.append(f"the capture's {threads} threads share {processors} processors here")
+    found += crowded(replay_threads(reader.session.settings.get("num_threads"))[0])
     if not reader.complete:
         found.append(f"the capture is incomplete: {reader.incomplete_reason}")
     return [*found, *gpu_caveats(run.gpus), *_differences(reader, devices)]
 
 
-def busy_machine() -> list[str]:
-    """That more wanted to run here than there are processors, in the last minute."""
+def crowded(threads: int) -> list[str]:
+    """That more wants to run here than there are processors: the replay's own threads, or others in the last minute."""
     load, processors = os.getloadavg()[0], os.cpu_count()
-    if not processors or load <= processors:
-        return []
-    return [f"the machine was busy: load average {load:.1f} with {processors} processors"]
+    found = []
+    if processors and threads > processors:
+        found.append(
+            f"{threads} threads share {processors} processors here: oversubscription makes times long and unsteady; "
+            f"give --threads={processors}"
+        )
+    if processors and load > processors:
+        waits = f": an op on {threads} threads waits for the slowest; --threads=1 is steadier" if threads > 1 else ""
+        found.append(f"the machine was busy: load average {load:.1f} with {processors} processors{waits}")
+    return found
 
 
 def _differences(reader: CaptureReader, devices: list[torch.device]) -> list[str]:
@@ -259,7 +262,7 @@ def make_report(run: Run, plan: Plan) -> Report:
 def plan_context(plan: Plan) -> dict[str, Any]:
     """Machine, versions, capture and devices, as in every report on a plan."""
     reader = plan.reader
-    threads = reader.session.settings.get("num_threads", torch.get_num_threads())  # a replay runs with the capture's
+    threads, why_threads = replay_threads(reader.session.settings.get("num_threads"))
     return {
         **machine_context(),
         "library_version": own_version(),
@@ -270,6 +273,7 @@ def plan_context(plan: Plan) -> dict[str, Any]:
         "capture_torch_version": reader.session.torch_version,
         "torch_version": torch.__version__,
         "torch_num_threads": threads,
+        "threads_reason": why_threads or None,
         "processor": describe_device(torch.device("cpu")).name or None,
         "devices": [_device_name(device) for device in plan.devices],
         **_substitution(plan),

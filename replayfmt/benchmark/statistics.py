@@ -67,8 +67,9 @@ def ran_on(context: dict[str, Any]) -> str:
     """The line that says where it ran: devices, PyTorch and its threads, processors."""
     threads = context["torch_num_threads"]
     devices = ", ".join(context["devices"]) or "no device"
+    reason = f" ({context['threads_reason']})" if context.get("threads_reason") else ""
     return (
-        f"run on    {devices}; torch {context['torch_version']}, {counted(threads, 'thread')}; "
+        f"run on    {devices}; torch {context['torch_version']}, {counted(threads, 'thread')}{reason}; "
         f"{context['num_cpus']} CPUs"
     )
 

@@ -281,7 +281,39 @@ def apply_settings(values: Mapping[str, Scalar], present: Mapping[str, Scalar] |
             _apply(name, values[name])
 
 
+_fixed_threads: int | None = None
+
+
+@contextmanager
+def threads_fixed(count: int) -> Iterator[None]:
+    """Inside, every replay runs with `count` threads, whatever its capture says."""
+    global _fixed_threads
+    before = torch.get_num_threads()
+    _set_threads(count)
+    _fixed_threads = count
+    try:
+        yield
+    finally:
+        _fixed_threads = None
+        torch.set_num_threads(before)
+
+
+def replay_threads(captured: object) -> tuple[int, str]:
+    """With how many threads a replay runs, and why that may surprise. `captured` is the capture's number, if it has
+    one: other numbers of threads add up in another order, so only --threads overrides it."""
+    if _fixed_threads is not None:
+        return _fixed_threads, "--threads"
+    if not isinstance(captured, int):
+        return torch.get_num_threads(), ""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked) != captured:
+        return captured, f"as captured; --threads={int(asked)} for OMP_NUM_THREADS"
+    return captured, ""
+
+
 def _apply(name: str, value: Scalar) -> None:
+    if name == "num_threads" and _fixed_threads is not None:
+        value = _fixed_threads
     setting = SETTINGS[name]
     if _same(setting.read(), value):
         return

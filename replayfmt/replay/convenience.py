@@ -20,6 +20,7 @@ from replayfmt.format.races import judge_races
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, flag_of, printable, scope_count, text_of
 from replayfmt.initializers import Initializer
+from replayfmt.pytorch.environment import replay_threads
 from replayfmt.pytorch.tensors.memory import undispatched
 
 from .op_tensors import CapturedValues, replayed_values
@@ -36,6 +37,12 @@ _SHOWN_VERDICTS = 20
 _SHOWN_INITIALIZERS = 12
 
 
+def _threads(plan: Plan) -> str:
+    """With how many threads, where that is not simply what the capture had."""
+    count, why = replay_threads(plan.reader.session.settings.get("num_threads"))
+    return f", {counted(count, 'thread')} ({why})" if why else ""
+
+
 def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) -> list[str]:
     """The summary, line by line; `warm` is a later execution, of which only the times are shown."""
     devices = ", ".join(map(str, plan.devices)) or "no device"
@@ -49,7 +56,7 @@ def as_text(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         captured = f"{ran} of {captured}"
     lines = [
         plan.reader.path,
-        f"replayed: {captured}, on {devices}",
+        f"replayed: {captured}, on {devices}{_threads(plan)}",
         *_left_out(result),
         *_times(result, ran),
         *([] if warm is None else _times(warm, _ran(warm))),

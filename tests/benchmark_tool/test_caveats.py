@@ -1,5 +1,6 @@
 """Reasons to doubt a measurement are found and said."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import replayfmt
 from replayfmt.benchmark import run_report
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
 from replayfmt.benchmark.run_report import measurement_caveats, run_caveats
@@ -119,10 +121,34 @@ def test_a_busy_machine_is_reported(tmp_path, monkeypatch):
     assert "the machine was busy: load average 99.0" in run_caveats(run(), here(), [CPU], tmp_path)[0]
 
 
+def test_a_busy_machine_is_named_as_the_cause_only_of_work_on_several_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_report.os, "getloadavg", lambda: (99.0, 1.0, 1.0))
+    for threads in (1, 2):
+        said = run_caveats(run(), here(settings={"num_threads": threads}), [CPU], tmp_path)[0]
+        assert ("an op on 2 threads waits for the slowest; --threads=1 is steadier" in said) == (threads == 2)
+
+
+def test_the_number_of_threads_can_be_chosen_and_the_output_says_so(tools, captured, monkeypatch):
+    before, with_capture = torch.get_num_threads(), replayfmt.open(captured).reader.session.settings["num_threads"]
+    other = with_capture + 1
+    monkeypatch.setenv("OMP_NUM_THREADS", str(other))
+    ran = tools("benchmark", "--benchmark-min-time=6x", captured)
+    noun = "thread" if with_capture == 1 else "threads"
+    assert f", {with_capture} {noun} (as captured; --threads={other} for OMP_NUM_THREADS)" in ran.out
+    ran = tools("benchmark", "--benchmark-min-time=6x", f"--threads={other}", "--benchmark-format=json", captured)
+    assert ran.code == 0 and json.loads(ran.out)["context"]["torch_num_threads"] == other
+    ran = tools("run", f"--threads={other}", captured)
+    assert ran.code == 0 and f", {other} threads (--threads)" in ran.out
+    assert f"threads {other} here, {with_capture} in the capture" in ran.out, "bits may differ, which is said"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert torch.get_num_threads() == before and "--threads" not in tools("run", captured).out
+    assert tools("run", "--threads=0", captured).code == 2
+
+
 def test_more_threads_than_processors_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(run_report.os, "cpu_count", lambda: 2)
     assert run_caveats(run(), here(settings={"num_threads": 16}), [CPU], tmp_path) == [
-        "the capture's 16 threads share 2 processors here"
+        "16 threads share 2 processors here: oversubscription makes times long and unsteady; give --threads=2"
     ]
     assert run_caveats(run(), here(settings={"num_threads": 2}), [CPU], tmp_path) == []
 

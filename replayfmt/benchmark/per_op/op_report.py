@@ -23,7 +23,7 @@ from replayfmt.replay.plan import Plan
 
 from ..machine import gpu_caveats, gpu_lines
 from ..meters import NotMeasured, Quantity
-from ..run_report import Report, busy_machine, further_fields, plan_context, statistics_fields, unmeasurable_fields
+from ..run_report import Report, crowded, further_fields, plan_context, statistics_fields, unmeasurable_fields
 from ..statistics import call_count, duration, figure_text, ran_on, rate, share_text, verified
 from .results import WIDE, GroupBy, MeasuredOp, OpRow, PerOpRun, make_rows
 from .roofline import Peaks, PeaksOf, above_the_roof, peak_caveats, peak_line, row_work
@@ -76,8 +76,9 @@ def make_op_report(
         "group_by": group_by,
         "top": top,
         "complete": run.complete,
-        "warnings": [*_warnings(run, measured, total or 0.0), *busy_machine(), *gpu_caveats(run.gpus)],
     }
+    crowd = crowded(context["torch_num_threads"])
+    context["warnings"] = [*_warnings(run, measured, total or 0.0), *crowd, *gpu_caveats(run.gpus)]
     of_device: dict[torch.device, Peaks] = {}
 
     def peaks_of(device: torch.device) -> Peaks:
@@ -144,7 +145,7 @@ def _warnings(run: PerOpRun, measured: list[OpRow], total_ns: float) -> list[str
     if slower is not None and slower > _MUCH_SLOWER:
         warnings.append(
             f"the calls took {slower:.0f} times as long as when they were captured: threads may be waiting for a "
-            "processor (try OMP_WAIT_POLICY=passive), or this is another machine"
+            "processor (try --threads=1, or OMP_WAIT_POLICY=passive), or this is another machine"
         )
     outside = [op for op in run.ops if op.no_graph]
     if outside:
