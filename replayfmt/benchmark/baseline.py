@@ -18,7 +18,7 @@ import numpy as np
 from replayfmt.errors import UsageError
 from replayfmt.format.validation import counted, printable, read_json
 
-from .statistics import CONFIDENCE, NOISY, duration, summarize
+from .statistics import CONFIDENCE, NOISY, contradicted, duration, low_quantile, summarize
 
 FLAG = "--baseline"
 MOST_NUMBER = 1e30  # in a file: sums and ratios of such numbers are finite
@@ -70,12 +70,14 @@ def gate_exit_code(failures: Sequence[GateFailure]) -> int:
 
 @dataclass(frozen=True)
 class Figure:
-    """A time in nanoseconds with the ends of its interval; what is unknown is None, and `reason` says why."""
+    """A time in nanoseconds with the ends of its interval; what is unknown is None, and `reason` says why. `shortest`
+    is the low quantile of its times, None for a sum."""
 
     value: float | None
     low: float | None = None
     high: float | None = None
     reason: str = ""
+    shortest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -354,6 +356,9 @@ def _judged(name: str, old: Figure, new: Figure, floor: float) -> PairedRow:
         verdict = "faster"
     elif high > NOISY * low:
         verdict, reason = "too noisy to tell", f"the ratio lies between {low:.3g} and {high:.3g}"
+    if verdict in _DECIDED and old.shortest and new.shortest:
+        reason = contradicted(new.value / old.value, new.shortest / old.shortest)
+        verdict = "too noisy to tell" if reason else verdict
     return PairedRow(name, old, new, new.value / old.value, low, high, floor, verdict, reason)
 
 
@@ -385,7 +390,7 @@ def figure_of(rows: Sequence[Mapping[str, Any]]) -> Figure:
     found = summarize(times)
     if found.interval is None:
         return Figure(found.median, reason=found.reasons["interval"])
-    return Figure(found.median, found.interval.low, found.interval.high)
+    return Figure(found.median, found.interval.low, found.interval.high, shortest=low_quantile(times))
 
 
 def _number(value: Any) -> float | None:

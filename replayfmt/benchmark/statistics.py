@@ -291,6 +291,30 @@ def _interval_rank(count: int) -> tuple[int, float]:
         rank += 1
 
 
+# Other programs only ever make a time longer: a low quantile is the one that they change least.
+_LOW = 0.1
+# The part of a difference of medians that low quantiles have to confirm, on a scale of logarithms, and by how much they
+# have to differ from it to contradict: quantiles vary, too.
+_CONFIRMED, _CLEAR = 0.1, 0.05
+
+
+def low_quantile(times: Sequence[float] | np.ndarray) -> float:
+    """The time that a tenth of the times do not exceed; the smallest of fewer than ten."""
+    return float(np.quantile(np.asarray(times, dtype=np.float64), _LOW, method="lower"))
+
+
+def contradicted(ratio: float, low_ratio: float) -> str:
+    """Why medians decide nothing: the least disturbed times show next to nothing of their difference, or the opposite.
+    Empty if they confirm it."""
+    difference, confirmed = abs(math.log(ratio)), math.log(low_ratio) * math.copysign(1, math.log(ratio))
+    if confirmed >= _CONFIRMED * difference or difference - confirmed <= _CLEAR:
+        return ""
+    return (
+        f"the ratio of medians is {ratio:.3g}, that of the shortest tenth of the times {low_ratio:.3g}: other programs "
+        "slowed one side down"
+    )
+
+
 Verdict = Literal["faster", "slower", "no measurable difference", "too noisy to tell", "not known"]
 NOISY = 1.5  # an interval that contains 1 and is wider than this factor says nothing
 
@@ -301,6 +325,7 @@ class PairedComparison:
 
     `ratio` is the median of substituted over original in each pair: below 1 the substituted side is faster; None if the
     clock did not advance. `interval` is its confidence interval, None with a reason if there are too few rounds.
+    There is no verdict, and `reason` says why, where the shortest times contradict the ratio.
     """
 
     original: np.ndarray
@@ -318,6 +343,8 @@ class PairedComparison:
         """What the interval says about the substituted side."""
         if self.interval is None:
             return "not known"
+        if self.reason:
+            return "too noisy to tell"
         if self.interval.high < 1:
             return "faster"
         if self.interval.low > 1:
@@ -348,4 +375,6 @@ def compare_pairs(
             f"{SMALLEST_FOR_INTERVAL} are needed",
         )
     interval = Interval(float(np.exp(found.low)), float(np.exp(found.high)), found.confidence, found.independent)
-    return PairedComparison(mine, theirs, ratio, interval)
+    low_ratio = low_quantile(theirs) / low_quantile(mine)
+    decided = interval.high < 1 or interval.low > 1
+    return PairedComparison(mine, theirs, ratio, interval, contradicted(ratio, low_ratio) if decided else "")

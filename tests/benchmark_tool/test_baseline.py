@@ -74,6 +74,18 @@ def test_the_gate_fails_rows_that_are_measurably_slower_by_more_than_it_allows_a
     assert "in the baseline: 1 iterations cannot enclose" in compared([1.0], around(1.0)).fails(0.05)
 
 
+def test_a_load_that_slowed_one_side_down_gives_no_verdict():
+    """Most times are long, because others used the processors; the undisturbed ones are shorter than before."""
+    before = around(1000.0)
+    loaded = [900.0, 905.0, *(each * 5 for each in around(1000.0))]
+    found = compared(before, loaded)
+    assert found.ratio > 4 and found.verdict == "too noisy to tell" and "slowed one side down" in found.reason
+    failure = found.failure(0.05)
+    assert failure.verdict == "cannot be judged" and failure.interval[0] > 1
+    assert compared(before, [1300.0, 1310.0, *(each * 5 for each in around(1000.0))]).verdict == "slower"
+    assert compared(loaded, before).verdict == "too noisy to tell"
+
+
 def test_all_times_of_one_name_count_together_and_aggregates_do_not():
     ten = around(1000.0)
     halves = [row("a", ten[:5]), row("a", ten[5:]), {"name": "a", "run_type": "aggregate", "real_time": 1.0}]

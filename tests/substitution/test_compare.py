@@ -284,3 +284,18 @@ def test_flags_that_do_not_go_together_are_wrong_use(
     given = [flag if each == "FLAG" else each for each in flags]
     code, out, err = tool("benchmark", "--compare", *given, captured(program))
     assert (code, out) == (2, "") and said in err
+
+
+def test_a_slow_kernel_on_one_thread_is_not_judged_faster_because_others_wait_for_processors() -> None:
+    """A good kernel on two threads takes 1 undisturbed, and a time slice where one of the threads has no processor; a
+    bad one on one thread takes 5, seldom disturbed."""
+    random = np.random.default_rng(5)
+    for _ in range(200):
+        good = np.where(random.random(40) < 0.7, 145.0, 1.0) * random.lognormal(0, 0.05, 40)
+        bad = 5.0 * random.lognormal(0, 0.05, 40)
+        assert compare_pairs(good, bad).verdict != "faster"
+    assert (
+        compare_pairs(good, bad).verdict == "too noisy to tell" and "other programs" in compare_pairs(good, bad).reason
+    )
+    quiet = random.lognormal(0, 0.05, 40)
+    assert compare_pairs(quiet, bad).verdict == "slower" and compare_pairs(bad, quiet).verdict == "faster"
