@@ -164,6 +164,7 @@ def test_arguments_of_a_region_are_freed_while_it_runs(recorder):
     """The boxed calling convention: a region takes its arguments out of the list that it is given."""
     import weakref
 
+    import torch._inductor.debug  # PyTorch 2.11 takes it for granted
     from torch._inductor.output_code import CompiledFxGraph
 
     graph = CompiledFxGraph.__new__(CompiledFxGraph)

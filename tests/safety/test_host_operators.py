@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -188,6 +189,8 @@ def test_every_operator_that_might_do_more_than_compute_is_known() -> None:
         odd = {str(each.type) for each in (*schema.arguments, *schema.returns)} & {"Stream", "Any", "Future(Any)"}
         if odd and name not in ("aten::record_stream", "quantized::conv2d_unpack_sizes"):
             unknown.add(full)
+        if name == "inductor::accumulate_grad_":
+            continue  # PyTorch 2.11 adds to the gradient of the first argument
         if not gives and base not in LOOKING and not any(part in base for part in PACKED):
             unknown.add(full)
     assert unknown == set()
@@ -241,6 +244,8 @@ def test_every_operator_of_this_torch_that_takes_a_path_or_a_name_of_something_i
             ):
                 continue
             strings = [argument.name for argument in each.arguments if "str" in str(argument.type).split("[")[0]]
+            if re.search("[Dd]imname|name[sd]", overload) and all("dim" in argument for argument in strings):
+                continue  # a dimension by its name, which tensors have until PyTorch 2.11
             if set(strings) - set(harmless):
                 kernel = Kernel(name, overload or "default", str(each), KernelKind.operator)
                 if not isinstance(resolve(kernel, None), str):
