@@ -14,15 +14,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, OpReplayError
 
 from .codes import KernelKind, RecordKind
 from .frames import MAX_NESTING
 from .model import Attachment, Kernel
-from .reader import CaptureReader, open_capture
 from .validation import nested_deeper
+
+if TYPE_CHECKING:  # recording has no reader to load
+    from .reader import CaptureReader
 
 SOURCE, METADATA, BODY = "source", "metadata", "body"
 # How it was found what a kernel writes: from its intermediate code, source or parameters; by comparing what its
@@ -192,6 +194,8 @@ def storage_of_argument(name: str) -> int:
 def open_body(contents: Mapping[str, bytes]) -> CaptureReader:
     """The body among a kernel's attachments by role, for the caller to close. Raises ValueError if there is none that
     can be read, or if it holds anything but ops of operators and of kernels that are no graphs, and events."""
+    from .reader import open_capture
+
     if BODY not in contents:
         raise ValueError("the capture has no body of it")
     try:

@@ -236,7 +236,11 @@ class PayloadOutput:
         if known is not None:
             return known
         stored, codec = view, Codec.none
-        if self._compresses(view):
+        if len(view) <= _SAMPLE_BYTES and _is_steady(view):  # all of it is the sample
+            data = self._compressor.compress(view) if len(view) >= COMPRESS_FROM_BYTES else view
+            if len(data) < COMPRESS_BELOW * len(view):
+                stored, codec = memoryview(data), Codec.zstd
+        elif self._compresses(view):
             if not _is_steady(view):
                 view = _steady(view)
                 digest = xxh3_128_intdigest(view)

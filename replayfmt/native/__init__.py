@@ -8,3 +8,5 @@ of `block_statistics.cpp`. Without the last one, digests are the same but take l
 """
 
 from __future__ import annotations
+
+RECORDER_KEY = "Fake"  # the native recorder's dispatch key: kKey in watched.h

@@ -21,11 +21,6 @@
 
 namespace opreplay {
 
-// The dispatch key of the recorder. PyTorch has it for fake tensors written in C++, which nothing makes on plain tensors.
-constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
-// PyTorch 2.11 has it above dispatch to Python, later ones below.
-constexpr bool kAbovePython = c10::DispatchKey::Fake > c10::DispatchKey::Python;
-
 // An object that Python calls like a function, made of a C++ one that takes (callee, arguments, their number).
 template <typename Callee, PyObject* (*call)(Callee&, PyObject* const*, Py_ssize_t)>
 py::object callable(std::unique_ptr<Callee> callee, const char* name) {
@@ -207,8 +202,8 @@ inline PyObject* call_noted(NotedRegion& region, PyObject* const* given, Py_ssiz
   if (!all_seen) {  // tensors of other kinds: none of it is taken for handed through
     checked(PyObject_CallOneArg(region.mark.ptr(), results.ptr()));
   }
-  if (waits && capture->functions.pump) {
-    call(capture->functions.pump);
+  if (waits && capture->functions.flush_if_due) {
+    call(capture->functions.flush_if_due);
   }
   return results.release().ptr();
 }

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import RECORDER_KEY
 from .building import NotAvailable, library
 from .ending import at_last, prepare
 
@@ -50,12 +51,12 @@ class Functions(NamedTuple):
     interrupted: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
     run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
     describe: Callable[[Any], OperatorForHook | None]
-    meet_thread: Callable[[], None]
+    register_thread: Callable[[], None]
     late: Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int, int], int | None]
     late_raised: Callable[[Any, tuple[Any, ...], dict[str, Any], BaseException | None, int, int], None]
-    pump: Callable[[], None]
+    flush_if_due: Callable[[], None]
     wrote: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-    meet: Callable[[list[torch.Tensor]], None]
+    register_storages: Callable[[list[torch.Tensor]], None]
     unknown: Callable[[str], Any] = UnknownValue
 
 
@@ -73,7 +74,7 @@ class DispatchHook:
         self._types = found.opreplay_recorder_types()
         self._key = int(found.opreplay_recorder_key())
         if not found.opreplay_recorder_take_key():
-            raise NotAvailable("its dispatch key is in use", "another library has the fallback for Fake")
+            raise NotAvailable("its dispatch key is in use", f"another library has the fallback for {RECORDER_KEY}")
         at_last(self.end)  # a running thread must not wait for an interpreter that is shutting down
 
     def session(self, began_ns: int, chunk_records: int, scalars: bool) -> Any:
@@ -189,6 +190,6 @@ def _check_pytorch() -> None:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if not first <= (major, minor) <= last:
         raise NotAvailable("not made for this PyTorch", f"{known_pytorch()} is known, this is {torch.__version__}")
-    kernels = torch._C._dispatch_get_registrations_for_dispatch_key("Fake") if _loaded is None else []
+    kernels = torch._C._dispatch_get_registrations_for_dispatch_key(RECORDER_KEY) if _loaded is None else []
     if kernels:
-        raise NotAvailable("its dispatch key is in use", f"Fake has a kernel of {kernels[0]}")
+        raise NotAvailable("its dispatch key is in use", f"{RECORDER_KEY} has a kernel of {kernels[0]}")

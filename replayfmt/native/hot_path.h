@@ -39,20 +39,20 @@ class HotCall {
     const bool keyword = index >= op_.keywords;
     const Place begin = here();
     if (keyword) {
-      said_.key.push_back(-static_cast<int64_t>(index) - 1);
+      encoded_.key.push_back(-static_cast<int64_t>(index) - 1);
     }
-    const size_t from = said_.key.size();
+    const size_t from = encoded_.key.size();
     if (!take_value(index, value) ||
-        (op_.dropout == index && !(said_.key.back() == kFloat && said_.floats.back() == 0.0))) {
+        (op_.dropout == index && !(encoded_.key.back() == kFloat && encoded_.floats.back() == 0.0))) {
       return false;
     }
     // Left out as Python has it: what is as the schema says, positional arguments only at the end.
-    const bool is_default = op_.defaults[index] && says(*op_.defaults[index], from, begin);
+    const bool is_default = op_.defaults[index] && encodes(*op_.defaults[index], from, begin);
     if (keyword && is_default) {
       go_back(begin);
     } else if (!keyword && !is_default) {
       end_ = here();
-      said_.key[1] = static_cast<int64_t>(next_);
+      encoded_.key[1] = static_cast<int64_t>(next_);
     }
     if (next_ == op_.keywords) {
       go_back(end_);
@@ -69,9 +69,9 @@ class HotCall {
   // Whether a call that draws random numbers is known as a whole, before it runs: it returns its first argument, and the
   // generator is as it would be in a replay.
   bool draws_as_told() {
-    said_.key.append({kResults, kTensor});
+    encoded_.key.append({kResults, kTensor});
     const bool known = known_signature() != 0;
-    said_.key.resize(said_.key.size() - 2);
+    encoded_.key.resize(encoded_.key.size() - 2);
     return known && device_ == at::kCPU && session_.drawn && *session_.drawn == Draws::now();
   }
 
@@ -91,7 +91,7 @@ class HotCall {
                  : impl->nbytes() != 0 && !tensor.is_meta() && impl->data() == nullptr)) {
       return false;
     }
-    made_.push_back({impl, storage, meta, tensor.storage_offset(), seen});
+    results_.push_back({impl, storage, meta, tensor.storage_offset(), seen});
     return take_token(kTensor);
   }
   bool take_result(const std::vector<at::Tensor>& tensors) { return take_results(tensors); }
@@ -123,10 +123,10 @@ class HotCall {
   }
 
   // Arguments on storages that nobody has told of here. Not as tensors: one more reference may need the interpreter's lock.
-  const std::vector<c10::TensorImpl*>& unmet() const { return unmet_; }
+  const std::vector<c10::TensorImpl*>& unregistered() const { return unregistered_; }
   // Python has been told, and looks after them itself.
   void note_careful() const {
-    for (const c10::TensorImpl* tensor : unmet_) {
+    for (const c10::TensorImpl* tensor : unregistered_) {
       session_.note_careful(tensor->unsafe_storage().unsafeGetStorageImpl());
     }
   }
@@ -134,12 +134,12 @@ class HotCall {
   // Append the record, and what is new.
   void record(int64_t signature, int64_t context, int64_t started_ns, int64_t ended_ns) {
     const int64_t head[] = {signature, context, started_ns - session_.began_ns, ended_ns - started_ns};
-    int64_t* row = session_.rows.grow(4 + tensors_.size() + made_.size() + said_.ints.size() + said_.floats.size());
+    int64_t* row = session_.rows.grow(4 + tensors_.size() + results_.size() + encoded_.ints.size() + encoded_.floats.size());
     row = std::copy(std::begin(head), std::end(head), row);
     row = std::copy(tensors_.begin(), tensors_.end(), row);
-    row = std::transform(made_.begin(), made_.end(), row, [this](const Made& made) { return number_of(made); });
-    row = std::copy(said_.ints.begin(), said_.ints.end(), row);
-    std::transform(said_.floats.begin(), said_.floats.end(), row, std::bit_cast<int64_t, double>);
+    row = std::transform(results_.begin(), results_.end(), row, [this](const Made& made) { return number_of(made); });
+    row = std::copy(encoded_.ints.begin(), encoded_.ints.end(), row);
+    std::transform(encoded_.floats.begin(), encoded_.floats.end(), row, std::bit_cast<int64_t, double>);
     for (const auto& [impl, tensor] : written_) {
       if (Storage* storage = session_.storage_of(impl)) {
         storage->note_written(*impl, tensor);
@@ -174,12 +174,12 @@ class HotCall {
   // As a key, the values of the calls that Python gave a signature.
   Words key() {
     begin_results();
-    return Words(said_.key.begin(), said_.key.end());
+    return Words(encoded_.key.begin(), encoded_.key.end());
   }
   // What a value says that stands alone, as an argument; nothing where it cannot be told here.
   std::shared_ptr<const Encoded> encoded(size_t index, const c10::IValue& value) {
     go_back({0, 0, 0});
-    return take_value(index, value) ? std::make_shared<const Encoded>(said_) : nullptr;
+    return take_value(index, value) ? std::make_shared<const Encoded>(encoded_) : nullptr;
   }
 
  private:
@@ -196,22 +196,22 @@ class HotCall {
     size_t key, ints, floats;
   };
 
-  Place here() const { return {said_.key.size(), said_.ints.size(), said_.floats.size()}; }
+  Place here() const { return {encoded_.key.size(), encoded_.ints.size(), encoded_.floats.size()}; }
   void go_back(const Place& place) {
-    said_.key.resize(place.key);
-    said_.ints.resize(place.ints);
-    said_.floats.resize(place.floats);
+    encoded_.key.resize(place.key);
+    encoded_.ints.resize(place.ints);
+    encoded_.floats.resize(place.floats);
   }
   // Whether what was said since a place is this.
-  bool says(const Encoded& value, size_t key, const Place& begin) const {
-    return std::equal(said_.key.begin() + key, said_.key.end(), value.key.begin(), value.key.end()) &&
-           std::equal(said_.ints.begin() + begin.ints, said_.ints.end(), value.ints.begin(), value.ints.end()) &&
-           std::equal(said_.floats.begin() + begin.floats, said_.floats.end(), value.floats.begin(), value.floats.end());
+  bool encodes(const Encoded& value, size_t key, const Place& begin) const {
+    return std::equal(encoded_.key.begin() + key, encoded_.key.end(), value.key.begin(), value.key.end()) &&
+           std::equal(encoded_.ints.begin() + begin.ints, encoded_.ints.end(), value.ints.begin(), value.ints.end()) &&
+           std::equal(encoded_.floats.begin() + begin.floats, encoded_.floats.end(), value.floats.begin(), value.floats.end());
   }
 
   int64_t known_signature() {
-    if (!op_.newest || !WordsEqual()(op_.newest->first, said_.key)) {
-      const auto found = session_.signatures.find(std::span<const int64_t>(said_.key));
+    if (!op_.newest || !WordsEqual()(op_.newest->first, encoded_.key)) {
+      const auto found = session_.signatures.find(std::span<const int64_t>(encoded_.key));
       op_.newest = found == session_.signatures.end() ? nullptr : &*found;
     }
     return op_.newest ? op_.newest->second : 0;
@@ -230,7 +230,7 @@ class HotCall {
       return made.seen;
     }
     Storage* storage = made.storage;
-    if (!storage && made_.size() > 1) {
+    if (!storage && results_.size() > 1) {
       storage = session_.storage_of(made.impl);  // another result may have made it
     }
     if (!storage) {
@@ -243,8 +243,8 @@ class HotCall {
       if (storage->unwritten) {
         storage->sampled = sample(*made.impl);
       }
-      const int64_t birth[] = {id, bytes, made.meta->second.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
-      session_.births.add(birth);
+      const int64_t row[] = {id, bytes, made.meta->second.device, unwritten ? kOriginUninitialized : kOriginOp, 0};
+      session_.new_storages.add(row);
     }
     const int64_t tensor = storage->views.find(made.meta, made.offset);
     return tensor ? tensor : new_view(*storage, made.meta, made.offset);
@@ -253,7 +253,7 @@ class HotCall {
   void begin_results() {
     if (!has_results_) {
       has_results_ = true;
-      said_.key.push_back(kResults);
+      encoded_.key.push_back(kResults);
     }
   }
 
@@ -272,7 +272,7 @@ class HotCall {
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
     if (!storage && impl->nbytes() != 0 && !tensor.is_meta() && !session_.is_careful(impl)) {
-      unmet_.push_back(tensor.unsafeGetTensorImpl());
+      unregistered_.push_back(tensor.unsafeGetTensorImpl());
       return take_token(kTensor);
     }
     if (!storage || storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
@@ -303,11 +303,11 @@ class HotCall {
   }
   bool take_value(size_t, bool value) { return take_token(value ? kTrue : kFalse); }
   bool take_value(size_t, int64_t value) {
-    said_.ints.push_back(value);
+    encoded_.ints.push_back(value);
     return take_token(kInt);
   }
   bool take_value(size_t, double value) {
-    said_.floats.push_back(value);
+    encoded_.floats.push_back(value);
     return take_token(kFloat);
   }
   bool take_value(size_t index, const c10::SymInt& value) {
@@ -329,7 +329,7 @@ class HotCall {
   }
   bool take_value(size_t, std::string_view text) {
     take_constant(kText, static_cast<int64_t>(text.size()));
-    said_.key.append(text.begin(), text.end());
+    encoded_.key.append(text.begin(), text.end());
     return true;
   }
   bool take_value(size_t, const at::Generator&) { return false; }
@@ -418,7 +418,7 @@ class HotCall {
   // ------------------------------------------------------------------------------------------------------ their parts
 
   bool take_token(int64_t token) {
-    said_.key.push_back(token);
+    encoded_.key.push_back(token);
     return true;
   }
   bool take_constant(Token token, int64_t value) { return take_token(token) && take_token(value); }
@@ -449,11 +449,11 @@ class HotCall {
   bool has_results_ = false;
   bool writes_for_python_ = false;
   at::DeviceType device_ = at::kMeta;  // of the first argument
-  Encoded said_;
+  Encoded encoded_;
   c10::ArrayRef<c10::IValue> given_;   // of a kernel of generated code
-  std::vector<c10::TensorImpl*> unmet_;
+  std::vector<c10::TensorImpl*> unregistered_;
   c10::SmallVector<int64_t, 16> tensors_;
-  c10::SmallVector<Made, 4> made_;
+  c10::SmallVector<Made, 4> results_;
   c10::SmallVector<std::pair<c10::StorageImpl*, int64_t>, 4> written_;
 };
 

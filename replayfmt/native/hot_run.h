@@ -43,13 +43,13 @@ inline std::shared_ptr<Capture> capture_in_progress() {
   Watch::at_operator(watch);
   const uint64_t number = current_number.load(std::memory_order_acquire);
   if (number == 0) {  // it has ended where its key could not be taken from this thread, or was put back into it
-    c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, false);
+    c10::impl::tls_set_dispatch_key_included(kKey, false);
     return nullptr;
   }
   if (known.number != number) {
     py::gil_scoped_acquire lock;
     known = {current_number.load(), current};
-    Watch::met_thread(watch);
+    Watch::thread_joined(watch);
   }
   return known.capture;
 }
@@ -126,7 +126,7 @@ inline const std::atomic<int64_t>* find_context(const Capture& capture) {
   const std::atomic<int64_t>& context = of.contexts.of_this_thread(of.mutex);
   if (context.load() == Contexts::kNone) {
     py::gil_scoped_acquire lock;
-    call(capture.functions.meet_thread);
+    call(capture.functions.register_thread);
   }
   return context.load() != Contexts::kNone && of.hot.load(std::memory_order_relaxed) ? &context : nullptr;
 }
@@ -162,38 +162,38 @@ class HotRun {
 
   // Whether it may begin.
   bool begins(Take take) {
-    statement_ = of_.stated.number();
-    if (!known_.plain || !of_.streams.are_default() || statement_ == 0 || !of_.stated.hold(known_.watches) ||
+    statement_ = session_.stated.number();
+    if (!known_.plain || !session_.streams.are_default() || statement_ == 0 || !session_.stated.hold(known_.watches) ||
         !(context_ = find_context(capture_))) {
       return false;
     }
-    std::unique_lock<std::mutex> lock(of_.mutex);
-    if (!take(made_)) {
+    std::unique_lock<std::mutex> lock(session_.mutex);
+    if (!take(call_)) {
       return false;
     }
-    if (!made_.unmet().empty()) {
+    if (!call_.unregistered().empty()) {
       lock.unlock();
-      introduce();
+      register_storages();
       lock.lock();
-      std::destroy_at(&made_);
-      std::construct_at(&made_, of_, known_);
-      if (!take(made_)) {
+      std::destroy_at(&call_);
+      std::construct_at(&call_, session_, known_);
+      if (!take(call_)) {
         return false;
       }
-      if (!made_.unmet().empty()) {
-        made_.note_careful();
+      if (!call_.unregistered().empty()) {
+        call_.note_careful();
         return false;
       }
     }
-    if (!is_as_begun() || (known_.draws && !(of_.turns.is_free() && made_.draws_as_told()))) {
+    if (!is_as_begun() || (known_.draws && !(session_.turns.is_free() && call_.draws_as_told()))) {
       return false;
     }
     if (known_.draws) {
-      of_.turns.begin();
+      session_.turns.begin();
       drawing_ = true;
     }
-    if (made_.writes()) {
-      made_.begin_writes();
+    if (call_.writes()) {
+      call_.begin_writes();
       writing_ = true;
     }
     return true;
@@ -201,8 +201,8 @@ class HotRun {
 
   ~HotRun() {
     if (writing_) {
-      std::lock_guard<std::mutex> lock(of_.mutex);
-      made_.end_writes();
+      std::lock_guard<std::mutex> lock(session_.mutex);
+      call_.end_writes();
     }
     stop_drawing();
   }
@@ -223,37 +223,37 @@ class HotRun {
     const int64_t ended = now_ns();
     bool recorded = false, waits = false;
     {
-      std::lock_guard<std::mutex> lock(of_.mutex);
-      if ((drawing_ || is_as_begun()) && take(made_)) {
-        if (const int64_t signature = made_.signature()) {
+      std::lock_guard<std::mutex> lock(session_.mutex);
+      if ((drawing_ || is_as_begun()) && take(call_)) {
+        if (const int64_t signature = call_.signature()) {
           const int64_t context = context_->load(std::memory_order_relaxed);  // as others' scopes may be another by now
-          made_.record(signature, context, started_, ended);
-          if (of_.drains() && of_.release_head) {
-            of_.release_dead(context, ended);
+          call_.record(signature, context, started_, ended);
+          if (session_.drains() && session_.release_head) {
+            session_.release_dead(context, ended);
           }
           if (std::exchange(writing_, false)) {
-            made_.end_writes();
+            call_.end_writes();
           }
           recorded = true;
-          waits = of_.waits(ended);
+          waits = session_.waits(ended);
         }
       }
     }
     stop_drawing();
-    if (recorded && !waits && !made_.writes_for_python()) {
+    if (recorded && !waits && !call_.writes_for_python()) {
       return;
     }
     py::gil_scoped_acquire lock;
     if (recorded) {
-      if (made_.writes_for_python()) {
+      if (call_.writes_for_python()) {
         tell_writes(arguments());
       }
-      call(capture_.functions.pump);
+      call(capture_.functions.flush_if_due);
       return;
     }
     const Stack values = arguments(), found = results();
     const py::object result = python_results(schema_, found, capture_.functions);
-    learn(of_, known_, values, found, tell(capture_.functions.late, values, result, result, ended));
+    learn(session_, known_, values, found, tell(capture_.functions.late, values, result, result, ended));
   }
 
  private:
@@ -261,22 +261,22 @@ class HotRun {
       : HotRun(capture, described(op, schema, capture), schema, &op, py::handle()) {}
   HotRun(const Capture& capture, const Operator& known, const FunctionSchema& schema, const OperatorHandle* op,
          py::handle kernel)
-      : capture_(capture), of_(*capture.session), known_(known), schema_(schema), op_(op), kernel_(kernel),
-        made_(of_, known_) {}
+      : capture_(capture), session_(*capture.session), known_(known), schema_(schema), op_(op), kernel_(kernel),
+        call_(session_, known_) {}
 
   // Python tells of the storages that it uses for the first time.
-  void introduce() {
+  void register_storages() {
     py::gil_scoped_acquire lock;
     py::list tensors;
-    for (c10::TensorImpl* impl : made_.unmet()) {
+    for (c10::TensorImpl* impl : call_.unregistered()) {
       tensors.append(own_view(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl))));
     }
-    call(capture_.functions.meet, tensors);
+    call(capture_.functions.register_storages, tensors);
   }
 
   // Nothing that its record relies on has changed. With the mutex held.
   bool is_as_begun() const {
-    return of_.hot.load(std::memory_order_relaxed) && of_.stated.number() == statement_;
+    return session_.hot.load(std::memory_order_relaxed) && session_.stated.number() == statement_;
   }
 
   // What Python says to a call that it hears of afterwards. `outcome`: the result, or an exception.
@@ -302,18 +302,18 @@ class HotRun {
 
   void stop_drawing() {
     if (std::exchange(drawing_, false)) {
-      std::lock_guard<std::mutex> lock(of_.mutex);
-      of_.turns.end();
+      std::lock_guard<std::mutex> lock(session_.mutex);
+      session_.turns.end();
     }
   }
 
   const Capture& capture_;
-  Session& of_;
+  Session& session_;
   const Operator& known_;
   const FunctionSchema& schema_;
   const OperatorHandle* op_;  // none: `kernel_` is called
   py::handle kernel_;
-  HotCall made_;
+  HotCall call_;
   const std::atomic<int64_t>* context_ = nullptr;  // changes with the scopes of its thread's
   uint64_t statement_ = 0;                         // of settings that it began under
   int64_t started_ = 0;

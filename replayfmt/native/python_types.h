@@ -34,7 +34,7 @@ inline py::object python_types() {
   py::class_<Session, std::shared_ptr<Session>>(scope, "Session", py::module_local())
       .def(py::init<int64_t, size_t, bool>())
       .def_readonly("rows", &Session::rows)
-      .def_readonly("births", &Session::births)
+      .def_readonly("new_storages", &Session::new_storages)
       .def_readonly("definitions", &Session::definitions)
       .def_readonly("next_storage", &Session::next_storage)
       .def_readonly("next_tensor", &Session::next_tensor)
@@ -52,6 +52,7 @@ inline py::object python_types() {
       .def_static("content_hash", [](uintptr_t address, size_t bytes) {
              return ContentHash::of(reinterpret_cast<const void*>(address), bytes);
            })
+      .def_static("allocated", &allocated_by_torch)
       .def("unadopted", &Session::unadopted)
       .def("overlapping", &Session::overlapping)
       .def("drains", &Session::drains_now)

@@ -28,19 +28,19 @@ struct Functions {
   PyObject* interrupted = nullptr;  // (call or None, args, kwargs, result or None): one of the others raised
   PyObject* run = nullptr;          // (operator, args, kwargs) -> result
   PyObject* describe = nullptr;     // (operator) -> an OperatorForHook (hook.py), or None
-  PyObject* meet_thread = nullptr;  // (): it numbers the calling thread and the scope that it is in
+  PyObject* register_thread = nullptr;  // (): it numbers the calling thread and the scope that it is in
   PyObject* late = nullptr;         // (operator, args, kwargs, result, started_ns, ended_ns) -> signature, or None
   PyObject* late_raised = nullptr;  // (operator, args, kwargs, exception or None, started_ns, ended_ns)
-  PyObject* pump = nullptr;         // () after a record: something waits to be written, or told
+  PyObject* flush_if_due = nullptr; // () after a record: something waits to be written, or told
   PyObject* wrote = nullptr;        // (operator, args, kwargs): it wrote to storages that Python has looked after since
-  PyObject* meet = nullptr;         // (tensors): an operator is about to use storages that the hot path does not know
+  PyObject* register_storages = nullptr; // (tensors): an operator is about to use storages that the hot path does not know
   PyObject* unknown = nullptr;      // (type as text) -> what stands for a value that Python cannot have
 };
 
 // In the order in which Python gives them (hook.py).
 inline std::array<PyObject**, 13> places(Functions& of) {
-  return {&of.before,  &of.after, &of.raised,      &of.interrupted, &of.run,   &of.describe, &of.meet_thread,
-          &of.late,    &of.late_raised, &of.pump,  &of.wrote,      &of.meet, &of.unknown};
+  return {&of.before,  &of.after, &of.raised,      &of.interrupted, &of.run,   &of.describe, &of.register_thread,
+          &of.late,    &of.late_raised, &of.flush_if_due,  &of.wrote,      &of.register_storages, &of.unknown};
 }
 
 // Calls a function of a capture's; None where the capture has ended, which may be whenever Python runs. What it raises

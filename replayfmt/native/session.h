@@ -8,6 +8,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Storage.h>
@@ -178,6 +179,13 @@ class HostRanges {
   size_t size_ = 0;
 };
 
+// Whether PyTorch's own allocator gave a storage its memory, on the host: it is this process's alone, and of no file.
+inline bool allocated_by_torch(uintptr_t address) {
+  const auto& storage = *reinterpret_cast<const c10::StorageImpl*>(address);
+  const c10::DeleterFnPtr frees = c10::GetCPUAllocator()->raw_deleter();
+  return frees != nullptr && storage.device_type() == at::kCPU && storage.data_ptr().get_deleter() == frees;
+}
+
 // Some of a storage's bytes, at places that depend on its length alone; none if it is not in host memory. As in
 // recording/content/storage_content.py.
 inline std::string sample(const c10::StorageImpl& storage) {
@@ -199,7 +207,7 @@ class Session {
   Session(int64_t began, size_t chunk, bool scalars_too) : began_ns(began), chunk_records(chunk), scalars(scalars_too) {}
 
   std::mutex mutex;
-  Rows rows{mutex}, births{mutex}, definitions{mutex};
+  Rows rows{mutex}, new_storages{mutex}, definitions{mutex};
   Counter next_storage, next_tensor;
   PointerMap<Storage> storages;          // by the address of their StorageImpl, which a weak reference keeps
   Metas metas;

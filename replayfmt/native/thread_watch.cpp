@@ -87,9 +87,9 @@ std::atomic<at::CallbackHandle> last_handle{0};  // the last one that is known t
 std::atomic<uint64_t> missed{0};         // operators that others' callbacks were not called for
 void settle_late();
 void listen(bool on);
-void met();
+void joined();
 std::atomic<int>* inside_of_this();
-Watch watch{{kNeverQuiet}, inside_of_this, settle_late, listen, met};
+Watch watch{{kNeverQuiet}, inside_of_this, settle_late, listen, joined};
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
 std::atomic<int64_t>* ran_in_child = nullptr;  // of a forked child: set where it runs an operator; its parent has it, too
 std::atomic<int64_t>* children = nullptr;      // memory that forked children share: how many there were, then for each its
@@ -154,10 +154,10 @@ inline Thread* self() {
 struct GuardLookup final : Begun {
   GuardLookup() : Begun(nullptr) {
     self()->covered++;
-    c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, false);
+    c10::impl::tls_set_dispatch_key_included(kKey, false);
   }
   ~GuardLookup() override {
-    c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Fake, true);
+    c10::impl::tls_set_dispatch_key_included(kKey, true);
     self()->covered--;
   }
 };
@@ -169,7 +169,7 @@ std::unique_ptr<at::ObserverContext> begins(Thread* thread) {
 }
 
 // The key that threads of the recorder in recorder.cpp have included.
-bool has_key() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Fake); }
+bool has_key() { return c10::impl::tls_is_dispatch_key_included(kKey); }
 
 bool has_mode() {
   using Modes = c10::impl::TorchDispatchModeTLS;
@@ -287,7 +287,7 @@ void listen(bool on) {
   }
 }
 
-void met() { self()->hook.store(active.load(), std::memory_order_relaxed); }
+void joined() { self()->hook.store(active.load(), std::memory_order_relaxed); }
 
 std::atomic<int>* inside_of_this() { return &self()->inside; }
 

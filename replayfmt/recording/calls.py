@@ -257,7 +257,7 @@ class CallRecorder:
             devices.add(torch.device("cpu"))
         return devices
 
-    def introduce(self, tensor: torch.Tensor) -> None:
+    def register_storage(self, tensor: torch.Tensor) -> None:
         """Before an op of PyTorch's own uses a plain tensor: if the capture does not know its storage, it enters."""
         storage = storage_of(tensor)
         if self._storages.tracker_of(storage) is None:

@@ -55,7 +55,7 @@ def allowed(options: CaptureOptions) -> bool:
     return not (options.audit or options.digests == "ops" or options.stop_op is not None)
 
 
-def tell_what_changes(native: Any, numeric: NumericState, scopes: Scopes, watch: ThreadWatch) -> None:
+def connect_native(native: Any, numeric: NumericState, scopes: Scopes, watch: ThreadWatch) -> None:
     """The session hears of the settings that the stream states, and of the scopes that threads are in."""
     watch.tell_how_to_cover(native)
     native.settle()
@@ -64,7 +64,7 @@ def tell_what_changes(native: Any, numeric: NumericState, scopes: Scopes, watch:
 
 
 @contextmanager
-def still(native: Any, goes_on: Callable[[], bool]) -> Iterator[None]:
+def pause_fast_path(native: Any, goes_on: Callable[[], bool]) -> Iterator[None]:
     """Other threads append no record meanwhile: their calls take the complete path, which waits for the recorder's lock
     (the caller holds it). `goes_on`: whether recording does, afterwards. `native`: None where there is no session, or
     no other thread."""
@@ -177,7 +177,7 @@ class CaptureSession:
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
         self.numeric = NumericState(self.records)
         if native is not None:
-            tell_what_changes(native, self.numeric, self.scopes, self.thread_watch)
+            connect_native(native, self.numeric, self.scopes, self.thread_watch)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)
         digests = self.digests if options.digests != "none" else None
         if digests is not None:
@@ -384,13 +384,13 @@ class CaptureSession:
     before = _attempted(begin)
 
     @_attempted
-    def met(self, tensors: list[torch.Tensor]) -> None:
+    def register_storages(self, tensors: list[torch.Tensor]) -> None:
         """An op is about to use these tensors: the storages among theirs that the capture does not know enter it."""
         with self.lock:
             if self.on and not self._in_unseen_capture():
                 with suppress(Unrepresentable):  # the complete path tells it, if the op takes it
                     for tensor in tensors:
-                        self.calls.introduce(tensor)
+                        self.calls.register_storage(tensor)
 
     @_attempted
     def ran(self, kernel: CapturedKernel, args: Any, kwargs: Any, result: Any, started: int, ended: int) -> int | None:
@@ -507,7 +507,7 @@ class CaptureSession:
             self.native.hot = False
 
     @_attempted
-    def pump(self) -> None:
+    def flush_if_due(self) -> None:
         """Called after every op: record releases, and write a frame if one is full."""
         if len(self.storages.dead) >= RELEASE_BATCH or (self.native is not None and self.native.drains()):
             with self.lock:
@@ -570,7 +570,7 @@ class CaptureSession:
         if not self.on:
             return
         if any(scope.user for scope in left):
-            with still(self.native if self.threads else None, lambda: self.on):
+            with pause_fast_path(self.native if self.threads else None, lambda: self.on):
                 self.settle()
         if any(self.progress.is_stop(scope.name, scope.number) for scope in left):
             self.stop_scope_left = True

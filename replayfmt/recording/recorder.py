@@ -40,6 +40,7 @@ from .hooks.host_access import DirectWrites, HostReads
 from .hooks.user_code import Construction, Interruptions
 from .kernels import CapturedKernel
 from .options import CaptureOptions
+from .patches import Watch
 from .program.children import AfterFork, ChildrenSeen, child_path
 from .program.module_scopes import ModuleScopes
 from .program.process import ProgramReplacement, Termination
@@ -158,6 +159,7 @@ class Recorder:
         self._on_replacement = on_replacement or self._close_for_replacement
         self._after_fork: AfterFork | None = None
         self._children = children
+        self._dynamo: Watch | None = None  # nothing is compiled before it is imported
         self._threads: Threads | None = None
         self._flusher: threading.Thread | None = None
         self._closed = False
@@ -215,7 +217,7 @@ class Recorder:
 
     def _begin(self, core: CaptureSession) -> None:
         """Put into the process what records. A start that fails in here is undone by `_put_back`."""
-        keep_dynamo_out()
+        self._dynamo = Watch("torch._dynamo", lambda _module: core.attempt(keep_dynamo_out))
         hook = core.hook
         self._presence = ModeAttachment(core, ObservingMode(core)) if hook is None else HookAttachment(core, hook)
         self._threads = Threads(self._presence, core)
@@ -303,6 +305,8 @@ class Recorder:
         """Undo everything that recording changed in the process. Returns the first problem, if any."""
         first = None
         steps = [self._termination.remove]
+        if self._dynamo is not None:
+            steps.append(self._dynamo.stop)
         if self._step_hook is not None:
             steps.append(self._step_hook.remove)
         if self._threads is not None:
@@ -343,6 +347,8 @@ class Recorder:
             self._threads.forked()
         for patches in self._patches:
             patches.remove()
+        if self._dynamo is not None:
+            self._dynamo.stop()
         self._termination.remove()
         _set_inactive(self)
 

@@ -1,4 +1,4 @@
-"""The buffer between ops and the writer: frames, order of births, definitions that are forgotten, bounded memory."""
+"""The buffer between ops and the writer: frames, order of storages, definitions that are forgotten, bounded memory."""
 
 from __future__ import annotations
 

@@ -495,9 +495,6 @@ def _sample(array: np.ndarray, code: DType) -> Sample:
 
 def _values(bits: np.ndarray, code: DType) -> Sample:
     values = reader(code)(bits)
-    if values.dtype.kind == "f":
-        with np.errstate(all="ignore"):  # of signalling NaNs
-            values = values.astype(np.float64)
     picked = values.tolist()
     return tuple(picked) if values.dtype.kind in "fc" else tuple(signed(int(value)) for value in picked)
 

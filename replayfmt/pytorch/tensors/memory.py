@@ -16,13 +16,14 @@ import torch
 import xxhash
 
 from replayfmt.format.codes import TensorFlag
+from replayfmt.native import RECORDER_KEY
 
 from ..accelerators import AUTOCAST_KEYS, pins_memory
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _NO_FLAGS = TensorFlag(0)
-_RECORDERS_KEY = torch._C._parse_dispatch_key("Fake")  # the native recorder's (native/recorder.cpp)
+_RECORDERS_KEY = torch._C._parse_dispatch_key(RECORDER_KEY)
 _HIDDEN_FROM = functools.reduce(
     operator.or_, (torch._C.DispatchKeySet(key) for key in (*AUTOCAST_KEYS, _RECORDERS_KEY) if key is not None)
 )

@@ -121,9 +121,9 @@ def _forget_writes(
     written = []
     for tensor in _written(operator, args, kwargs):
         tracker = core.storages.tracker_of(storage_of(tensor))
-        written.append((tensor, tracker, None if tracker is None else tracker.written))
+        written.append((tensor, tracker, None if tracker is None else tracker.written_views()))
         if tracker is not None:
-            tracker.written = None
+            tracker.clear_written()
     return written
 
 
@@ -159,7 +159,7 @@ def _remember(tracker: Tracker | None, known: Written | None) -> bool:
     """Merge the writes known before with those made since. Returns whether there were any since."""
     if tracker is None:
         return False
-    since = tracker.written
+    since = tracker.written_views()
     tracker.written = since if known is None else known if since is None else known | since
     return since is not None
 
@@ -249,7 +249,7 @@ def observe(mode: RecordingMode, kernel: CapturedKernel, args: tuple[Any, ...], 
         elif around is not None:
             around.note(kernel, args, kwargs, result, started, ended, states)
         core.attempt(observer.leave, result)
-    core.pump()
+    core.flush_if_due()
     return result
 
 

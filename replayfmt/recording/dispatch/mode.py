@@ -274,7 +274,7 @@ class RecordingMode(TorchDispatchMode):
         except BaseException:
             core.interrupted(args, kwargs, result)
             raise
-        core.pump()
+        core.flush_if_due()
         return result
 
     def _before_start(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

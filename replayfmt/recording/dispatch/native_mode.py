@@ -138,7 +138,7 @@ class NativeMode(ObservingMode):
                 signature = core.returned(begun.call, result, started, ended)
             finally:
                 self._release(begun)
-            core.pump()
+            core.flush_if_due()
         elif isinstance(begun.kernel, str):
             core.unreachable_op(begun.kernel, begun.args, begun.kwargs, result)
         elif begun.early:
@@ -164,12 +164,12 @@ class NativeMode(ObservingMode):
             self.interrupted,
             self.run,
             self.describe,
-            self.meet_thread,
+            self.register_thread,
             self.late,
             self.late_raised,
-            self.core.pump,
+            self.core.flush_if_due,
             self.wrote,
-            self.meet,
+            self.register_storages,
         )
 
     def describe(self, func: Any) -> OperatorForHook | None:
@@ -212,24 +212,24 @@ class NativeMode(ObservingMode):
             draws,
         )
 
-    def meet_thread(self) -> None:
+    def register_thread(self) -> None:
         """The calling thread is about to record for the first time: it gets a context, which the hot path is told."""
         try:
             self.core.attempt(self.core.scopes.on_default_streams)
         except BaseException as error:
             self._end_or_pass(error)
 
-    def meet(self, tensors: list[torch.Tensor]) -> None:
+    def register_storages(self, tensors: list[torch.Tensor]) -> None:
         """An operator is about to use storages that the hot path does not know. Those that need no care take it from
         then on."""
         try:
-            self._meet(tensors)
+            self._register_storages(tensors)
         except BaseException as error:
             self._end_or_pass(error)
 
-    def _meet(self, tensors: list[torch.Tensor]) -> None:
+    def _register_storages(self, tensors: list[torch.Tensor]) -> None:
         try:
-            self.core.met(tensors)
+            self.core.register_storages(tensors)
         except BaseException:
             self.core.interrupted(tuple(tensors), {}, None)
             raise
@@ -243,7 +243,7 @@ class NativeMode(ObservingMode):
             kernel = self._kernel_of(func)
             signature = core.ran(kernel, args, kwargs, result, started, ended)
             kernel.ran(result)
-            core.pump()
+            core.flush_if_due()
             return signature
         except BaseException as error:
             self._end_or_pass(error)

@@ -56,9 +56,14 @@ class Digests:
                 continue
             state = tracker.state
             if state is not None and state.coverage is not None and not self._written_whole(tracker, state.coverage):
-                if tracker.written and not state.opaque and state.outside is None and not tracker.written_outside:
+                if (
+                    tracker.written_views()
+                    and not state.opaque
+                    and state.outside is None
+                    and not tracker.written_outside
+                ):
                     self.written_ranges(tracker, storage)
-                tracker.written = None
+                tracker.clear_written()
                 continue
             for meta, offset in self._written_views(number, tracker).values():
                 self.record(tracker, storage, meta, offset, -1, -1)
@@ -69,10 +74,10 @@ class Digests:
         state = tracker.state
         fresh = number >= self._fresh_from
         first = {tensor: place for place, tensor in islice(tracker.views.items(), 1)}
-        if state is None and tracker.written is None:
+        if state is None and tracker.written_views() is None:
             return first if fresh and not tracker.imports else {}
-        written = dict(sorted((tracker.written or {}).items()))
-        tracker.written = None
+        written = dict(sorted((tracker.written_views() or {}).items()))
+        tracker.clear_written()
         if state is None:
             state = State(tracker.size)
         if state.opaque or state.outside is not None or tracker.written_outside:
@@ -87,7 +92,7 @@ class Digests:
 
     def _written_whole(self, tracker: Tracker, coverage: Coverage) -> bool:
         """Whether all that was written of a partly written storage are a few views, and each of them is written."""
-        written, params = tracker.written or {}, self._metas.params
+        written, params = tracker.written_views() or {}, self._metas.params
         return len(written) <= _VIEWS and all(coverage.covers(params[m].region(o)) for m, o in written.values())
 
     def written_ranges(self, tracker: Tracker, storage: torch.UntypedStorage, of: int = -1) -> None:

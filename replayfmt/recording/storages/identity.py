@@ -24,7 +24,7 @@ from ..content.coverage import ByteRegion
 from ..content.first_content import UNREADABLE, FirstContent, FirstContents
 from ..content.storage_content import is_synthesized, sample
 from ..special_values import Handles
-from ..stream.buffer import RecordBuffer, pack_birth, pack_definition
+from ..stream.buffer import RecordBuffer, pack_definition, pack_storage
 from ..stream.records import MetaParams, Records, TensorMetas, Unrepresentable
 from .trackers import (
     ATTRIBUTE,
@@ -100,7 +100,7 @@ class Storages:
         tracker = self.live[number] = self._track(storage, number, length)
         self._memory.add(tracker)
         assert isinstance(tracker, NativeTracker)
-        tracker.take_over(views, written)
+        tracker.import_views(views, written)
         if generated:
             setattr(storage, GENERATED, True)
         if sampled is not None:
@@ -127,7 +127,7 @@ class Storages:
         setattr(storage, ATTRIBUTE, tracker)
         return tracker
 
-    def _bear(
+    def _add_storage(
         self,
         storage: torch.UntypedStorage,
         length: int,
@@ -137,14 +137,14 @@ class Storages:
         readable: bool,
     ) -> Tracker:
         number = next(self._buffer.next_storage)
-        self._buffer.births.append(pack_birth(number, length, self._records.device(device), origin, payload))
+        self._buffer.new_storages.append(pack_storage(number, length, self._records.device(device), origin, payload))
         tracker = self.live[number] = self._track(storage, number, length)
         self._memory.add(tracker)
         if self._audit:
             self.watch(tracker)
         if not readable and device.type != "meta":  # a ZeroTensor's: not to be mistaken for others of the same metadata
             self.state(tracker).unreadable = True
-            tracker.size = -1
+            tracker.need_care()
         return tracker
 
     def view(self, tracker: Tracker, meta: int, offset: int, item: int) -> int:
@@ -167,7 +167,7 @@ class Storages:
                 tracker.views[meta, offset] = number
         if number is not None:
             return number
-        if state is not None and state.synthesized and not tracker.written:
+        if state is not None and state.synthesized and not tracker.written_views():
             self._reveal(tracker, state, self._metas.params[meta])
         number = next(self._buffer.next_tensor)
         self._buffer.definitions.append(pack_definition(number, tracker.id, offset, meta))
@@ -182,15 +182,15 @@ class Storages:
             return
         self._enter_again(tracker, state, storage, "integer_use", params.dtype)
 
-    # ---------------------------------------------------------------------------------------------------------- births
+    # ---------------------------------------------------------------------------------------------------- new storages
 
     def produced(self, storage: torch.UntypedStorage, *, uninitialized: bool) -> Tracker:
         """A new storage that an op returned."""
         length, device = storage.nbytes(), storage.device
         readable = has_bytes(storage, length, device)
         if not uninitialized:
-            return self._bear(storage, length, device, StorageOrigin.op, 0, readable)
-        tracker = self._bear(storage, length, device, StorageOrigin.uninitialized, 0, readable)
+            return self._add_storage(storage, length, device, StorageOrigin.op, 0, readable)
+        tracker = self._add_storage(storage, length, device, StorageOrigin.uninitialized, 0, readable)
         if length and readable:
             self._begin_coverage(tracker, length, sample(storage))
         return tracker
@@ -198,14 +198,14 @@ class Storages:
     def _begin_coverage(self, tracker: Tracker, length: int, sampled: bytes) -> None:
         """Nothing has been written to it. `sampled`: as it is (`sample`)."""
         self.state(tracker).begin_coverage(length, sampled)
-        tracker.size = -1
+        tracker.need_care()
 
     def enter(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, reason: str = "first_use") -> Tracker:
         """A storage that no captured op produced, at its first use, as `dtype` (None: as a bare storage): its content
         is imported."""
         length, device = storage.nbytes(), storage.device
         if not length or not has_bytes(storage, length, device):
-            return self._bear(storage, length, device, StorageOrigin.uninitialized, 0, not length)
+            return self._add_storage(storage, length, device, StorageOrigin.uninitialized, 0, not length)
         held = self._handles.held_by(storage) if device == _CPU else None
         if held is not None and (base := self.tracker_of(held)) is not None:
             return self._alias(storage, base, 0, length)
@@ -224,7 +224,7 @@ class Storages:
         if reason == "first_use" and content.found is not None and content.found.mapped is not None:
             reason = "mapped_file"  # aligned as in the file, which affects the last bits of some kernels
         try:
-            tracker = self._bear(storage, length, device, content.origin, content.id, True)
+            tracker = self._add_storage(storage, length, device, content.origin, content.id, True)
             self._records.storage_import(tracker.id, content, 0, reason)
         except BaseException:
             self._disown(storage)  # an interrupt: without its import the storage is unknown, and enters as a new one
@@ -310,9 +310,13 @@ class Storages:
         if not state.watched or tracker.size >= 0 or (state.private and storage is not None and storage.is_shared()):
             state.watched = True
             if self.watches_natively and storage is not None:
-                state.private = self._contents.is_private(storage) if private is None else private
+                state.private = self._is_private(storage) if private is None else private
                 state.content = None  # a number of another kind
-            tracker.size = -1
+            tracker.need_care()
+
+    def _is_private(self, storage: torch.UntypedStorage) -> bool:
+        """See `State.private`."""
+        return self._native.allocated(storage._cdata) or self._contents.is_private(storage)
 
     def mark_written_outside(self, tracker: Tracker, reason: str = "outside_write") -> None:
         """Its content is imported again at its next use."""
@@ -321,7 +325,7 @@ class Storages:
             tracker, state = state.alias_of, self.state(state.alias_of)
         state.outside = reason
         self._define_again(tracker)
-        tracker.size = -1
+        tracker.need_care()
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         """A storage whose origin was not recorded: it is imported at its next use, if any."""
@@ -335,7 +339,7 @@ class Storages:
             self._untrack(storage, tracker)
 
     def _untrack(self, storage: torch.UntypedStorage, tracker: Tracker) -> None:
-        tracker.size = -1  # the hot path forgets it, too
+        tracker.need_care()  # the hot path forgets it, too
         delattr(storage, ATTRIBUTE)
         self.live.pop(tracker.id, None)
 
@@ -509,7 +513,7 @@ class Storages:
                 state.coverage.write(ByteRegion(0, (before,), (1,), 1))
         elif length == 0:
             state.coverage = None
-            tracker.written = None
+            tracker.clear_written()
         state.content = None
         tracker.settle()
 
@@ -524,8 +528,8 @@ class Storages:
         state.begin_coverage(state.length, b"")
         assert state.coverage is not None
         state.coverage.touched, state.coverage.exact = touched, False
-        tracker.written = None
-        tracker.size = -1
+        tracker.clear_written()
+        tracker.need_care()
         self.synchronize(tracker, storage)
 
     def copied(
@@ -541,7 +545,7 @@ class Storages:
         state.coverage.assign(region, written)
         state.coverage.touched |= bool(written.any())
         state.sampled = sample(storage) if source.sampled else b""
-        tracker.size = -1
+        tracker.need_care()
         self.synchronize(tracker, storage)
 
     def wrote(
@@ -588,7 +592,7 @@ class Storages:
         """Its current content is known, from an import or a captured write."""
         state = tracker.state
         if state is not None and state.watched:
-            if state.mapped is not None and state.mapped.mapping.shared and tracker.written:
+            if state.mapped is not None and state.mapped.mapping.shared and tracker.written_views():
                 state.mapped = None  # the file has the written bytes, so the memory itself must be read from now on
             if storage.device.type == "cpu":
                 self.settle()

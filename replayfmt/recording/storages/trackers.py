@@ -130,7 +130,19 @@ class Tracker(weakref.ref):
     views: dict[tuple[int, int], int]  # tensor id of each (meta id, offset), the first one used first
     state: State | None
     imports: int  # how often its content was imported
-    written: Written | None  # the views written in place since the last digest
+    written: Written | None  # the views written in place since the last digest; see `written_views`
+
+    def need_care(self) -> None:
+        """Look at `state` before each use. (The native fast path forgets it until it is published again.)"""
+        self.size = -1
+
+    def written_views(self) -> Written | None:
+        """The views written in place since the last digest, on whichever path."""
+        return self.written
+
+    def clear_written(self) -> None:
+        """Those before do not matter any more."""
+        self.written = None
 
     def note_written(self, tensor: int, meta: int, offset: int) -> None:
         """A captured op wrote to a view."""
@@ -144,8 +156,12 @@ class Tracker(weakref.ref):
     def settle(self) -> None:
         """Make uses cheap again if there is nothing left to check."""
         state = self.state
-        if state is not None:
-            self.size = -1 if state.watched or state.needs_care else state.length
+        if state is None:
+            return
+        if state.watched or state.needs_care:
+            self.need_care()
+        else:
+            self.size = state.length
 
     def content_now(self, storage: torch.UntypedStorage) -> int:
         """A number that identifies its content."""
@@ -194,10 +210,6 @@ def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) 
         return False
 
 
-_size: Any = Tracker.__dict__["size"]  # the descriptors of the slots
-_written: Any = Tracker.__dict__["written"]
-
-
 class NativeTracker(Tracker):
     """A tracker in a capture with a hot path. `address` is the storage's address there."""
 
@@ -206,49 +218,27 @@ class NativeTracker(Tracker):
     session: ClassVar[Any]  # the capture's; each capture has its own subclass
     address: int
 
-    @property
-    def size(self) -> int:
-        return int(_size.__get__(self))
-
-    @size.setter
-    def size(self, size: int) -> None:
-        _size.__set__(self, size)
-        if size < 0:
-            self.take_back()
-
-    @property
-    def written(self) -> Written | None:
-        self._take_over_written(self.session.take_written(self.address, self.id))
-        written: Written | None = _written.__get__(self)
-        return written
-
-    @written.setter
-    def written(self, written: Written | None) -> None:
-        self.session.take_written(self.address, self.id)  # those before do not matter any more
-        _written.__set__(self, written)
-
-    def note_written(self, tensor: int, meta: int, offset: int) -> None:
-        self._take_over_written([(tensor, meta, offset)])
-
-    def take_back(self) -> None:
-        """Make the hot path forget it until it is published again."""
+    def need_care(self) -> None:
+        super().need_care()
         self.known_content()
         found = self.session.take(self.address, self.id, True)
         if found is not None:
-            self.take_over(found[2], found[3])
+            self.import_views(found[2], found[3])
 
-    def take_over(self, views: list[tuple[int, int, int]], written: list[tuple[int, int, int]]) -> None:
-        """Take over the views and writes that the hot path saw."""
+    def written_views(self) -> Written | None:
+        self.import_views([], self.session.take_written(self.address, self.id))
+        return self.written
+
+    def clear_written(self) -> None:
+        self.session.take_written(self.address, self.id)
+        self.written = None
+
+    def import_views(self, views: list[tuple[int, int, int]], written: list[tuple[int, int, int]]) -> None:
+        """Add the views and writes that the native fast path saw."""
         for meta, offset, tensor in views:
             self.views.setdefault((meta, offset), tensor)
-        self._take_over_written(written)
-
-    def _take_over_written(self, written: list[tuple[int, int, int]]) -> None:
-        if written:
-            known = _written.__get__(self)
-            if known is None:
-                _written.__set__(self, known := {})
-            known.update((tensor, (meta, offset)) for tensor, meta, offset in written)
+        for tensor, meta, offset in written:
+            self.note_written(tensor, meta, offset)
 
     def publish(self, meta: int, offset: int, tensor: int) -> None:
         """A view of it was used on the complete path: the hot path knows it from now on."""
@@ -477,7 +467,8 @@ class Unexplained:
         if owner.state is None:
             owner.state = State(owner.size)
         owner.state.unexplained = origin
-        owner.size = tracker.size = -1
+        owner.need_care()
+        tracker.need_care()
 
     def pass_on(
         self, kernel: CapturedKernel, given: Iterable[tuple[int, Tracker]], results: Iterable[tuple[int, Tracker]]

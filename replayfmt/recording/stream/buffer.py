@@ -30,7 +30,7 @@ _META_HEAD = 3  # words before the sizes in a row of metadata
 _FLAG_BITS = 48  # of its kind, see native/looks.h
 _FRAME_WORDS = 1 << 20  # a frame is also ended when this many words are waiting
 
-pack_birth = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
+pack_storage = Struct("<5q").pack  # storage id, bytes, device id, origin, payload id
 pack_definition = Struct("<4q").pack  # tensor id, storage id, offset, meta id
 
 _packs: dict[tuple[int, int], Callable[..., bytes]] = {}
@@ -66,7 +66,7 @@ class RecordBuffer:
         self.lock = lock
         self.chunk_records = chunk_records
         self.rows = RowList() if native is None else native.rows
-        self.births = RowList() if native is None else native.births
+        self.new_storages = RowList() if native is None else native.new_storages
         self.definitions = RowList() if native is None else native.definitions
         # Metadata that the session numbered: codes of dtype and device, kind, sizes, strides.
         self.metas = RowList() if native is None else native.new_metas
@@ -77,7 +77,7 @@ class RecordBuffer:
         self._slots = tuple(array("q", [0]) for _ in range(3))  # by signature id: tensors, ints, floats
         self._entering = array("q", [0])  # by signature id: whether its records let a storage's content enter
         self._contexts = array("q")  # by context id: thread, scope, placement
-        self._births = np.zeros((0, 5), np.int64)  # that arrived out of order
+        self._later_storages = np.zeros((0, 5), np.int64)  # that arrived out of order
         self._live_definitions = np.zeros((0, 4), np.int64)  # tensor definitions, by tensor id
 
     def note_signature(self, number: int, tensors: int, ints: int, floats: int, enters: bool) -> None:
@@ -119,19 +119,20 @@ class RecordBuffer:
         batch = RowBatch(self.rows.first(count), self._slots, self._entering)
         self._define()
         self._define_metas()
-        # All storages that are defined: their births are known, too, or their ids were lost.
+        # Of all storages up to this one the rows are there, too, or their ids were lost.
         newest = max(batch.newest_storage, int(self._live_definitions[:, 1].max(initial=0)))
-        births = self._born()
-        in_turn = int(np.count_nonzero(births[:, 0] == np.arange(len(births)) + self._first_storage))
+        storages = self._take_new_storages()
+        in_turn = int(np.count_nonzero(storages[:, 0] == np.arange(len(storages)) + self._first_storage))
         if newest >= self._first_storage + in_turn:
             # An exception from a signal handler came between taking an id and appending the row: the id is unused.
-            births, in_turn = _fill_gaps(births, self._first_storage, newest)
+            storages, in_turn = _fill_gaps(storages, self._first_storage, newest)
         self.rows.drop(batch.rows)
         definitions = self._live_definitions
         if len(batch.released):
             self._live_definitions = definitions[~np.isin(definitions[:, 1], batch.released)]
-        first, self._first_storage, self._births = self._first_storage, self._first_storage + in_turn, births[in_turn:]
-        births = births[:in_turn]
+        first = self._first_storage
+        self._first_storage += in_turn
+        storages, self._later_storages = storages[:in_turn], storages[in_turn:]
         threads, scopes, placements = np.frombuffer(self._contexts, np.int64).reshape(-1, 3)[batch.context].T
         self.writer.records(
             RecordColumns(
@@ -146,19 +147,19 @@ class RecordBuffer:
                 floats=batch.floats,
                 tensor_definitions=definitions,
                 first_storage=first,
-                storage_bytes=births[:, 1],
-                storage_device=births[:, 2],
-                storage_origin=births[:, 3],
-                storage_payload=births[:, 4],
+                storage_bytes=storages[:, 1],
+                storage_device=storages[:, 2],
+                storage_origin=storages[:, 3],
+                storage_payload=storages[:, 4],
                 placement=placements if placements.any() else None,
             )
         )
         return batch.rows
 
-    def _born(self) -> np.ndarray:
-        """All known births that are not written yet, by id."""
-        births = np.concatenate((self._births, _take(self.births, 5)))
-        return births[np.argsort(births[:, 0], kind="stable")]
+    def _take_new_storages(self) -> np.ndarray:
+        """All known storages that are not written yet, by id."""
+        storages = np.concatenate((self._later_storages, _take(self.new_storages, 5)))
+        return storages[np.argsort(storages[:, 0], kind="stable")]
 
     def _define_metas(self) -> None:
         """Define the metadata that the hot path, or the complete path beside it, has numbered since the last time."""
@@ -247,17 +248,17 @@ def _spans(first: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.repeat(first - (ends - count), count) + np.arange(total)
 
 
-def _fill_gaps(births: np.ndarray, first: int, newest: int) -> tuple[np.ndarray, int]:
-    """The births up to `newest`, with empty storages for missing ids, followed by the other births; and how many the
-    former are."""
+def _fill_gaps(storages: np.ndarray, first: int, newest: int) -> tuple[np.ndarray, int]:
+    """The storages up to `newest`, with empty ones for missing ids, followed by the others; and how many the former
+    are."""
     count = newest - first + 1
-    near = births[births[:, 0] <= newest]
+    near = storages[storages[:, 0] <= newest]
     filled = np.zeros((count, 5), np.int64)
-    filled[:] = near[0] if len(near) else births[0] if len(births) else (0, 0, 1, StorageOrigin.op, 0)
+    filled[:] = near[0] if len(near) else storages[0] if len(storages) else (0, 0, 1, StorageOrigin.op, 0)
     filled[:, 0] = np.arange(first, newest + 1)
     filled[:, 1], filled[:, 3], filled[:, 4] = 0, StorageOrigin.op, 0
     filled[near[:, 0] - first] = near
-    return np.concatenate((filled, births[births[:, 0] > newest])), count
+    return np.concatenate((filled, storages[storages[:, 0] > newest])), count
 
 
 # What a program puts in the place of time.perf_counter_ns may stand still.
