@@ -159,7 +159,7 @@ class Recorder:
         self._on_replacement = on_replacement or self._close_for_replacement
         self._after_fork: AfterFork | None = None
         self._children = children
-        self._dynamo: Watch | None = None  # nothing is compiled before it is imported
+        self._dynamo: Watch | None = None
         self._threads: Threads | None = None
         self._flusher: threading.Thread | None = None
         self._closed = False
@@ -217,6 +217,8 @@ class Recorder:
 
     def _begin(self, core: CaptureSession) -> None:
         """Put into the process what records. A start that fails in here is undone by `_put_back`."""
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled before it is imported
+            keep_dynamo_out()
         self._dynamo = Watch("torch._dynamo", lambda _module: core.attempt(keep_dynamo_out))
         hook = core.hook
         self._presence = ModeAttachment(core, ObservingMode(core)) if hook is None else HookAttachment(core, hook)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # or a start would not keep it out
 
 import replayfmt
 from replayfmt.errors import CaptureFailed
