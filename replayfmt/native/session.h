@@ -1,6 +1,6 @@
 // What a capture knows natively: rows on their way to the writer, storages, metadata and signatures.
 //
-// Python's complete path is the reference: it gives ids, and tells this what it found out (`publish`, `note_meta`, the
+// Python's complete path is the reference: it gives ids, and tells this what it found out (`publish`, `define_meta`, the
 // signature of a call). What comes here again is recorded without it. Storages that an op returns are born here; Python
 // adopts them when it meets them. All of it is guarded by one mutex, which is never held while the interpreter's lock is
 // waited for.

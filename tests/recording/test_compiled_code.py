@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +80,29 @@ def test_dynamo_leaves_the_recorder_alone_where_it_compiles_nothing(capture: Cap
     assert compiled.graphs == graphs
     assert "aten::mkldnn_rnn_layer.default" in captured.ops()
     captured.replays()
+
+
+_IMPORTS_DYNAMO_LATE = """
+import sys
+import torch, replayfmt
+with replayfmt.capture(sys.argv[1]):
+    x = torch.ones(3)
+    assert "torch._dynamo" not in sys.modules
+    lstm = torch.compile(torch.nn.LSTM(4, 3), backend="eager")
+    lstm(torch.ones(2, 4))
+    from torch._dynamo.utils import counters
+    looked_at = dict(counters["frames"])
+torch._dynamo.reset()
+counters.clear()
+torch.compile(torch.nn.LSTM(4, 3), backend="eager")(torch.ones(2, 4))
+assert looked_at == dict(counters["frames"]), (looked_at, counters["frames"])
+"""
+
+
+@pytest.mark.recorder("native")
+def test_dynamo_leaves_it_alone_where_it_is_imported_during_the_capture(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _IMPORTS_DYNAMO_LATE, str(tmp_path / "late.opreplay")]
+    subprocess.run(command, check=True)
 
 
 @pytest.mark.recorder("native")
