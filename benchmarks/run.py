@@ -27,6 +27,7 @@ SCRIPTS = (
     "replay_memory",
     "file_size",
     "large_capture",
+    "comparing_captures",
     "dump_rows",
     "payload_speed",
     "recorder_memory",

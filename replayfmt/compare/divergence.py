@@ -182,6 +182,8 @@ class _Finding:
         worst = np.zeros(len(ops), np.int8)
         np.maximum.at(worst, owner, reads)
         worst[np.bincount(owner, reads == DIFFERENT, len(ops)) > 0] = DIFFERENT
+        unknown = a.draws[ops] & ((a.randomness[ops] == 0) | (b.randomness[others] == 0))
+        worst[unknown & (worst == EQUAL)] = NOT_KNOWN
         state[ops] = worst
         starts = np.cumsum(count) - count
         kept = {

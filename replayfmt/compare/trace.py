@@ -30,6 +30,11 @@ U = np.uint64
 _NOT_IN_KEYS = (ValueKind.device, ValueKind.process_group, ValueKind.generator)
 _PLAIN, _RESULT = 1, 2  # of an int slot: a plain number among the arguments, among the results; 0: an id
 _DRAWS = re.compile(r"(^|_)(rand|randn|randint|randperm|bernoulli|dropout|rrelu|multinomial|normal|uniform|poisson)")
+_ORIGINS = {
+    ValueKind.payload: StorageOrigin.payload,
+    ValueKind.range: StorageOrigin.external_file,
+    ValueKind.recipe: StorageOrigin.initializer,
+}
 UNKNOWN, UNINITIALIZED = 0, 1  # content; other numbers are hashes
 
 
@@ -231,6 +236,7 @@ class _Reading:
         self.ranks = np.array([0, *(len(reader.metas[number].sizes) for number in metas)], U)
         sizes = (min(prod(m.sizes) * ITEM_BYTES[m.dtype], 1 << 60) for m in (reader.metas[number] for number in metas))
         self.meta_bytes = np.array([0, *sizes], np.int64)
+        self.content_kinds: dict[int, ValueKind] = {}  # by signature
         self.ops = 0
         self.born: dict[int, int] = {}
 
@@ -308,20 +314,19 @@ class _Reading:
         if self.results is None:
             self._digests(frame, np.flatnonzero((kinds == RecordKind.digest) | (kinds == RecordKind.host_read)))
         rare = (RecordKind.storage_import, RecordKind.storage_resize, RecordKind.generator_state)
-        for row in np.flatnonzero(np.isin(kinds, rare)).tolist():
-            ordinal = frame.first_ordinal + row
-            record = self.reader.record(ordinal)
-            if kinds[row] == RecordKind.generator_state:
-                generators.append((ordinal, self._payload(record.argument("payload").id)))  # type: ignore[union-attr]
-                continue
-            storage = record.argument("storage").id  # type: ignore[union-attr]
-            imported = kinds[row] == RecordKind.storage_import
-            content = self._entering(record.argument("payload")) if imported else UNKNOWN
-            self.columns.add(
-                outside_storage=np.array([storage], np.int64),
-                outside_time=np.array([2 * ordinal - 1], np.int64),
-                outside_content=np.array([content], U),
-            )
+        events = [
+            (frame.first_ordinal + row, int(kinds[row]), *self._entering(frame, row))
+            for row in np.flatnonzero(np.isin(kinds, rare)).tolist()
+        ]
+        generators += [
+            (ordinal, content) for ordinal, kind, _id, content in events if kind == RecordKind.generator_state
+        ]
+        events = [event for event in events if event[1] != RecordKind.generator_state]
+        self.columns.add(
+            outside_storage=np.array([event[2] for event in events], np.int64),
+            outside_time=np.array([2 * event[0] - 1 for event in events], np.int64),
+            outside_content=np.array([event[3] for event in events], U),
+        )
         rows = np.flatnonzero(np.isin(kinds, (RecordKind.unsupported, RecordKind.collective))).tolist()
         unseen = [row for row in rows if self.reader.signatures[int(frame.signature[row])].unseen]
         self.columns.add(unseen=np.array(unseen, np.int64) + frame.first_ordinal)
@@ -330,19 +335,29 @@ class _Reading:
         origin, number = int(frame.storage_origin[row]), int(frame.storage_payload[row])
         if origin == StorageOrigin.uninitialized:
             return UNINITIALIZED
+        return self._content(origin, number) if origin in _ORIGINS.values() else UNKNOWN
+
+    def _entering(self, frame: RecordFrame, row: int) -> tuple[int, int]:
+        """The storage or generator that a record sets, and the content it gets: UNKNOWN where that is not known."""
+        number = int(frame.signature[row])
+        kind = self.content_kinds.get(number)
+        if kind is None:
+            nodes = self.reader.signatures[number].args
+            kind = next((node.kind for node in nodes if node.name == "payload"), ValueKind.none)
+            self.content_kinds[number] = kind
+        first = int(frame.int_first[row])
+        origin = _ORIGINS.get(kind)
+        content = UNKNOWN if origin is None else self._content(origin, int(frame.ints[first + 1]))
+        return int(frame.ints[first]), content
+
+    def _content(self, origin: int, number: int) -> int:
         if origin == StorageOrigin.payload:
             return self._payload(number)
-        if origin == StorageOrigin.external_file:
-            return self._range(number)
-        return text_hash(repr(self.reader.recipes[number])) if origin == StorageOrigin.initializer else UNKNOWN
-
-    def _entering(self, value: Any) -> int:
-        kind = type(value).__name__
-        if kind == "PayloadValue":
-            return self._payload(value.id)
-        if kind == "RangeValue":
-            return self._range(value.id)
-        return text_hash(repr(self.reader.recipes[value.id])) if kind == "RecipeValue" else UNKNOWN
+        return (
+            self._range(number)
+            if origin == StorageOrigin.external_file
+            else text_hash(repr(self.reader.recipes[number]))
+        )
 
     def _payload(self, number: int) -> int:
         digest = self.reader.payload_info(number).digest
@@ -595,12 +610,14 @@ def _direct(
 
 
 def _randomness(ordinal: np.ndarray, key: np.ndarray, draws: np.ndarray, states: list[tuple[int, int]]) -> np.ndarray:
-    """The state of the generators before each op that draws, as a hash; 0 for the others."""
+    """The state of the generators before each op that draws, as a hash; 0 for the others, and where it is unknown."""
     found = np.zeros(len(ordinal), U)
     now, waiting = 1, sorted(states)[::-1]
     for op in np.flatnonzero(draws).tolist():
         while waiting and waiting[-1][0] < ordinal[op]:
-            now = hash((now, waiting.pop()[1])) if waiting[-1][0] < 0 else hash((2, waiting.pop()[1]))
-        found[op] = now & 0xFFFFFFFFFFFFFFFF | 1
-        now = hash((now, int(key[op])))
+            _ordinal, content = waiting.pop()
+            now = hash((2, content)) if content != UNKNOWN else 0
+        if now:
+            found[op] = now & 0xFFFFFFFFFFFFFFFF | 1
+            now = hash((now, int(key[op])))
     return found

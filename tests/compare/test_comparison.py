@@ -124,6 +124,17 @@ def test_other_seeds_are_another_state_of_the_generators_and_no_fault_of_an_op(m
     assert [(each.kind, each.alike) for each in found.roots] == [("randomness", 1)]
 
 
+def test_where_the_state_of_the_generators_is_not_known_no_draw_is_accused(made: Made) -> None:
+    def program() -> None:
+        torch.rand(8).add(1).sum().item()
+
+    found = replayfmt.compare(
+        made("a", program, payload="none", digests="none"), made("b", program, payload="none", digests="none")
+    )
+    assert found.outcome == "structure" or not found.roots
+    assert found.alignment.share == 1.0
+
+
 def test_captures_that_have_nothing_in_common_are_one_clear_error(made: Made) -> None:
     with pytest.raises(NotComparable, match="no kernel in common"):
         replayfmt.compare(made("a", lambda: torch.ones(3).sin()), made("b", lambda: torch.arange(4).neg()))
@@ -164,6 +175,24 @@ def test_another_batch_size_is_aligned_and_its_shapes_are_a_result(made: Made) -
     found = replayfmt.compare(made("a", lambda: program(1)), made("b", lambda: program(2)))
     assert found.alignment.share > 0.9
     assert any(each.what == "arguments" and "float32[1,4]" in each.a for each in found.structure)
+
+
+@pytest.mark.slow
+def test_a_compiled_region_is_compared_with_the_operators_it_replaces(made: Made) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32)).eval()
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        a = made("a", lambda: model(x).square().sum().item())
+        compiled = torch.compile(model)
+        compiled(x)
+        b = made("b", lambda: compiled(x).square().sum().item())
+    torch._dynamo.reset()
+    found = replayfmt.compare(a, b, tolerance="1e-5,1e-6")
+    (block,) = (each for each in found.alignment.blocks if each.outputs)
+    assert {found.a.kernel(op) for op in block.a} >= {"aten::gelu.default", "aten::native_layer_norm.default"}
+    assert any("cpp_fused" in found.b.kernel(op) for op in block.b)
+    assert found.outcome == "equal", found.text
 
 
 # ------------------------------------------------------------------------------------------------------- tolerances

@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim, probing}
+# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, compare, trim,
+# probing}
 # ← report ← export ← api, tools; dump and probes stand on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
