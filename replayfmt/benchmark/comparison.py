@@ -15,7 +15,7 @@ import gc
 import io
 import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from replayfmt.replay.substitution.table import Substitutions
 from .machine import GpuWatch, gpu_lines
 from .measure import PATIENCE, Measurement, Options, Progress, Run, Sample, collector_off, timed_by
 from .meters import Clock, Readings, ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
-from .run_report import csv_field, plan_context, run_caveats
+from .run_report import crowded, csv_field, plan_context, run_caveats
 from .scopes import MeasuredRegion, find_regions, whole_capture
 from .statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, PairedComparison, compare_pairs, duration, ran_on, verified
 
@@ -261,7 +261,14 @@ def _row(
 ) -> ComparedRow:
     real = [[times.real_ns for times in side] for side in (original, substituted)]
     mine, theirs = (np.array([times.cpu_ns for times in side], dtype=np.float64) for side in (original, substituted))
-    return ComparedRow(name, compare_pairs(*real), (mine, theirs), calls, replacement)
+    found = compare_pairs(*real)
+    if all(times.host_ns is None for times in (*original, *substituted)) and found.verdict in _DECIDED and crowded(1):
+        slower = 0 if found.verdict == "faster" else 1
+        had = float((mine, theirs)[slower].sum()) / max(float(sum(real[slower])), 1.0)
+        if had < _LEAST_CPU:
+            reason = f"the machine was busy, and the {_SIDES[slower]} side had a processor for {had:.0%} of its time"
+            found = replace(found, reason=reason)
+    return ComparedRow(name, found, (mine, theirs), calls, replacement)
 
 
 def _signature_rows(original: _Side, substituted: _Side) -> list[ComparedRow]:
@@ -274,6 +281,8 @@ def _signature_rows(original: _Side, substituted: _Side) -> list[ComparedRow]:
 
 
 _SIDES = ("original", "substituted")
+# Work of the host that has a processor for less of its time waits for one, on a machine that others use.
+_LEAST_CPU = 0.8
 # An interval whose ends are this far apart can hide differences that matter.
 _WIDE = 1.2
 _DECIDED = ("faster", "slower")

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.comparison import make_compare_report, measure_both
+from replayfmt.benchmark.comparison import _row, make_compare_report, measure_both
 from replayfmt.benchmark.measure import Options
-from replayfmt.benchmark.meters import Clock
+from replayfmt.benchmark.meters import Clock, Readings
 from replayfmt.benchmark.precision import MinTime
 from replayfmt.benchmark.statistics import compare_pairs
 from replayfmt.errors import ReplayMismatch, SubstitutionRejected, UsageError
@@ -239,7 +239,7 @@ def test_json_is_google_benchmarks_with_the_comparisons_beside(
         assert each["verdict"] in ("faster", "slower", "no measurable difference", "too noisy to tell")
         assert each["ratio_low"] <= each["ratio"] <= each["ratio_high"] and each["confidence"] >= 0.95
         outside = each["ratio_high"] < 1 or each["ratio_low"] > 1
-        assert (each["verdict"] in ("faster", "slower")) == outside
+        assert outside or each["verdict"] not in ("faster", "slower")
     whole, wide, _narrow = document["comparisons"]
     assert whole["calls"] is None and whole["replacement"] is None
     assert (wide["calls"], wide["replacement"], wide["rounds"]) == (3, "kernels.py:mm", 6)
@@ -299,3 +299,15 @@ def test_a_slow_kernel_on_one_thread_is_not_judged_faster_because_others_wait_fo
     )
     quiet = random.lognormal(0, 0.05, 40)
     assert compare_pairs(quiet, bad).verdict == "slower" and compare_pairs(bad, quiet).verdict == "faster"
+
+
+@pytest.mark.parametrize(("load", "verdict"), [(99.0, "too noisy to tell"), (0.1, "faster")])
+def test_waiting_for_a_processor_on_a_busy_machine_is_no_difference_of_kernels(
+    load: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every round of the original waited, so not even its shortest time is its own."""
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    waited, bad = ([Readings(real, 2e6, None)] * 10 for real in (100e6, 2e6))
+    found = _row("whole replay", waited, bad).comparison
+    assert found.verdict == verdict
+    assert ("the original side had a processor for 2% of its time" in found.reason) == (load > 1)
