@@ -5,24 +5,31 @@ weighted by how often each was called and by the device time it took. What does 
 is no CPU kernel for it, its library is absent, its data is not in the trace, it is no operator (collectives, generated
 kernels, graph launches), or it failed, which counts against the target: everything that has a kernel here and its data
 in the trace replays.
+
+Of each trace of at least a megabyte it also shows how much processor time the import takes, as a multiple of that of
+reading the file with json.loads, in one process.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measuring import arguments, progress, row, scratch
+from measuring import arguments, in_turns, median_of, progress, row, scratch
 
 TRACES = Path(os.environ.get("OPREPLAY_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
+_LARGE_BYTES = 1 << 20
 FOLDERS = ("kineto", "execution_trace", "tracelens_ir")
 NO_KERNEL, NO_LIBRARY, NO_DATA, NO_OPERATOR, FAILED = (
     "no CPU kernel",
@@ -131,6 +138,41 @@ def groups(capture: Path) -> Iterator[tuple[str, list[int], int, int]]:
         yield tuple(group)
 
 
+def content(trace: Path) -> bytes:
+    """The JSON of a trace."""
+    if ".tar" in trace.suffixes:
+        with tarfile.open(trace) as archive:
+            wanted = (each for each in archive if each.name.endswith(".json") and "_resources/" not in each.name)
+            file = archive.extractfile(next(wanted))
+            assert file is not None
+            return file.read()
+    data = trace.read_bytes()
+    return gzip.decompress(data) if trace.suffix == ".gz" else data
+
+
+def cost(trace: Path, directory: Path, rounds: int) -> None:
+    """One row: the import's processor time as a multiple of that of json.loads."""
+    from replayfmt.importers.importing import import_trace
+
+    def read() -> float:
+        begin = time.process_time()
+        json.loads(content(trace).decode(errors="surrogateescape"), strict=False)
+        return time.process_time() - begin
+
+    def imported() -> float:
+        begin = time.process_time()
+        import_trace(trace, directory / "cost.opreplay", force=True)
+        return time.process_time() - begin
+
+    taken = in_turns({"read": read, "import": imported}, rounds)
+    row(
+        f"import {trace.name.partition('.')[0]}: processor time, of reading its JSON",
+        median_of(lambda read, imported: imported / read, taken["read"], taken["import"]),
+        at_most=3.0,
+        seconds=taken,
+    )
+
+
 def show(coverage: Coverage) -> None:
     """What a person wants to see of one trace, on stderr."""
     imported = ", ".join(f"{count} {status}" for status, count in coverage.imported.items())
@@ -156,6 +198,8 @@ def main() -> None:
         progress(trace.name)
         with scratch() as directory:
             coverage = covered(trace, directory)
+            if quick or len(content(trace)) >= _LARGE_BYTES:
+                cost(trace, directory, 1 if quick else 5)
         what = f"import {trace.name.partition('.')[0]}: distinct ops that replay, of those that can"
         if isinstance(coverage, str):
             row(what, None, reason=coverage)

@@ -8,11 +8,12 @@ Which tool made a trace is detected by its content, never by its name (`sniff`).
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from os import PathLike, fspath
@@ -571,6 +572,19 @@ def _import_rank(
     return report
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """An import makes many objects and no cycles: the cyclic collector would look at all of them again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@_collector_paused()
 def _import(
     path: str | PathLike[str],
     out: str | PathLike[str],

@@ -74,6 +74,7 @@ def dtype_of(name: str) -> DType | None:
     return _CPLUSPLUS.get(lowered) or _BY_NAME.get(lowered) or _SCALAR_TYPES.get(lowered)
 
 
+@lru_cache(maxsize=4096)
 def wrapped(name: str) -> tuple[str, list[str]]:
     """A type name split into its parts: `Tensor(float)` is ("Tensor", ["float"]), `GenericList[Int,Tensor(c10::Half)]`
     is ("GenericList", ["Int", "Tensor(c10::Half)"]); a name that wraps nothing has no inner names."""

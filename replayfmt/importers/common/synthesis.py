@@ -200,6 +200,7 @@ class ImportedSession:
         self._devices: dict[str, int] = {}
         self._generators: dict[int, int] = {}
         self._signatures: dict[Any, int] = {}
+        self._notes: dict[Any, int] = {}
         self._nodes = NodeBuilder(self._device_or_refuse, self.generator)
         self._last_ns = 0
 
@@ -268,7 +269,7 @@ class ImportedSession:
         signature = self._signature(
             (number, args, returned), lambda: Signature(RecordKind.op, args, returned, number, OpStatus.ok)
         )
-        note = self._writer.annotation(annotation) if annotation else 0
+        note = self._note(annotation)
         for tensor in slots.tensors[:taken]:
             if tensor.storage is not None and not tensor.storage.id:
                 self._enter(tensor.storage, moment)
@@ -280,7 +281,7 @@ class ImportedSession:
 
     def scope_begin(self, name: str, moment: Moment, annotation: Mapping[str, Any] | None = None) -> int:
         """Record that a scope begins; `moment.scope` is its id."""
-        note = self._writer.annotation(annotation) if annotation else 0
+        note = self._note(annotation)
         return self._named(RecordKind.scope_begin, moment, note, name=name)
 
     def scope_end(self, name: str, moment: Moment) -> int:
@@ -291,7 +292,7 @@ class ImportedSession:
         self, reason: str, op: str, detail: str, moment: Moment = _AT_START, annotation: Mapping[str, Any] | None = None
     ) -> int:
         """Record work that the import could not turn into an op."""
-        note = self._writer.annotation(annotation) if annotation else 0
+        note = self._note(annotation)
         return self._named(RecordKind.unsupported, moment, note, reason=reason, op=op, detail=detail)
 
     def release(self, storages: Sequence[TracedStorage], moment: Moment = _AT_START) -> None:
@@ -300,7 +301,7 @@ class ImportedSession:
             if storage.id and not storage.released:
                 storage.released = True
                 kind = RecordKind.storage_release
-                self._record(kind, argument_nodes(kind), moment, [storage.id])
+                self._record(kind, moment, [storage.id])
 
     # ------------------------------------------------------------------------------------------------------- storages
 
@@ -316,9 +317,9 @@ class ImportedSession:
         elif storage.content is not None:
             kind, number = ValueKind.payload, self._writer.payload(storage.content)
         self._bear(storage, storage.origin, number)
-        nodes = argument_nodes(RecordKind.storage_import, payload=kind, reason=storage.reason)
         ints = [storage.id, 0] if kind is ValueKind.none else [storage.id, number, 0]
-        self._record(RecordKind.storage_import, nodes, Moment(moment.start_ns, None, moment.thread, moment.scope), ints)
+        moment = Moment(moment.start_ns, None, moment.thread, moment.scope)
+        self._record(RecordKind.storage_import, moment, ints, payload=kind, reason=storage.reason)
 
     def _bear(self, storage: TracedStorage, origin: StorageOrigin, payload: int) -> None:
         storage.id = self._builder.bear(storage.bytes, storage.device, origin, payload)
@@ -330,6 +331,21 @@ class ImportedSession:
 
     # --------------------------------------------------------------------------------------------------------- columns
 
+    def _note(self, annotation: Mapping[str, Any] | None) -> int:
+        """The id of an annotation, 0 without one. Most have the same few words."""
+        if not annotation:
+            return 0
+        try:
+            key = tuple(annotation.items())
+            number = self._notes.get(key)
+        except TypeError:  # it has lists
+            return self._writer.annotation(annotation)
+        if number is None:
+            number = self._writer.annotation(annotation)
+            if all(isinstance(value, str) for value in annotation.values()):  # 1, 1.0 and True are one key
+                self._notes[key] = number
+        return number
+
     def _signature(self, key: Any, make: Any) -> int:
         number = self._signatures.get(key)
         if number is None:
@@ -337,12 +353,12 @@ class ImportedSession:
         return number
 
     def _named(self, kind: RecordKind, moment: Moment, note: int = 0, **texts: str) -> int:
-        return self._record(kind, argument_nodes(kind, **texts), moment, (), note)
+        return self._record(kind, moment, (), note, **texts)
 
     def _record(
-        self, kind: RecordKind, nodes: tuple[Node, ...], moment: Moment, ints: Sequence[int], note: int = 0
+        self, kind: RecordKind, moment: Moment, ints: Sequence[int], note: int = 0, **given: str | ValueKind
     ) -> int:
-        signature = self._signature((kind, nodes), lambda: Signature(kind, nodes))
+        signature = self._signature((kind, *given.values()), lambda: Signature(kind, argument_nodes(kind, **given)))
         return self._add(signature, kind, moment, RecordSlots(ints=list(ints)), note)
 
     def _add(self, signature: int, kind: RecordKind, moment: Moment, slots: RecordSlots, note: int) -> int:

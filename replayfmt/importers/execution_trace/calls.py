@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +61,39 @@ class _OnAllocations(TensorReader):
         )
 
 
+class _Use(Enum):
+    """What an operator does with the memory of an argument."""
+
+    read = 1
+    written = 2
+    both = 3
+
+
+class _Uses(NamedTuple):
+    """What an operator does with the memory of its arguments; `nothing` if it does not touch any."""
+
+    nothing: bool = False
+    in_place: bool = False
+    arguments: tuple[_Use, ...] = ()
+
+
+def _uses_of(schema: torch.FunctionSchema | None) -> _Uses:
+    """An operator of which nothing is known may write to all."""
+    if schema is None:
+        return _Uses()
+    operator = operator_named(schema.name)
+    if operator.changes_view or operator.moves_memory or (operator.reads_nothing and not operator.overwrites_self):
+        return _Uses(nothing=True)
+    in_place = schema.name.endswith("_") and not operator.overwrites_self
+    uses = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            uses.append(_Use.both if in_place and position == 0 else _Use.written)
+        else:
+            uses.append(_Use.both if argument.name in operator.quiet_writes else _Use.read)
+    return _Uses(False, in_place, tuple(uses))
+
+
 class NodeCalls:
     """The calls of a trace, in order. With the `allocations` of a first pass, arguments are read as well."""
 
@@ -73,6 +107,7 @@ class NodeCalls:
         self.inferred = inferred or InferredResults()
         self._changed: dict[str, bool] = {}
         self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = {}
+        self._uses: dict[str, _Uses] = {}
 
     @property
     def allocations(self) -> Allocations:
@@ -121,26 +156,20 @@ class NodeCalls:
         everything = [tensor for _position, tensor in given]
         if kind is not NodeKind.operator:
             return [], everything
-        schema = self._choose(node.schema)[1]
-        if schema is None:
-            return [], everything
-        name = schema.name.partition("::")[2]
-        operator = operator_named(schema.name)
-        if operator.changes_view or operator.moves_memory or (operator.reads_nothing and not operator.overwrites_self):
+        uses = self._uses.get(node.schema)
+        if uses is None:
+            uses = self._uses[node.schema] = _uses_of(self._choose(node.schema)[1])
+        if uses.nothing:
             return [], []
-        in_place = name.endswith("_") and not operator.overwrites_self
         returned = {(tensor.device, tensor.storage) for _position, tensor in node.outputs.tensors}
         read, written = [], []
         for position, tensor in given:
-            argument = schema.arguments[position] if position < len(schema.arguments) else None
-            if argument is None or (argument.alias_info is not None and argument.alias_info.is_write):
+            use = uses.arguments[position] if position < len(uses.arguments) else _Use.written
+            if use is not _Use.read:
                 written.append(tensor)
-                if in_place and position == 0:
+                if use is _Use.both:
                     read.append(tensor)
-            elif argument.name in operator.quiet_writes:
-                written.append(tensor)
-                read.append(tensor)
-            elif (tensor.device, tensor.storage) not in returned or in_place:
+            elif (tensor.device, tensor.storage) not in returned or uses.in_place:
                 read.append(tensor)  # an op that returns its argument's memory makes a view
         return read, written
 

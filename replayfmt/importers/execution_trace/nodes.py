@@ -30,7 +30,6 @@ _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:-.*)?\Z")
 _TENSOR_FIELDS = 6  # tensor id, storage id, offset, elements, bytes an element, device
 _INTEGER = frozenset({int})
 _LIMIT = 1 << 60
-_wrapped = lru_cache(maxsize=4096)(wrapped)
 USER_SCOPE = 7  # at::RecordScope::USER_SCOPE: record_function and the profiler's own marks
 
 
@@ -247,11 +246,18 @@ def traced_tensor(value: object, sizes: object, strides: object, type_name: str)
     """A tensor made from its six numbers; None if they do not describe a tensor."""
     if not isinstance(value, list) or len(value) != _TENSOR_FIELDS or not isinstance(value[5], str):
         return None
-    if not set(map(type, value[:5])) <= _INTEGER or min(value[:5]) < 0 or max(value[:5]) >= _LIMIT:
+    if not set(map(type, value[:5])) <= _INTEGER:
         return None
     shape = _integers(sizes)
-    step = _integers(strides)
-    if shape is None:
+    return None if shape is None else _tensor_of(tuple(value), shape, _integers(strides), type_name)
+
+
+@lru_cache(maxsize=1 << 14)
+def _tensor_of(
+    value: tuple[Any, ...], shape: tuple[int, ...], step: tuple[int, ...] | None, type_name: str
+) -> TracedTensor | None:
+    """Made once: each tensor stands at several places of a trace, and each place is read several times."""
+    if min(value[:5]) < 0 or max(value[:5]) >= _LIMIT:
         return None
     if step is not None and len(step) != len(shape):
         step = None
@@ -269,7 +275,7 @@ def _integers(values: object) -> tuple[int, ...] | None:
 
 
 def _tensors(value: object, sizes: object, strides: object, kind: str) -> Iterator[TracedTensor]:
-    head, inner = _wrapped(kind)
+    head, inner = wrapped(kind)
     if head == "Tensor":
         found = traced_tensor(value, sizes, strides, inner[0] if inner else "")
         if found is not None and found.defined:
@@ -307,7 +313,7 @@ def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[RecordedAr
 
 
 def _recorded(value: object, sizes: object, strides: object, kind: str, reader: TensorReader) -> RecordedArgument:
-    head, inner = _wrapped(kind)
+    head, inner = wrapped(kind)
     if head == "Tensor":
         tensor = traced_tensor(value, sizes, strides, inner[0] if inner else "")
         if tensor is not None and tensor.defined:

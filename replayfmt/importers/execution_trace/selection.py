@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 
@@ -100,6 +101,14 @@ def gives_way(name: str, overload: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=4096)
+def _operator_kind(schema: str) -> NodeKind:
+    name = operator_name(schema)[0]
+    if tells_allocator(name):
+        return NodeKind.idle
+    return NodeKind.collective if operator_named(name).collective else NodeKind.operator
+
+
 def kind_of(node: TraceNode) -> NodeKind:
     """The kind of a node, looked at by itself."""
     if node.kernel_backend == "triton" or (node.kernel_file and not node.schema):
@@ -107,13 +116,9 @@ def kind_of(node: TraceNode) -> NodeKind:
     if node.name == "record_param_comms":
         return NodeKind.idle if communication(node).get("collective_name") in ("wait", "init") else NodeKind.collective
     if node.schema:
-        name = operator_name(node.schema)[0]
-        if tells_allocator(name):
-            return NodeKind.idle
-        tensors = [tensor for _position, tensor in (*node.inputs.tensors, *node.outputs.tensors)]
-        if tensors and all(tensor.device == "meta" for tensor in tensors):
-            return NodeKind.idle
-        return NodeKind.collective if operator_named(name).collective else NodeKind.operator
+        kind = _operator_kind(node.schema)
+        devices = {tensor.device for _position, tensor in (*node.inputs.tensors, *node.outputs.tensors)}
+        return NodeKind.idle if devices == {"meta"} else kind
     if _ROOTS.match(node.name):
         return NodeKind.container
     if COMPILED_CODE.match(node.name):
