@@ -70,6 +70,18 @@ _READ = 64  # entries inspected, at most: the distinguishing ones are at the beg
 _FOREIGN = (
     (rb"SQLite format 3\0", "an SQLite database (rocprofv3's rocpd, rpd, Nsight Systems)"),
     (rb"\s*\{\s*\"rocprofiler-sdk-tool\"", "rocprofv3's JSON (kernels without PyTorch operators)"),
+    (
+        rb'\s*\{"name": "[^\n]{1,3000}?", "device": "?\d{1,4}"?, "signature": ',
+        "a list of distinct device kernels (import the profiler trace that it was made from)",
+    ),
+    (
+        rb'\s*\{\s*"summary": \{\s*"total_kernels"',
+        "a file of kernel signatures (import the profiler trace that it was made from)",
+    ),
+    (
+        rb"\s*\{\s*\"end_timestamp\": [^\n]{1,80}\n?\s*\"(?:kernels|energy_joules|full_model_inference_ms)\"",
+        "a table of measured times (without PyTorch operators)",
+    ),
     (rb'"?[\w-]+"?,[^\n]{0,400}"?Kernel_?Name"?', "rocprof's table of kernels (without PyTorch operators)"),
     (
         rb"\x0a[\s\S]{0,4000}(?:/host:|/device:|Task Environment)",
