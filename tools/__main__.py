@@ -53,12 +53,13 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the tool that the first argument names, with the other arguments."""
+    """Run the tool that the first argument names, with the other arguments; without any, print the help."""
     name = sys.argv[1] if len(sys.argv) > 1 else None
     if name in TOOLS:
         sys.argv = [f"opreplay-{name}", *sys.argv[2:]]
         import_module(f".{TOOLS[name]}", __package__).main()
     else:
+        sys.argv = [sys.argv[0], *(sys.argv[1:] or ["--help"])]
         run_tool(cli)
 
 

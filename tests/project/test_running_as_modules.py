@@ -44,15 +44,18 @@ def test_a_tool_runs_as_a_module_as_it_does_as_a_command(
         assert "--no-such-flag" in capsys.readouterr().err, module
 
 
-def test_without_a_tool_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ((), ("no\x1b[31msuch",), ("command",), ("--no-such-flag",)):
+def test_a_wrong_tool_is_one_line_and_none_prints_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (("no\x1b[31msuch",), ("command",), ("--no-such-flag",)):
         assert as_module(monkeypatch, "replayfmt", *arguments) == 2
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.startswith("INVALID_ARGUMENT: ") and "\x1b" not in printed.err
         assert printed.err.endswith(" (opreplay --help)\n") and len(printed.err.splitlines()) == 1
-    assert as_module(monkeypatch, "replayfmt", "--help") == 0
-    shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in TOOLS) and "..." not in shown
+    for help_asked in (("--help",), ()):
+        assert as_module(monkeypatch, "replayfmt", *help_asked) == 0
+        shown = capsys.readouterr().out
+        assert all(f"\n  {name} " in shown for name in TOOLS) and "..." not in shown
 
 
 @pytest.mark.slow
