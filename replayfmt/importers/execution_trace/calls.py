@@ -69,7 +69,7 @@ class _Use(Enum):
     both = 3
 
 
-class _Uses(NamedTuple):
+class _OperatorUse(NamedTuple):
     """What an operator does with the memory of its arguments; `nothing` if it does not touch any."""
 
     nothing: bool = False
@@ -77,13 +77,13 @@ class _Uses(NamedTuple):
     arguments: tuple[_Use, ...] = ()
 
 
-def _uses_of(schema: torch.FunctionSchema | None) -> _Uses:
+def _uses_of(schema: torch.FunctionSchema | None) -> _OperatorUse:
     """An operator of which nothing is known may write to all."""
     if schema is None:
-        return _Uses()
+        return _OperatorUse()
     operator = operator_named(schema.name)
     if operator.changes_view or operator.moves_memory or (operator.reads_nothing and not operator.overwrites_self):
-        return _Uses(nothing=True)
+        return _OperatorUse(nothing=True)
     in_place = schema.name.endswith("_") and not operator.overwrites_self
     uses = []
     for position, argument in enumerate(schema.arguments):
@@ -91,7 +91,7 @@ def _uses_of(schema: torch.FunctionSchema | None) -> _Uses:
             uses.append(_Use.both if in_place and position == 0 else _Use.written)
         else:
             uses.append(_Use.both if argument.name in operator.quiet_writes else _Use.read)
-    return _Uses(False, in_place, tuple(uses))
+    return _OperatorUse(False, in_place, tuple(uses))
 
 
 class NodeCalls:
@@ -107,7 +107,7 @@ class NodeCalls:
         self.inferred = inferred or InferredResults()
         self._changed: dict[str, bool] = {}
         self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = {}
-        self._uses: dict[str, _Uses] = {}
+        self._uses: dict[str, _OperatorUse] = {}
 
     @property
     def allocations(self) -> Allocations:
