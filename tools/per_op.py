@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -307,7 +308,7 @@ def run_per_op(
                 sys.stdout.flush()
         if form == "console" or flags.verbose:
             with said_if_possible():
-                say(progress_line(op, place, of), err=True)
+                say(progress_line(op, place, of, shutil.get_terminal_size().columns), err=True)
                 for line in describe(op, plan.reader) if flags.verbose else ():
                     say(line, err=True)
 

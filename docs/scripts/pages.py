@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import posixpath
 import re
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -62,13 +61,17 @@ def options(tool: str) -> str:
     return "\n".join(text)
 
 
+# Public packages that are callable: where the function is.
+FUNCTION_OF_PACKAGE = {"benchmark": "replayfmt.benchmark.convenience", "compare": "replayfmt.compare.comparison"}
+
+
 def python() -> str:
     """The public names of the library with their signatures and docstrings."""
     text = ["# Python", "", inspect.getdoc(replayfmt) or "", ""]
     for name in replayfmt.__all__:
         item = getattr(replayfmt, name)
-        if inspect.ismodule(item):  # a package that is callable: the function beside the class that it returns
-            item = getattr(sys.modules[replayfmt.Benchmarked.__module__], name)
+        if inspect.ismodule(item):
+            item = getattr(import_module(FUNCTION_OF_PACKAGE[name]), name)
         if not callable(item):
             continue
         text += described(name, item, 2)

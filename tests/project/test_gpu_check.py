@@ -79,7 +79,8 @@ def test_every_figure_has_a_row_without_a_gpu_too(tmp_path: Path, goals: ModuleT
         if row["unit"] == goals.YES and row["measured"] is not None:
             assert row["measured"] == 1, row
         elif row["measured"] is None:  # nothing but the hardware is missing
-            assert "GPU" in row["details"]["reason"] or "energy" in row["what"], (row, log)
+            reason = row["details"]["reason"]
+            assert "GPU" in reason or "energy" in row["what"] or "adds less than 3%" in reason, (row, log)
     summary = (tmp_path / "summary.txt").read_text()
     assert summary in done.stdout and len(summary.splitlines()) < 60 and "device cpu" in summary
     assert (tmp_path / "table.md").read_text().startswith("| what | measured | target | met |")

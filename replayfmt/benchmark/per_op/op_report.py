@@ -341,11 +341,13 @@ _WORK_HEADS = ("FLOP/s", "B/s", "of roof", "bound", "class")
 _HEADS = ("rank", "estimated", "share", "interval", "with inner", "calls", "time/call", "captured", "verdict")
 
 
-def progress_line(op: MeasuredOp, place: int, of: int) -> str:
-    """`[i/N]`, verdict, time per call, count, and the op: printed as soon as it is known."""
+def progress_line(op: MeasuredOp, place: int, of: int, columns: int) -> str:
+    """`[i/N]`, verdict, time per call, count, and the op: printed as soon as it is known. Cut to so many columns,
+    unless it says why an op was not measured."""
     time = _NOT_MEASURED if op.times is None else duration(op.times.median)
     reason = f"  {op.why}" if op.why else ""
-    return printable(f"[{place}/{of}] {op.status:<12} {time:>12} x {op.group.count:<6} {op.group.signature}{reason}")
+    line = printable(f"[{place}/{of}] {op.status:<12} {time:>12} x {op.group.count:<6} {op.group.signature}{reason}")
+    return line if reason or len(line) <= columns else f"{line[: columns - 1]}…"
 
 
 def table_lines(report: Report) -> Iterator[str]:
