@@ -22,7 +22,7 @@ from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin, ValueK
 from replayfmt.format.model import Node, Signature
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.format.signature_layout import SLOTS
+from replayfmt.format.signature_layout import own_slots
 from replayfmt.pytorch.operators import operator_named
 
 U = np.uint64
@@ -131,7 +131,7 @@ class _Signatures:
         ints: list[int] = []
         for nodes, plain in ((signature.args, _PLAIN), (signature.results, _RESULT)):
             for node in (each for top in nodes for each in top.preorder()):
-                _tensors, count, floats = SLOTS.get(node.kind, (0, 0, 0))
+                _tensors, count, floats = own_slots(node)
                 ints += [plain if node.kind is ValueKind.int else 0] * count
                 self.arg_floats[number] += floats if plain is _PLAIN else 0
         self.int_kinds[number] = np.array(ints, np.uint8)

@@ -284,6 +284,7 @@ class Uninterrupted:
     does it inside another one."""
 
     def __init__(self) -> None:
+        self._outermost = False
         self._saved: list[tuple[signal.Signals, Callable[[int, FrameType | None], Any]]] = []
         self._arrived: list[tuple[int, FrameType | None]] = []
 
@@ -303,7 +304,7 @@ class Uninterrupted:
         except BaseException:  # a handler that was not put off yet raised
             self._restore()
             raise
-        _put_off = True
+        _put_off = self._outermost = True
 
     def _restore(self) -> None:
         global _put_off
@@ -312,7 +313,7 @@ class Uninterrupted:
             _handlers.signal(number, handler)
 
     def __exit__(self, *_exception: object) -> None:
-        if not self._saved:
+        if not self._outermost:
             return
         self._restore()
         handlers = dict(self._saved)

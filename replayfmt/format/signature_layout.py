@@ -73,13 +73,18 @@ class NodePlace(NamedTuple):
         return self.node.kind not in SLOTS and all(child.constant for child in self.children)
 
 
+def own_slots(node: Node) -> Counts:
+    """How many slots of tensors, integers and floats a node has itself, without its children."""
+    return SLOTS.get(node.kind, _NONE)
+
+
 def _place(nodes: tuple[Node, ...], start: Counts) -> tuple[tuple[NodePlace, ...], Counts]:
     """Places of nodes whose slots begin at `start`, and where the next node's slots would begin."""
     placed = []
     tensor, integer, real = start
     for node in nodes:
         first = (tensor, integer, real)
-        own = SLOTS.get(node.kind, _NONE)
+        own = own_slots(node)
         tensor, integer, real = tensor + own[0], integer + own[1], real + own[2]
         children: tuple[NodePlace, ...] = ()
         if node.children:

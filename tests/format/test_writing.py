@@ -19,6 +19,7 @@ from replayfmt.errors import CaptureFailed, OutputExists
 from replayfmt.format.codes import Codec, DType, FrameKind, Layout, RecordKind, ValueKind
 from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.model import Device, Generator, TensorMeta
+from replayfmt.format.output import Uninterrupted
 from replayfmt.format.reader import open_capture
 from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
@@ -222,6 +223,23 @@ def test_an_interrupt_during_a_write_is_raised_after_it_and_the_capture_stays_wh
     assert open_capture(path).record_count == 3 and len(open_capture(path).payloads) == 2
 
 
+def test_interrupts_are_put_off_again_after_a_time_in_which_they_were_ignored() -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in handlers:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with Uninterrupted():
+            pass
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    done = []
+    with pytest.raises(KeyboardInterrupt), Uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append(True)
+    assert done
+
+
 def test_interrupts_at_any_moment_leave_the_capture_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     writer = CaptureWriter(path, SESSION)
@@ -348,11 +366,11 @@ import sys, os, gc
 import numpy as np, psutil
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.format.record_columns import RecordColumns
-from replayfmt.format.model import Device, Kernel, Node, Session, Signature, TensorMeta
+from replayfmt.format.model import Device, Kernel, Node, CaptureInfo, Signature, TensorMeta
 from replayfmt.format.codes import DType, Layout, OpStatus, RecordKind, ValueKind as V
 
 COUNT, CHUNK = 5_000_000, 16384
-writer = CaptureWriter(sys.argv[1], Session("00112233-4455-6677-8899-aabbccddeeff", "opreplay", "1"))
+writer = CaptureWriter(sys.argv[1], CaptureInfo("00112233-4455-6677-8899-aabbccddeeff", "opreplay", "1"))
 cpu = writer.device(Device("cpu"))
 kernel = writer.kernel(Kernel("a::b", "default", "s"))
 meta = writer.meta(TensorMeta(DType.int8, Layout.strided, cpu, (8,), (1,)))

@@ -1,4 +1,4 @@
-"""Computing the digest of a tensor (see replayfmt.format.records.digest for what it holds).
+"""Computing the digest of a tensor (see TensorDigest in replayfmt.format.model for what it holds).
 
 The elements of a strided view on host memory are taken in pieces that fit a processor's cache, without a copy of the
 whole. Their statistics take one pass, in double precision: in C++ where the library is there (`BlockStatistics`, the
