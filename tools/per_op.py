@@ -296,7 +296,7 @@ def run_per_op(
     """Measure and print; `write` receives the JSON for --benchmark-out. Returns the exit code: 1 if a requested op was
     not run or differs from the capture, else that of the gate `against` its baseline."""
     from replayfmt.benchmark.per_op.measuring import measure_ops
-    from replayfmt.benchmark.per_op.op_report import describe, make_op_report, measured_row, progress_line
+    from replayfmt.benchmark.per_op.op_report import describe, make_op_report, measured_row, progress_lines
     from replayfmt.benchmark.per_op.results import MeasuredOp
 
     runs: list[PerOpRun] = []
@@ -308,8 +308,9 @@ def run_per_op(
                 sys.stdout.flush()
         if form == "console" or flags.verbose:
             with said_if_possible():
-                say(progress_line(op, place, of, shutil.get_terminal_size().columns), err=True)
-                for line in describe(op, plan.reader) if flags.verbose else ():
+                columns = sys.maxsize if flags.verbose else shutil.get_terminal_size().columns
+                lines = progress_lines(op, place, of, columns)
+                for line in (*lines, *(describe(op, plan.reader) if flags.verbose else ())):
                     say(line, err=True)
 
     def measured() -> Report:

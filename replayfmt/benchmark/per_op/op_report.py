@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -341,13 +342,14 @@ _WORK_HEADS = ("FLOP/s", "B/s", "of roof", "bound", "class")
 _HEADS = ("rank", "estimated", "share", "interval", "with inner", "calls", "time/call", "captured", "verdict")
 
 
-def progress_line(op: MeasuredOp, place: int, of: int, columns: int) -> str:
-    """`[i/N]`, verdict, time per call, count, and the op: printed as soon as it is known. Cut to so many columns,
-    unless it says why an op was not measured."""
+def progress_lines(op: MeasuredOp, place: int, of: int, columns: int) -> list[str]:
+    """`[i/N]`, verdict, time per call, count, and the op, cut to so many columns: printed as soon as it is known. Below
+    it, why an op was not measured."""
     time = _NOT_MEASURED if op.times is None else duration(op.times.median)
-    reason = f"  {op.why}" if op.why else ""
-    line = printable(f"[{place}/{of}] {op.status:<12} {time:>12} x {op.group.count:<6} {op.group.signature}{reason}")
-    return line if reason or len(line) <= columns else f"{line[: columns - 1]}…"
+    line = printable(f"[{place}/{of}] {op.status:<12} {time:>12} x {op.group.count:<6} {op.group.signature}")
+    if len(line) > columns:
+        line = f"{line[: columns - 1]}…"
+    return [line, *wrap(printable(op.why), columns, initial_indent="  ", subsequent_indent="  ")]
 
 
 def table_lines(report: Report) -> Iterator[str]:
