@@ -159,6 +159,9 @@ def _next(made: Comparison) -> str:
     if made.first is not None and made.first.ordinals[0]:
         ordinal = made.first.ordinals[0][0]
         return f"opreplay-dump --ops={ordinal}:{ordinal + 1} {made.a.reader.path}"
+    if made.first is not None:
+        ordinal = made.first.ordinals[1][0]
+        return f"opreplay-dump --ops={ordinal}:{ordinal + 1} {made.b.reader.path}"
     if made.a.replayed is None:
         return f"opreplay-compare --replay {paths} compares the results of replays; or capture with --digests=ops"
     return f"opreplay-compare --format=jsonl {paths} lists everything"
