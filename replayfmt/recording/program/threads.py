@@ -102,7 +102,7 @@ class Threads:
                 "work is not recorded"
             )
         self.core.attempt(self._tell_of_backward_passes)
-        self.core.attempt(self._register_storages, False)
+        self.core.attempt(self._join_unknown, False)
         self.core.attempt(self._wait_until_joined)
 
     def _wait_until_joined(self) -> None:
@@ -143,11 +143,11 @@ class Threads:
         sentences, self._at_start = self._at_start, []
         for sentence in sentences:
             self._tell(sentence)
-        self._register_storages(late=False)
+        self._join_unknown(late=False)
 
     def look(self) -> None:
         """Find the threads that began unseen. Costs a few microseconds per thread."""
-        self._register_storages(late=True)
+        self._join_unknown(late=True)
         self.core.thread_watch.look()
 
     def remove(self) -> None:
@@ -218,7 +218,7 @@ class Threads:
 
     # ---------------------------------------------------------------------------------------------------- other threads
 
-    def _register_storages(self, late: bool) -> None:
+    def _join_unknown(self, late: bool) -> None:
         """Make unknown threads join at their next step. `late`: they began while all thread starts were being
         watched."""
         for state in thread_states():
