@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType, SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -31,7 +31,6 @@ from .inductor import Regions, running_regions
 from .patches import HookHost, Patch, PatchSet, Watch, targets
 
 Function = Callable[..., Any]
-_T = TypeVar("_T")
 
 # Nodes of an executed TorchScript graph that run kernels of their own instead of calling operators.
 _HIDING_NODES = (

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _push_on_torch_dispatch_stack
@@ -28,7 +28,6 @@ from ..stream.records import Unrepresentable
 from .graph_body import Allocated, GraphBody, GraphKernel, UsedMemory
 from .graph_capture import REASON, GraphMode
 
-_T = TypeVar("_T")
 _Function = Callable[..., Any]
 _BEFORE = "it was captured before the recording began, or by a thread that is not recorded"
 _RAW = "the program took its raw graph, which it may change by hand"

@@ -11,11 +11,9 @@ import functools
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
-
-import torch
 
 from replayfmt.format.codes import KernelKind
 from replayfmt.pytorch.tensors.metadata import storage_of
@@ -40,6 +38,7 @@ from ..patches import HookHost, Patch, Patched, PatchSet
 from ..special_values import is_address
 from ..storages.trackers import GENERATED
 from ..stream.records import Unrepresentable
+from ..undispatched import tensors_of
 
 _TUNER_MODULE = "torch._inductor.runtime.triton_heuristics"
 _PASSED_ON = (bool, int, str)
@@ -579,20 +578,6 @@ def _explained(step: Callable[..., _T], *args: Any) -> _T | str:
         return str(problem)
     except (AttributeError, ImportError) as error:
         return f"this version of Triton is not known to the recorder ({error})"
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in arguments: also inside lists, tuples, dicts and Triton's tensor descriptors."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(getattr(value, "base", None), torch.Tensor):
-        yield value.base
 
 
 def table(launches: TritonLaunches) -> list[Patch]:

@@ -18,7 +18,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _has_torch_function_unary
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..capture_session import CaptureSession
 
 
-_T = TypeVar("_T")
 _ELEMENTWISE = ("apply_", "map_", "map2_")
 _STORAGE = ("_byteswap", "_set_from_file", "_swap_data_ptr_")
 _ALLOCATION = ("resize_", "_resize_with_addr_")
