@@ -77,7 +77,7 @@ class BaselineFlags:
 
         Raises UsageError if the baseline has no row of this measurement.
         """
-        from replayfmt.benchmark.baseline import compare_with_baseline, confirmed, gate_exit_code
+        from replayfmt.benchmark.baseline import EXIT_CODES, compare_with_baseline, confirmed, gate_verdict
 
         report = measure()
         again = measure() if self.noise_floor else None
@@ -105,18 +105,17 @@ class BaselineFlags:
         if above is not None:
             failures += comparison.unmatched()
             hidden = comparison.hidden(above, second)
-            verdicts = {each.verdict for each in failures}
             report.sections["baseline"] |= {
                 "fail_above": above,
-                "verdict": "slower" if "slower" in verdicts else next(iter(verdicts), "passed"),
-                "exit_code": gate_exit_code(failures),
+                "verdict": gate_verdict(failures),
+                "exit_code": EXIT_CODES[gate_verdict(failures)],
                 "failures": [asdict(each) for each in failures],
                 "passed_again": passed,
                 "hidden": hidden,
             }
             lines += [f"WARNING: {each}" for each in hidden]
         lines += [f"passed the second time: {each}" for each in passed]
-        return report, [*lines, *(f"FAILED: {failure}" for failure in failures)], gate_exit_code(failures)
+        return report, [*lines, *(f"FAILED: {failure}" for failure in failures)], EXIT_CODES[gate_verdict(failures)]
 
     @staticmethod
     def _floor(report: Report, again: Report) -> list[str]:

@@ -44,9 +44,9 @@ _MOST_LISTED = 20
 # A gate does not judge a measurement of which more than this share has no partner in the other.
 MOST_UNMATCHED = 0.1
 TOTAL = "BM_op/total"
-GateVerdict = Literal["slower", "cannot be judged"]
-# What a tool exits with if a gate has failures. A row that is slower outweighs rows that nobody can judge.
-EXIT_CODES: dict[GateVerdict, int] = {"slower": 1, "cannot be judged": 4}
+GateVerdict = Literal["passed", "slower", "cannot be judged"]
+# What a tool exits with. A row that is slower outweighs rows that nobody can judge.
+EXIT_CODES: dict[GateVerdict, int] = {"passed": 0, "slower": 1, "cannot be judged": 4}
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class GateFailure:
         return f"{self.name}: {self.reason}"
 
 
-def gate_exit_code(failures: Sequence[GateFailure]) -> int:
-    """0 if there are no failures."""
-    return min((EXIT_CODES[each.verdict] for each in failures), default=0)
+def gate_verdict(failures: Sequence[GateFailure]) -> GateVerdict:
+    """That of all rows together."""
+    return min((each.verdict for each in failures), key=EXIT_CODES.__getitem__, default="passed")
 
 
 @dataclass(frozen=True)
