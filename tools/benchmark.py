@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 
 # Flags of other measurements.
-
 _NOT_WITH_MEMORY = (
     "per_op",
     "compare",

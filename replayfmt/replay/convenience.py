@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from replayfmt.errors import ContentNotCaptured, InvalidCapture, ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import OpStatus, RecordKind
@@ -28,10 +28,6 @@ from .options import PlanOptions
 from .plan import Plan
 from .planning.records import python_values
 from .results import Divergence, PeakMemory, ReplayResult, VerifyMode
-
-if TYPE_CHECKING:
-    from replayfmt.initializers import Initializer
-
 
 _SHOWN_VERDICTS = 20
 _SHOWN_INITIALIZERS = 12
