@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from replayfmt.collector import collector_paused
 from replayfmt.errors import OpReplayError, ReplayMismatch, UsageError
 from replayfmt.format.validation import count_of
 from replayfmt.pytorch.accelerators import NoGraphs, device_module, is_accelerator, new_graph
@@ -429,11 +430,6 @@ class _Runner:
 @contextmanager
 def collector_off() -> Iterator[None]:
     """Collect, then keep Python's cyclic garbage collector from running on its own."""
-    was_on = gc.isenabled()
     gc.collect()
-    gc.disable()
-    try:
+    with collector_paused():
         yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -14,13 +14,14 @@ region and its operators) are `blocks`: connected by data flow, with the values 
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+
+from replayfmt.collector import collector_paused
 
 from .trace import UNKNOWN, Trace
 
@@ -65,18 +66,9 @@ class Alignment:
         return 2 * self.pairs / both if both else 1.0
 
 
+@collector_paused()
 def align(a: Trace, b: Trace) -> Alignment:
     """Align two captures."""
-    collects = gc.isenabled()
-    gc.disable()  # millions of small objects, none of them in a circle
-    try:
-        return _align(a, b)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _align(a: Trace, b: Trace) -> Alignment:
     sides = _Side(a, 0), _Side(b, 1)
     _name_outside(*sides)
     _same_function(*sides)

@@ -8,18 +8,18 @@ Which tool made a trace is detected by its content, never by its name (`sniff`).
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from os import PathLike, fspath
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
+from replayfmt.collector import collector_paused
 from replayfmt.errors import (
     CaptureFailed,
     CaptureNotFound,
@@ -584,19 +584,7 @@ def _import_rank(
     return report
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """An import makes many objects and no cycles: the cyclic collector would look at all of them again and again."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-@_collector_paused()
+@collector_paused()
 def _import(
     path: str | PathLike[str],
     out: str | PathLike[str],

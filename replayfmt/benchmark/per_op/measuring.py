@@ -10,7 +10,6 @@ what lies between them. With --cuda-graph, many calls of an op are launched as o
 
 from __future__ import annotations
 
-import gc
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from replayfmt.collector import collector_paused
 from replayfmt.pytorch.accelerators import captured, is_accelerator, spinning
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.records import Slice
@@ -382,20 +382,16 @@ class _OpMeasurement:
         overhead = self._overhead()
         self._gpus.begin()
         stopped = interrupted = False
-        was_on = gc.isenabled()
-        gc.disable()
         try:
-            if verification.mode == "none" and self._plan.reader.session.policies.get("import") in _SINGLE_CALLS:
-                self._each_alone()
-            else:
-                self._examine(only)
+            with collector_paused():
+                if verification.mode == "none" and self._plan.reader.session.policies.get("import") in _SINGLE_CALLS:
+                    self._each_alone()
+                else:
+                    self._examine(only)
         except _Stop:
             stopped = True
         except KeyboardInterrupt:  # what was measured until now is worth reporting
             interrupted = True
-        finally:
-            if was_on:
-                gc.enable()
         self._gpus.end()
         return self._finished(verified, overhead, stopped, interrupted)
 

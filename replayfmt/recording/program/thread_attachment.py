@@ -10,7 +10,6 @@ from __future__ import annotations
 import _thread
 import ctypes
 import functools
-import gc
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ import torch
 from torch._C import _pop_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from replayfmt.collector import collector_paused
 from replayfmt.native.hook import DispatchHook, loaded_hook
 from replayfmt.native.watching import settle
 
@@ -77,7 +77,7 @@ def thread_states() -> list[ThreadState]:
     """All threads that Python knows now. Empty if this interpreter does not expose them."""
     if not _has_lists:
         return []
-    with undisturbed():
+    with collector_paused():  # it would run code of the program
         addresses, same, again = tee(_addresses(), 3)
         found = list(zip(addresses, map(_id_of, same), map(_copy, again, repeat(_WORDS * _WORD_BYTES)), strict=True))
     # C threads create their states without the GIL, under a lock that this call takes: from here on, the states found
@@ -91,18 +91,6 @@ def _addresses() -> Iterator[int]:
     any two Python steps. This iterator, and everything built on it, takes no Python step: it is C code throughout."""
     steps = chain(map(_newest, (_interpreter(),)), repeat(None))
     return takewhile(truth, accumulate(steps, _next))
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """No garbage collection inside, because it runs code of the program."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -243,7 +231,7 @@ def _give(slot: _Slot, state: ThreadState, function: int | None, argument: int |
     """Set a function on a thread that may have ended. Returns whether it was still there."""
     matches = filter(state.address.__eq__, _addresses())
     given: deque[int] = deque(maxlen=1)
-    with undisturbed():
+    with collector_paused():
         given.extend(map(slot.setter, matches, repeat(function), repeat(argument)))
     return bool(given)
 

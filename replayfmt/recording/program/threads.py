@@ -21,18 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import _engine_run_backward as _run_backward
 
+from replayfmt.collector import collector_paused
+
 from ..content.first_content import DIGESTING
 from ..frames import is_interrupt, leave_no_frames
 from ..patches import Patch, PatchSet
-from .thread_attachment import (
-    NextStep,
-    ThreadAttachment,
-    how_it_ran,
-    leave_finished,
-    own_id,
-    thread_states,
-    undisturbed,
-)
+from .thread_attachment import NextStep, ThreadAttachment, how_it_ran, leave_finished, own_id, thread_states
 
 if TYPE_CHECKING:
     from ..capture_session import CaptureSession
@@ -301,7 +295,7 @@ class Threads:
 
     def _tell_of_backward_passes(self) -> None:
         """Report backward passes that have begun in other threads: the rest of them runs without a Python step."""
-        with undisturbed():  # the interpreter holds a lock of its own meanwhile
+        with collector_paused():  # the interpreter holds a lock of its own meanwhile
             frames = sys._current_frames()
         for ident, frame in frames.items():
             codes = {inner.f_code for inner, _line in traceback.walk_stack(frame)}
