@@ -285,11 +285,11 @@ class Uninterrupted:
 
     def __init__(self) -> None:
         self._outermost = False
-        self._saved: list[tuple[signal.Signals, Callable[[int, FrameType | None], Any]]] = []
-        self._arrived: list[tuple[int, FrameType | None]] = []
+        self._saved: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._arrived: dict[int, FrameType | None] = {}  # each once, as Python itself keeps them
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._arrived.append((number, frame))
+        self._arrived[number] = frame
 
     def __enter__(self) -> None:
         global _put_off
@@ -299,23 +299,28 @@ class Uninterrupted:
             for number in _SIGNALS:
                 handler = _handlers.getsignal(number)
                 if callable(handler):
-                    self._saved.append((number, handler))
+                    self._saved[number] = handler
                     _handlers.signal(number, self._note)
         except BaseException:  # a handler that was not put off yet raised
-            self._restore()
+            self._restore(list(self._saved))
             raise
         _put_off = self._outermost = True
 
-    def _restore(self) -> None:
+    def _restore(self, numbers: list[int]) -> None:
+        """Put the handlers back and call them for what arrived: all of them, also where one raises meanwhile."""
         global _put_off
         _put_off = False
-        for number, handler in self._saved:
-            _handlers.signal(number, handler)
+        try:
+            while numbers:
+                _handlers.signal(numbers[-1], self._saved[numbers[-1]])
+                numbers.pop()
+            while self._arrived:
+                number, frame = self._arrived.popitem()
+                self._saved[number](number, frame)
+        finally:
+            if numbers or self._arrived:
+                self._restore(numbers)
 
     def __exit__(self, *_exception: object) -> None:
-        if not self._outermost:
-            return
-        self._restore()
-        handlers = dict(self._saved)
-        for number, frame in self._arrived:
-            handlers[signal.Signals(number)](number, frame)
+        if self._outermost:
+            self._restore(list(self._saved))

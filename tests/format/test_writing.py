@@ -240,6 +240,25 @@ def test_interrupts_are_put_off_again_after_a_time_in_which_they_were_ignored() 
     assert done
 
 
+def test_a_handler_that_raises_keeps_no_other_from_its_signal() -> None:
+    """An interrupt and a request to end arrive together: each reaches its handler, and both handlers are back."""
+    ended: list[int] = []
+
+    def end(number: int, _frame: object) -> None:
+        ended.append(number)
+        raise SystemExit(number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)), Uninterrupted():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+        assert ended == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_interrupts_at_any_moment_leave_the_capture_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.opreplay"
     writer = CaptureWriter(path, SESSION)
