@@ -230,7 +230,9 @@ class Recorder:
             Graphs(self),
             HostReads(self),
             DirectWrites(self),
-            Interruptions(self._misses, lambda operator: core.interrupting.append(operator) if core.on else None),
+            Interruptions(
+                self._misses, lambda operator: core.interrupting.append(operator) if core.on else None, core.attempt
+            ),
             DirectCollectives(self, lambda: core.records.told("collective")),
             *([Construction(self)] if hook is None else []),
             WholeComposites(self, core.look_again),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -61,10 +62,13 @@ _DEFENCE = {
     "_set_inactive",
     "mode_stack",
     "remove_mode_at",
+    "_end_counting",
     "set_modes",
     "OpenScope.__init__",
     "ModeAttachment.end",
     "HookAttachment.end",
+    "Uninterrupted.__exit__",
+    "Uninterrupted._restore",
 }
 _CALLED_BY_PROGRAMS = {
     "capture",
@@ -245,6 +249,7 @@ def taken_steps(path: Path) -> list[tuple[Any, str]]:
 
 def problems(step: tuple[Any, str], path: Path, expected: list[Any], ops: int) -> list[str]:
     """What is wrong where this step goes wrong."""
+    interrupt = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patched:
         returned, failure = captured(path, [Sabotage(step, patched, raises=True)])
     left = torch._C._len_torch_dispatch_stack()
@@ -253,6 +258,9 @@ def problems(step: tuple[Any, str], path: Path, expected: list[Any], ops: int) -
     if recorder._active is not None:
         recorder._active = None
         return ["the recorder is still there"]
+    if signal.getsignal(signal.SIGINT) is not interrupt:
+        signal.signal(signal.SIGINT, interrupt)
+        return ["the program's signal handler was not put back"]
     if left:
         return ["a mode was left behind"]
     if returned != expected:

@@ -86,10 +86,13 @@ _handlers: Any = sys.modules["_signal"]  # what Python calls; the functions of `
 
 class Interruptions:
     """Those of one capture. `unseen`: whether the recorder misses what the calling thread runs now. `found(operator)`
-    is called with the name of each operator. Neither may take a lock."""
+    is called with the name of each operator. Neither may take a lock. `attempt(step, …)` runs a step of the recorder in
+    the middle of the program: None if it fails."""
 
-    def __init__(self, unseen: Callable[[], bool], found: Callable[[str], None]) -> None:
-        self._unseen, self._found = unseen, found
+    def __init__(
+        self, unseen: Callable[[], bool], found: Callable[[str], None], attempt: Callable[..., _Counting | None]
+    ) -> None:
+        self._unseen, self._found, self._attempt = unseen, found, attempt
         self._counting: dict[int, _Counting] = {}  # by thread, while the collector runs
         self._patches = PatchSet(
             [Patch("signal", "signal", self._setting), Patch("signal", "getsignal", self._getting)]
@@ -108,25 +111,27 @@ class Interruptions:
             self._replace_handlers(_programs)
 
     def _collecting(self, phase: str, _info: dict[str, int]) -> None:
-        if phase == "stop":
-            mode = self._counting.pop(get_ident(), None)
+        if phase == "start":
+            mode = self._attempt(self._begin)
             if mode is not None:
-                _end(mode)
-        elif self._unseen():
-            mode = self._counting[get_ident()] = _Counting(self._found)
-            _push_on_torch_dispatch_stack(mode)
+                self._counting[get_ident()] = mode
+        else:
+            self._attempt(_end_counting, self._counting.pop(get_ident(), None))
 
     @contextmanager
     def _in_handler(self) -> Iterator[None]:
-        if not self._unseen():
-            yield
-            return
-        mode = _Counting(self._found)
-        _push_on_torch_dispatch_stack(mode)
+        mode = self._attempt(self._begin)
         try:
             yield
         finally:
-            _end(mode)
+            self._attempt(_end_counting, mode)
+
+    def _begin(self) -> _Counting | None:
+        if not self._unseen():
+            return None
+        mode = _Counting(self._found)
+        _push_on_torch_dispatch_stack(mode)
+        return mode
 
     # --------------------------------------------------------------------------------------------------------- handlers
 
@@ -197,8 +202,8 @@ def _programs(handler: Any) -> Any:
     return handler.programs if isinstance(handler, _Handler) else handler
 
 
-def _end(mode: _Counting) -> None:
-    if mode in mode_stack():
+def _end_counting(mode: _Counting | None) -> None:
+    if mode is not None and mode in mode_stack():
         _pop_torch_dispatch_stack(None)
 
 
