@@ -1,11 +1,14 @@
-"""The packages, and wheels that carry the libraries in C++ (docs/recorders.md); pyproject.toml says everything else.
+"""The packages, the page of the package index, and wheels that carry the libraries in C++ (docs/recorders.md);
+pyproject.toml says everything else.
 
 OPREPLAY_NATIVE_LIBRARIES names a directory that `python -m replayfmt.native` filled. Without it the wheel is a plain
 one.
 """
 
 import os
+import re
 import shutil
+import tomllib
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -41,8 +44,22 @@ class BdistWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
+def page():
+    """README.md as it reads outside the repository: its links lead there, and its pictures come from there."""
+    home = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"]["Homepage"]
+    text = Path("README.md").read_text(encoding="utf-8")
+    link = re.compile(r"(!?)(\[[^\[\]]*\]\()(?![a-z]+:|#)")
+    return link.sub(lambda at: f"{at[1]}{at[2]}{home}/{'raw' if at[1] else 'blob'}/main/", text)
+
+
 # tools/, examples/ and docs/ are installed under names of our own; package-dir in pyproject.toml maps them.
 PACKAGES = [*find_packages(include=["replayfmt", "replayfmt.*"]), "opreplay_tools"]
 PACKAGES += ["opreplay_tools.docs", "opreplay_tools.programs"]
 
-setup(packages=PACKAGES, cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})
+setup(
+    packages=PACKAGES,
+    py_modules=["opreplay"],
+    long_description=page(),
+    long_description_content_type="text/markdown",
+    cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
+)

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 import click
+from click.shell_completion import get_completion_class
 
 from .command import agents_md_option, run_tool, version_option
 
@@ -38,6 +39,16 @@ class _Tools(click.Group):
         return None if module is None else import_module(f".{module}", __package__).cli  # type: ignore[no-any-return]
 
 
+def _complete(context: click.Context, _parameter: click.Parameter, shell: str | None) -> None:
+    if shell is not None and not context.resilient_parsing:
+        script = get_completion_class(shell)
+        assert script is not None  # it is one of the choices
+        for command in ("opreplay", *(f"opreplay-{name}" for name in TOOLS)):
+            variable = f"_{command.replace('-', '_').upper()}_COMPLETE"
+            click.echo(script(cli, {}, command, variable).source())
+        context.exit(0)
+
+
 @click.command(
     "opreplay",
     _Tools,
@@ -48,6 +59,14 @@ class _Tools(click.Group):
 )
 @version_option("opreplay")
 @agents_md_option("opreplay")
+@click.option(
+    "--completion",
+    type=click.Choice(["bash", "zsh", "fish"]),
+    is_eager=True,
+    expose_value=False,
+    callback=_complete,
+    help='Print what completes all commands in this shell, and exit: eval "$(opreplay --completion=bash)".',
+)
 def cli() -> None:
     """Capture the work of a PyTorch program, and replay it without the program."""
 

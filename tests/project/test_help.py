@@ -109,11 +109,17 @@ def test_a_shell_completes_tools_flags_choices_and_files() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_for_a_shell_is_printed(shell: str) -> None:
+def test_one_line_completes_all_commands(shell: str) -> None:
     done = subprocess.run(
-        [Path(sys.executable).with_name("opreplay")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "_OPREPLAY_COMPLETE": f"{shell}_source"},
+        [Path(sys.executable).with_name("opreplay"), f"--completion={shell}"], capture_output=True, text=True
     )
-    assert done.returncode == 0 and f"_OPREPLAY_COMPLETE={shell}_complete" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    for name in ("", *(f"_{name.upper()}" for name in TOOLS)):
+        assert f"_OPREPLAY{name}_COMPLETE={shell}_complete" in done.stdout
+
+
+def test_bash_takes_that_line() -> None:
+    script = 'eval "$(opreplay --completion=bash)" && complete -p opreplay opreplay-run opreplay-report'
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-c", script], env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("complete ") == 3, done.stderr

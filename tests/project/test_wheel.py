@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -38,7 +36,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 def copy_of_the_tree(directory: Path) -> Path:
     """What wheels are built from: setuptools packs whatever an old build/ in the tree still holds."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "opreplay.py"):
         shutil.copy(ROOT / name, directory)
     for name in ("replayfmt", "tools", "docs", "schema", "examples"):
         shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -89,14 +87,14 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     tools |= {f"opreplay_tools/playbook/{path.name}" for path in (ROOT / "tools/playbook").glob("*.md")}
     tools |= {f"opreplay_tools/docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     programs = {f"opreplay_tools/programs/{path.name}" for path in (ROOT / "examples").glob("*.py")}
-    assert packed == library | tools | programs | {"replayfmt/py.typed"}
+    assert packed == library | tools | programs | {"replayfmt/py.typed", "opreplay.py"}
     assert {"opreplay_tools/playbook/opreplay.md", "opreplay_tools/docs/failures.md"} <= packed
 
 
 def test_nothing_top_level_has_a_name_that_others_use(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         top = {name.split("/")[0] for name in archive.namelist()}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"replayfmt", "opreplay_tools"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"replayfmt", "opreplay_tools", "opreplay.py"}
 
 
 @pytest.mark.slow
@@ -126,11 +124,7 @@ def test_what_readme_installs_is_what_these_tests_install() -> None:
     """Its install commands need an index, so no test runs them: `.` is the wheel of the tests above."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = [line.partition("  #")[0].split() for line in readme.splitlines() if line.startswith("pip install ")]
-    assert [each[:3] for each in commands[:2]] == [["pip", "install", "."]] * 2
-    assert ["pip", "install", "--no-deps", "."] in commands
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = {re.split(r"[<>=!~]", each)[0].strip() for each in project["dependencies"]}
-    assert any(set(each[2:]) == needed - {"torch"} for each in commands), "what works without PyTorch"
+    assert commands == [["pip", "install", "."], ["pip", "install", "'.[torch]'"]]
 
 
 def test_an_installed_dump_reads_a_golden_capture(installed: Path, tmp_path: Path) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -102,9 +100,3 @@ def test_a_missing_module_of_somebody_else_is_not_taken_for_torch(folder: Path) 
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
     assert done.returncode != 0 and "nothing_of_this_name" in done.stderr and "needs PyTorch" not in done.stderr
-
-
-def test_the_readme_names_everything_but_torch_that_has_to_be_installed() -> None:
-    (named,) = re.findall(r"pip install --no-deps \.\npip install ([a-z ]+)", (ROOT / "README.md").read_text())
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert set(named.split()) == {re.split(r"[<>=]", each)[0] for each in needed} - {"torch"}
