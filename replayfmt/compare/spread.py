@@ -2,9 +2,8 @@
 
 Each op with differing results runs again on its inputs: in float64, as a reference, and on inputs that are perturbed by
 one unit in the last place. How far that moves its results is the spread it has by itself. Where the inputs differ
-between the captures, they are perturbed by as much as they differ, which moves the results by what the inputs explain.
-This follows TTrace (arXiv 2506.09280), which perturbs inputs to learn what error a component may show. An op is to
-blame if its results are off by more than `_MARGIN` times all that.
+between the captures, they are perturbed by as much as they differ, which moves the results by what the inputs explain
+(`replayfmt.pytorch.rounding`). An op is to blame if its results are off by more than `MARGIN` times all that.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from replayfmt.pytorch.overloads import find_overload
+from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
 from replayfmt.pytorch.tensors.memory import undispatched
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.run.copies import Clones
@@ -27,8 +27,6 @@ from .divergence import EQUAL, Root
 from .results import Comparison, digest_of, dtype_of, observed_distance
 from .tolerances import Tolerance
 
-_MARGIN = 8.0
-_PERTURBED = 3  # times: with random signs twice, and once with one sign
 _EXACT = Tolerance("exact")
 
 
@@ -82,7 +80,7 @@ def _is_explained(made: Comparison, one: int, other: int, spread: dict[int, floa
         return None
     if far.absolute is None:  # no sampled element differs
         return True
-    return far.absolute <= _MARGIN * allowed
+    return far.absolute <= MARGIN * allowed
 
 
 def _spreads(
@@ -155,86 +153,12 @@ def _spread(
     overload: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], errors: list[float]
 ) -> dict[int, float]:
     """The largest distance, by place among the results, that rounding and these errors of the inputs explain."""
+
+    def outputs(taken: tuple[Any, ...], by_name: dict[str, Any]) -> list[torch.Tensor] | None:
+        return _outputs(overload, taken, by_name)
+
     with undispatched():
-        before = _outputs(overload, arguments, named)
-        runs = [_outputs(overload, *_changed(arguments, named, _widened))]
-        generator = torch.Generator().manual_seed(0)
-        for number in range(_PERTURBED):
-            waiting = iter(errors)
-
-            def perturbed(tensor: torch.Tensor, number: int = number, waiting: Any = waiting) -> torch.Tensor:
-                error = next(waiting, float("nan"))
-                return _perturbed(tensor, error, generator, one_sign=number == _PERTURBED - 1)
-
-            runs.append(_outputs(overload, *_changed(arguments, named, perturbed)))
-        found: dict[int, float] = {}
-        for place, result in enumerate(before or ()):
-            if not (result.is_floating_point() or result.is_complex()):
-                continue
-            wide = _wide(result)
-            apart = [_apart(wide, run[place]) for run in runs if run is not None and place < len(run)]
-            known = [each for each in apart if each is not None]
-            if len(known) > 1:  # not by the reference alone
-                ulp = float(torch.finfo(result.dtype).eps) * _largest(wide)
-                found[place] = max(*known, ulp)
-        return found
-
-
-def _apart(wide: torch.Tensor, other: torch.Tensor) -> float | None:
-    if other.shape != wide.shape:
-        return None
-    return _largest(wide - _wide(other))
-
-
-def _largest(values: torch.Tensor) -> float:
-    size = values.abs()
-    size = size[size.isfinite()]
-    return float(size.max()) if size.numel() else 0.0
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    narrow = tensor.float() if tensor.element_size() == 1 else tensor
-    return narrow.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _widened(value: torch.Tensor) -> torch.Tensor:
-    return _wide(value) if value.is_floating_point() or value.is_complex() else value.clone()
-
-
-def _perturbed(tensor: torch.Tensor, error: float, generator: torch.Generator, *, one_sign: bool) -> torch.Tensor:
-    """The tensor off by its known error, or else by one unit in the last place, in random directions."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor.clone()
-    eps = float(torch.finfo(tensor.dtype).eps)
-    size = max(eps, error) if error == error else eps
-    sign = torch.ones(tensor.shape, dtype=torch.float64)
-    if not one_sign:
-        sign = torch.randint(0, 2, tensor.shape, generator=generator).to(torch.float64) * 2 - 1
-    wide = _wide(tensor)
-    reach = wide.abs()
-    if error > 0:  # small elements are off as much as others, and zeros are
-        finite = wide[wide.isfinite()]
-        reach = reach + (float(finite.abs().square().mean().sqrt()) if finite.numel() else 0.0)
-    moved = wide + size * reach * sign.to(wide.device)
-    return torch.where(wide.isfinite(), moved, wide).to(tensor.dtype)
-
-
-def _changed(
-    arguments: tuple[Any, ...], named: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with each tensor changed, in order; dtypes are widened with the tensors."""
-    widen = change is _widened
-
-    def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return change(value)
-        if isinstance(value, list | tuple):
-            return type(value)(map(of, value))
-        if isinstance(value, torch.dtype) and widen and value.is_floating_point:
-            return torch.float64
-        return value
-
-    return tuple(map(of, arguments)), {name: of(value) for name, value in named.items()}
+        return spread_of(outputs(arguments, named), rounding_runs(outputs, arguments, named, errors))
 
 
 def _outputs(overload: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:
