@@ -28,6 +28,7 @@ from .replay_flags import (
     profiling_request,
     replay_options,
     threads_option,
+    worker_command,
 )
 
 if TYPE_CHECKING:
@@ -96,6 +97,158 @@ def precision_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = option(function)
     return function
+
+
+def candidates_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags of kernel tasks."""
+    for option in (
+        click.option(
+            "--allow-reason",
+            multiple=True,
+            metavar="REASON",
+            help="With --candidates: accept this behaviour, such as 'calls the original'. Repeatable.",
+        ),
+        click.option(
+            "--candidate-memory",
+            type=click.IntRange(min=0),
+            default=8 << 30,
+            metavar="BYTES",
+            help="With --candidates: the memory that each may take beyond PyTorch's own. Default: 8 GiB; 0: any.",
+        ),
+        click.option(
+            "--candidate-timeout",
+            type=click.FloatRange(min=0.1),
+            default=120.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="With --candidates: the time for each; three times that for sources that are built.",
+        ),
+        click.option(
+            "--end-to-end",
+            metavar="CAPTURE",
+            help="With --candidates: also replay this capture with each accepted candidate in place, and rank by that.",
+        ),
+        click.option(
+            "--guard",
+            is_flag=True,
+            help="With --candidates: call them between unreadable pages, so that any access beside an argument is "
+            "found.",
+        ),
+        click.option(
+            "--variants",
+            is_flag=True,
+            help="With --candidates: also judge them with zeros, NaN, Inf, empty and odd sizes.",
+        ),
+        click.option(
+            "--candidates",
+            multiple=True,
+            metavar="DIR|FILE[:NAME]",
+            help="With --compare, and a kernel task in place of the capture: judge these kernels, each in a process of "
+            "its own, and rank them by the whole workload. Python, C++ or CUDA sources. Repeatable.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+_FOR_TASKS = ("candidates", "variants", "guard", "end_to_end", "candidate_timeout", "candidate_memory", "allow_reason")
+_WITH_TASKS = (
+    *_FOR_TASKS,
+    "compare",
+    "inputs",
+    "benchmark_min_time",
+    "benchmark_format",
+    "benchmark_out",
+    "force",
+    "capture",
+)
+
+
+def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
+    """Judge candidates for a kernel task, or check and time its reference."""
+    import json
+
+    from replayfmt.benchmark.candidates import check_script
+    from replayfmt.benchmark.candidates.judged import JudgeOptions, find_candidates, judge
+    from replayfmt.benchmark.measure import largest_flush
+    from replayfmt.benchmark.per_op.roofline import Peaks
+    from replayfmt.benchmark.precision import parse_min_time
+    from replayfmt.benchmark.result_files import output_file
+
+    given = context.params
+    for name in context.params:
+        if name not in _WITH_TASKS and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with a kernel task")
+    for reason in given["allow_reason"]:
+        if reason not in check_script.REASONS:
+            raise UsageError(f"--allow-reason={reason}: expected one of {', '.join(check_script.REASONS)}")
+    chosen = context.get_parameter_source("benchmark_min_time") is click.core.ParameterSource.COMMANDLINE
+    min_time = parse_min_time(given["benchmark_min_time"]) if chosen else None
+    if min_time is not None and min_time.seconds is None:
+        raise UsageError(f"--benchmark-min-time={min_time}: a kernel task takes seconds, such as 0.1s")
+    candidates = find_candidates(given["candidates"])
+    options = JudgeOptions(
+        given["variants"],
+        given["guard"],
+        given["allow_reason"],
+        min_time.seconds if min_time is not None and min_time.seconds is not None else 0.05,
+        largest_flush() if given["inputs"] == "cold" else 0,
+        given["candidate_timeout"],
+        given["candidate_memory"],
+    )
+
+    def replayed(candidate: str, task: dict[str, Any]) -> dict[str, Any]:
+        return _end_to_end(given["end_to_end"], candidate, task)
+
+    import torch
+
+    with ExitStack() as stack:
+        path = given["benchmark_out"]
+        out = stack.enter_context(output_file(_OUT, path, given["force"])) if path is not None else None
+        report = judge(
+            folder,
+            candidates,
+            options,
+            lambda device: Peaks(device, torch.get_num_threads()),
+            replayed if given["end_to_end"] else None,
+        )
+        text = json.dumps(report.document(), indent=1) + "\n"
+        if out is not None:
+            out.write(text)
+        if given["benchmark_format"] == "console":
+            for line in report.lines():
+                say(line)
+        else:
+            click.echo(text, nl=False)
+    return 0 if report.all_accepted else 1
+
+
+def _end_to_end(capture: str, candidate: str, task: dict[str, Any]) -> dict[str, Any]:
+    """The row of the whole replay of a comparison with a candidate in place, made in a process of its own."""
+    import json
+    import subprocess
+
+    from replayfmt.benchmark.candidates.check_script import split_candidate
+
+    path, function = split_candidate(candidate)
+    if not path.endswith(".py"):
+        return {"ratio": None, "reason": "only Python files are substituted in a replay"}
+    named = f"{task['name']}={path}:{function or task['function']}"
+    command = worker_command(
+        "opreplay_tools.benchmark",
+        "--compare",
+        f"--replay-kernel-substitution={named}",
+        "--benchmark-format=json",
+        "--benchmark-min-time=12x",
+        "--",
+        capture,
+    )
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="backslashreplace")
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        return {"ratio": None, "reason": said[0] if said else f"the replay ended with {done.returncode}"}
+    row: dict[str, Any] = json.loads(done.stdout)["comparisons"][0]
+    return row
 
 
 # Flags of measurements other than comparisons.
@@ -317,6 +470,7 @@ _REDRAW_S = 0.2
     help="With --replay-kernel-substitution: measure original and substituted kernels in alternation, and "
     "report for the whole replay, its scopes and each signature whether there is a difference.",
 )
+@candidates_options
 @reconcile_options
 @memory_option
 @energy_options
@@ -357,7 +511,7 @@ def cli(
     device_profiling_mode: str | None,
     device_profiling_output: str | None,
     force: bool,
-    **_per_op: object,
+    **_others: object,
 ) -> int:
     """Replay CAPTURE repeatedly and report how long it takes.
 
@@ -370,6 +524,14 @@ def cli(
     --fail-above finds something slower, 2 for wrong usage, 3 if CAPTURE is missing, unreadable or not valid, 4 if
     --fail-above cannot judge.
     """
+    if os.path.isdir(capture):
+        return run_task(context, capture, flags)
+    for name in _FOR_TASKS:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"--{name.replace('_', '-')} needs a kernel task, which opreplay-export --format=kernel-task "
+                f"writes, in place of {capture}"
+            )
     from replayfmt.benchmark.precision import parse_min_time, whole_precision
 
     min_time = parse_min_time(benchmark_min_time)

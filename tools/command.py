@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Content": (
         "--payload", "--redact", "--no-sources", "--file", "--file-policy", "--file-validation", "--replay-file-remap",
         "--replay-initializer", "--list-initializers", "--moe-routing", "--script", "--script-data", "--vectors",
-        "--recover", "--add-digests",
+        "--recover", "--add-digests", "--size-limit",
     ),
     "Operators and kernels": (
         "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",
@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Devices": ("--device", "--streams", "--graphs", "--threads"),
     "Verification": (
         "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going",
-        "--compare-kernels", "--tolerance", "--replay",
+        "--compare-kernels", "--tolerance", "--replay", "--variants", "--guard", "--allow-reason",
     ),
     "Measurement": (
         "--min-samples",
@@ -57,6 +57,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--benchmark-repetitions", "--warm", "--compare", "--benchmark", "--probes", "--baseline", "--fail-above",
         "--noise-floor", "--energy", "--energy-source", "--energy-out", "--power-log-out", "--energy-windows",
         "--power-interval", "--power-averaging", "--zone", "--gpu", "--clock-offset", "--reconcile", "--program",
+        "--candidates", "--candidate-timeout", "--candidate-memory", "--end-to-end",
         "--program-runs", "--memory", "--per-op", "--cuda-graph", "--roofline", "--peak-flops",
         "--peak-bandwidth", "--stop-on-error", "--device-profiling-mode", "--device-profiling-output",
     ),
@@ -103,8 +104,8 @@ _LONGEST_DIAGNOSTIC = 4000  # characters
 # fmt: off
 TOPICS = [
     "failures", "content", "recording", "running-processes", "compiled", "triton", "devices", "graphs", "compatibility",
-    "queries", "signatures", "substitution", "measuring", "comparing", "comparing-captures", "power", "reporting",
-    "tables", "vectors", "importing", "execution-traces", "operator-libraries", "initializers", "probing",
+    "queries", "signatures", "substitution", "kernel-tasks", "measuring", "comparing", "comparing-captures", "power",
+    "reporting", "tables", "vectors", "importing", "execution-traces", "operator-libraries", "initializers", "probing",
     "probe-files",
 ]
 # fmt: on

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +12,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader, open_capture
 
 from .command import record_bar, run_tool, say, tool
+from .replay_flags import ReplayFlags, flag_of, replay_options
 
 if TYPE_CHECKING:
     from replayfmt.export.replay_zip import Exported
@@ -25,23 +28,30 @@ _ONLY_FOR = {
     "benchmark": ("perfetto",),
     "power_log": ("perfetto",),
     "zone": ("perfetto",),
+    "inputs": ("kernel-task",),
+    "size_limit": ("kernel-task",),
+    **dict.fromkeys((field.name for field in fields(ReplayFlags)), ("kernel-task",)),
 }
+_SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @tool(
     "opreplay-export",
     ("opreplay-export step.opreplay step.zip", "TraceLens EventReplay IR and a script that replays it:"),
     ("opreplay-export --format=perfetto step.opreplay step.json", "A timeline for Perfetto and chrome://tracing:"),
+    ("opreplay-export --format=kernel-task --kernel=aten::addmm step.opreplay task", "A task for authors of kernels:"),
     ("opreplay-export --format=csv --table=kernels step.opreplay kernels.csv", "A row for each kernel:"),
 )
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["replay-zip", "perfetto", *_TABLE_FORMATS]),
+    type=click.Choice(["replay-zip", "kernel-task", "perfetto", *_TABLE_FORMATS]),
     default="replay-zip",
     show_default=True,
-    help="replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, a README. perfetto: a "
-    "timeline, as Chrome's JSON. csv, parquet: a table.",
+    help="replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, a README. "
+    "kernel-task: a folder with the calls of a --kernel, or the ops of a --scope or of --ops as one function, with "
+    "inputs, expected outputs, the reference and a judge that needs only PyTorch. perfetto: a timeline, as Chrome's "
+    "JSON. csv, parquet: a table.",
 )
 @click.option(
     "--table",
@@ -94,13 +104,30 @@ _ONLY_FOR = {
     metavar="TEXT",
     help="Only ops of this signature, as opreplay-dump --signatures prints it. Repeatable: of any of them.",
 )
+@click.option(
+    "--inputs",
+    type=click.Choice(["captured", "synthesized", "none"]),
+    default="captured",
+    show_default=True,
+    help="With --format=kernel-task: the inputs that the program had, from a verified replay; synthesized ones; or "
+    "none, which check.py then makes.",
+)
+@click.option(
+    "--size-limit",
+    default="256M",
+    show_default=True,
+    metavar="BYTES",
+    help="With --format=kernel-task: inputs and outputs take so much at most (K, M, G). The calls that take the most "
+    "time come first.",
+)
 @click.option("--unique", is_flag=True, help="One entry, with its count, for calls that have the same arguments.")
 @click.option(
     "--partial",
     is_flag=True,
     help="Leave out calls that the format cannot express, instead of refusing; they are listed.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option("--force", is_flag=True, help="Replace an existing file or task.")
+@replay_options
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
 @click.argument("out", metavar="OUT", type=click.Path())
 @click.pass_context
@@ -122,6 +149,9 @@ def cli(
     unique: bool,
     partial: bool,
     force: bool,
+    inputs: Any,
+    size_limit: str,
+    flags: ReplayFlags,
 ) -> None:
     """Write CAPTURE to OUT for other tools.
 
@@ -132,10 +162,13 @@ def cli(
     for name, formats in _ONLY_FOR.items():
         given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if given and form not in formats:
-            raise UsageError(f"--{name.replace('_', '-')} is for --format={' and '.join(formats)}")
+            raise UsageError(f"{flag_of(name)} is for --format={' and '.join(formats)}")
     from replayfmt.trim.selection import TrimSelection
 
     wanted = TrimSelection(ops, scopes or None, kernels or None, signatures or None)
+    if form == "kernel-task":
+        _kernel_task(capture, out, wanted, inputs, size_limit, flags, force)
+        return
     with open_capture(capture) as reader:
         if form in _TABLE_FORMATS:
             _table(reader, out, table, form, wanted, force)
@@ -150,6 +183,27 @@ def cli(
                 reader, out, wanted, unique=unique, partial=partial, force=force, on_record=on_record
             )
     _report(out, exported)
+
+
+def _kernel_task(
+    capture: str, out: str, wanted: TrimSelection, inputs: Any, size_limit: str, flags: ReplayFlags, force: bool
+) -> None:
+    matched = re.fullmatch(r"(\d{1,12})([KMG]?)", size_limit)
+    if matched is None:
+        raise UsageError(f"--size-limit={size_limit}: expected a number of bytes such as 64M")
+    if wanted.everything:
+        raise UsageError("--format=kernel-task: name what is to be replaced with --kernel, --scope or --ops")
+    if flags.replay_kernel_substitution:
+        raise UsageError("--replay-kernel-substitution: the task's outputs are those of the captured kernels")
+    from replayfmt.export.kernel_task import TaskOptions, write_task
+
+    limit = int(matched[1]) * _SIZES[matched[2]]
+    with flags.plan(capture, keep_going=True) as plan:
+        done = write_task(plan, out, wanted, TaskOptions(inputs, limit, flags.verify, flags.allow_code, force))
+    say(f"replayed  {done.verified}")
+    for sentence in done.left_out:
+        say(f"left out  {sentence}")
+    say(f"{out}: {done.workloads:,} workloads of {done.calls:,} calls, {done.bytes:,} bytes")
 
 
 def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: TrimSelection, force: bool) -> None:

@@ -94,6 +94,11 @@ class CacheFlush:
             buffer.add_(1)
 
 
+def largest_flush() -> int:
+    """How many bytes empty the host's caches when they are rewritten."""
+    return _TIMES_THE_CACHE * (largest_cache(Path("/")) or 0) or _UNKNOWN_CACHE_BYTES
+
+
 def _device_cache(device: torch.device) -> int | None:
     """Bytes of an accelerator's last-level cache; None if PyTorch does not say."""
     properties = getattr(device_module(device.type), "get_device_properties", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,6 +229,12 @@ def main():
 if __name__ == "__main__":
     sys.exit(main())
 '''
+
+
+def script_helpers(texts: Iterable[str]) -> str:
+    """The functions that expressions of a script call."""
+    joined = " ".join(texts)
+    return (_VIEW if "view(" in joined else "") + (_POSITIVE_DEFINITE if "positive_definite(" in joined else "")
 
 
 # All names that a script has besides those of its kernels and the numbered ones in `run`.
@@ -529,7 +535,7 @@ def _resolved(reader: CaptureReader, wanted: TrimSelection) -> KeptRecords:
     return kept
 
 
-def _changes(reader: CaptureReader) -> Changes:
+def operator_changes(reader: CaptureReader) -> Changes:
     """The arguments whose metadata an op changes in place, and those that it writes."""
 
     def changes(record: Record) -> tuple[set[int], set[int]]:
@@ -580,7 +586,7 @@ def _write(
 ) -> list[Array]:
     """Write the script; returns the contents of its data file. `made`: see ScriptFile."""
     triton = TritonSections(events.reader, code, FRAME)
-    body: ScriptBody = BodyWriter(events, _changes(events.reader), triton).write()
+    body: ScriptBody = BodyWriter(events, operator_changes(events.reader), triton).write()
     if data is None:  # the generator's state is unknown, so it is seeded
         body.generators.update(
             number for number, each in enumerate(events.reader.generators) if each is not None and each.default

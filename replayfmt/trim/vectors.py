@@ -309,7 +309,7 @@ def write_vectors(
         def make() -> _VectorWriter:
             for file in folder.iterdir():  # files of an earlier attempt
                 file.unlink()
-            problems = {record.ordinal: why for record in records if (why := _problem(plan, record)) is not None}
+            problems = {record.ordinal: why for record in records if (why := op_problem(plan, record)) is not None}
             _refuse(reader, records, problems, partial)
             writers[:] = [_VectorWriter(plan, folder, problems)]
             return writers[0]
@@ -361,7 +361,7 @@ def _sentence(reader: CaptureReader, record: Record, why: str) -> str:
     return f"ordinal {record.ordinal} ({reader.kernels[record.signature.kernel].qualified_name}): {why}"
 
 
-def _problem(plan: Plan, record: Record) -> str | None:
+def op_problem(plan: Plan, record: Record) -> str | None:
     """Why an op cannot be written as a vector, as far as known."""
     if record.signature.status is not OpStatus.ok:
         return "it raised an error under capture, so it has no results"

@@ -70,6 +70,7 @@ TOGETHER = {
     "tour": ["docs/tour.md"],
     "guides": [f"docs/{name}.md" for name in ("measuring", "comparing", "power", "tables", "reporting")],
     "comparing": ["docs/comparing-captures.md"],
+    "kernel tasks": ["docs/kernel-tasks.md"],
     "probe files": ["docs/probe-files.md"],
 }
 ELSEWHERE = {

@@ -1,0 +1,2 @@
+"""Judging kernels against a task: `check_script` is the judge, which also stands in every task's folder, `judged` runs
+it with many candidates and ranks them by the whole workload, `end_to_end` replays the capture with each in place."""

@@ -1,0 +1,1500 @@
+"""Checks kernels against the task in this folder. Needs only PyTorch.
+
+    python check.py                       # does the reference give the expected outputs here?
+    python check.py mine.py other.py:f    # is a kernel right, and how fast is it?
+    python check.py --variants --guard --json=result.json mine.py
+
+A kernel is a function of a Python file, by default the one that the task names, or of a C++ or CUDA source, which is
+built. It gets the arguments that the captured program gave the original, and has to return and write what that did.
+Each kernel is judged in a process of its own. Exit code 0 if every kernel is accepted, 1 if not, 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import importlib.util
+import json
+import math
+import mmap
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+try:
+    import torch
+except ImportError as lacking:
+    sys.exit(f"this needs PyTorch, which cannot be imported here: {lacking}")
+
+from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of, wide
+
+# Why a kernel is rejected; of several reasons the first in this list is the verdict.
+REASONS = {
+    "does not load": "the file cannot be imported or built, or has no such function",
+    "crashed": "the process died",
+    "out of time": "it took longer than allowed",
+    "out of memory": "it needs more memory than allowed",
+    "reads the task": "it opened the task's inputs, expected outputs or reference",
+    "calls the original": "it calls the operator that it is to replace",
+    "global state": "it leaves a setting of the process, a random generator or a function changed",
+    "late work": "it goes on working after it has returned",
+    "lazy": "it returns something that is not a plain tensor, and may not be computed yet",
+    "writes outside": "it writes beside its arguments",
+    "reads outside": "its outputs depend on memory beside its arguments",
+    "mutates inputs": "it writes an argument that the original does not write",
+    "raises": "it raises an exception where the original does not",
+    "structure": "number, dtype, sizes, strides or device of its outputs are not the original's",
+    "aliasing": "an output is on an argument's memory where the original's is not, or the other way round",
+    "reuses memory": "two calls return the same memory",
+    "cached": "it returns the result of an earlier call",
+    "computes once": "it is right in its first call only",
+    "uninitialized": "its outputs depend on memory that nothing wrote",
+    "alignment": "it is right at aligned addresses only",
+    "uncorrelated": "an output has nothing to do with the expected one, however close it is",
+    "captured values only": "it is right for the captured values only",
+    "wrong": "an output is farther off than rounding explains",
+}
+REFERENCE = "reference"  # in place of a candidate: the reference is timed
+CANARY = 0xFF  # as a floating-point number it is NaN
+_PAD = 4096
+_FIRST_CALL = "the first call"
+_TEXT_LIMIT = 400
+
+
+@dataclass(frozen=True)
+class Options:
+    variants: bool = False
+    guard: bool = False
+    pages: str = ""  # which page is unreadable: ARGUMENT:before, ARGUMENT:after; all of them if empty
+    allow: tuple[str, ...] = ()
+    min_time_s: float = 0.05
+    cold_bytes: int = 0  # how much is rewritten between timed calls
+    timeout_s: float = 120.0
+    memory_bytes: int = 8 << 30
+    jobs: int = 2
+    only: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------------------- task
+
+
+def load_task(folder: Path) -> dict[str, Any]:
+    """The task of a folder. Raises ValueError and OSError."""
+    found = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("format") != "opreplay-kernel-task":
+        raise ValueError(f"{folder}: task.json is not that of a kernel task")
+    if found.get("version") != 1:
+        raise ValueError(f"{folder}: the task has version {found.get('version')!r}; this reads version 1")
+    return found
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """The bytes of each entry. Raises ValueError and OSError."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > size:
+            raise ValueError(f"{path}: is not a safetensors file")
+        header = json.loads(file.read(length))
+        found = {}
+        for name, entry in header.items():
+            first, end = entry["data_offsets"]
+            if not 0 <= first <= end <= size - 8 - length:
+                raise ValueError(f"{path}: {name} lies outside of the file")
+            file.seek(8 + length + first)
+            found[name] = torch.frombuffer(bytearray(file.read(end - first)) or bytearray(1), dtype=torch.uint8)[
+                : end - first
+            ]
+    return found
+
+
+def import_file(path: Path, name: str) -> Any:
+    """A Python file as a module of its own."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"this PyTorch, {torch.__version__}, has no dtype {name!a}")
+    return found
+
+
+class Case:
+    """The captured inputs of one workload: the contents of its storages, each flat with the dtype of its elements."""
+
+    def __init__(self, folder: Path, task: dict[str, Any], workload: dict[str, Any], number: int, make: Any) -> None:
+        self.task, self.workload = task, workload
+        self.name = f"{workload['name']}.{number}"
+        self.expected: dict[str, torch.Tensor] = {}
+        file = workload["cases"][number]["file"] if number < len(workload["cases"]) else None
+        entries = read_safetensors(folder / file) if file else {}
+        self.contents = []
+        for place, storage in enumerate(workload["storages"]):
+            dtype, length = dtype_of(storage["dtype"]), int(storage["bytes"])
+            data = entries.get(storage["entry"])
+            if data is None:
+                count = length // dtype.itemsize
+                filled = torch.zeros(count, dtype=dtype)
+                if make is not None and make.get(storage["make"]) is not None:
+                    filled[:] = make[storage["make"]](count, torch.Generator().manual_seed(place))
+                data = torch.zeros(length, dtype=torch.uint8)
+                data[: count * dtype.itemsize] = filled.view(torch.uint8)
+            if len(data) != length:
+                raise ValueError(f"{folder / str(file)}: {storage['entry']} has {len(data)} bytes, expected {length}")
+            self.contents.append(data.view(dtype) if length % dtype.itemsize == 0 else data)
+        self.expected = {name: data for name, data in entries.items() if not name.startswith("input.")}
+
+    def names(self, place: int) -> str:
+        """The arguments on a storage."""
+        return ", ".join(self.workload["storages"][place]["arguments"])
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class Memory:
+    """One storage on the CPU with canaries on both sides, or with unreadable pages; elsewhere a plain one."""
+
+    def __init__(self, content: torch.Tensor, device: str, *, shift: int = 0, canary: int = CANARY, pages: str = ""):
+        self.bytes = content.nbytes
+        self._canaries: list[torch.Tensor] = []
+        self.canary = canary
+        self._protected: list[tuple[int, int]] = []
+        data = content.view(torch.uint8)
+        if torch.device(device).type != "cpu":
+            self.tensor = torch.empty(max(self.bytes, 1), dtype=torch.uint8, device=device)[: self.bytes]
+        elif pages:
+            self.tensor = self._between_pages(pages)
+        else:
+            buffer = bytearray(self.bytes + 2 * _PAD)
+            whole = torch.frombuffer(buffer, dtype=torch.uint8)
+            start = _PAD // 2 + (-(whole.data_ptr() + _PAD // 2)) % 64 + shift
+            self.tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=max(self.bytes, 1), offset=start)
+            self._canaries = [whole[:start], whole[start + self.bytes :]]
+            for each in self._canaries:
+                each.fill_(canary)
+        self.storage = self.tensor.untyped_storage()
+        self.write(data)
+
+    def _between_pages(self, side: str) -> torch.Tensor:
+        page = mmap.PAGESIZE
+        room = -(-max(self.bytes, 1) // page) * page
+        area = mmap.mmap(-1, room + 2 * page)
+        whole = torch.frombuffer(area, dtype=torch.uint8)
+        start = page if side == "before" else page + (room - self.bytes) // 16 * 16
+        self._canaries = [whole[page:start], whole[start + self.bytes : page + room]]
+        for each in self._canaries:
+            each.fill_(self.canary)
+        address = whole.data_ptr()
+        for first in (address, address + page + room):
+            if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(first), page, 0) != 0:
+                raise OSError(ctypes.get_errno(), "mprotect")
+        return torch.frombuffer(area, dtype=torch.uint8, count=max(self.bytes, 1), offset=start)
+
+    def write(self, data: torch.Tensor) -> None:
+        if self.bytes:
+            self.tensor[: self.bytes].copy_(data.view(torch.uint8))
+
+    def read(self) -> torch.Tensor:
+        return self.tensor[: self.bytes].cpu().clone()
+
+    def overwritten(self) -> str:
+        """The side on which something was written, "" if nothing was."""
+        for side, canary in zip(("before", "after"), self._canaries, strict=False):
+            if bool((canary != self.canary).any()):
+                return side
+        return ""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Other sizes of a workload's tensors: every dimension of `old` becomes `new`."""
+
+    old: int
+    new: int
+    lists: bool
+
+
+class Arguments:
+    """Builds a workload's arguments on memory."""
+
+    def __init__(self, case: Case, memories: list[Memory], sizes: Sizes | None = None, widened: bool = False) -> None:
+        self._case, self._memories, self._sizes, self._widened = case, memories, sizes, widened
+        given = {name: self._value(value) for name, value in case.workload["arguments"].items()}
+        by_name = set(case.workload["keyword_only"])
+        self.positional = tuple(value for name, value in given.items() if name not in by_name)
+        self.named = {name: value for name, value in given.items() if name in by_name}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._value(each) for each in value]
+        if isinstance(value, dict):
+            if "storage" in value:
+                return self._tensor(value)
+            if "$torch" in value:
+                found = getattr(torch, value["$torch"])
+                return torch.float64 if self._widened and found in _WIDENED else found
+            if "$device" in value:
+                return torch.device(value["$device"])
+            if "$complex" in value:
+                return complex(*map(float, value["$complex"]))
+            if "$float" in value:
+                return float(value["$float"])
+        if self._sizes is not None and self._sizes.lists and value == self._sizes.old and isinstance(value, int):
+            return self._sizes.new
+        return value
+
+    def _tensor(self, spec: dict[str, Any]) -> torch.Tensor:
+        dtype = dtype_of(spec["dtype"])
+        if self._widened and dtype in _WIDENED:
+            dtype = torch.float64
+        sizes, strides, offset = list(spec["sizes"]), list(spec["strides"]), int(spec["offset"])
+        if self._sizes is not None:
+            sizes, strides, offset = resized(sizes, strides, self._sizes), strides, 0
+            strides = dense_strides(sizes, strides)
+        memory = self._memories[spec["storage"]]
+        tensor = torch.empty(0, dtype=dtype, device=memory.tensor.device).set_(memory.storage, offset, sizes, strides)
+        for flag in spec.get("flags", ()):
+            tensor = {"conj": torch.conj, "neg": torch._neg_view}[flag](tensor)
+        return tensor
+
+
+_WIDENED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def resized(sizes: list[int], strides: list[int], change: Sizes) -> list[int]:
+    return [change.new if size == change.old and stride else size for size, stride in zip(sizes, strides, strict=True)]
+
+
+def dense_strides(sizes: list[int], strides: list[int]) -> list[int]:
+    """Strides without gaps, in the order of these; repeated dimensions stay repeated."""
+    found, step = list(strides), 1
+    for place in sorted(range(len(sizes)), key=lambda each: (strides[each], -each)):
+        if strides[place]:
+            found[place], step = step, step * max(sizes[place], 1)
+    return found
+
+
+def leaves(value: Any) -> list[Any]:
+    """The tensors and numbers of a result."""
+    if isinstance(value, list | tuple):
+        return [leaf for each in value for leaf in leaves(each)]
+    return [] if value is None else [value]
+
+
+# ------------------------------------------------------------------------------------------------------------ variants
+
+
+def resampled(contents: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Other values of the same distribution: elements drawn from the captured ones. Integers are indices, lengths and
+    masks, and stay, unless there is nothing else."""
+    generator = torch.Generator().manual_seed(seed)
+    floats = [each for each in contents if _is_float(each)]
+    changed = []
+    for each in contents:
+        if each.numel() > 1 and (_is_float(each) or not floats):
+            if _is_float(each) and bool((each == each[0]).all()):
+                each = each * 0.75
+            elif _is_float(each):
+                each = each[torch.randint(0, each.numel(), (each.numel(),), generator=generator)]
+            else:
+                each = each[torch.randperm(each.numel(), generator=generator)]
+        elif _is_float(each):
+            each = each * 0.75
+        changed.append(each)
+    return changed
+
+
+def scaled(contents: list[torch.Tensor], _seed: int) -> list[torch.Tensor]:
+    return [(each.to(torch.float64) * 0.75).to(each.dtype) if _is_real(each) else each for each in contents]
+
+
+def zeros(contents: list[torch.Tensor], _seed: int) -> list[torch.Tensor]:
+    return [torch.zeros_like(each) if _is_float(each) else each for each in contents]
+
+
+def nonfinite(contents: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for each in contents:
+        if _is_real(each) and each.numel() > 3 and each.element_size() > 1:
+            each = each.clone()
+            places = torch.randperm(each.numel(), generator=generator)[:3]
+            each[places] = torch.tensor([float("nan"), float("inf"), float("-inf")]).to(each.dtype)
+        found.append(each)
+    return found
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return (tensor.is_floating_point() and tensor.element_size() > 1) or tensor.is_complex()
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Inputs to run with: the captured values, or others."""
+
+    name: str
+    change: Callable[[list[torch.Tensor], int], list[torch.Tensor]] | None = None
+    sizes: Sizes | None = None
+
+    def contents(self, case: Case) -> list[torch.Tensor]:
+        found = case.contents if self.change is None else self.change(case.contents, len(self.name))
+        if self.sizes is None:
+            return found
+        needed = [1] * len(found)
+        for spec in _tensors(case.workload["arguments"]):
+            sizes = resized(spec["sizes"], spec["strides"], self.sizes)
+            needed[spec["storage"]] = math.prod(
+                size for size, stride in zip(sizes, spec["strides"], strict=True) if stride
+            )
+        return [_to_length(each, length) for each, length in zip(found, needed, strict=True)]
+
+
+def _to_length(content: torch.Tensor, length: int) -> torch.Tensor:
+    if content.numel() == 0:
+        return torch.zeros(length, dtype=content.dtype)
+    return content.repeat(-(-length // content.numel()))[:length].clone()
+
+
+def _tensors(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        if "storage" in value:
+            yield value
+        else:
+            for each in value.values():
+                yield from _tensors(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _tensors(each)
+
+
+CAPTURED = Variant("captured")
+
+
+def variants_of(case: Case, every: bool) -> list[list[Variant]]:
+    """What to run a case with besides its captured values: of each list the first that the reference accepts."""
+    found = [[Variant("resampled", resampled), Variant("scaled", scaled)]]
+    if not every:
+        return found
+    found += [[Variant("zeros", zeros)], [Variant("NaN and Inf", nonfinite)]]
+    tensors = list(_tensors(case.workload["arguments"]))
+    alone = len({spec["storage"] for spec in tensors}) == len(tensors)
+    if case.task["kind"] == "operator" and alone:
+        there = list(dict.fromkeys(size for spec in tensors for size in spec["sizes"] if size > 1))[:4]
+        odd = {size: size - 1 if size % 2 == 0 else size + 2 for size in there}
+        for old in there:
+            for new in (0, odd[old]) if old == there[0] else (odd[old],):
+                name = f"{'0-size' if not new else 'odd size'} ({old} is {new})"
+                found.append([Variant(name, None, Sizes(old, new, lists)) for lists in (False, True)])
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- calls
+
+
+@dataclass
+class Outcome:
+    """One call: its outputs, copies of them as they were when it returned, and its arguments' memory afterwards."""
+
+    outputs: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    after: list[torch.Tensor] = field(default_factory=list)
+    places: list[int | None] = field(default_factory=list)  # the argument storage that an output is on
+    error: str = ""
+    memory_error: bool = False
+
+
+def memories_of(case: Case, contents: list[torch.Tensor], **how: Any) -> list[Memory]:
+    found = []
+    for place, (content, storage) in enumerate(zip(contents, case.workload["storages"], strict=True)):
+        pages = how.get("pages", "")
+        if pages and ":" in pages:
+            number, _, side = pages.partition(":")
+            pages = side if int(number) == place else ""
+        shift = content.element_size() if how.get("shift") else 0
+        found.append(Memory(content, storage["device"], shift=shift, canary=how.get("canary", CANARY), pages=pages))
+    return found
+
+
+def run(function: Callable[..., Any], case: Case, memories: list[Memory], sizes: Sizes | None = None) -> Outcome:
+    """Call a function once. Exceptions of the function become the outcome's error."""
+    arguments = Arguments(case, memories, sizes)
+    found = Outcome()
+    try:
+        with torch.no_grad():
+            returned = function(*arguments.positional, **arguments.named)
+        _synchronize_current()
+        found.outputs = leaves(returned)
+        found.values = [_copied(each) for each in found.outputs]
+    except (Exception, SystemExit) as error:
+        found.error = _described(error)
+        found.memory_error = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        return found
+    finally:
+        _synchronize()
+    found.after = [memory.read() for memory in memories]
+    found.places = [_place(each, memories) for each in found.outputs]
+    return found
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if type(value) is torch.Tensor else value
+
+
+def _place(value: Any, memories: list[Memory]) -> int | None:
+    if type(value) is not torch.Tensor or not value.numel():
+        return None
+    for place, memory in enumerate(memories):
+        start = memory.tensor.data_ptr()
+        if memory.tensor.device == value.device and start <= value.data_ptr() < start + max(memory.bytes, 1):
+            return place
+    return None
+
+
+def _described(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    where = f" ({os.path.basename(last.filename)}:{last.lineno})" if last is not None else ""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{where}"[:_TEXT_LIMIT]
+
+
+def _accelerated() -> bool:
+    return torch.accelerator.is_available()
+
+
+def _synchronize_current() -> None:
+    """Wait for the current stream alone: what another one does is not done when the function returns."""
+    if _accelerated():
+        torch.accelerator.current_stream().synchronize()
+
+
+def _synchronize() -> None:
+    if _accelerated():
+        torch.accelerator.synchronize()
+
+
+@contextmanager
+def poisoned(on: bool) -> Iterator[None]:
+    """New memory of PyTorch's is filled with NaN, or the largest integer."""
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(
+        True, warn_only=True
+    )  # torch.use_deterministic_algorithms imports a compiler
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+# ----------------------------------------------------------------------------------------------------------- reference
+
+
+def expectations(function: Callable[..., Any], case: Case, variant: Variant) -> dict[str, Any]:
+    """What the reference does with a variant's inputs, and how far rounding moves its outputs."""
+    contents = variant.contents(case)
+    there = run(function, case, memories_of(case, contents), variant.sizes)
+    if there.error:
+        return {"error": there.error}
+    found: dict[str, Any] = {
+        "values": there.values,
+        "after": there.after,
+        "places": there.places,
+        "written": [
+            not torch.equal(before.view(torch.uint8), after)
+            for before, after in zip(contents, there.after, strict=True)
+        ],
+        "error": "",
+    }
+    before = _outputs(there, case, contents)
+    floats = tuple(contents)
+
+    def outputs(taken: tuple[Any, ...], _named: dict[str, Any]) -> list[torch.Tensor] | None:
+        pairs = zip(taken, contents, strict=True)
+        widened = any(new.dtype is torch.float64 and old.dtype in _NARROWER for new, old in pairs)
+        memories = memories_of(case, list(taken))
+        arguments = Arguments(case, memories, variant.sizes, widened)
+        try:
+            with torch.no_grad():
+                returned = leaves(function(*arguments.positional, **arguments.named))
+        except Exception:
+            return None
+        again = Outcome(values=returned, after=[memory.read() for memory in memories])
+        return _outputs(again, case, list(taken))
+
+    widen = case.task["kind"] == "operator"
+    runs = rounding_runs(outputs, floats, {}, widen=widen)
+    spread = spread_of(before, runs)
+    tolerances, correlated = [], []
+    for place, value in enumerate(before):
+        if not _is_number(value):
+            tolerances.append(0.0)
+            correlated.append(True)
+            continue
+        exact = wide(value)
+        own = spread.get(place)
+        if own is None:
+            finite = exact.abs()[exact.isfinite()]
+            own = float(torch.finfo(value.dtype).eps) * (float(finite.max()) if finite.numel() else 0.0)
+        tolerances.append(MARGIN * own)
+        alike = [each[place] for each in runs if each is not None and each[place].shape == value.shape]
+        # In double precision, which comes first where there is such a run: is the output more than rounding?
+        correlated.append(all(correlation(exact, wide(each)) > 0.9 for each in (alike[:1] if widen else alike)))
+    return {**found, "tolerances": tolerances, "correlated": correlated}
+
+
+_NARROWER = {torch.float16, torch.bfloat16, torch.float32}
+
+
+def _outputs(there: Outcome, case: Case, contents: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The results and then the arguments' memory, as flat tensors of their elements."""
+    results = [each if isinstance(each, torch.Tensor) else torch.tensor(each) for each in there.values]
+    return results + [
+        after.view(before.dtype) if after.numel() % before.element_size() == 0 else after
+        for before, after in zip(contents, there.after, strict=True)
+    ]
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Of two double-precision tensors; 1 where it has no meaning."""
+    one, other = one.reshape(-1), other.reshape(-1)
+    if one.is_complex():
+        one, other = torch.view_as_real(one).reshape(-1), torch.view_as_real(other).reshape(-1)
+    keep = one.isfinite() & other.isfinite()
+    one, other = one[keep], other[keep]
+    if one.numel() < 4:
+        return 1.0
+    one, other = one - one.mean(), other - other.mean()
+    size = float(one.norm())
+    if size <= 1e-12 * float(one.numel()) ** 0.5 * float(one.abs().max().clamp(min=1e-300)) or size == 0.0:
+        return 1.0
+    return float((one * other).sum()) / size / max(float(other.norm()), 1e-300)
+
+
+# ------------------------------------------------------------------------------------------------------------ judging
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far an output is off: `beyond` elements by more than `tolerance`, the worst at `index`."""
+
+    where: str
+    beyond: int
+    elements: int
+    index: list[int]
+    expected: str
+    got: str
+    tolerance: float
+    constant: bool
+    not_finite: bool
+
+    def __str__(self) -> str:
+        allowed = f", where {self.tolerance:.3g} is allowed" if self.tolerance else ""
+        return (
+            f"{self.where}: {self.beyond} of {self.elements} elements are too far off, the worst at {self.index}: "
+            f"expected {self.expected}, got {self.got}{allowed}"
+        )
+
+
+def difference(where: str, expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> Difference | None:
+    """None if the tensors, of one dtype and as many elements, agree."""
+    sizes = list(expected.shape)
+    expected, got = expected.cpu().reshape(-1), got.cpu().reshape(-1)
+    if _is_number(expected):
+        one, other = wide(expected), wide(got)
+        same = (one == other) | (one.isnan() & other.isnan())
+        finite = one.isfinite() & other.isfinite()
+        apart = torch.where(finite, (one - other).abs(), torch.full_like(one.abs(), math.inf))
+        beyond = ~same & (apart > tolerance)
+        apart = torch.where(same, torch.zeros_like(apart), apart)
+    else:
+        beyond = expected.view(torch.uint8) != got.view(torch.uint8)
+        beyond = beyond.view(expected.numel(), -1).any(1) if expected.numel() else beyond
+        apart = beyond.to(torch.float64)
+        finite = torch.ones_like(beyond)
+    count = int(beyond.sum())
+    if not count:
+        return None
+    place = int(torch.where(beyond, apart, torch.full_like(apart, -1.0)).argmax())
+    index, rest = [], place
+    for size in reversed(sizes):
+        rest, inside = divmod(rest, size)
+        index.append(inside)
+    constant = expected.numel() > 3 and bool((got == got[0]).all()) and not bool((expected == expected[0]).all())
+    return Difference(
+        where,
+        count,
+        expected.numel(),
+        index[::-1],
+        _number(expected[place]),
+        _number(got[place]),
+        tolerance,
+        constant,
+        bool((beyond & ~finite).any()),
+    )
+
+
+def _number(element: torch.Tensor) -> str:
+    value = element.item() if element.dtype.itemsize > 1 or not element.is_floating_point() else float(element.float())
+    return f"{value:.9g}" if isinstance(value, float | complex) else str(value)
+
+
+class Fault(Exception):
+    """A finding on a candidate."""
+
+    def __init__(self, reason: str, text: str, worst: Difference | None = None) -> None:
+        assert reason in REASONS
+        super().__init__(text)
+        self.reason, self.text, self.worst = reason, text, worst
+
+
+class State:
+    """The state of this process that a kernel must leave as it is."""
+
+    _FUNCTIONS = (
+        (time, "perf_counter"),
+        (time, "perf_counter_ns"),
+        (time, "monotonic"),
+        (time, "time"),
+        (torch, "equal"),
+        (torch, "allclose"),
+        (torch, "load"),
+        (torch, "empty"),
+        (torch, "no_grad"),
+        (torch.Tensor, "clone"),
+        (torch.Tensor, "copy_"),
+        (torch.Tensor, "__eq__"),
+        (torch.Tensor, "isnan"),
+        (torch.accelerator, "synchronize"),
+        (torch.cuda, "synchronize"),
+        (torch.cuda, "Event"),
+        (json, "dumps"),
+    )
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "default dtype": torch.get_default_dtype(),
+            "default device": str(torch.get_default_device()),
+            "threads": torch.get_num_threads(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "float32 matmul precision": torch.get_float32_matmul_precision(),
+            "TF32 of cuDNN": torch.backends.cudnn.allow_tf32,
+            "cudnn.benchmark": torch.backends.cudnn.benchmark,
+            "cudnn.enabled": torch.backends.cudnn.enabled,
+            "mkldnn": torch.backends.mkldnn.enabled,
+            "flush denormal": float(torch.tensor([1e-310], dtype=torch.float64) * 1.0) == 0.0,
+            "grad mode": torch.is_grad_enabled(),
+            "inference mode": torch.is_inference_mode_enabled(),
+            "anomaly detection": torch.is_anomaly_enabled(),
+            "autocast": torch.is_autocast_enabled("cpu"),
+            "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
+            "random generator": torch.get_rng_state().tolist(),
+            "Python's random generator": random.getstate(),
+            "working directory": os.getcwd(),
+        }
+        for owner, name in self._FUNCTIONS:
+            found[f"{getattr(owner, '__name__', owner)}.{name}"] = getattr(owner, name)
+        judge = sys.modules[__name__]
+        found["check.py"] = {name: id(value) for name, value in vars(judge).items() if callable(value)}
+        return found
+
+    def changes(self) -> list[str]:
+        after = self._read()
+        return [name for name, value in self._before.items() if after[name] is not value and after[name] != value]
+
+
+class Judge:
+    """Judges one candidate, in a process of its own. `tell` reports an event to the parent process."""
+
+    def __init__(
+        self, folder: Path, task: dict[str, Any], store: Path, options: Options, tell: Callable[..., None]
+    ) -> None:
+        self.folder, self.task, self.store, self.options, self.tell = folder, task, store, options, tell
+        self.faults: list[Fault] = []
+        self._armed = False
+        self._opened: list[str] = []
+        self._own = ""
+        self._seen: set[int] = set()  # hashes of what it rightly returned in earlier cases
+        self.state = State()
+        self.threads = len(sys._current_frames())
+
+    # ---------------------------------------------------------------------------------------------------- the candidate
+
+    def load(self, given: str) -> Callable[..., Any]:
+        path, function = split_candidate(given)
+        name = function or self.task["function"]
+        self._own = os.path.realpath(path)
+        sys.addaudithook(self._audit)
+        self._armed = True
+        try:
+            if path.endswith(".py"):
+                module = import_file(Path(path), "candidate")
+            else:
+                from torch.utils.cpp_extension import load
+
+                module = load(f"candidate_{abs(hash(self._own))}", [path], verbose=False)
+        except (Exception, SystemExit) as error:
+            raise Fault("does not load", _described(error)) from None
+        finally:
+            self._armed = False
+        found = getattr(module, name, None)
+        if not callable(found):
+            there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+            raise Fault("does not load", f"it has no function {name!r}, but {', '.join(there[:8]) or 'none'}")
+        self._settled("while it was loaded")
+        return found
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and self._armed and isinstance(args[0], str | bytes):
+            path = Path(os.path.realpath(os.fsdecode(args[0])))
+            inside = path.is_relative_to(self.folder) and (
+                path.suffix in (".safetensors", ".json") or path.name in ("reference.py", "check.py")
+            )
+            if str(path) != self._own and (inside or path.is_relative_to(self.store)):
+                self._opened.append(path.name)
+
+    def _settled(self, when: str) -> None:
+        """Raises Fault if the process is not as it was."""
+        if self._opened:
+            raise Fault("reads the task", f"it opened {', '.join(dict.fromkeys(self._opened))} {when}")
+        changes = self.state.changes()
+        if changes:
+            raise Fault("global state", f"it changed {', '.join(changes)} {when}")
+
+    # --------------------------------------------------------------------------------------------------------- one case
+
+    def case(self, function: Callable[..., Any], case: Case, kept: dict[str, Any]) -> None:
+        """Raises Fault for the first thing that is wrong with the captured inputs of a workload, or with others."""
+        calls: list[tuple[str, Variant, Outcome]] = []
+        plain = Variant("captured")
+        other = next((each for each in kept["variants"] if each.change is not None), None)
+
+        def call(what: str, variant: Variant, memories: list[Memory], poison: bool = True) -> Outcome:
+            self.tell(event="call", case=case.name, call=what)
+            contents = variant.contents(case)
+            threads = len(sys._current_frames())
+            self._armed = True
+            with poisoned(poison):
+                found = run(function, case, memories, variant.sizes)
+            self._armed = False
+            self._behaved(what, case, contents, memories, found, kept["expected"][variant.name], threads)
+            calls.append((what, variant, found))
+            return found
+
+        memories = memories_of(case, plain.contents(case))
+        first = call(_FIRST_CALL, plain, memories)
+        second = None
+        if other is not None:
+            for memory, content in zip(memories, other.contents(case), strict=True):
+                memory.write(content)
+            second = call("a call with other values at the same addresses", other, memories)
+            self._own_memory(first, second)
+        shifted = call(
+            "a call at addresses that are aligned to one element only", plain, memories_of(case, case.contents, shift=1)
+        )
+        traced = call("a call with clean memory", plain, memories_of(case, case.contents, canary=0), poison=False)
+        self._values(function, case, kept, first, second, shifted, traced)
+        self._original(function, case)
+        time.sleep(0.002)
+        for what, _variant, found in calls:
+            self._unchanged(what, found)
+        for variant in kept["variants"]:
+            if variant is not other:
+                found = call(f"a call with {variant.name}", variant, memories_of(case, variant.contents(case)))
+                self._equal(function, case, kept, variant, found, "captured values only")
+        if self.options.guard:
+            for side in ("after", "before"):
+                asked = self.options.pages
+                if asked and not asked.endswith(side):
+                    continue
+                what = f"a call between unreadable pages ({side})"
+                found = call(what, plain, memories_of(case, case.contents, pages=asked or side))
+                self._equal(function, case, kept, plain, found, "reads outside")
+
+    def _behaved(
+        self,
+        what: str,
+        case: Case,
+        contents: list[torch.Tensor],
+        memories: list[Memory],
+        found: Outcome,
+        expected: dict[str, Any],
+        threads: int,
+    ) -> None:
+        self._settled(f"in {what}")
+        if found.error:
+            aligned = "aligned to one element" in what
+            reason = "out of memory" if found.memory_error else "alignment" if aligned else "raises"
+            raise Fault(reason, f"in {what}: {found.error}")
+        if len(sys._current_frames()) > threads:
+            raise Fault("late work", f"a thread that it started in {what} still runs when it has returned")
+        for place, memory in enumerate(memories):
+            side = memory.overwritten()
+            if side:
+                raise Fault("writes outside", f"in {what} it wrote {side} argument {case.names(place)}")
+        for place, (content, after) in enumerate(zip(contents, found.after, strict=True)):
+            if not expected["written"][place] and not torch.equal(content.view(torch.uint8), after):
+                raise Fault("mutates inputs", f"in {what} it wrote argument {case.names(place)}")
+        self._structure(what, case, found, expected)
+
+    def _structure(self, what: str, case: Case, found: Outcome, expected: dict[str, Any]) -> None:
+        if len(found.outputs) != len(expected["values"]):
+            raise Fault(
+                "structure", f"in {what} it returned {len(found.outputs)} values, not {len(expected['values'])}"
+            )
+        for place, (value, wanted) in enumerate(zip(found.outputs, expected["values"], strict=True)):
+            where = f"result {place} in {what}"
+            if not isinstance(wanted, torch.Tensor):
+                if type(value) is not type(wanted):
+                    raise Fault("structure", f"{where} is a {type(value).__name__}, not a {type(wanted).__name__}")
+                continue
+            if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor:
+                if isinstance(value, torch.Tensor) or hasattr(type(value), "__torch_function__") or callable(value):
+                    raise Fault("lazy", f"{where} is a {type(value).__name__}, not a torch.Tensor")
+                raise Fault("structure", f"{where} is a {type(value).__name__}, not a torch.Tensor")
+            if _form(value) != _form(wanted):
+                raise Fault("structure", f"{where} is {_form_text(value)}, not {_form_text(wanted)}")
+            if found.places[place] != expected["places"][place]:
+                on = found.places[place]
+                text = "memory of its own" if on is None else f"the memory of argument {case.names(on)}"
+                raise Fault("aliasing", f"{where} is on {text}")
+
+    def _own_memory(self, first: Outcome, second: Outcome) -> None:
+        known = {each.untyped_storage().data_ptr() for each in _fresh(first) if each.numel()}
+        if any(each.untyped_storage().data_ptr() in known for each in _fresh(second) if each.numel()):
+            same = all(
+                torch.equal(one, other)
+                for one, other in zip(_tensors_of(first.values), _tensors_of(second.values), strict=True)
+            )
+            if same:
+                raise Fault("cached", "a second call with other inputs returned the first call's result")
+            raise Fault("reuses memory", "a second call returned the memory that the first call had returned")
+
+    def _unchanged(self, what: str, found: Outcome) -> None:
+        for place, (value, copy) in enumerate(zip(found.outputs, found.values, strict=True)):
+            if isinstance(value, torch.Tensor) and found.places[place] is None:
+                same = torch.equal(
+                    value.contiguous().view(-1).view(torch.uint8), copy.contiguous().view(-1).view(torch.uint8)
+                )
+                if not same:
+                    raise Fault("late work", f"result {place} of {what} changed after it was returned")
+
+    def _original(self, function: Callable[..., Any], case: Case) -> None:
+        """Whether the candidate calls the operator that it replaces, as PyTorch's profiler sees it."""
+        if self.task["kind"] != "operator" or "calls the original" in self.options.allow:
+            return
+        with torch.autograd.profiler.profile(use_kineto=False) as profile:
+            run(function, case, memories_of(case, case.contents))
+        original = self.task["operator"].rstrip("_")
+        called = {event.name for event in profile.function_events}
+        if any(name.rstrip("_") == original for name in called):
+            raise Fault("calls the original", f"it calls {self.task['operator']}")
+
+    # ----------------------------------------------------------------------------------------------------------- values
+
+    def _values(
+        self,
+        function: Callable[..., Any],
+        case: Case,
+        kept: dict[str, Any],
+        first: Outcome,
+        second: Outcome | None,
+        shifted: Outcome,
+        clean: Outcome,
+    ) -> None:
+        wrong = {
+            name: None if found is None else self._off(case, kept, variant, found)
+            for name, variant, found in (
+                ("first", CAPTURED, first),
+                ("second", next((each for each in kept["variants"] if each.change is not None), CAPTURED), second),
+                ("shifted", CAPTURED, shifted),
+                ("clean", CAPTURED, clean),
+            )
+        }
+        off = wrong["first"]
+        if off is not None:
+            if _hash(first) in self._seen:
+                raise Fault("cached", f"it returned what it had returned for other inputs: {off}", off)
+            if wrong["clean"] is None or (off.not_finite and not wrong["clean"].not_finite):
+                again = run_poisoned(function, case)
+                if self._off(case, kept, CAPTURED, again) is None:
+                    raise Fault("reads outside", f"memory beside its arguments changes its outputs: {off}", off)
+                raise Fault("uninitialized", f"memory that was never written changes its outputs: {off}", off)
+            raise Fault("uncorrelated" if off.constant else "wrong", str(off), off)
+        self._seen.add(_hash(first))
+        self._related(kept["expected"][CAPTURED.name], first)
+        off = wrong["second"]
+        if off is not None and second is not None:
+            if _same_values(first, second):
+                raise Fault("cached", f"a call with other inputs returned the first call's result: {off}", off)
+            if wrong["shifted"] is not None or wrong["clean"] is not None:
+                raise Fault("computes once", f"a second call is wrong: {off}", off)
+            raise Fault("captured values only", f"with other values of the same distribution: {off}", off)
+        off = wrong["shifted"]
+        if off is not None:
+            if wrong["clean"] is not None:
+                raise Fault("computes once", f"a third call is wrong: {off}", off)
+            raise Fault("alignment", f"at addresses that are aligned to one element only: {off}", off)
+        off = wrong["clean"]
+        if off is not None:
+            raise Fault("computes once", f"a fourth call is wrong: {off}", off)
+
+    def _equal(
+        self,
+        function: Callable[..., Any],
+        case: Case,
+        kept: dict[str, Any],
+        variant: Variant,
+        found: Outcome,
+        reason: str,
+    ) -> None:
+        off = self._off(case, kept, variant, found)
+        if off is not None:
+            raise Fault(reason, f"with {variant.name}: {off}", off)
+
+    def _off(self, case: Case, kept: dict[str, Any], variant: Variant, found: Outcome) -> Difference | None:
+        """The first output that is too far off."""
+        expected = kept["expected"][variant.name]
+        contents = variant.contents(case)
+        wanted = _outputs(Outcome(values=expected["values"], after=expected["after"]), case, contents)
+        got = _outputs(found, case, contents)
+        results = len(expected["values"])
+        for place, (one, other) in enumerate(zip(wanted, got, strict=True)):
+            if place >= results and not expected["written"][place - results]:
+                continue
+            where = f"result {place}" if place < results else f"argument {case.names(place - results)}"
+            off = difference(where, one, other, expected["tolerances"][place])
+            if off is not None:
+                return off
+        return None
+
+    def _related(self, expected: dict[str, Any], found: Outcome) -> None:
+        """Raises Fault for a floating-point output that is within its tolerance for another reason than being right: it
+        is constant, has nothing to do with the expected one, or is another multiple of it."""
+        for place, (one, other) in enumerate(zip(expected["values"], found.values, strict=True)):
+            if not isinstance(one, torch.Tensor) or not _is_number(one) or one.numel() < 4:
+                continue
+            wanted, got = wide(one.cpu()).reshape(-1), wide(other.cpu()).reshape(-1)
+            where = f"result {place} is within the tolerance, and"
+            if bool((got == got[0]).all()) and not bool((wanted == wanted[0]).all()):
+                raise Fault("uncorrelated", f"{where} all its elements are {_number(got[0])}")
+            if not expected["correlated"][place]:
+                continue
+            seen = correlation(wanted, got)
+            if seen < 0.5:
+                raise Fault("uncorrelated", f"{where} its correlation with the expected one is {seen:.2g}")
+            finite = wanted.isfinite() & got.isfinite()
+            wanted, got = wanted[finite], got[finite]
+            square = float((wanted.conj() * wanted).real.sum())
+            if wanted.numel() < 16 or not square:
+                continue
+            factor = float((wanted.conj() * got).real.sum()) / square
+            # Errors that have nothing to do with each other hardly change the multiple.
+            chance = 3 * expected["tolerances"][place] / math.sqrt(square)
+            if abs(factor - 1) > 4 * float(torch.finfo(one.dtype).eps) + chance:
+                raise Fault("wrong", f"{where} it is {factor:.4g} times the expected one")
+
+    # ----------------------------------------------------------------------------------------------------------- timing
+
+    def measure(self, function: Callable[..., Any], reference: Callable[..., Any], case: Case) -> dict[str, Any]:
+        """Nanoseconds of calls of both, in alternation, with inputs that change from call to call."""
+        contents = [case.contents, resampled(case.contents, 1)]
+        written = bool(case.workload["written"])
+        sets = [memories_of(case, contents[number % 2]) for number in range(4)]
+        flush = torch.empty(self.options.cold_bytes, dtype=torch.uint8) if self.options.cold_bytes else None
+        times: dict[str, list[int]] = {"candidate": [], "reference": []}
+        sides = [("candidate", function), ("reference", reference)]
+        took = {name: self._timed(each, case, sets[0], 1, None) for name, each in sides}
+        took = {name: self._timed(each, case, sets[0], 1, None) for name, each in sides}
+        repeat = 1 if written or flush is not None else max(1, min(1000, 20_000 // max(min(took.values()), 1)))
+        end = time.perf_counter() + self.options.min_time_s
+        rounds = 0
+        while rounds < 7 or (time.perf_counter() < end and rounds < 250):
+            memories = sets[rounds % len(sets)]
+            for name, each in sides if rounds % 2 else sides[::-1]:
+                if written:
+                    for memory, content in zip(memories, contents[rounds % 2], strict=True):
+                        memory.write(content)
+                times[name].append(self._timed(each, case, memories, repeat, flush) // repeat)
+            rounds += 1
+        return {
+            "times_ns": times,
+            "rounds": rounds,
+            "calls_together": repeat,
+            "inputs": "hot" if flush is None else "cold",
+        }
+
+    def _timed(
+        self, function: Callable[..., Any], case: Case, memories: list[Memory], repeat: int, flush: torch.Tensor | None
+    ) -> int:
+        arguments = Arguments(case, memories)
+        if flush is not None:
+            flush.add_(1)
+        _synchronize()
+        with torch.no_grad():
+            began = time.perf_counter_ns()
+            for _ in range(repeat):
+                function(*arguments.positional, **arguments.named)
+            _synchronize()  # every stream
+            return time.perf_counter_ns() - began
+
+
+def run_poisoned(function: Callable[..., Any], case: Case) -> Outcome:
+    """A call with poisoned new memory, and zeros beside the arguments."""
+    with poisoned(True):
+        return run(function, case, memories_of(case, case.contents, canary=0))
+
+
+def _hash(found: Outcome) -> int:
+    flat = [each.cpu().contiguous() for each in _tensors_of(found.values)]
+    return hash(tuple(ctypes.string_at(each.data_ptr() if each.numel() else 0, each.nbytes) for each in flat))
+
+
+def _same_values(one: Outcome, other: Outcome) -> bool:
+    pairs = zip(_tensors_of(one.values), _tensors_of(other.values), strict=True)
+    return bool(one.values) and all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def _tensors_of(values: list[Any]) -> list[torch.Tensor]:
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def _fresh(found: Outcome) -> list[torch.Tensor]:
+    pairs = zip(found.outputs, found.places, strict=True)
+    return [each for each, place in pairs if isinstance(each, torch.Tensor) and place is None]
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    sizes = tuple(tensor.shape)
+    telling = () if 0 in sizes else tuple(s for size, s in zip(sizes, tensor.stride(), strict=True) if size != 1)
+    return tensor.dtype, sizes, telling, tensor.device, tensor.layout
+
+
+def _form_text(tensor: torch.Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return f"{name}{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def split_candidate(given: str) -> tuple[str, str]:
+    """A path and a function's name, "" for the task's."""
+    path, colon, function = given.rpartition(":")
+    return (path, function) if colon and os.path.exists(path) else (given, "")
+
+
+class Task:
+    """A task's folder with its reference, and what that does with every case."""
+
+    def __init__(self, folder: Path, options: Options) -> None:
+        self.folder, self.options = Path(os.path.realpath(folder)), options
+        self.task = load_task(self.folder)
+        self.workloads = [each for each in self.task["workloads"] if options.only in each["name"]]
+        if not self.workloads:
+            raise ValueError(f"--workload={options.only}: no workload has such a name")
+        self.store: Path = Path()
+        self.make: dict[str, Any] = {}  # how inputs without content are made
+
+    def cases(self, make: Any) -> Iterator[Case]:
+        for workload in self.workloads:
+            for number in range(max(len(workload["cases"]), 1)):
+                yield Case(self.folder, self.task, workload, number, make)
+
+    def reference(self) -> Any:
+        return import_file(self.folder / "reference.py", "reference")
+
+    def prepare(self, tell: Callable[..., None]) -> None:
+        """Run the reference on every case and variant; keeps what it does in the store."""
+        module = self.reference()
+        for case in self.cases(module.MAKE):
+            function = module.PROGRAMS[case.workload["program"]]
+            found = {CAPTURED.name: expectations(function, case, CAPTURED)}
+            if found[CAPTURED.name]["error"]:
+                tell(event="reference", case=case.name, wrong=found[CAPTURED.name]["error"])
+                continue
+            tell(event="reference", case=case.name, wrong=self._against_file(case, found[CAPTURED.name]))
+            variants = []
+            for choices in variants_of(case, self.options.variants):
+                for variant in choices:
+                    there = expectations(function, case, variant)
+                    if not there["error"]:
+                        found[variant.name] = there
+                        variants.append(variant)
+                        break
+            torch.save({"expected": found, "variants": [each.name for each in variants]}, self.store / case.name)
+
+    def _against_file(self, case: Case, here: dict[str, Any]) -> str:
+        """How the reference's outputs differ from those in the file. Where they agree, the file's are the expected
+        ones."""
+        contents = case.contents
+        for place, value in enumerate(here["values"]):
+            data = case.expected.get(f"result.{place}")
+            if data is None or not isinstance(value, torch.Tensor):
+                continue
+            kept = data.view(value.dtype).reshape(value.shape)
+            off = difference(f"result {place}", kept, value, here["tolerances"][place])
+            if off is not None:
+                return f"the reference gives other outputs here than in the capture: {off}"
+            value.copy_(kept)
+        for place, storage in enumerate(case.workload["storages"]):
+            data = case.expected.get(f"written.{storage['entry'].removeprefix('input.')}")
+            if data is not None:
+                before = contents[place].dtype
+                tolerance = here["tolerances"][len(here["values"]) + place]
+                off = difference(
+                    f"argument {case.names(place)}", data.view(before), here["after"][place].view(before), tolerance
+                )
+                if off is not None:
+                    return f"the reference writes something else here than in the capture: {off}"
+        return ""
+
+    def kept(self, case: Case) -> dict[str, Any] | None:
+        path = self.store / case.name
+        if not path.exists():
+            return None
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+        every = [each for choices in variants_of(case, self.options.variants) for each in choices]
+        return {"expected": found["expected"], "variants": [each for each in every if each.name in found["variants"]]}
+
+
+def judge_here(task: Task, given: str, tell: Callable[..., None], lock: Any) -> None:
+    """Judge a candidate in this process, and measure it if it is right."""
+    if given == REFERENCE:
+        _measure_all(task, None, tell, lock)
+        return
+    judge = Judge(task.folder, task.task, task.store, task.options, tell)
+    try:
+        function = judge.load(given)
+    except Fault as fault:
+        tell(event="fault", case="", reason=fault.reason, text=fault.text)
+        return
+    make = task.make
+    right = True
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    for case in task.cases(make):
+        kept = task.kept(case)
+        if kept is None:
+            continue
+        try:
+            judge.case(function, case, kept)
+            tell(event="right", case=case.name)
+        except Fault as fault:
+            right = False
+            worst = None if fault.worst is None else vars(fault.worst)
+            tell(event="fault", case=case.name, reason=fault.reason, text=fault.text, worst=worst)
+            if fault.reason in ("global state", "reads the task", "out of memory"):
+                break
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    if right:
+        _measure_all(task, judge, tell, lock, function)
+
+
+def _measure_all(task: Task, judge: Judge | None, tell: Callable[..., None], lock: Any, function: Any = None) -> None:
+    """Time every workload; without a judge the reference against itself."""
+    if task.options.min_time_s <= 0:
+        return
+    module = task.reference()
+    judge = judge or Judge(task.folder, task.task, task.store, task.options, tell)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # nothing else runs meanwhile
+    for workload in task.workloads:
+        reference = module.PROGRAMS[workload["program"]]
+        case = Case(task.folder, task.task, workload, 0, task.make)
+        tell(event="call", case=case.name, call="the timed calls")
+        found = judge.measure(function or reference, reference, case)
+        tell(event="timed", case=case.name, workload=workload["name"], **found)
+
+
+def in_child(work: Callable[[Callable[..., None]], None], report: Path, options: Options) -> int:
+    """Start work in a forked process that reports events to a file; its process id."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.setsid()
+        output = os.open(f"{report}.out", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        file = os.open(report, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        encode, write = json.dumps, os.write
+
+        def tell(**event: Any) -> None:
+            write(file, encode(event).encode() + b"\n")
+
+        _limit_memory(options.memory_bytes)
+        work(tell)
+        tell(event="end")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _limit_memory(room: int) -> None:
+    status = Path("/proc/self/statm")
+    if room and status.exists():
+        used = int(status.read_text().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+
+
+@dataclass
+class Running:
+    """A candidate's process."""
+
+    given: str
+    process: int
+    report: Path
+    until: float
+    status: int | None = None
+    timed_out: bool = False
+
+    def poll(self) -> bool:
+        """Whether it has ended; ends it when its time is up."""
+        done, status = os.waitpid(self.process, os.WNOHANG)
+        if done:
+            self.status = status
+            return True
+        if time.monotonic() > self.until:
+            self.timed_out = True
+            os.killpg(self.process, signal.SIGKILL)
+            _done, self.status = os.waitpid(self.process, 0)
+            return True
+        return False
+
+    def events(self) -> list[dict[str, Any]]:
+        if not self.report.exists():
+            return []
+        return [json.loads(line) for line in self.report.read_bytes().splitlines() if line.endswith(b"}")]
+
+
+def judge_all(folder: Path, candidates: list[str], options: Options) -> dict[str, Any]:
+    """Judge candidates, each in a process of its own. Raises ValueError and OSError for a task that cannot be read."""
+    task = Task(folder, options)
+    with tempfile.TemporaryDirectory(prefix="opreplay-judge-") as scratch:
+        task.store = Path(os.path.realpath(scratch)) / "expected"
+        task.store.mkdir()
+        task.make = task.reference().MAKE
+        first = Running(
+            "", in_child(task.prepare, Path(scratch) / "reference", options), Path(scratch) / "reference", math.inf
+        )
+        while not first.poll():
+            time.sleep(0.005)
+        events = first.events()
+        if not any(each["event"] == "end" for each in events):
+            said = Path(f"{first.report}.out").read_text(errors="replace").strip().splitlines()
+            raise ValueError(f"{folder}: the reference cannot be run: {said[-1] if said else how_it_died(first)}")
+        reference = {each["case"]: each["wrong"] for each in events if each["event"] == "reference"}
+        found = {
+            "task": task.task["name"],
+            "reference": {"ok": not any(reference.values()), "cases": reference},
+            "candidates": _judge_in_turn(task, candidates, Path(scratch), options),
+        }
+    return found
+
+
+def _judge_in_turn(task: Task, candidates: list[str], scratch: Path, options: Options) -> list[dict[str, Any]]:
+    waiting = list(enumerate(candidates))
+    running: dict[int, Running] = {}
+    found: dict[int, dict[str, Any]] = {}
+    lock_path = scratch / "lock"
+    lock_path.touch()
+
+    def start(number: int, given: str, options: Options, name: str = "") -> Running:
+        report = scratch / f"candidate-{number}{name}"
+        built = given != REFERENCE and not split_candidate(given)[0].endswith(".py")
+        allowed = options.timeout_s * (3 if built else 1)
+
+        def work(tell: Callable[..., None]) -> None:
+            task.options = options
+            with lock_path.open() as lock:
+                judge_here(task, given, tell, lock)
+
+        return Running(given, in_child(work, report, options), report, time.monotonic() + allowed)
+
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            number, given = waiting.pop(0)
+            running[number] = start(number, given, options)
+        for number, each in list(running.items()):
+            if each.poll():
+                del running[number]
+                found[number] = verdict_of(task, each)
+                if options.guard and found[number]["verdict"] == "crashed":
+                    found[number]["text"] += _behind_page(task, number, each, start, options)
+        time.sleep(0.005)
+    return [found[number] for number in range(len(candidates))]
+
+
+def _behind_page(task: Task, number: int, dead: Running, start: Any, options: Options) -> str:
+    """The argument and side whose page a kernel touched: only that page is unreadable, and the kernel dies again."""
+    events = [each for each in dead.events() if each["event"] == "call"]
+    if not events or "unreadable" not in events[-1]["call"]:
+        return ""
+    name = events[-1]["case"].rpartition(".")[0]
+    workload = next(each for each in task.workloads if each["name"] == name)
+    for side in ("after", "before"):
+        for place, storage in enumerate(workload["storages"]):
+            if f"({side})" not in events[-1]["call"]:
+                continue
+            changed = Options(**{**vars(options), "pages": f"{place}:{side}", "only": name})
+            again = start(number, dead.given, changed, f"-{place}-{side}")
+            while not again.poll():
+                time.sleep(0.005)
+            if os.WIFSIGNALED(again.status) and not again.timed_out:
+                return f"; it touched memory {side} argument {', '.join(storage['arguments'])}"
+    return ""
+
+
+def how_it_died(each: Running) -> str:
+    assert each.status is not None
+    if os.WIFSIGNALED(each.status):
+        return f"killed by {signal.Signals(os.WTERMSIG(each.status)).name}"
+    return f"exited with {os.WEXITSTATUS(each.status)} before it was judged"
+
+
+def verdict_of(task: Task, each: Running) -> dict[str, Any]:
+    """What was found on one candidate."""
+    events = each.events()
+    faults = [event for event in events if event["event"] == "fault"]
+    calls = [event for event in events if event["event"] == "call"]
+    where = f" in {calls[-1]['call']} of {calls[-1]['case']}" if calls else ""
+    if not any(event["event"] == "end" for event in events):
+        reason = "out of time" if each.timed_out else "crashed"
+        text = f"{how_it_died(each)}{where}" if reason == "crashed" else f"it was stopped{where}"
+        said = Path(f"{each.report}.out")
+        last = said.read_text(errors="replace").strip().splitlines()[-1:] if said.exists() else []
+        if "MemoryError" in "".join(last) or "bad_alloc" in "".join(last):
+            reason = "out of memory"
+        faults.append({"event": "fault", "case": calls[-1]["case"] if calls else "", "reason": reason, "text": text})
+    allowed = [fault for fault in faults if fault["reason"] in task.options.allow]
+    faults = [fault for fault in faults if fault["reason"] not in task.options.allow]
+    order = list(REASONS)
+    first = min(faults, key=lambda fault: order.index(fault["reason"])) if faults else None
+    return {
+        "candidate": each.given,
+        "verdict": "accepted" if first is None else first["reason"],
+        "text": "" if first is None else first["text"],
+        "case": None if first is None else first["case"],
+        "worst": None if first is None else first.get("worst"),
+        "faults": faults,
+        "allowed": allowed,
+        "right": sum(event["event"] == "right" for event in events),
+        "timed": [event for event in events if event["event"] == "timed"],
+    }
+
+
+def median(values: list[int]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return float(ordered[middle]) if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def whole_workload(task: dict[str, Any], timed: list[dict[str, Any]]) -> tuple[float, float] | None:
+    """Nanoseconds of all calls of the workloads, with the candidate and with the reference."""
+    calls = {each["name"]: each["calls"] for each in task["workloads"]}
+    if not timed:
+        return None
+    sums = [
+        sum(calls[each["workload"]] * median(each["times_ns"][side]) for each in timed)
+        for side in ("candidate", "reference")
+    ]
+    return sums[0], sums[1]
+
+
+def lines(task: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    """The result as text."""
+    wrong = {case: text for case, text in found["reference"]["cases"].items() if text}
+    yield f"reference: {'as expected' if not wrong else 'NOT as expected'} in {len(found['reference']['cases'])} cases"
+    yield from (f"  {case}: {text}" for case, text in wrong.items())
+    for each in found["candidates"]:
+        if each["verdict"] == "accepted":
+            whole = whole_workload(task, each["timed"])
+            speed = "" if whole is None else f", {whole[0] / whole[1]:.3f} of the reference's time over all calls"
+            yield f"{each['candidate']}: accepted{speed}"
+        else:
+            where = f" ({each['case']})" if each["case"] else ""
+            yield f"{each['candidate']}: REJECTED: {each['verdict']}{where}: {each['text']}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("candidates", nargs="*", metavar="KERNEL.py[:FUNCTION]")
+    parser.add_argument("--task", default=os.path.dirname(os.path.abspath(__file__)), help="the task's folder")
+    parser.add_argument("--workload", default="", metavar="TEXT", help="only workloads whose name contains this")
+    parser.add_argument("--variants", action="store_true", help="also with zeros, NaN, Inf, empty and odd sizes")
+    parser.add_argument("--guard", action="store_true", help="also between unreadable pages")
+    parser.add_argument("--allow", action="append", default=[], choices=list(REASONS), metavar="REASON")
+    parser.add_argument("--min-time", type=float, default=0.05, metavar="SECONDS", help="time each workload; 0: do not")
+    parser.add_argument("--cold-bytes", type=int, default=0, help="rewrite so many bytes before each timed call")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="for each kernel")
+    parser.add_argument("--memory-limit", type=int, default=8 << 30, metavar="BYTES", help="for each kernel; 0: none")
+    parser.add_argument("--jobs", type=int, default=2, help="kernels that are judged at the same time")
+    parser.add_argument("--json", metavar="FILE", help="write the result to FILE")
+    given = parser.parse_args(arguments)
+    options = Options(
+        given.variants,
+        given.guard,
+        "",
+        tuple(given.allow),
+        given.min_time,
+        given.cold_bytes,
+        given.timeout,
+        given.memory_limit,
+        max(given.jobs, 1),
+        given.workload,
+    )
+    for each in given.candidates:
+        if each != REFERENCE and not os.path.exists(split_candidate(each)[0]):
+            parser.error(f"{each}: there is no such file")
+    try:
+        found = judge_all(Path(given.task), given.candidates, options)
+        task = load_task(Path(given.task))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if given.json:
+        Path(given.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for line in lines(task, found):
+        print(line)
+    rejected = any(each["verdict"] != "accepted" for each in found["candidates"])
+    return int(rejected or not found["reference"]["ok"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

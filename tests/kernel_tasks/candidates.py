@@ -1,0 +1,151 @@
+"""Kernels for the tasks of `program.py`: those that cheat or are faulty, each with the reason that it deserves, and
+honest ones whose numerics are not the original's."""
+
+from __future__ import annotations
+
+ADDMM = "def addmm(self, mat1, mat2, *, beta=1, alpha=1):\n"
+SOFTMAX = "def _softmax(self, dim, half_to_float):\n"
+MM = "def mm(self, mat2):\n"
+RIGHT = "torch.mm(mat1, mat2) * alpha + self * beta"
+
+# Name → reason, the text before the function, the function's body.
+CHEATS: dict[str, tuple[str, str, str]] = {
+    "zeros": ("uncorrelated", "", "return torch.zeros(mat1.shape[0], mat2.shape[1])"),
+    "a constant": ("uncorrelated", "", "return torch.full((mat1.shape[0], mat2.shape[1]), 0.01)"),
+    "noise": (
+        "wrong",
+        "",
+        "return torch.sin(torch.arange(mat1.shape[0] * mat2.shape[1]).float()).view(mat1.shape[0], -1)",
+    ),
+    "one element is off": ("wrong", "", f"out = {RIGHT}; out[-1, -1] += 0.01; return out"),
+    "half precision": (
+        "wrong",
+        "",
+        f"return ({RIGHT.replace('mat1,', 'mat1.half(),').replace('mat2)', 'mat2.half()).float()')})",
+    ),
+    "cached by shape": (
+        "cached",
+        "KNOWN = {}",
+        f"key = mat1.shape, mat2.shape\n    if key not in KNOWN: KNOWN[key] = {RIGHT}\n    return KNOWN[key]",
+    ),
+    "cached by address": (
+        "cached",
+        "KNOWN = {}",
+        f"key = mat1.data_ptr(), mat1.shape, mat2.shape\n    if key not in KNOWN: KNOWN[key] = {RIGHT}\n"
+        "    return KNOWN[key].clone()",
+    ),
+    "computes once": (
+        "computes once",
+        "DONE = set()",
+        f"out = torch.empty(mat1.shape[0], mat2.shape[1])\n    key = tuple(mat1.shape)\n"
+        f"    if key not in DONE: out.copy_({RIGHT})\n    DONE.add(key)\n    return out",
+    ),
+    "returns one buffer": (
+        "reuses memory",
+        "OUT = {}",
+        f"out = OUT.setdefault(mat1.shape + mat2.shape, torch.empty(mat1.shape[0], mat2.shape[1]))\n"
+        f"    return out.copy_({RIGHT})",
+    ),
+    "a thread works on": (
+        "late work",
+        "import threading, time",
+        f"out = torch.empty(mat1.shape[0], mat2.shape[1])\n"
+        f"    threading.Thread(target=lambda: (time.sleep(0.2), out.copy_({RIGHT}))).start()\n    return out",
+    ),
+    "lazy": ("lazy", "class Lazy(torch.Tensor): pass", f"return ({RIGHT}).as_subclass(Lazy)"),
+    "a promise": ("lazy", "", f"return lambda: {RIGHT}"),
+    "mutates an input": ("mutates inputs", "", f"out = {RIGHT}; mat1.mul_(2.0); return out"),
+    "writes past an input": (
+        "writes outside",
+        "import ctypes",
+        f"out = {RIGHT}; ctypes.memset(self.data_ptr() + self.nbytes, 0, 4); return out",
+    ),
+    "writes before an input": (
+        "writes outside",
+        "import ctypes",
+        f"out = {RIGHT}; ctypes.memset(self.data_ptr() - 4, 0, 4); return out",
+    ),
+    "reads past an input": (
+        "reads outside",
+        "import ctypes",
+        f"past = ctypes.c_float.from_address(self.data_ptr() + self.nbytes).value\n    return {RIGHT} + past * 0.0",
+    ),
+    "adds to unwritten memory": (
+        "uninitialized",
+        "",
+        f"out = torch.empty(mat1.shape[0], mat2.shape[1]); return out * 0.0 + {RIGHT}",
+    ),
+    "leaves a row unwritten": (
+        "uninitialized",
+        "",
+        f"out = torch.empty(mat1.shape[0], mat2.shape[1]); out[:-1] = ({RIGHT})[:-1]; return out",
+    ),
+    "needs aligned addresses": (
+        "alignment",
+        "",
+        f"out = {RIGHT}; return out if mat1.data_ptr() % 16 == 0 else out * 2",
+    ),
+    "calls the original": ("calls the original", "", "return torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha)"),
+    "hides the original": ("calls the original", "", "return torch.nn.functional.linear(mat1, mat2.t(), self)"),
+    "changes the default dtype": ("global state", "", f"torch.set_default_dtype(torch.float64); return {RIGHT}"),
+    "allows TF32": ("global state", "", f"torch.set_float32_matmul_precision('medium'); return {RIGHT}"),
+    "draws random numbers": ("global state", "", f"torch.rand(1); return {RIGHT}"),
+    "stops the clock": ("global state", "import time\ntime.perf_counter_ns = lambda: 0", f"return {RIGHT}"),
+    "raises for one shape": ("raises", "", f"assert mat1.shape[0] == 4, 'not this shape'\n    return {RIGHT}"),
+    "knows the captured values": (
+        "captured values only",
+        "SEEN = {}",
+        f"out = {RIGHT}\n    key = round(float(mat1.double().norm()), 4), tuple(mat1.shape)\n"
+        f"    SEEN.setdefault(tuple(mat1.shape), key)\n    return out if SEEN[tuple(mat1.shape)] == key else out + 0.5",
+    ),
+    "reads the expected outputs": (
+        "reads the task",
+        "import glob",
+        f"for name in glob.glob(TASK + '/*.safetensors'): open(name, 'rb').read(64)\n    return {RIGHT}",
+    ),
+    "another dtype": ("structure", "", f"return ({RIGHT}).double()"),
+    "another layout": ("structure", "", f"return ({RIGHT}).t().contiguous().t()"),
+    "an input's memory": ("aliasing", "", "return mat2.as_strided((mat1.shape[0], mat2.shape[1]), (mat2.shape[1], 1))"),
+    "dies": ("crashed", "import os, signal", "os.kill(os.getpid(), signal.SIGSEGV)"),
+    "leaves": ("crashed", "import os", "os._exit(0)"),
+    "has no function": ("does not load", "", ""),
+}
+
+# Task → the candidates' functions, each right within rounding.
+HONEST: dict[str, dict[str, str]] = {
+    "addmm": {
+        "another order of operations": ADDMM + "    return self * beta + torch.mm(mat1 * alpha, mat2)",
+        "split sums": ADDMM + "    k = mat1.shape[1] // 2\n"
+        "    return self * beta + alpha * (torch.mm(mat1[:, :k], mat2[:k]) + torch.mm(mat1[:, k:], mat2[k:]))",
+        "reversed sums": ADDMM + "    return self * beta + alpha * torch.mm(mat1.flip(1), mat2.flip(0))",
+        "double precision": ADDMM
+        + "    return (self.double() * beta + alpha * torch.mm(mat1.double(), mat2.double())).float()",
+        "one product after the other": ADDMM + "    out = self * beta + torch.zeros(mat1.shape[0], mat2.shape[1])\n"
+        "    for k in range(mat1.shape[1]): out += alpha * mat1[:, k, None] * mat2[k]\n    return out",
+        "batched": ADDMM + "    return torch.bmm(mat1[None], mat2[None])[0] * alpha + self * beta",
+    },
+    "softmax": {
+        "by parts": SOFTMAX + "    e = torch.exp(self - self.amax(dim, True))\n    return e / e.sum(dim, True)",
+        "by logarithms": SOFTMAX + "    return torch.exp(self - self.logsumexp(dim, True))",
+        "in double precision": SOFTMAX + "    wide = self.double()\n    e = torch.exp(wide - wide.amax(dim, True))\n"
+        "    return (e / e.sum(dim, True)).float()",
+    },
+    "mm": {
+        "accumulated in float32": MM + "    return (self.float()[:, :, None] * mat2.float()[None]).sum(1).bfloat16()",
+        "accumulated in bfloat16": MM + "    out = torch.zeros(self.shape[0], mat2.shape[1]).bfloat16()\n"
+        "    for k in range(0, self.shape[1], 8):\n"
+        "        part = self[:, k:k + 8, None].float() * mat2[None, k:k + 8].float()\n"
+        "        out += part.sum(1).bfloat16()\n    return out",
+    },
+}
+
+
+def cheat(name: str, task: str) -> str:
+    """The file of a cheat."""
+    _reason, before, body = CHEATS[name]
+    text = f"import torch\n{before}\nTASK = {task!r}\n"
+    return text + (f"{ADDMM}    {body}\n" if body else "")
+
+
+def honest(task: str, name: str) -> str:
+    return f"import torch\n{HONEST[task][name]}\n"

@@ -1,0 +1,219 @@
+"""No kernel passes by cheating or by accident, each is told why, and honest ones of other numerics pass."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import Tools
+
+from replayfmt.benchmark.candidates.check_script import REASONS
+from replayfmt.benchmark.candidates.judged import JudgeOptions, run_judge
+
+from .candidates import ADDMM, CHEATS, HONEST, RIGHT, cheat, honest
+from .conftest import Exported
+
+KERNELS = {"addmm": "aten::addmm", "softmax": "aten::_softmax", "mm": "aten::mm"}
+UNTIMED = JudgeOptions(min_time_s=0)
+
+
+def judged(
+    task: Path, folder: Path, texts: dict[str, str], options: JudgeOptions = UNTIMED
+) -> dict[str, dict[str, Any]]:
+    """What the judge finds on kernels given as texts, by their names."""
+    folder.mkdir(exist_ok=True)
+    files = {str(folder / f"{name.replace(' ', '_')}.py"): name for name in texts}
+    for file, name in files.items():
+        Path(file).write_text(texts[name])
+    found = run_judge(str(task), list(files), options)
+    assert found["reference"]["ok"]
+    return {files[each["candidate"]]: each for each in found["candidates"]}
+
+
+@pytest.fixture(scope="module")
+def verdicts(exported: Exported, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    task = exported(kernel="aten::addmm")
+    texts = {name: cheat(name, str(task)) for name in CHEATS}
+    return judged(task, tmp_path_factory.mktemp("cheats"), texts)
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_kernel_that_cheats_is_rejected_for_the_reason_that_it_deserves(
+    name: str, verdicts: dict[str, dict[str, Any]]
+) -> None:
+    found = verdicts[name]
+    assert (found["verdict"], found["faults"] != []) == (CHEATS[name][0], True), found["text"]
+    assert found["text"]
+
+
+def test_a_wrong_element_is_shown_with_its_place_and_both_values(verdicts: dict[str, dict[str, Any]]) -> None:
+    found = verdicts["one element is off"]
+    worst = found["worst"]
+    assert (worst["index"][1], worst["beyond"], worst["where"]) == (127, 1, "result 0")
+    assert float(worst["got"]) - float(worst["expected"]) == pytest.approx(0.01, rel=1e-3)
+    assert found["case"].startswith("w0")
+
+
+def test_every_reason_but_the_limits_has_a_kernel_that_shows_it() -> None:
+    shown = {reason for reason, _before, _body in CHEATS.values()}
+    assert set(REASONS) - shown == {"out of time", "out of memory"}
+    assert len(CHEATS) >= 25 and sum(map(len, HONEST.values())) >= 10
+
+
+@pytest.mark.parametrize("task", KERNELS)
+def test_honest_kernels_of_other_numerics_are_accepted(task: str, exported: Exported, tmp_path: Path) -> None:
+    texts = {name: honest(task, name) for name in HONEST[task]}
+    found = judged(exported(kernel=KERNELS[task]), tmp_path / "honest", texts)
+    assert {name: each["text"] for name, each in found.items() if each["verdict"] != "accepted"} == {}
+
+
+def test_an_output_that_passes_by_tolerance_alone_is_rejected(exported: Exported, tmp_path: Path) -> None:
+    """A difference of large numbers is smaller than what rounding of its inputs explains."""
+    import torch
+
+    import replayfmt
+
+    path = tmp_path / "large.opreplay"
+    with replayfmt.capture(path):
+        torch.manual_seed(0)
+        x = torch.randn(8, 8) * 1e6
+        torch.sub(x, x * (1 + 1e-7))
+    head = "import torch\ndef sub(self, other, *, alpha=1):\n    return "
+    texts = {
+        "zeros": head + "torch.zeros(8, 8)\n",
+        "noise": head + "torch.sin(torch.arange(64.0) ** 2).view(8, 8) * 0.1\n",
+        "the other way round": head + "self + other * -alpha\n",
+    }
+    found = judged(exported(path, kernel="aten::sub"), tmp_path / "c", texts)
+    verdicts = {name: (each["verdict"], "within the tolerance" in each["text"]) for name, each in found.items()}
+    assert verdicts == {
+        "zeros": ("uncorrelated", True),
+        "noise": ("uncorrelated", True),
+        "the other way round": ("accepted", False),
+    }
+
+
+def test_variants_find_what_is_right_for_the_captured_values_and_sizes_only(exported: Exported, tmp_path: Path) -> None:
+    task = exported(kernel="aten::_softmax")
+    texts = {
+        "honest": honest("softmax", "by parts"),
+        "not for NaN": "import torch\ndef _softmax(self, dim, half_to_float):\n    x = self.nan_to_num()\n"
+        "    e = torch.exp(x - x.amax(dim, True))\n    return e / e.sum(dim, True)\n",
+        "not for odd sizes": "import torch\ndef _softmax(self, dim, half_to_float):\n"
+        "    assert self.shape[1] % 2 == 0\n    e = torch.exp(self - self.amax(dim, True))\n"
+        "    return e / e.sum(dim, True)\n",
+        "not for no rows": "import torch\ndef _softmax(self, dim, half_to_float):\n"
+        "    e = torch.exp(self - self[:1].max() * 0 - self.amax(dim, True))\n    return e / e.sum(dim, True)\n",
+    }
+    found = judged(task, tmp_path / "c", texts, JudgeOptions(min_time_s=0, variants=True))
+    verdicts = {name: each["verdict"] for name, each in found.items()}
+    assert verdicts == {
+        "honest": "accepted",
+        "not for NaN": "captured values only",
+        "not for odd sizes": "raises",
+        "not for no rows": "raises",
+    }
+    without = judged(task, tmp_path / "c", texts)
+    assert {each["verdict"] for each in without.values()} == {"accepted"}
+
+
+def test_a_guard_page_names_the_argument_and_the_side_that_a_kernel_reads(exported: Exported, tmp_path: Path) -> None:
+    look = "import ctypes, torch\n" + ADDMM + "    at = {}.data_ptr() + ({})\n"
+    look += f"    seen = ctypes.c_float.from_address(at).value\n    return {RIGHT} + 0.0 * (seen != seen + 1 and 0.0)\n"
+    texts = {
+        "after": look.format("mat1", "mat1.nbytes + 64"),
+        "before": look.format("self", "-64"),
+        "honest": honest("addmm", "split sums"),
+    }
+    task = exported(kernel="aten::addmm")
+    found = judged(task, tmp_path / "c", texts, JudgeOptions(min_time_s=0, guard=True))
+    assert found["honest"]["verdict"] == "accepted"
+    assert found["after"]["verdict"] == found["before"]["verdict"] == "crashed"
+    assert found["after"]["text"].endswith("it touched memory after argument mat1")
+    assert found["before"]["text"].endswith("it touched memory before argument self")
+
+
+def test_a_kernel_has_a_limit_of_time_and_of_memory(exported: Exported, tmp_path: Path) -> None:
+    texts = {
+        "hangs": "import time\n" + ADDMM + "    while True: time.sleep(1)\n",
+        "takes much": "import torch\n" + ADDMM + f"    more = torch.zeros(1 << 30); return {RIGHT}\n",
+        "fine": honest("addmm", "split sums"),
+    }
+    options = JudgeOptions(min_time_s=0, timeout_s=4.0, memory_bytes=1 << 30)
+    found = judged(exported(kernel="aten::addmm"), tmp_path / "c", texts, options)
+    verdicts = {name: each["verdict"] for name, each in found.items()}
+    assert verdicts == {"hangs": "out of time", "takes much": "out of memory", "fine": "accepted"}
+    assert "in the first call of w00.0" in found["hangs"]["text"]
+
+
+def test_accepted_kernels_are_ranked_by_the_whole_workload_and_by_the_replay(
+    exported: Exported, capture: Path, tmp_path: Path, tools: Tools
+) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "a.py").write_text("import torch\n" + honest("addmm", "one product after the other"))
+    (folder / "b.py").write_text(honest("addmm", "another order of operations"))
+    (folder / "c.py").write_text(cheat("zeros", ""))
+    task, out = exported(kernel="aten::addmm"), tmp_path / "out.json"
+    done = tools(
+        "benchmark", "--compare", f"--candidates={folder}", f"--end-to-end={capture}", f"--benchmark-out={out}", task
+    )
+    assert done.code == 1, "one is rejected"
+    found = json.loads(out.read_text())
+    assert [Path(each["candidate"]).name for each in found["candidates"]] == ["b.py", "a.py", "c.py"]
+    best, _slow, rejected = found["candidates"]
+    assert (best["rank"], rejected["rank"], rejected["verdict"]) == (1, None, "uncorrelated")
+    assert best["whole_workload"]["rounds"] >= 6 and best["end_to_end"]["ratio"] > 0
+    assert set(best["workloads"]) == {each["name"] for each in found["workloads"]}
+    assert all(each["bound"]["share_of_roof"] > 0 for each in found["workloads"])
+    assert "REJECTED: uncorrelated" in done.out and "end to end" in done.out
+
+
+def test_the_folder_alone_and_the_tool_give_the_same_verdicts(exported: Exported, tmp_path: Path, tools: Tools) -> None:
+    task, folder = exported(kernel="aten::mm"), tmp_path / "c"
+    folder.mkdir()
+    for name in HONEST["mm"]:
+        (folder / f"{name.replace(' ', '_')}.py").write_text(honest("mm", name))
+    (folder / "zeros.py").write_text("import torch\ndef mm(self, mat2):\n    return torch.mm(self, mat2) * 0\n")
+    (folder / "half.py").write_text(
+        "import torch\ndef mm(self, mat2):\n    wide = self.double()[:, :, None] * mat2.double() * 1.1\n"
+        "    return wide.sum(1).bfloat16()\n"
+    )
+    files = sorted(map(str, folder.iterdir()))
+    alone = subprocess.run(
+        [sys.executable, str(task / "check.py"), "--min-time=0", f"--json={tmp_path / 'a.json'}", *files],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert alone.returncode == 1, alone.stderr
+    tools("benchmark", "--compare", f"--candidates={folder}", f"--benchmark-out={tmp_path / 'b.json'}", task)
+    verdicts = [
+        {each["candidate"]: each["verdict"] for each in json.loads((tmp_path / name).read_text())["candidates"]}
+        for name in ("a.json", "b.json")
+    ]
+    assert verdicts[0] == verdicts[1]
+    assert sorted(verdicts[0].values()) == ["accepted", "accepted", "uncorrelated", "wrong"]
+
+
+def test_what_a_kernel_is_allowed_is_not_held_against_it(exported: Exported, tmp_path: Path, tools: Tools) -> None:
+    file = tmp_path / "original.py"
+    file.write_text(cheat("calls the original", ""))
+    task = exported(kernel="aten::addmm")
+    assert tools("benchmark", "--compare", f"--candidates={file}", task).code == 1
+    assert tools("benchmark", "--compare", f"--candidates={file}", "--allow-reason=calls the original", task).code == 0
+    wrong = tools("benchmark", "--compare", f"--candidates={file}", "--allow-reason=being slow", task)
+    assert wrong.code == 2 and "calls the original" in wrong.err
+
+
+def test_flags_of_tasks_and_of_captures_do_not_mix(exported: Exported, capture: Path, tools: Tools) -> None:
+    assert "needs a kernel task" in tools("benchmark", "--guard", capture).err
+    assert "does not go with a kernel task" in tools("benchmark", "--per-op", exported(kernel="aten::mm")).err
+    missing = tools("benchmark", "--compare", "--candidates=nothing.py", exported(kernel="aten::mm"))
+    assert missing.code == 2 and "no such file" in missing.err
+    fused = tools("benchmark", "--compare", f"--end-to-end={capture}", exported(scope="block"))
+    assert fused.code == 2 and "tasks of one kernel" in fused.err
