@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from replayfmt.replay.convenience import Replayed, run
     from replayfmt.replay.plan import Plan
     from replayfmt.replay.substitution.requests import Substitution
+    from replayfmt.trim.recorded import record_replay
 
     __version__: str
 
@@ -41,6 +42,7 @@ _HOME = {
     "import_ranks": "replayfmt.importers.importing",
     "import_trace": "replayfmt.importers.importing",
     "open": "replayfmt.api",
+    "record_replay": "replayfmt.trim.recorded",
     "register_op_alias": "replayfmt.pytorch.traced_names",
     "register_op_library": "replayfmt.pytorch.op_libraries",
     "register_string_default": "replayfmt.pytorch.traced_names",
@@ -69,6 +71,7 @@ __all__ = [
     "import_ranks",
     "import_trace",
     "open",
+    "record_replay",
     "register_op_alias",
     "register_op_library",
     "register_string_default",

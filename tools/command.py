@@ -48,7 +48,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Devices": ("--device", "--streams", "--graphs", "--threads"),
     "Verification": (
-        "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going",
+        "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going", "--record",
         "--compare-kernels", "--tolerance", "--replay", "--variants", "--guard", "--allow-reason",
     ),
     "Measurement": (
@@ -104,9 +104,9 @@ _LONGEST_DIAGNOSTIC = 4000  # characters
 # fmt: off
 TOPICS = [
     "failures", "content", "recording", "running-processes", "compiled", "triton", "devices", "graphs", "compatibility",
-    "queries", "signatures", "substitution", "kernel-tasks", "measuring", "comparing", "comparing-captures", "power",
-    "reporting", "tables", "vectors", "importing", "execution-traces", "operator-libraries", "initializers", "probing",
-    "probe-files",
+    "queries", "signatures", "substitution", "kernel-tasks", "measuring", "comparing", "comparing-captures",
+    "comparing-replays", "power", "reporting", "tables", "vectors", "importing", "execution-traces",
+    "operator-libraries", "initializers", "probing", "probe-files",
 ]
 # fmt: on
 _PAGES = Path(__file__).parent / "playbook"

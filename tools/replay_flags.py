@@ -64,9 +64,9 @@ def threads_option(function: Any) -> Any:
 
     def fix(context: click.Context, _parameter: click.Parameter, count: int | None) -> None:
         if count is not None and not context.resilient_parsing:
-            from replayfmt.pytorch.environment import threads_fixed
+            from replayfmt.pytorch.environment import settings_fixed
 
-            context.with_resource(threads_fixed(count))
+            context.with_resource(settings_fixed({"num_threads": count}))
 
     return click.option(
         "--threads",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from replayfmt.errors import ReplayMismatch
-from replayfmt.format.validation import printable
+from replayfmt.errors import ReplayMismatch, UsageError
+from replayfmt.format.output import check_place, same_file
+from replayfmt.format.validation import counted, printable
 
 from .command import reader_may_leave, record_bar, report, run_tool, say, tool
 from .replay_flags import (
@@ -49,6 +50,19 @@ if TYPE_CHECKING:
     "kernels and their grids with the trace's, and print MATCH or DIFFERENT. Implies --keep-going.",
 )
 @click.option(
+    "--record",
+    metavar="FILE",
+    help="Replay once more, and write what that computes as a capture of its own: the same ops with the digests and "
+    "scalars that they have here. opreplay-compare CAPTURE FILE says what differs.",
+)
+@click.option(
+    "--digests",
+    type=click.Choice(["captured", "ops"]),
+    default="captured",
+    show_default=True,
+    help="What --record takes digests of: what the capture has digests of, or every result of every op.",
+)
+@click.option(
     "--warm",
     is_flag=True,
     help="Execute everything once more, unverified, and print that time too: the first execution includes "
@@ -80,6 +94,8 @@ def cli(
     keep_going: bool,
     compare_kernels: bool,
     warm: bool,
+    record: str | None,
+    digests: Literal["captured", "ops"],
     form: str,
     device_profiling_mode: str | None,
     device_profiling_output: str | None,
@@ -98,6 +114,12 @@ def cli(
         raise click.MissingParameter(
             ctx=context, param=next(each for each in context.command.params if each.name == "capture")
         )
+    if record is not None:
+        if same_file(record, capture):
+            raise UsageError(f"--record={record}: is the capture; name another file")
+        check_place(record, force)
+    elif digests != "captured":
+        raise UsageError(f"--digests={digests}: for the file of --record=FILE, which is missing")
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
     keep_going = keep_going or compare_kernels
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
@@ -114,6 +136,11 @@ def cli(
             again = None
             if warm and result.divergence is None:
                 again = plan.execute(keep_going=keep_going, on_progress=on_progress, scope_times=True)
+            if record is not None:
+                from replayfmt.trim.recorded import record_plan
+
+                recorded = record_plan(plan, record, digests=digests, force=force, on_progress=on_progress)
+                result.notes += (f"recorded: {record}: {counted(recorded.ops, 'op')}, {recorded.bytes:,} bytes",)
         with reader_may_leave():
             if form == "jsonl":
                 for row in as_rows(plan, result, again):

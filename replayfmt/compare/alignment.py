@@ -50,8 +50,6 @@ class Alignment:
     partner_of_a: np.ndarray
     partner_of_b: np.ndarray
     exact: np.ndarray
-    label_a: list[int]
-    label_b: list[int]
     doubts: list[tuple[int, int]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
 
@@ -77,9 +75,14 @@ def align(a: Trace, b: Trace) -> Alignment:
     one, other = sides
     partner = np.array(one.partner, np.int64)
     exact = (partner >= 0) & (a.key == b.key[np.maximum(partner, 0)]) if len(b.key) else partner >= 0
-    found = Alignment(partner, np.array(other.partner, np.int64), exact, one.label, other.label, doubts)
+    found = Alignment(partner, np.array(other.partner, np.int64), exact, doubts)
     found.blocks = _blocks(*sides)
     return found
+
+
+def align_recorded(a: Trace, b: Trace) -> Alignment:
+    """The alignment of captures of the same ops in the same order."""
+    return Alignment(np.arange(a.ops), np.arange(a.ops), a.key == b.key)
 
 
 class _Side:

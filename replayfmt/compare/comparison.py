@@ -12,9 +12,10 @@ from os import PathLike
 from typing import Any
 
 from replayfmt.errors import UsageError
+from replayfmt.format.model import RECORDED_FROM
 from replayfmt.format.reader import CaptureReader, open_capture
 
-from .alignment import align
+from .alignment import align, align_recorded
 from .distances import Distance
 from .divergence import Root, diverge
 from .report import rows, text_lines
@@ -58,6 +59,12 @@ def compare(
     return _compared(sides[0], sides[1], rule, replay, options, on_progress)
 
 
+def _same_ops(a: Side, b: Side) -> bool:
+    """Whether both are replays of one capture, or one is of the other, so that the n-th ops belong together."""
+    origins = {each.reader.session.policies.get(RECORDED_FROM, each.reader.session.session_id) for each in (a, b)}
+    return len(origins) == 1 and a.trace.ops == b.trace.ops
+
+
 def _trace(reader: CaptureReader, on_progress: Progress) -> Trace:
     done = 0
 
@@ -72,7 +79,7 @@ def _trace(reader: CaptureReader, on_progress: Progress) -> Trace:
 def _compared(
     a: Side, b: Side, rule: Tolerance, replay: bool, options: Mapping[str, Any], on_progress: Progress
 ) -> Comparison:
-    alignment = align(a.trace, b.trace)
+    alignment = align_recorded(a.trace, b.trace) if _same_ops(a, b) else align(a.trace, b.trace)
     kernels = {kernel.name for kernel in a.reader.kernels if kernel} & {k.name for k in b.reader.kernels if k}
     if not a.trace.ops or not b.trace.ops or (not kernels and not alignment.pairs):
         raise NotComparable(

@@ -429,6 +429,7 @@ class Summary:
 
 TRACED_DEVICE_NS = "traced-device-ns"  # device time of the whole trace that an import read
 OPAQUE_RESULTS = "opaque-results"  # OPERATOR[:INDEX], separated by spaces
+RECORDED_FROM = "recorded-from"  # session id of the capture that a replay was recorded of: the same ops in order
 TRIMMED_FROM = "trimmed-from"  # session id of the capture it all comes from
 TRIMMED_SELECTION = "trimmed-selection"  # the flags that selected it; of several trims, in order
 TRIMMED_VERIFIED = "trimmed-verified"  # how the replay that gave its content was verified: bitwise, close, none

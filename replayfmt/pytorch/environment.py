@@ -279,30 +279,41 @@ def apply_settings(values: Mapping[str, Scalar], present: Mapping[str, Scalar] |
     for name in SETTINGS:
         if name in values:
             _apply(name, values[name])
+    for name in _fixed:  # what was set after them may have changed them
+        _apply(name, _fixed[name])
 
 
-_fixed_threads: int | None = None
+_fixed: dict[str, Scalar] = {}
 
 
 @contextmanager
-def threads_fixed(count: int) -> Iterator[None]:
-    """Inside, every replay runs with `count` threads, whatever its capture says."""
-    global _fixed_threads
-    before = torch.get_num_threads()
-    _set_threads(count)
-    _fixed_threads = count
-    try:
-        yield
-    finally:
-        _fixed_threads = None
-        torch.set_num_threads(before)
+def settings_fixed(values: Mapping[str, Scalar]) -> Iterator[None]:
+    """Inside, every replay runs with these settings, whatever its capture says.
+
+    Raises ReplayRefused for one that cannot be set here.
+    """
+    global _fixed
+    outside = _fixed
+    with preserved_settings():
+        _fixed = {**outside, **values}
+        try:
+            apply_settings(values)
+            yield
+        finally:
+            _fixed = outside
+
+
+def replayed_settings(captured: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """The settings that a replay of a capture with these runs under."""
+    return {**captured, **_fixed}
 
 
 def replay_threads(captured: object) -> tuple[int, str]:
     """With how many threads a replay runs, and why that may surprise. `captured` is the capture's number, if it has
     one: other numbers of threads add up in another order, so only --threads overrides it."""
-    if _fixed_threads is not None:
-        return _fixed_threads, "--threads"
+    fixed = _fixed.get("num_threads")
+    if isinstance(fixed, int):
+        return fixed, "--threads"
     if not isinstance(captured, int):
         return torch.get_num_threads(), ""
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -312,8 +323,7 @@ def replay_threads(captured: object) -> tuple[int, str]:
 
 
 def _apply(name: str, value: Scalar) -> None:
-    if name == "num_threads" and _fixed_threads is not None:
-        value = _fixed_threads
+    value = _fixed.get(name, value)
     setting = SETTINGS[name]
     if _same(setting.read(), value):
         return

@@ -348,18 +348,23 @@ class Plan(Preparation):
         verify: VerifyMode = "auto",
         *,
         twice: RunTwice | None = None,
+        judge: Judge | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> tuple[Verification, Divergence | None]:
         """Run what comes before ordinal `stop`, notifying `watcher` of its ops; returns how it was verified, and what
-        differed. `twice` replaces the ops it inspects.
+        differed. `twice` replaces the ops it inspects. `judge` gets all that can be compared, in place of the plan's.
 
         Reasons against replaying the rest do not matter. Raises ReplayRefused if there are any against this part,
         ReplayFailed if an op fails.
         """
+        if self.substitution is not None:
+            self.substitution.check(on_progress)
         with ExitStack() as stack:
             stack.enter_context(self._surroundings())
+            if self.substitution is not None:
+                stack.enter_context(python_dispatch())
             verification = self._decide(verify)
-            checks = verification.mode != "none"
+            checks = verification.mode != "none" or judge is not None
             scan = Scan(self.reader, self.effects, checks=checks, window=self.options.window, stop=stop)
             findings = self.findings_before(scan)
             if findings:
@@ -370,8 +375,13 @@ class Plan(Preparation):
             bitwise, tolerant = self._is_bitwise(verification), verify != "bitwise"
             self.judge.reset(verification, bitwise=bitwise, stop_at_first=True, tolerant=tolerant)
             self._clock.reset(self.devices, None)
-            stand_in = twice or self.context.stand_in
-            context = replace(self.context, shapes=self._shapes(verify), stand_in=stand_in, streams=None)
+            context = replace(
+                self.context,
+                shapes=self._shapes(verify),
+                stand_in=twice or self.context.stand_in,
+                streams=None,
+                judge=judge or self.judge,
+            )
             lowered = Lowering(context, scan, compare=checks).windows(lower_watched(watcher))
             with suppress(StopReplay):
                 self._machine(verified=checks).run(lowered, None, on_progress, prepared=False)

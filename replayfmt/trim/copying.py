@@ -230,7 +230,9 @@ class Copier:
             args, results = self._with_content(args), self._with_content(results)
         number = self._signatures.get(record.signature_id)
         if number is None:
-            number = self._signatures[record.signature_id] = self.signature(signature)
+            number = self.signature(signature)
+            if record.signature_id:  # else the record was changed, and its signature with it
+                self._signatures[record.signature_id] = number
         note = {**(record.annotation or {}), **(annotation or {})}
         if note and self._redaction is not None:
             note = self._redaction.values(note)

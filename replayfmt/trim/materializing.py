@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from replayfmt.errors import ReplayRefused
@@ -144,8 +146,12 @@ class Materializer:
             self._defined.measure(number, storage.nbytes())
         self._record = record = self._writing.write(self._state_generators)
         self._storages = {}
+        self._bear(record, self._writing.born)
+
+    def _bear(self, record: Record, storages: list[int]) -> None:
+        """Note the storages that an op is about to return."""
         kernel = self._kernel_of(record)
-        for number in self._writing.born:
+        for number in storages:
             born = self._plan.reader.storage(number)
             self._defined.born(number, born.bytes, written=born.origin is not StorageOrigin.uninitialized, opaque=False)
         for index, place in enumerate(self._plan.reader.layouts[record.signature_id].results):
@@ -319,16 +325,17 @@ class Materializer:
         self._write_digest(record, value, result, digest)
 
     def _write_digest(self, record: Record, value: TensorValue, result: int, digest: TensorDigest) -> None:
-        statistics = [each for each in (digest.min, digest.max, digest.mean, digest.l2) if each is not None]
-        whole, _reals = digest.slots()
-        head = whole[: len(whole) - sum(isinstance(each, int) for each in digest.sample)]
-        self._copier.add(
-            record,
-            RecordKind.digest,
-            [*argument_nodes(RecordKind.digest), *digest.nodes()],
-            [value, self._writing.ops[record.ordinal], result, *head, *statistics, list(digest.sample)],
-        )
+        add_digest(self._copier, record, RecordKind.digest, [value, self._writing.ops[record.ordinal], result], digest)
         self.digest_count += 1
+
+
+def add_digest(copier: Copier, near: Record, kind: RecordKind, args: Sequence[Value], digest: TensorDigest) -> None:
+    """Write a digest or host_read record: `args` are those before the digest."""
+    statistics = [each for each in (digest.min, digest.max, digest.mean, digest.l2) if each is not None]
+    whole, _reals = digest.slots()
+    head = whole[: len(whole) - sum(isinstance(each, int) for each in digest.sample)]
+    nodes = near.signature.args[: len(args)] if near.kind is kind else argument_nodes(kind)
+    copier.add(near, kind, [*nodes, *digest.nodes()], [*args, *head, *statistics, list(digest.sample)])
 
 
 def overwrites(plan: Plan, signature_id: int) -> tuple[int, ...]:

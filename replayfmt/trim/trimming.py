@@ -395,7 +395,7 @@ def _counted(on_progress: Callable[[int, int], None] | None, total: int) -> Call
 def output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
     """Where to write: `out`.partial, which is renamed once everything inside has succeeded, and removed otherwise."""
     if same_file(reader.path, out):
-        raise UsageError(f"{out}: is the capture that is trimmed; name another file")
+        raise UsageError(f"{out}: is the capture itself; name another file")
     check_place(out, force)
     partial = f"{out}.partial"
     if os.path.lexists(partial) and not force:
@@ -419,9 +419,9 @@ def rename(partial: str, out: str) -> None:
 
 
 @contextmanager
-def writer_of(partial: str, session: CaptureInfo) -> Iterator[CaptureWriter]:
+def writer_of(partial: str, session: CaptureInfo, doing: str = "trimming") -> Iterator[CaptureWriter]:
     """A writer whose file is removed if something goes wrong."""
-    writer = CaptureWriter(partial, session, force=True, doing="trimming")
+    writer = CaptureWriter(partial, session, force=True, doing=doing)
     try:
         yield writer
     except BaseException as error:
@@ -469,8 +469,8 @@ def copy_capture(
             session = replace(session, policies={**session.policies, **WITHOUT_SOURCES})
         with writer_of(partial, session) as writer:
             copier = Copier(reader, writer, redaction, sources=sources)
-            contents = _Contents(copier, _UsedDtypes(reader) if integers_only else None)
-            _Copying(copier, schedule, kept, contents, annotate=False, values=not integers_only).finish()
+            contents = Contents(copier, _UsedDtypes(reader) if integers_only else None)
+            Copying(copier, schedule, kept, contents, annotate=False, values=not integers_only).finish()
             writer.close(reader.summary.ended_ns or 0)
         result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes)
     if redaction is not None:
@@ -516,7 +516,7 @@ class _UsedDtypes:
         return None if storage in self.other else self.first.get(storage)
 
 
-class _Copying(Writing):
+class Copying(Writing):
     """Writes the states of random generators as the capture has them."""
 
     def record(self, record: Record) -> None:
@@ -529,7 +529,7 @@ class _Copying(Writing):
         self.generator_state(record, generator.id, content)
 
 
-class _Contents:
+class Contents:
     """The capture's content; with `used_dtypes`, recipes replace floating-point content."""
 
     def __init__(self, copier: Copier, used_dtypes: _UsedDtypes | None) -> None:

@@ -97,6 +97,15 @@ class Writing:
     def write(self, ready: Callable[[Record], None] | None = None) -> Record:
         """Write the next kept record, with its prerequisites before it; `ready` is called between the two. Returns the
         record as the capture has it."""
+        record = self.begin()
+        if ready is not None:
+            ready(record)
+        if record.ordinal not in self._schedule.dropped:
+            self.record(record)
+        return record
+
+    def begin(self) -> Record:
+        """Write the prerequisites of the next kept record, and return it: `record` writes it."""
         reader = self.copier.reader
         ordinal = int(self._ordinals[self._next])
         self._next += 1
@@ -104,10 +113,6 @@ class Writing:
         record = decode_record(frame, ordinal - frame.first_ordinal, reader.definitions)
         for action in self._schedule.actions.get(ordinal, ()):
             self._act(action, record)
-        if ready is not None:
-            ready(record)
-        if ordinal not in self._schedule.dropped:
-            self.record(record)
         return record
 
     def finish(self, last: Record | None = None) -> None:
@@ -143,13 +148,11 @@ class Writing:
 
     def op(self, record: Record) -> None:
         """An op; storages that it returns and that are not known yet are allocated."""
-        self.born.clear()
-        for storage in _storages(record.results):
-            if storage and storage not in self.copier.storages:
-                self.born.append(storage)
-                born = self.copier.reader.storage(storage)
-                known = born.origin in (StorageOrigin.op, StorageOrigin.uninitialized)
-                self.bear(storage, born.bytes, born.origin if known else StorageOrigin.op, 0)
+        self.born = self.bears(record)
+        for storage in self.born:
+            born = self.copier.reader.storage(storage)
+            known = born.origin in (StorageOrigin.op, StorageOrigin.uninitialized)
+            self.bear(storage, born.bytes, born.origin if known else StorageOrigin.op, 0)
         for storage in _storages(record.args):  # storages without bytes to import
             if storage and storage not in self.copier.storages:
                 self.bear(storage, self.copier.reader.storage(storage).bytes, StorageOrigin.uninitialized, 0)
@@ -157,6 +160,10 @@ class Writing:
         if note and record.annotation and "captured_ordinal" in record.annotation:
             note = None  # already trimmed: the ordinal is that of the original capture
         self.ops[record.ordinal] = self.copier.copy(record, note)
+
+    def bears(self, record: Record) -> list[int]:
+        """The storages that an op returns and that the result does not know yet."""
+        return [each for each in dict.fromkeys(_storages(record.results)) if each and each not in self.copier.storages]
 
     def bear(self, storage: int, length: int, origin: StorageOrigin, content: int) -> None:
         self.copier.bear(storage, length, origin, content)

@@ -69,7 +69,7 @@ TOGETHER = {
     + ["docs/queries.md", "docs/failures.md", "README.md"],
     "tour": ["docs/tour.md"],
     "guides": [f"docs/{name}.md" for name in ("measuring", "comparing", "power", "tables", "reporting")],
-    "comparing": ["docs/comparing-captures.md"],
+    "comparing": ["docs/comparing-captures.md", "docs/comparing-replays.md"],
     "kernel tasks": ["docs/kernel-tasks.md"],
     "probe files": ["docs/probe-files.md"],
 }
