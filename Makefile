@@ -29,11 +29,12 @@ DEMO      := build/demo
 PYTEST    = $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test check compat serving fuzz exact sanitize bench gpu wheel lint picture docs map help
+.PHONY: demo test check sweep compat serving fuzz exact sanitize bench gpu wheel lint picture docs map help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark, dump and report it'
-	@echo 'make test    the whole test suite'
+	@echo 'make test    the test suite'
 	@echo 'make check   the part of it that takes less than three minutes'
+	@echo 'make sweep   tests that try all there is of something, for minutes'
 	@echo 'make compat  the whole suite with another PyTorch: make compat TORCH=2.11.0 PYTHON=python3.12 (docs/compatibility.md)'
 	@echo 'make fuzz    change captures behind valid checks and read, plan and replay them, until it is stopped'
 	@echo 'make exact   compare what PyTorch and random programs compute with what they do under a capture (docs/exactness.md)'
@@ -103,7 +104,11 @@ test: $(INSTALLED)
 	$(PYTEST)
 
 check: $(INSTALLED)
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not sweep'
+
+# Tries all there is of something: each benchmark, each figure of the GPU check, damage at every place of a file.
+sweep: $(INSTALLED)
+	$(PYTEST) -m sweep
 
 # Without end. STAGE is read, plan or run; make fuzz STAGE=run SEED=2000 goes on where it was stopped.
 STAGE ?= read

@@ -18,6 +18,7 @@ _HERE = Path(__file__).parent
 _FILES = sorted(_HERE.glob("*on_device.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
 def test_what_holds_on_an_accelerator(path: Path) -> None:
     if isinstance(found := dispatch_hook(), NotAvailable):

@@ -8,6 +8,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 import replayfmt
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +84,7 @@ def check_types(program: str, tmp_path: Path) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_a_strictly_typed_program_can_use_the_public_names(tmp_path: Path) -> None:
     done = check_types(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -201,6 +201,7 @@ def scaled(path, factor):
     path.write_text(json.dumps(made))
 
 
+@pytest.mark.slow
 def test_the_gate_of_the_tool_fails_with_exit_code_1_and_names_the_rows(tools, captured, tmp_path):
     old = tmp_path / "old.json"
     flags = ["--benchmark-min-time=6x", "--benchmark-warmup=0", "--verify=none"]

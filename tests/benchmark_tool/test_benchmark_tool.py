@@ -100,11 +100,13 @@ def test_warm_up_replays_come_before_each_repetition(bench, captured, executed):
     assert executed == ["auto", *["none"] * 10, "auto"]
 
 
+@pytest.mark.slow
 def test_seconds_are_timed_until_they_have_passed(bench, captured):
     (row,) = rows(bench, captured, "--benchmark-min-time=0.01s")
     assert sum(row["samples"]["real_time"]) >= 0.01e9 or row["iterations"] >= 1
 
 
+@pytest.mark.slow
 def test_the_verification_asked_for_is_what_is_done(bench, captured, executed):
     text = bench(captured, "--verify=bitwise").out
     assert "verified  before and after timing, bitwise" in text and executed.count("bitwise") == 2

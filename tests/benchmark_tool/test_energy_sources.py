@@ -298,6 +298,7 @@ def a_zeus(folder, monkeypatch, text):
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
+@pytest.mark.slow
 def test_power_is_sampled_by_a_process_of_its_own_and_its_log_is_kept(tools, captured, tmp_path, monkeypatch):
     a_zeus(tmp_path, monkeypatch, FAKE_ZEUS)
     out, log = tmp_path / "report.json", tmp_path / "power.csv"
@@ -348,6 +349,7 @@ def test_a_sampler_that_is_killed_leaves_no_figure_and_its_log(tmp_path, monkeyp
     assert process.poll() == 0  # it ends with the process that it samples for
 
 
+@pytest.mark.slow
 def test_counters_are_sampled_beside_power_and_the_program_is_measured_too(tools, captured, tmp_path, monkeypatch):
     fake_nvml.for_processes(tmp_path, monkeypatch, [Board(watts=70.0)])
     script = tmp_path / "script.py"

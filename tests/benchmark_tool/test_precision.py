@@ -42,6 +42,7 @@ def iterations(nanoseconds, **options):
     return len(run.whole.samples[0].real)
 
 
+@pytest.mark.slow
 def test_steady_times_end_at_the_floor_and_varying_ones_go_on_until_the_median_is_known():
     assert iterations([1000]) == 20
     assert iterations([1000], precision=Precision(0.02, 1.0)) == 20
@@ -56,12 +57,14 @@ def test_what_is_never_narrow_ends_at_the_cap():
     assert iterations(two_sided, precision=Precision(0.02, 400e-6)) == 400
 
 
+@pytest.mark.slow
 def test_a_number_of_replays_is_the_floor_if_a_precision_is_asked_for():
     assert iterations([1000], min_time=MinTime(iterations=3)) == 3
     assert iterations([1000], min_time=MinTime(iterations=3), precision=Precision(0.02, 1.0)) == 6  # an interval
     assert iterations([1000], min_time=MinTime(iterations=30), precision=Precision(0.02, 1.0)) == 30
 
 
+@pytest.mark.slow
 def test_every_scope_has_to_be_narrow_and_not_only_the_whole():
     time = Time()
     plan = FakePlan([("op", 100_000, 1), ("begin", "a"), ("op", 10, 1), ("end", "a")], time)

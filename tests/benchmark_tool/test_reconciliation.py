@@ -127,6 +127,7 @@ def program(tmp_path):
     return capture, script
 
 
+@pytest.mark.slow
 def test_the_tool_measures_all_of_them(tools, program):
     capture, script = program
     flags = ["--reconcile", "--benchmark-min-time=6x", "--replay-scope=step", "--program-runs=1"]
@@ -142,6 +143,7 @@ def test_the_tool_measures_all_of_them(tools, program):
     assert ran.code == 0 and "reconciliation of BM_replay\n" in ran.out and "program itself" not in ran.out
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_or_has_no_such_scope_is_one_line(tools, program):
     capture, script = program
     flags = ["--reconcile", "--benchmark-min-time=1x", "--program-runs=1"]

@@ -259,6 +259,7 @@ def product(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_every_op_has_its_work_in_the_json_and_with_roofline_on_the_console(
     tools, product, tmp_path, small, monkeypatch
 ):

@@ -264,6 +264,7 @@ def test_compiled_regions_are_recorded_inside_or_kept_or_run_as_operators(tmp_pa
     }
 
 
+@pytest.mark.slow
 def test_triton_launches_are_recorded(tmp_path):
     pytest.importorskip("triton")
     (tmp_path / "launch.py").write_text("""

@@ -18,6 +18,7 @@ from .programs import Op, Program, edited, layered, program_of, wrong_pairs
 EDITS = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @EDITS
 @given(st.integers(0, 1 << 32), st.integers(2, 25), st.integers(0, 5), st.booleans())
 def test_of_an_edited_program_the_known_mapping_is_found_or_refused(

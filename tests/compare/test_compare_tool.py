@@ -41,6 +41,7 @@ def test_the_exit_code_says_whether_results_are_equal(tools: Tools, pair: list[s
     assert tools("compare", "--replay", *pair[:2]).code == 0
 
 
+@pytest.mark.slow
 def test_rows_are_as_documented(tools: Tools, pair: list[str], tmp_path: Path) -> None:
     kinds = set()
     pairs = [(pair[0], pair[2])]

@@ -31,7 +31,7 @@ def rows(path: Path) -> list[dict[str, object]] | None:
         return None
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_capture_cut_anywhere_is_refused_or_shown_as_incomplete(small: bytes, tmp_path: Path) -> None:
     path = tmp_path / "cut.opreplay"
     shown = 0
@@ -46,7 +46,7 @@ def test_a_capture_cut_anywhere_is_refused_or_shown_as_incomplete(small: bytes, 
     assert shown > len(small) // 20
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_changed_bit_is_refused_or_changes_no_record(small: bytes, tmp_path: Path) -> None:
     path = tmp_path / "flipped.opreplay"
     path.write_bytes(small)

@@ -124,6 +124,7 @@ def calls() -> Iterator[tuple[str, Callable[[Any], Any]]]:
 CALLS = dict(calls())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_parameter_of_any_kind_ends_in_an_error_of_the_library_or_in_what_was_asked(name: str, folder: Path) -> None:
     before, refused = set(os.listdir(folder)), 0

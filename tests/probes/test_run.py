@@ -43,6 +43,7 @@ def records(row: dict[str, Any], probe: str) -> np.ndarray[Any, Any]:
     return np.asarray(ProbeRecording.open(row["recording"]).section(0).records(find_probe(probe).layout))
 
 
+@pytest.mark.slow
 def test_every_launch_is_run_without_and_with_the_probe_and_keeps_its_results(found: dict[str, Any]) -> None:
     case = found["schedule"]
     assert [row["outcome"] for row in case["rows"]] == ["bitwise", "bitwise"]

@@ -33,7 +33,7 @@ PRODUCT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_benchmark_gives_its_rows(tmp_path: Path) -> None:
     out, traces = tmp_path / "rows.json", tmp_path / "traces"
     (traces / "kineto").mkdir(parents=True)

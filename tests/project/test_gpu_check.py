@@ -57,7 +57,7 @@ def judged(rows: list[dict[str, Any]]) -> None:
         assert (row["met"] is not None) == (has_goal and row["measured"] is not None), row
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_figure_has_a_row_without_a_gpu_too(tmp_path: Path, goals: ModuleType) -> None:
     arguments = [f"OUT={tmp_path}", "DEVICE=cpu", "SECONDS=3000", f"VENV={sys.prefix}"]
     done = subprocess.run(
@@ -115,6 +115,7 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_or_fails_stops_no_other_and_keeps_what_it_told(folder: Path) -> None:
     process = started(folder, "--steps=capture streams probes", "--patience=0.15")
     said = process.communicate()[0]

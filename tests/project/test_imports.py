@@ -198,6 +198,7 @@ def test_nothing_that_must_work_without_torch_names_it() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_a_replay_knows_operators_by_its_kernels_alone() -> None:
     """Whatever else is to be replayed is another kind of kernel, not another case in every module. (Replacements may be
     operators themselves.)"""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 
 from replayfmt.pytorch.private_names import EVERYWHERE, LOOKED_AT, NAMES
@@ -119,6 +120,7 @@ def version_of(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")[:2]))
 
 
+@pytest.mark.slow
 def test_every_private_name_that_the_package_uses_is_in_the_table() -> None:
     assert sorted(name for name in used() if not any(f"{row}.".startswith(f"{name}.") for row in NAMES)) == []
     last = {row.rpartition(".")[2] for row in NAMES}
@@ -127,6 +129,7 @@ def test_every_private_name_that_the_package_uses_is_in_the_table() -> None:
     assert sorted(of_others - last - parts - _NOT_OF_PYTORCH) == []
 
 
+@pytest.mark.slow
 def test_every_name_of_the_table_is_used() -> None:
     names, (asked, _of_others) = used(), attributes()
     texts = {node.value for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Constant)}

@@ -51,6 +51,7 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not silent
 
 
+@pytest.mark.slow
 def test_names_say_what_they_hold_and_not_only_its_form() -> None:
     vague = {"walk", "flat", "uses", "facts", "cuts", "utils", "helpers", "misc", "stuff"}
     found = [

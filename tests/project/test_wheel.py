@@ -112,6 +112,7 @@ def test_an_installed_tool_tells_its_version_and_its_flags(installed: Path, tmp_
     assert "# When something fails" in run(installed / f"opreplay-{tool}", "--agents-md=failures", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_installed_tools_capture_check_dump_and_run(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import torch\ntorch.randn(4, 4).mm(torch.ones(4, 4)).sum().item()\n")
     run(installed / "opreplay-capture", "-o", "one.opreplay", "program.py", cwd=tmp_path)

@@ -22,13 +22,37 @@ RECORDERS = ("python", "native")
 @pytest.fixture(autouse=True, params=RECORDERS)
 def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Everything holds of both recorders, except where a test is marked for one."""
-    marker = request.node.get_closest_marker("recorder")
-    if marker is not None and request.param not in marker.args:
-        pytest.skip(f"is about the recorder {marker.args[0]}")
     if request.param == "native":
         require_native_recorder()
     monkeypatch.setenv("OPREPLAY_RECORDER", request.param)
     return request.param
+
+
+def runs_with(item: pytest.Function) -> bool:
+    """Whether a test is run with the recorder it was collected for: with both, as its marker says, or, where it takes
+    long and is not about the recorders, with the one that programs meet."""
+    marker = item.get_closest_marker("recorder")
+    if marker is not None:
+        names = marker.args
+    else:
+        names = ("native",) if item.get_closest_marker("slow") else RECORDERS
+    return item.callspec.params["recorder"] in names
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [
+        item
+        for item in items
+        if isinstance(item, pytest.Function)
+        and "recorder" in getattr(getattr(item, "callspec", None), "params", {})
+        and Path(__file__).parent in item.path.parents
+        and not runs_with(item)
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 class Captured:

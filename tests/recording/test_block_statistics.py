@@ -230,6 +230,7 @@ with replayfmt.capture(sys.argv[1], digests="ops"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_child_forked_while_digests_are_computed_waits_for_none_of_the_threads(tmp_path: Path) -> None:
     path = tmp_path / "forking.opreplay"

@@ -99,6 +99,7 @@ assert looked_at == dict(counters["frames"]), (looked_at, counters["frames"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.recorder("native")
 def test_dynamo_leaves_it_alone_where_it_is_imported_during_the_capture(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _IMPORTS_DYNAMO_LATE, str(tmp_path / "late.opreplay")]

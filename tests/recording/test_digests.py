@@ -132,6 +132,7 @@ def test_blocks_and_rows_of_any_length_add_up() -> None:
         assert_same(digest_tensor(tensor), by_definition(tensor))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from([*DTYPES, torch.complex32]),
@@ -205,6 +206,7 @@ with replayfmt.capture(sys.argv[1], digests="ops"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads that Linux shows")
 def test_a_digest_starts_no_thread_that_a_forked_child_would_wait_for(tmp_path: Path) -> None:
     path = tmp_path / "forking.opreplay"

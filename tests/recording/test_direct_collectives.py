@@ -47,6 +47,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorder", ["native", "python"])
 def test_a_collective_that_no_operator_tells_of_is_refused(tmp_path: Path, recorder: str) -> None:
     lines = [BEGIN]

@@ -74,6 +74,8 @@ def test_a_mistake_of_the_recorder_does_not_reach_the_program(
     assert "recording failed" in capfd.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 def test_buffered_ops_reach_the_file_within_a_second(tmp_path) -> None:
     recorder = Recorder(tmp_path / "x.opreplay")
     recorder.start()
@@ -183,6 +185,8 @@ def state_of_the_process() -> list[Any]:
     return [held, torch._C._len_torch_dispatch_stack(), signal.getsignal(signal.SIGTERM), list(sys.meta_path)]
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 @pytest.mark.parametrize("step", STEPS_OF_A_START)
 def test_a_start_that_fails_undoes_what_it_did_and_a_later_capture_works(
     step: str, tmp_path, capture: Capture, monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,7 @@ def test_the_recorders_thread_is_woken_for_a_full_frame(tmp_path: Path, monkeypa
         assert awaited(path, 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorder", ["native", "python"])
 def test_a_clock_that_goes_back_or_stands_does_not_end_a_capture(
     recorder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

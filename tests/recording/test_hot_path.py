@@ -85,6 +85,8 @@ def reasons(captured: Captured) -> list[Any]:
     return [record.argument("reason") for record in captured.records(RecordKind.storage_import)]
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_that_repeats_itself_replays(capture: Capture, program: Callable[[], Any]) -> None:
     captured = capture(repeated(program))

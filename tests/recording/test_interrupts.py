@@ -117,6 +117,7 @@ def scopes(x: torch.Tensor, y: torch.Tensor) -> None:
         (torch.arange(y.numel()) * 1.0).softmax(0)
 
 
+@pytest.mark.recorder("python", "native")
 @pytest.mark.slow
 @pytest.mark.usefixtures("handled")
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def on_complete_path(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.recorder("native")
 @pytest.mark.parametrize("followed", [False, True], ids=["no other capture", "another capture"])
 def test_an_op_on_the_hot_path_that_returns_after_the_close_is_not_recorded(
@@ -188,6 +189,8 @@ def test_an_op_on_the_hot_path_that_returns_after_the_close_is_not_recorded(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 def test_an_op_that_returns_in_the_next_capture_is_in_neither(tmp_path: Path, held: Held) -> None:
     first = started(tmp_path / "1.opreplay")
     torch.ones(1)

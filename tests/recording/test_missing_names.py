@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,6 +83,8 @@ def outcome(place: Any, name: str, run: Callable[[], Any] = program) -> Any:
         return error
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 def test_a_name_that_is_missing_ends_the_capture_and_not_the_program(tmp_path: Path) -> None:
     tried, wrong = [], []
     program()

@@ -102,6 +102,7 @@ def image_models() -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.recorder("python", "native")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", text_models())
 def test_text_models_replay_bit_for_bit(capture: Capture, name: str) -> None:
@@ -139,6 +140,7 @@ def test_inference_mode_replays_bit_for_bit(capture: Capture) -> None:
     captured.replays()
 
 
+@pytest.mark.recorder("python", "native")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
@@ -221,6 +223,7 @@ def muon() -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.recorder("python", "native")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TRAINING, "muon"])
 def test_training_replays_bit_for_bit_and_is_not_changed_by_a_capture(capture: Capture, name: str) -> None:

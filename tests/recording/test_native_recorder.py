@@ -123,6 +123,7 @@ def test_a_parameter_can_be_made_of_any_layout(capture: Capture, layout: str) ->
     captured.replays()
 
 
+@pytest.mark.slow
 def test_a_warning_that_comes_once_is_not_used_up() -> None:
     """Tensors in CSR layout warn when the first of a process is made."""
     program = (

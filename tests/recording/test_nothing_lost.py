@@ -190,6 +190,8 @@ def issued(run: Callable[[], Any]) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_operator_that_ran_is_in_the_capture(capture: Capture, program: Callable[[Any], None]) -> None:
     def run() -> list[torch.Tensor]:
@@ -230,6 +232,8 @@ class _Cycle:
         self.written.add_(1)
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 def test_what_finalizers_run_in_the_middle_of_the_recorders_work_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

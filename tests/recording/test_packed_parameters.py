@@ -244,6 +244,7 @@ def test_dynamically_quantized_recurrent_networks_replay(capture: Capture, name:
     captured.replays()
 
 
+@pytest.mark.slow
 def test_recurrent_networks_that_are_quantized_per_channel_under_the_capture_replay(capture: Capture) -> None:
     def program() -> Any:
         packed = [ops.linear_prepack(per_channel(12, length), torch.randn(12)) for length in (8, 3)]

@@ -41,6 +41,7 @@ WRITES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("digests", ["live", "ops"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_the_written_places_are_compared_and_the_others_are_not(
@@ -108,6 +109,7 @@ def test_a_replay_buffer_far_larger_than_what_is_written_costs_what_is_written(c
     captured.replays()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [

@@ -35,6 +35,7 @@ def thrice(program: Program) -> Program:
     return lambda: [program() for _ in range(3)]
 
 
+@pytest.mark.recorder("python", "native")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PLAIN, ids=lambda p: p.__name__)
 def test_every_result_replays_bit_for_bit(capture: Capture, program: Program) -> None:
@@ -43,6 +44,7 @@ def test_every_result_replays_bit_for_bit(capture: Capture, program: Program) ->
     captured.replays()
 
 
+@pytest.mark.recorder("python", "native")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PLAIN, ids=lambda p: p.__name__)
 def test_calls_that_repeat_are_recorded_so_that_they_replay_bit_for_bit(capture: Capture, program: Program) -> None:
@@ -51,6 +53,7 @@ def test_calls_that_repeat_are_recorded_so_that_they_replay_bit_for_bit(capture:
     captured.replays()
 
 
+@pytest.mark.recorder("python", "native")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [p for p in PLAIN if p.__name__ != "partly_written_memory"], ids=lambda p: p.__name__

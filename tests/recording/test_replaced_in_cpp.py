@@ -78,6 +78,8 @@ def names(captured: Captured) -> list[str]:
     return [name.partition(".")[0].removeprefix("aten::") for name in captured.ops()]
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 @watched
 def test_what_such_a_kernel_calls_is_recorded(capture: Capture, load: Callable[[], None]) -> None:
     load()

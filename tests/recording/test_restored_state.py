@@ -58,6 +58,8 @@ def backward(hook: Callable[[], Any]) -> None:
     y.sum().backward()
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 def test_one_that_begins_inside_a_backward_pass_says_what_it_lacks_and_goes_on_after_it(
     recording: Any, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def _thrice(x: torch.Tensor) -> None:
     x.mul_(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", ["full", "none"])
 @pytest.mark.parametrize("number", range(len(TYPES)), ids=list(TYPES))
 def test_an_operator_of_any_type_runs(capture: Capture, operators: Any, number: int, payload: str) -> None:

@@ -249,6 +249,8 @@ def test_a_thread_that_cannot_take_part_is_told(capture: Capture, serve: Callabl
     assert "functions of the program's own wherever it could be asked" in details(captured)[0]
 
 
+@pytest.mark.slow
+@pytest.mark.recorder("python", "native")
 def test_operators_that_began_before_the_capture_are_told(capture: Capture, serve: Callable[..., Server]) -> None:
     """A backward pass is one call into C code: what it runs after the capture began has no mode."""
     entered, go_on = threading.Event(), threading.Event()

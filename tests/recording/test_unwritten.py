@@ -295,6 +295,7 @@ FUNCTIONAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", FUNCTIONAL.values(), ids=FUNCTIONAL.keys())
 def test_out_of_place_forms_of_what_overwrites_a_tensor_do_not_read_it(capture: Capture, operator: Any) -> None:
     """Functionalization, ahead of compilation, turns operators in place into these."""
@@ -327,6 +328,7 @@ INTO_A_COPY: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", INTO_A_COPY.values(), ids=INTO_A_COPY.keys())
 def test_what_overwrites_a_part_of_a_copy_does_not_read_the_rest(capture: Capture, operator: Any) -> None:
     def program() -> Any:
@@ -436,6 +438,7 @@ def test_what_a_composite_of_pytorchs_fills_through_an_address_replays(
     captured.replays()
 
 
+@pytest.mark.slow
 def test_where_nobody_can_know_who_wrote_it_the_captures_last_line_names_the_flag(tmp_path: Any) -> None:
     (tmp_path / "program.py").write_text(
         "import torch\n"
@@ -452,6 +455,7 @@ def test_where_nobody_can_know_who_wrote_it_the_captures_last_line_names_the_fla
     assert all("--reads-unwritten=SCOPE" in finding for finding in refused.value.findings)
 
 
+@pytest.mark.slow
 def test_the_captures_last_line_says_how_much_written_memory_a_replay_does_not_compare(tmp_path: Any) -> None:
     """Digests list a limited number of written ranges."""
     (tmp_path / "program.py").write_text(

@@ -67,6 +67,7 @@ def test_the_wheels_of_cudas_libraries_are_recorded_and_compared(
     assert "nvidia-cudnn unset here, 9.19.0.56 in the capture" in result.verification.reasons
 
 
+@pytest.mark.slow
 def test_nothing_asks_a_device_for_any_of_it() -> None:
     code = (
         "import torch\nfrom replayfmt.pytorch import environment\n"

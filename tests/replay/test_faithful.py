@@ -300,6 +300,7 @@ def test_custom_operators_run_under_the_autocast_they_were_captured_with(capture
     replay(captured(program))
 
 
+@pytest.mark.slow
 def test_custom_operators_may_use_tensor_subclasses_inside(captured: Captured) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 

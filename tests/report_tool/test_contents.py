@@ -72,6 +72,7 @@ def everything(measured: Measured) -> ReportContents:
     return contents_of(measured, measured.whole, measured.per_op, energy=True, baseline=True, trace=measured.trace)
 
 
+@pytest.mark.slow
 def test_calls_and_times_add_up_to_those_of_the_records(measured: Measured) -> None:
     with open_capture(measured.capture) as reader:
         records = [each for each in reader.records() if each.kind is RecordKind.op]
@@ -341,6 +342,7 @@ def _leaves(content: object) -> list[tuple[dict[str, object], str]]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("which", ["whole", "per_op", "energy"])
 def test_a_document_with_anything_in_the_place_of_anything_is_read_or_refused(
     measured: Measured, tmp_path: Path, which: str

@@ -78,6 +78,7 @@ def test_each_picture_of_the_page_is_an_svg_and_a_png_and_what_has_none_is_said(
         assert pixels.shape[1] == 1500 and pixels[..., :3].std() > 0.05, "it is not blank"
 
 
+@pytest.mark.slow
 def test_pictures_are_replaced_only_with_force_and_none_replaces_what_the_report_is_made_of(
     measured: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,7 @@ def nested(folder: Path, depth: int) -> bytes:
     return content
 
 
+@pytest.mark.slow
 def test_bodies_in_bodies_are_left_out_with_the_sources(tmp_path: Path, tools: Tools) -> None:  # noqa: F811
     path = capture(tmp_path, inside=nested(tmp_path, 400))
     done = tools("trim", "--no-sources", path, tmp_path / "out.opreplay")

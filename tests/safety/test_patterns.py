@@ -122,7 +122,7 @@ def test_the_package_s_patterns_are_found() -> None:
     assert len(PATTERNS) > 50
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("group", range(8))
 def test_patterns_take_linear_time(group: int) -> None:
     slow = []

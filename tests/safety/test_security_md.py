@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text()
 
@@ -21,6 +23,7 @@ def _marked() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_guarantee_has_a_test_and_every_mark_is_a_guarantee() -> None:
     stated = {
         name

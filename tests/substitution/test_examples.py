@@ -77,6 +77,7 @@ def test_the_kernels_give_what_they_say_they_give() -> None:
     assert not torch.allclose(wrong.rms_norm(x, weight), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_triton_kernel_passes_where_it_can_run(folder: Path) -> None:
     """In a process of its own: Triton decides when it is imported whether it interprets."""

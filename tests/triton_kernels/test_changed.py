@@ -22,6 +22,7 @@ def found_in(folder: Path, *, interpret: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_triton_has_compiled_decides_on_the_source(tmp_path: Path) -> None:
     """Each kernel was compiled with 2, which was 3 at its second launch, and compiled again for its third. Before the
     fourth, it was 3 when the capture began."""
@@ -36,6 +37,7 @@ def test_what_triton_has_compiled_decides_on_the_source(tmp_path: Path) -> None:
     assert "TRITON_KERNEL_OVERRIDE" in refused
 
 
+@pytest.mark.slow
 def test_what_the_interpreter_runs_decides_on_the_source(tmp_path: Path) -> None:
     """It reads variables at each launch, and texts and default values once."""
     found = found_in(tmp_path, interpret=True)

@@ -28,6 +28,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("interpreted"), interpret=True)
 
 
+@pytest.mark.slow
 def test_each_launch_says_what_it_changed(interpreted: dict[str, Any]) -> None:
     launches = interpreted["audit"]
     assert {each["writes"] for each in launches} == {"compared"}
@@ -60,6 +61,7 @@ def test_without_a_comparison_everything_counts_as_written(interpreted: dict[str
         assert each == {"written": ["a", "b", "c", "out"], "writes": "assumed", "digests": 0}
 
 
+@pytest.mark.slow
 def test_what_assembly_does_is_compared_and_what_stores_tell_is_not(tmp_path: Path) -> None:
     found = run(tmp_path, interpret=False)
     assert found["audit"] == [{"written": ["b", "out"], "writes": "compared", "digests": 1}]

@@ -33,6 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 def test_kernels_keep_what_was_compiled_for_the_target(found: dict[str, Any], arch: int) -> None:
     kernels = found[f"sm{arch}"]["kernels"]

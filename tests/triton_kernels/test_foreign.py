@@ -22,6 +22,7 @@ def run(folder: Path, *, interpret: bool) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_interpreter_replays_them(tmp_path: Path) -> None:
     found = run(tmp_path, interpret=True)
     assert len(found) >= 2
@@ -29,6 +30,7 @@ def test_the_interpreter_replays_them(tmp_path: Path) -> None:
         assert (each.get("outcome"), each["nonzero"]) == ("ok", True) and each["digests"], each
 
 
+@pytest.mark.slow
 def test_the_stored_source_compiles_to_the_captured_code(tmp_path: Path) -> None:
     found = run(tmp_path, interpret=False)
     assert len(found) >= 15  # PyTorch 2.11 has fewer than later ones

@@ -48,6 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["twofold", "named", "by its ending"])
 def test_a_cubin_by_triton_is_launched_in_place_of_the_kernel(found: dict[str, Any], how: str) -> None:
     result = found[how]

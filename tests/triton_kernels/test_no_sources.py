@@ -28,6 +28,7 @@ print(x.sum().item())
 """
 
 
+@pytest.mark.slow
 def test_a_capture_without_sources_has_none_and_says_so(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     (tmp_path / "doubling.py").write_text(PROGRAM)

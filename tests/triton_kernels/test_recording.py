@@ -71,6 +71,7 @@ def attachment(reader: CaptureReader, kernel: Any, role: str) -> str:
     return bytes(reader.payload(found.payload)).decode()
 
 
+@pytest.mark.slow
 def test_a_capture_does_not_change_what_a_program_computes(captures: tuple[Path, dict[str, Any]]) -> None:
     _, same = captures
     assert set(same) == set(WRITTEN) | set(REFUSED)

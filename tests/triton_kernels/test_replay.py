@@ -55,6 +55,7 @@ def replays(captures: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.Temp
     return {Path(path).stem: result for path, result in told["found"].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPLAYED)
 def test_a_replay_is_bitwise_and_says_what_ran_the_kernels(replays: dict[str, Any], name: str) -> None:
     result = replays[name]
@@ -97,6 +98,7 @@ def test_without_leave_no_source_is_run(touching: tuple[Path, Path], tools: Tool
     assert not made.exists()
 
 
+@pytest.mark.slow
 def test_with_leave_it_is_run(touching: tuple[Path, Path]) -> None:
     capture, made = touching
     done = run_python("-m", "tests.triton_kernels.replays", str(capture))
@@ -104,6 +106,7 @@ def test_with_leave_it_is_run(touching: tuple[Path, Path]) -> None:
     assert made.exists()
 
 
+@pytest.mark.slow
 def test_a_launch_is_reconciled_with_isolated_launches(tmp_path: Path) -> None:
     capture, out = craft(tmp_path / "a.opreplay"), tmp_path / "a.json"
     flags = ("--reconcile", "--allow-code", "--benchmark-min-time=6x", f"--benchmark-out={out}")
@@ -115,6 +118,7 @@ def test_a_launch_is_reconciled_with_isolated_launches(tmp_path: Path) -> None:
     assert found["whole_replay_ns"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tool",
     [("run", "--verify=bitwise"), ("benchmark", "--benchmark-min-time=1x"), ("benchmark", "--per-op", "--roofline")],
@@ -128,6 +132,7 @@ def test_each_tool_has_triton_interpret_before_anything_else_imports_it(
     assert done.returncode == 0 and "refused 1" not in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("code-order")
 def test_no_source_is_run_where_anything_else_speaks_against_the_replay(tmp_path: Path) -> None:
     capture, made = touch(tmp_path / "refused.opreplay", then="aten::nothing")
@@ -137,6 +142,7 @@ def test_no_source_is_run_where_anything_else_speaks_against_the_replay(tmp_path
     assert not made.exists()
 
 
+@pytest.mark.slow
 def test_without_triton_there_is_one_finding(tmp_path: Path) -> None:
     capture = craft(tmp_path / "a.opreplay")
     program = "import sys; sys.modules['triton'] = None; from tests.triton_kernels import replays; replays.main()"

@@ -75,6 +75,7 @@ def digests(printed: str) -> list[str]:
     return [line.rpartition(" ")[2] for line in printed.splitlines() if " sha256 " in line]
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_it_is_and_gives_what_was_captured(scripts: Path) -> None:
     done = run_python(str(scripts / "names_of_a_script.py"), cache=scripts / "cache")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,6 +97,7 @@ def test_names_of_the_script_and_of_other_kernels_get_numbers(scripts: Path) -> 
         assert line in text, line
 
 
+@pytest.mark.slow
 def test_a_script_with_another_kernel_says_what_was_captured_and_fails(scripts: Path, tmp_path: Path) -> None:
     text = (scripts / "names_of_a_script.py").read_text()
     assert text.count("x / SCALE_3") == 1
@@ -107,6 +109,7 @@ def test_a_script_with_another_kernel_says_what_was_captured_and_fails(scripts: 
     assert [each.split()[0] for each in outcomes(done.stdout)] == ["CAPTURED"]
 
 
+@pytest.mark.slow
 def test_every_kind_of_argument_can_be_in_a_script(scripts: Path) -> None:
     done = run_python("-c", RUN, *(str(scripts / f"{name}.py") for name in OTHERS))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -115,6 +118,7 @@ def test_every_kind_of_argument_can_be_in_a_script(scripts: Path) -> None:
     assert len(said) == len(digests(done.stdout)) >= len(OTHERS) and set(said) == {"as captured"}
 
 
+@pytest.mark.slow
 def test_a_script_without_data_has_the_kernels_and_synthesizes_inputs(
     captures: tuple[Path, dict[str, Any]], tmp_path: Path, tools: Tools
 ) -> None:

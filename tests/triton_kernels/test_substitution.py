@@ -42,6 +42,7 @@ def results(captures: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "form"), [("softmax_kernel", "@triton"), ("in_python", "")])
 def test_a_kernel_that_does_the_same_takes_its_place(results: dict[str, Any], function: str, form: str) -> None:
     result = results[request(function, form)]

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.reader import CaptureReader
@@ -35,6 +37,7 @@ def trimmed(*arguments: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_one_launch_is_a_capture_of_its_own(captures: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = captures
     out = tmp_path / "part.opreplay"
@@ -48,6 +51,7 @@ def test_one_launch_is_a_capture_of_its_own(captures: tuple[Path, dict[str, Any]
         assert contents_of(part, kept) == contents_of(whole, captured)
 
 
+@pytest.mark.slow
 def test_without_content_the_launches_stay(captures: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = captures
     out = tmp_path / "stripped.opreplay"
