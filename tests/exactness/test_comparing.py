@@ -181,7 +181,7 @@ def test_a_process_that_ends_is_a_finding() -> None:
     assert "add (grad): the process ended with 3" in sweep.summary({("add", "grad"): row})
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_sweep_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ def part() -> list[tuple[str, str]]:
     return list(dict.fromkeys((*KNOWN, *zip(every, itertools.cycle(MODES)))))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_programs_compute_under_a_capture_what_they_compute_without_one(tmp_path: Path) -> None:
     reports = [Comparison(entries()[name], mode, tmp_path, samples=SAMPLES).run() for name, mode in part()]
     assert [report for report in reports if not is_whole(report)] == []

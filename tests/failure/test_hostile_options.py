@@ -93,7 +93,7 @@ def _call(
 ALL = list(options())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("tool", "option"), ALL, ids=[f"{tool} {_name(option)}" for tool, option in ALL])
 def test_an_option_with_a_value_of_any_kind_ends_in_one_error_or_in_what_was_asked(
     tool: str, option: click.Option, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -42,8 +42,8 @@ def _cuts(data: bytes, folder: Path) -> Iterator[tuple[int, Path]]:
         yield length, path
 
 
+@pytest.mark.sweep
 @pytest.mark.guarantee("damage")
-@pytest.mark.slow
 def test_every_truncation_is_refused_or_read_as_an_incomplete_prefix(small: Path, tmp_path: Path) -> None:
     data = small.read_bytes()
     _complete, records, _rest = read_all(small)
@@ -61,7 +61,7 @@ def test_every_truncation_is_refused_or_read_as_an_incomplete_prefix(small: Path
     assert lengths == sorted(lengths, reverse=True) and set(lengths) == {0, 2, 4}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_truncation_is_a_finding_of_the_check(tiny: Path, tmp_path: Path) -> None:
     for _length, cut in _cuts(tiny.read_bytes(), tmp_path):
         with pytest.raises(InvalidCapture):
@@ -104,8 +104,8 @@ def _flips(data: bytes, folder: Path, seed: int) -> Iterator[tuple[int, Path]]:
             os.pwrite(file.fileno(), bytes([byte]), position)
 
 
+@pytest.mark.sweep
 @pytest.mark.guarantee("damage")
-@pytest.mark.slow
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     data = tiny.read_bytes()
     _complete, records, rest = read_all(tiny)
@@ -122,7 +122,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tiny: Path, tmp_pa
     assert refused > len(data) // 3
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_flipped_bit_anywhere_is_a_finding_of_the_check(tiny: Path, tmp_path: Path) -> None:
     for position, path in _flips(tiny.read_bytes(), tmp_path, 2):
         try:

@@ -86,7 +86,7 @@ def _run_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, obje
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("payload", ["none", "integers"])
 def test_samples_of_pytorch_s_operators_run_on_synthesized_inputs(tmp_path: Path, payload: str) -> None:
     """Of every eighth operator; `python -m initializers.operator_samples` runs all."""

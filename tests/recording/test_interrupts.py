@@ -117,8 +117,8 @@ def scopes(x: torch.Tensor, y: torch.Tensor) -> None:
         (torch.arange(y.numel()) * 1.0).softmax(0)
 
 
+@pytest.mark.sweep
 @pytest.mark.recorder("python", "native")
-@pytest.mark.slow
 @pytest.mark.usefixtures("handled")
 @pytest.mark.parametrize(
     ("error", "from_outside"),

@@ -288,8 +288,8 @@ def another_thread() -> Iterator[None]:
     thread.join()
 
 
+@pytest.mark.sweep
 @pytest.mark.recorder("python", "native")
-@pytest.mark.slow
 @pytest.mark.usefixtures("another_thread")
 def test_a_step_that_goes_wrong_ends_the_capture_and_not_the_program(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -83,7 +83,7 @@ def outcome(place: Any, name: str, run: Callable[[], Any] = program) -> Any:
         return error
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.recorder("python", "native")
 def test_a_name_that_is_missing_ends_the_capture_and_not_the_program(tmp_path: Path) -> None:
     tried, wrong = [], []
