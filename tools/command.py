@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Devices": ("--device", "--streams", "--graphs", "--threads"),
     "Verification": (
         "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going", "--record",
+        "--repeat", "--processes",
         "--compare-kernels", "--tolerance", "--replay", "--variants", "--guard", "--allow-reason",
     ),
     "Measurement": (

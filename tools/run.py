@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -21,6 +22,7 @@ from .replay_flags import (
     replay_options,
     rows_if_rejected,
     threads_option,
+    worker_command,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +65,18 @@ if TYPE_CHECKING:
     help="What --record takes digests of: what the capture has digests of, or every result of every op.",
 )
 @click.option(
+    "--repeat",
+    type=click.IntRange(2, 1_000_000),
+    metavar="N",
+    help="Replay N times and compare the replays with each other, not with the capture: name the first op that "
+    "differs from itself, how often and where.",
+)
+@click.option(
+    "--processes",
+    is_flag=True,
+    help="With --repeat: each replay in a fresh process, since some libraries choose kernels at first use.",
+)
+@click.option(
     "--warm",
     is_flag=True,
     help="Execute everything once more, unverified, and print that time too: the first execution includes "
@@ -96,6 +110,8 @@ def cli(
     warm: bool,
     record: str | None,
     digests: Literal["captured", "ops"],
+    repeat: int | None,
+    processes: bool,
     form: str,
     device_profiling_mode: str | None,
     device_profiling_output: str | None,
@@ -114,6 +130,10 @@ def cli(
         raise click.MissingParameter(
             ctx=context, param=next(each for each in context.command.params if each.name == "capture")
         )
+    if repeat is not None:
+        return _repeat(capture, flags, repeat, processes, form)
+    if processes:
+        raise UsageError("--processes: for --repeat=N, which is missing")
     if record is not None:
         if same_file(record, capture):
             raise UsageError(f"--record={record}: is the capture; name another file")
@@ -154,6 +174,37 @@ def cli(
                 for verdict in profiling.compare_kernels(plan, kernels):
                     click.echo(json.dumps(verdict.row()) if form == "jsonl" else printable(str(verdict)))
     return _judge(capture, result)
+
+
+def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form: str) -> int:
+    """Print how replays of the capture differ from each other; returns the exit code."""
+    from replayfmt.compare.repeated import repeat_by, run_process
+    from replayfmt.pytorch.environment import replayed_settings
+    from replayfmt.trim.recorded import record_plan
+
+    if processes:
+        threads = replayed_settings({}).get("num_threads")
+        given = [*replace(flags, verify="none").arguments(), *([f"--threads={threads}"] if threads else [])]
+
+        def record(out: str) -> None:
+            run_process(
+                worker_command("opreplay_tools.run", f"--record={out}", "--digests=ops", *given, "--", capture), out
+            )
+
+        found = repeat_by(capture, times, record, processes=True)
+    else:
+        with flags.plan(capture) as plan:
+            found = repeat_by(
+                capture, times, lambda out: record_plan(plan, out, digests="ops", content=False), processes=False
+            )
+    with reader_may_leave():
+        if form == "jsonl":
+            for row in found.rows:
+                click.echo(json.dumps(row))
+        else:
+            for line in found.text.splitlines():
+                say(line)
+    return 0 if found.ok else 1
 
 
 def _judge(capture: str, result: ReplayResult) -> int:

@@ -6,14 +6,20 @@ running anything. `results` holds what is found, `replayed` makes results by rep
 an op itself, `report` shows it, and `comparison` does all of it. Files are read without torch; only `replayed` and
 `spread` need it.
 
-The package is callable: `replayfmt.compare(a, b)` is `comparison.compare(a, b)`.
+`repeated` compares replays of one capture with each other.
+
+The package is callable: `replayfmt.compare(a, b)` is `comparison.compare(a, b)`; `repeat(path, 10)` is
+what `opreplay-run --repeat` does.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+_HOME = {"repeat": ".repeated"}  # not named like its module, which would take its place
 
 
 class _CallablePackage(ModuleType):
@@ -21,6 +27,11 @@ class _CallablePackage(ModuleType):
         from .comparison import compare
 
         return compare(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_HOME[name], __name__), name)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -70,14 +70,20 @@ def diverge(a: Trace, b: Trace, alignment: Alignment, judge: Judge | None = None
     return _Finding(a, b, alignment, judge).run()
 
 
+def differing(a: Trace, b: Trace, alignment: Alignment) -> tuple[list[tuple[int, int]], int]:
+    """The results of paired ops that differ, as observations of a and b, in order; and how many were compared."""
+    observed, compared, _within = _Finding(a, b, alignment, None)._compare_results()
+    return observed, compared
+
+
 class _Finding:
     def __init__(self, a: Trace, b: Trace, alignment: Alignment, judge: Judge | None) -> None:
         self.a, self.b, self.alignment, self.judge = a, b, alignment, judge
         self.verdicts: dict[tuple[int, int], bool] = {}
+        self.results = np.full(a.ops, NOT_KNOWN, np.int8)
 
     def run(self) -> Divergence:
         a, alignment = self.a, self.alignment
-        self.results = np.full(a.ops, NOT_KNOWN, np.int8)
         observed, compared, within = self._compare_results()
         self.inputs, self.reads = self._compare_inputs()
         found = Divergence(self.inputs, self.results, observed, compared, within)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Unpack
 import torch
 
 from replayfmt.errors import ReplayMismatch
-from replayfmt.format.codes import RecordKind, ValueKind
+from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import (
     OPAQUE_RESULTS,
     RECORDED_FROM,
@@ -73,9 +73,10 @@ def record_plan(
     *,
     digests: RecordedDigests = "captured",
     force: bool = False,
+    content: bool = True,
     on_progress: Callable[[int], None] | None = None,
 ) -> TrimResult:
-    """The same for a plan that is ready."""
+    """The same for a plan that is ready; without `content` for a comparison alone."""
     choice_of("digests", digests, RECORDED_DIGESTS)
     force = flag_of("force", force)
     reader = plan.reader
@@ -85,7 +86,7 @@ def record_plan(
         schedule = Planner(reader, kept, None).plan()
         with writer_of(partial, _session(plan, digests), doing="recording") as writer:
             copier = _Elsewhere(plan, writer)
-            recording = _Recording(plan, copier, schedule, kept, digests=digests == "ops")
+            recording = _Recording(plan, copier, schedule, kept, digests=digests == "ops", content=content)
             judge = _Notes(plan, recording)
             plan.watch(recording, reader.record_count, judge=judge, on_progress=on_progress)
             recording.finish()
@@ -175,8 +176,9 @@ class _Records(Copying):
 class _Recording(Materializer):
     """Writes each op once its results are known, which is when the next one begins."""
 
-    def __init__(self, plan: Plan, copier: Copier, schedule: Any, kept: Any, *, digests: bool) -> None:
+    def __init__(self, plan: Plan, copier: Copier, schedule: Any, kept: Any, *, digests: bool, content: bool) -> None:
         super().__init__(plan, copier, schedule, kept, digests=digests)
+        self._keeps_content = content
         self._contents = Contents(copier, None)
         self._writing: _Records = _Records(copier, schedule, kept, self, annotate=False)
         self.computed: dict[int, TensorDigest] = {}
@@ -204,7 +206,12 @@ class _Recording(Materializer):
         super().finish()
 
     def enter(self, action: EnterContent) -> EnteringContent:
-        content = self._contents.enter(action)
+        if self._keeps_content:
+            content = self._contents.enter(action)
+        else:
+            content = EnteringContent(
+                StorageOrigin.absent if action.length else StorageOrigin.uninitialized, 0, action.length
+            )
         self._defined.entered(action.storage, content.length)
         return content
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, compare, trim,
+# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim ← compare,
 # probing}
 # ← report ← export ← api, tools; dump and probes stand on format alone.
 ALLOWED: dict[str, set[str]] = {
@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "initializers",
         "replay",
     },
-    "compare": {"errors", "collector", "format", "dump", "pytorch", "initializers", "replay"},
+    "compare": {"errors", "collector", "format", "dump", "pytorch", "initializers", "replay", "trim"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
     "export": {
         "errors",

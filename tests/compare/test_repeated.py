@@ -1,0 +1,126 @@
+"""Replays of one capture compared with each other: which op differs from itself, how often, and where."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from in_process import Tools
+
+import replayfmt
+from replayfmt.compare import repeat
+from replayfmt.errors import ReplayFailed, UsageError
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs/comparing-captures.schema.json").read_text())
+MODULE = '''
+import os
+import torch
+
+torch.library.define("moody::third", "(Tensor x) -> Tensor")
+calls = 0
+
+
+@torch.library.impl("moody::third", "CompositeExplicitAutograd")
+def third(x):
+    """Doubles, but the third time in a process its element 2 is off."""
+    global calls
+    calls += 1
+    y = x * 2
+    if calls % 3 == 0:
+        y[2] += 1
+    return y
+
+
+torch.library.define("moody::process", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("moody::process", "CompositeExplicitAutograd")
+def process(x):
+    """The same within one process."""
+    return x * os.getpid()
+'''
+
+
+@pytest.fixture(scope="module")
+def moody(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moody")
+    (folder / "moody_ops.py").write_text(MODULE)
+    sys.path.insert(0, str(folder))
+    try:
+        import moody_ops  # noqa: F401
+    finally:
+        sys.path.remove(str(folder))
+    return folder
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> Callable[[Callable[[torch.Tensor], object]], Path]:
+    def make(program: Callable[[torch.Tensor], object]) -> Path:
+        path = tmp_path / "step.opreplay"
+        with replayfmt.capture(path), replayfmt.scope("execute"):
+            program(torch.arange(6.0))
+        return path
+
+    return make
+
+
+Capture = Callable[[Callable[[torch.Tensor], object]], Path]
+
+
+def test_work_that_is_the_same_each_time_is_deterministic(tools: Tools, capture: Capture) -> None:
+    ran = tools("run", "--repeat=3", capture(lambda x: torch.rand(3).add(x.sum()).exp().sum().item()))
+    assert ran.code == 0 and ran.out.splitlines()[-1].startswith("deterministic: ")
+
+
+def test_the_first_op_that_differs_from_itself_is_named_with_how_often_and_which_elements(
+    moody: Path, capture: Capture
+) -> None:
+    path = capture(lambda x: torch.ops.moody.third(x.add(1)).exp().sum())
+    found = repeat(path, 7)
+    assert found.outcome == "nondeterministic" and found.first is not None
+    assert found.first.kernel == "moody::third.default" and found.first.scope == "execute"
+    assert len(found.first.replays) in (2, 3) and found.first.variants == 2
+    assert found.first.distance is not None
+    assert (found.first.distance.different, found.first.distance.worst) == (1, 2)
+    assert [each.kernel for each in found.others] == ["aten::exp.default", "aten::sum.default"]
+    for row in found.rows:
+        jsonschema.validate(json.loads(json.dumps(row)), SCHEMA)
+
+
+@pytest.mark.slow
+def test_what_differs_only_between_processes_is_found_with_a_fresh_process_each(moody: Path, capture: Capture) -> None:
+    path = capture(lambda x: torch.ops.moody.process(x).sum().item())
+    assert repeat(path, 3).ok
+    flags = ["--repeat=2", "--processes", "--allow-import=moody_ops"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "opreplay_tools.run", *flags, str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(moody)},
+        timeout=600,
+    )
+    assert ran.returncode == 1 and "(moody::process.default, scope execute) is the first" in ran.stdout, ran.stderr
+
+
+def test_a_replay_that_fails_in_its_process_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ReplayFailed, match=r"in a fresh process failed.*nothing\.opreplay"):
+        repeat(tmp_path / "nothing.opreplay", 2, processes=True)
+
+
+def test_wrong_usage_of_repeat_is_one_line(tools: Tools, capture: Capture) -> None:
+    path = capture(lambda x: x.sum())
+    for arguments, text in ((("--processes", path), "--repeat=N"), (("--repeat=1", path), "1")):
+        ran = tools("run", *arguments)
+        assert ran.code == 2 and len(ran.err.splitlines()) == 1 and text in ran.err
+    with pytest.raises(UsageError, match="at least 2"):
+        repeat(path, 1)
+    with pytest.raises(UsageError, match="plain options"):
+        repeat(path, 2, processes=True, substitutions=[print])
