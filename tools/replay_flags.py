@@ -33,6 +33,7 @@ from .command import report, say
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
     from replayfmt.replay.codegen.windows import Window
+    from replayfmt.replay.options import PlanOptions
     from replayfmt.replay.plan import Plan
 
 
@@ -195,14 +196,27 @@ _MODES = ("auto", "bitwise", "close", "none")
 
 def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the flags; the function receives their values as its parameter `flags`, a ReplayFlags."""
+    verify = click.option(
+        "--verify",
+        type=click.Choice(_MODES),
+        default="auto",
+        show_default=True,
+        help="Compare results with the captured digests: as closely as the machine allows, bit for bit, "
+        "within tolerances, or not at all.",
+    )
+    return isolate_option(verify(options_of_plans(function)))
+
+
+def options_of_plans(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without --isolate and --verify."""
 
     @wraps(function)
     def bundled(*args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("verify", "auto")
         flags = ReplayFlags(**{field.name: kwargs.pop(field.name) for field in fields(ReplayFlags)})
         return function(*args, flags=flags, **kwargs)
 
     for option in (
-        isolate_option,
         click.option(
             "--allow-code",
             is_flag=True,
@@ -304,14 +318,6 @@ def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "one by one at each replay.",
         ),
         click.option(
-            "--verify",
-            type=click.Choice(_MODES),
-            default="auto",
-            show_default=True,
-            help="Compare results with the captured digests: as closely as the machine allows, bit for bit, "
-            "within tolerances, or not at all.",
-        ),
-        click.option(
             "--device",
             multiple=True,
             metavar="DEVICE",
@@ -367,32 +373,35 @@ class ReplayFlags:
 
     def plan(self, path: str, *, keep_going: bool = False) -> Plan:
         """The plan for a capture. Raises what opening and planning raise, before anything runs."""
+        options = self.options()
+        from replayfmt.replay.plan import Plan
+
+        with _file_progress() as on_file_bytes:
+            return Plan(path, keep_going=keep_going, on_file_bytes=on_file_bytes, **options)
+
+    def options(self) -> PlanOptions:
+        """The options of a Plan that they stand for. Raises UsageError, and imports the libraries of --op-library."""
         self._refuse_odd_tolerances()
         from replayfmt.pytorch.op_libraries import parse_op_library, register_op_library
-        from replayfmt.replay.plan import Plan
         from replayfmt.replay.substitution.distance import Tolerance
 
         for library in self.op_libraries:
             register_op_library(*parse_op_library(library))
-        with _file_progress() as on_file_bytes:
-            return Plan(
-                path,
-                list(self.device),
-                self.allow_incomplete,
-                keep_going=keep_going,
-                initializers=self._initializers(),
-                file_remaps=self.replay_file_remap,
-                on_file_bytes=on_file_bytes,
-                initializer_options={} if self.moe_routing is None else {"moe-routing": self.moe_routing},
-                allow_imports=self.allow_imports,
-                allow_operators=self.allow_operators,
-                streams=self.streams,
-                graphs=self.graphs,
-                allow_code=self.allow_code,
-                opaque_results=self.opaque_results,
-                substitutions=self.replay_kernel_substitution,
-                substitution_tolerance=Tolerance(self.substitution_rtol, self.substitution_atol),
-            )
+        return {
+            "devices": list(self.device),
+            "allow_incomplete": self.allow_incomplete,
+            "initializers": self._initializers(),
+            "file_remaps": self.replay_file_remap,
+            "initializer_options": {} if self.moe_routing is None else {"moe-routing": self.moe_routing},
+            "allow_imports": self.allow_imports,
+            "allow_operators": self.allow_operators,
+            "streams": self.streams,
+            "graphs": self.graphs,
+            "allow_code": self.allow_code,
+            "opaque_results": self.opaque_results,
+            "substitutions": self.replay_kernel_substitution,
+            "substitution_tolerance": Tolerance(self.substitution_rtol, self.substitution_atol),
+        }
 
     def registry(self) -> Registry:
         """The initializers that plans made with these flags use. Raises UsageError if a file is wrong."""

@@ -6,7 +6,8 @@ running anything. `results` holds what is found, `replayed` makes results by rep
 an op itself, `report` shows it, and `comparison` does all of it. Files are read without torch; only `replayed` and
 `spread` need it.
 
-`repeated` compares replays of one capture with each other.
+`repeated` compares replays of one capture with each other. `ways` runs ops another way: `isolated` does so with every
+op on the same inputs.
 
 The package is callable: `replayfmt.compare(a, b)` is `comparison.compare(a, b)`; `repeat(path, 10)` is
 what `opreplay-run --repeat` does.
@@ -19,7 +20,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_HOME = {"repeat": ".repeated"}  # not named like its module, which would take its place
+_HOME = {"isolate": ".isolated", "repeat": ".repeated"}  # not named like its module, which would take its place
 
 
 class _CallablePackage(ModuleType):

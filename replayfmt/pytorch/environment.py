@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from replayfmt.errors import CaptureFailed, ReplayRefused
+from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.model import Device
 from replayfmt.format.validation import printable
 from replayfmt.version import own_version
@@ -303,6 +303,59 @@ def settings_fixed(values: Mapping[str, Scalar]) -> Iterator[None]:
             _fixed = outside
 
 
+@contextmanager
+def settings_changed(values: Mapping[str, Scalar], names: tuple[str, ...]) -> Iterator[None]:
+    """Inside, these settings are as given. `names` are those that this changes: only they are put back."""
+    before = read_settings(names)
+    for name, value in values.items():
+        _put(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            _put(name, value)
+
+
+def changed_by(values: Mapping[str, Scalar]) -> tuple[str, ...]:
+    """The names of all settings that setting these changes, in the table's order. Raises ReplayRefused for one that
+    cannot be set here."""
+    with preserved_settings() as before:
+        for name, value in values.items():
+            _put(name, value)
+        after = read_settings()
+    return tuple(name for name in SETTINGS if name in values or before.get(name) != after.get(name))
+
+
+_SHORT = {
+    "threads": "num_threads",
+    "deterministic": "deterministic_debug_mode",
+    "matmul_precision": "float32_matmul_precision",
+    "tf32": "fp32_precision.cuda.matmul",
+}
+_SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+
+
+def parse_setting(text: str) -> tuple[str, Scalar]:
+    """A setting as NAME=VALUE: its name in a capture's session, or short. Raises UsageError."""
+    given, equals, value = text.partition("=")
+    name = next((each for each in (_SHORT.get(given, given), f"{given}_enabled") if each in SETTINGS), None)
+    if name is None or not equals:
+        known = ", ".join([*_SHORT, *SETTINGS])
+        raise UsageError(f"--set={printable(text, 200)}: expected NAME=VALUE with one of {known}")
+    present = SETTINGS[name].read()
+    if given == "tf32" and value in _SWITCH:
+        return name, "tf32" if _SWITCH[value] else "ieee"
+    if isinstance(present, bool) and value in _SWITCH:
+        return name, _SWITCH[value]
+    if type(present) is int and value.isdecimal():
+        return name, int(value)
+    if type(present) is int and value in _SWITCH:
+        return name, 2 * int(_SWITCH[value])  # deterministic_debug_mode: 2 refuses what is not
+    if isinstance(present, str) and value:
+        return name, value
+    raise UsageError(f"--set={printable(text, 200)}: {printable(value, 100)!r} is no value of {name}, now {present!r}")
+
+
 def replayed_settings(captured: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """The settings that a replay of a capture with these runs under."""
     return {**captured, **_fixed}
@@ -323,7 +376,10 @@ def replay_threads(captured: object) -> tuple[int, str]:
 
 
 def _apply(name: str, value: Scalar) -> None:
-    value = _fixed.get(name, value)
+    _put(name, _fixed.get(name, value))
+
+
+def _put(name: str, value: Scalar) -> None:
     setting = SETTINGS[name]
     if _same(setting.read(), value):
         return

@@ -177,12 +177,13 @@ class Plan(Preparation):
         on_scope: OnScope | None = None,
         timer: Timer | None = None,
         keep: bool = False,
+        verify: VerifyMode = "none",
     ) -> ReplayResult:
-        """An unverified run with something else in place of kernels (None: with the captured ones alone); with
-        `keep` its code is kept for the next run with it."""
+        """A run with something else in place of kernels (None: with the captured ones alone); with `keep` its code is
+        kept for the next run with it."""
         before, self.context = self.context, replace(self.context, stand_in=stand_in)
         try:
-            return self._run("none", on_scope, self.options.keep_going, timer, on_progress, False)
+            return self._run(verify, on_scope, self.options.keep_going, timer, on_progress, False)
         finally:
             self.context = before
             if not keep:

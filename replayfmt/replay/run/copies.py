@@ -5,7 +5,7 @@ Whole storages are copied, so arguments that share memory also share the copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ def storages_of(values: Sequence[Any], places: Iterable[int]) -> dict[int, torch
     return {storage._cdata: storage for storage in storages}
 
 
-def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage of its own with the same bytes, on the same device."""
-    copy = new_storage(storage.nbytes(), storage.device)
+def copied(storage: torch.UntypedStorage, device: torch.device | None = None) -> torch.UntypedStorage:
+    """A storage of its own with the same bytes, on the same device or another."""
+    copy = new_storage(storage.nbytes(), device or storage.device)
     copy_bytes(copy, storage)
     return copy
 
@@ -60,9 +60,11 @@ def _lazy_flags(tensor: torch.Tensor) -> TensorFlag:
 
 
 class Clones:
-    """Makes copies; `originals` and `copies` are their storages, by the address of the original."""
+    """Makes copies, on `device` if that is given; `originals` and `copies` are their storages, by the address of the
+    original. With `only`, of these storages alone, and everything else stays as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None, only: Container[int] | None = None) -> None:
+        self._device, self._only = device, only
         self.originals: dict[int, torch.UntypedStorage] = {}
         self.copies: dict[int, torch.UntypedStorage] = {}
 
@@ -76,6 +78,8 @@ class Clones:
             return type(value)(self.of(each) for each in value)
         if isinstance(value, dict):
             return {name: self.of(each) for name, each in value.items()}
+        if isinstance(value, torch.device) and self._device is not None:
+            return self._device
         return value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -85,13 +89,17 @@ class Clones:
         if not has_memory(tensor):
             return tensor
         storage = tensor.untyped_storage()
+        if self._only is not None and storage._cdata not in self._only:
+            return tensor
         (clone,) = moved([tensor], {storage._cdata: self._storage(storage)})
         return clone
 
     def _storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         copy = self.copies.get(storage._cdata)
+        if self._only is not None and storage._cdata not in self._only:
+            return storage
         if copy is None:
-            copy = copy_of(storage)
+            copy = copy_of(storage) if self._device is None else copied(storage, self._device)
             self.originals[storage._cdata], self.copies[storage._cdata] = storage, copy
         return copy
 

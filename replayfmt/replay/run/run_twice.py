@@ -111,7 +111,7 @@ class RunTwice:
         if (
             not site.fills
             or site.once
-            or _only_views(site)
+            or only_views(site)
             or site.ordinal in self._known
             or (self._ordinals is not None and site.ordinal not in self._ordinals)
         ):
@@ -163,13 +163,13 @@ class RunTwice:
         kwargs: dict[str, Any],
         fill: int,
         lengths: dict[torch.device, list[int]],
-    ) -> _Run:
+    ) -> Outcome:
         clones = Clones()
         copies, named = clones.of(args), clones.of(kwargs)
         with self._undrawn(), _new_memory_filled(fill, lengths):
-            return _Run.of(site, site.original(*copies, **named), copies, named)
+            return Outcome.of(site, site.original(*copies, **named), copies, named)
 
-    def _compare(self, site: CallSite, first: _Run, second: _Run) -> str:
+    def _compare(self, site: CallSite, first: Outcome, second: Outcome) -> str:
         """How two runs differ; "" if only in what makes results opaque, which is kept."""
         how = ""
         for (label, place), one in first.values.items():
@@ -179,7 +179,7 @@ class RunTwice:
             if one.dtype != other.dtype or one.shape != other.shape:
                 how = how or "its results have other shapes"
                 continue
-            if _same_bytes(one, other):
+            if same_elements(one, other):
                 continue
             why = _explained(_elements(one), _elements(other))
             if why is not None and isinstance(label, int):
@@ -232,14 +232,14 @@ class _Twice:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Outcome:
     """What a call produced: results by index, and arguments that it may have written by name. Parts of composites and
     lists under the same label are numbered in the label's text."""
 
     values: dict[tuple[int | str, str], torch.Tensor]
 
     @staticmethod
-    def of(site: CallSite, returned: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Run:
+    def of(site: CallSite, returned: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         schema = site.kernel.schema
         names = [argument.name for argument in schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -252,7 +252,7 @@ class _Run:
         results = (returned,) if len(schema.returns) == 1 else returned if schema.returns else ()
         labelled: list[tuple[int | str, Any]] = [*enumerate(results if isinstance(results, list | tuple) else ())]
         labelled += written.items()
-        return _Run(
+        return Outcome(
             {
                 (label, place): value
                 for label, whole in labelled
@@ -270,7 +270,7 @@ class _Run:
         return found
 
 
-def _only_views(site: CallSite) -> bool:
+def only_views(site: CallSite) -> bool:
     """Whether an op computes nothing: all that it returns are views of its arguments."""
     returns = site.kernel.schema.returns
     views = all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
@@ -311,7 +311,7 @@ def _elements(tensor: torch.Tensor) -> np.ndarray:
     return np.frombuffer(row_major_bytes(tensor), np.uint8)
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one dtype and shape are equal bit for bit, compared where they are if that is cheap."""
     if one.is_contiguous() and other.is_contiguous() and not (one.is_conj() or one.is_neg() or one.is_quantized):
         length = one.numel() * one.element_size()

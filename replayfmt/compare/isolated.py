@@ -1,0 +1,316 @@
+"""Every op of a capture run in two ways on the same true inputs, so that each op's own error is seen, and none that it
+inherits.
+
+The replay goes on with its own results. The other way (`ways`) gets the same inputs, and what it computes is compared
+with all that the op returned and wrote.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+
+from replayfmt.errors import OpReplayError
+from replayfmt.format.validation import counted, printable
+from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
+from replayfmt.pytorch.tensors.metadata import DTYPE_CODE
+from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.kernels import CallSite
+from replayfmt.replay.run.copies import Clones
+from replayfmt.replay.run.run_twice import Outcome, same_elements
+from replayfmt.replay.substitution.distance import Distance, distance, scale_of, worst_element
+from replayfmt.replay.substitution.distance import Tolerance as Close
+
+from .tolerances import Tolerance, parse_tolerance
+from .ways import OtherWay, outcome
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Apart:
+    """One call whose results differ. `error` is the largest absolute distance relative to the result's root mean
+    square, None where there is no number for it; `beyond`: it is more than the tolerance allows."""
+
+    ordinal: int
+    result: str
+    distance: Distance
+    error: float | None
+    beyond: bool
+    worst: str
+    problem: str = ""  # it failed the other way, or returned something of another form
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        return self.beyond, bool(self.problem) or bool(self.distance.not_finite), self.error or 0.0
+
+
+@dataclass
+class IsolatedKernel:
+    """The calls of one kernel: how many ran both ways, how many of these differ, and the worst of them."""
+
+    kernel: str
+    calls: int = 0
+    different: int = 0
+    beyond: int = 0
+    worst: Apart | None = None
+
+
+@dataclass
+class Isolated:
+    """Every op run in two ways. `kernels` are worst first; `skipped` says which were not, and why. Prints as what
+    `opreplay-compare --isolate` prints."""
+
+    path: str
+    way: str
+    tolerance: str
+    compared: int
+    kernels: list[IsolatedKernel] = field(default_factory=list)
+    skipped: dict[str, int] = field(default_factory=dict)
+    divergence: str | None = None  # of the replay from its capture: then the inputs are not the true ones
+
+    @property
+    def outcome(self) -> str:
+        if not self.compared or self.divergence is not None:
+            return "not compared"
+        return "different" if any(each.beyond for each in self.kernels) else "equal"
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "equal"
+
+    @property
+    def text(self) -> str:
+        worse = [each for each in self.kernels if each.different]
+        lines = [f"{'a':<14}{self.path}", f"{'other way':<14}{self.way}"]
+        lines.append(f"{'compared':<14}{counted(self.compared, 'op')} on the same inputs, tolerance {self.tolerance}")
+        lines += [f"{'not run':<14}{counted(count, 'op')}: {why}" for why, count in self.skipped.items()]
+        if self.divergence is not None:
+            lines.append(f"{'note':<14}the replay itself differs from its capture, so inputs differ: {self.divergence}")
+        for each in worse[:_SHOWN]:
+            lines += _lines(each)
+        if len(worse) > _SHOWN:
+            lines.append(f"{'':<14}and {len(worse) - _SHOWN:,} more kernels")
+        beyond = sum(each.beyond for each in self.kernels)
+        said = {
+            "equal": f"no op differs by more than the tolerance {self.tolerance}",
+            "different": f"{counted(beyond, 'op')} by more than the tolerance; the worst kernel first",
+            "not compared": "no op could be compared",
+        }
+        return "\n".join(printable(line, 2000) for line in [*lines, f"{self.outcome:<14}{said[self.outcome]}"])
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        head = {
+            "kind": "isolated",
+            "path": self.path,
+            "way": self.way,
+            "tolerance": self.tolerance,
+            "outcome": self.outcome,
+            "compared": self.compared,
+            "skipped": self.skipped,
+            "divergence": self.divergence,
+        }
+        return head, *(_row(each) for each in self.kernels)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _lines(each: IsolatedKernel) -> list[str]:
+    worst = each.worst
+    assert worst is not None
+    beyond = f", {each.beyond:,} beyond" if each.beyond else ", none beyond"
+    lines = [f"{'kernel':<14}{each.kernel}: {each.different:,} of {counted(each.calls, 'call')} differ{beyond}"]
+    far = worst.distance
+    parts = [f"{far.different:,} of {far.elements:,} elements"] if far.elements else []
+    parts += [f"absolute {far.largest_absolute:.3g}"] if far.largest_absolute is not None else []
+    parts += [f"relative {far.largest_relative:.3g}"] if far.largest_relative is not None else []
+    parts += [f"{far.largest_ulp:,} ULP"] if far.largest_ulp is not None else []
+    parts += [f"{far.not_finite:,} not finite in one of both"] if far.not_finite else []
+    parts += [worst.worst] if worst.worst else []
+    return [*lines, f"{'  worst':<14}ordinal {worst.ordinal}, {worst.result}: {worst.problem or ', '.join(parts)}"]
+
+
+def _row(each: IsolatedKernel) -> dict[str, Any]:
+    worst = each.worst
+    return {
+        "kind": "isolated_kernel",
+        "kernel": each.kernel,
+        "calls": each.calls,
+        "different": each.different,
+        "beyond": each.beyond,
+        "worst": None
+        if worst is None
+        else {
+            "ordinal": worst.ordinal,
+            "result": worst.result,
+            "elements": worst.distance.elements,
+            "different": worst.distance.different,
+            "not_finite": worst.distance.not_finite,
+            "absolute": worst.distance.largest_absolute,
+            "relative": worst.distance.largest_relative,
+            "ulp": worst.distance.largest_ulp,
+            "error": worst.error,
+            "element": worst.worst,
+            "problem": worst.problem,
+        },
+    }
+
+
+def isolate(
+    path: str | PathLike[str],
+    *,
+    against: str | None = None,
+    settings: Sequence[str] | Mapping[str, Any] = (),
+    tolerance: str = "exact",
+    **options: Any,
+) -> Isolated:
+    """Run each op of a capture in two ways on the same inputs, as `opreplay-compare --isolate` does: as the capture
+    says, on its devices or on `devices`, and on the device `against`, under other `settings` or with `substitutions`.
+    `options` are those of a Plan.
+
+    Raises UsageError, and what a replay raises.
+    """
+    with Plan(path, **options) as plan:
+        return isolate_plan(plan, OtherWay(plan, against, settings), parse_tolerance(tolerance))
+
+
+def isolate_plan(
+    plan: Plan, way: OtherWay, tolerance: Tolerance, on_progress: Callable[[int], None] | None = None
+) -> Isolated:
+    """The same for a plan that is ready."""
+    both = _BothWays(plan, way, tolerance)
+    result = plan.run_with(both, on_progress, verify="auto")
+    differs = None if result.divergence is None else str(result.divergence)
+    kernels: dict[str, IsolatedKernel] = {}
+    for ordinal in np.flatnonzero(both.compared).tolist():
+        name = plan.describe(ordinal)[0]
+        kernel = kernels.setdefault(name, IsolatedKernel(name))
+        kernel.calls += 1
+        apart = both.apart.get(ordinal)
+        if apart is not None:
+            kernel.different += 1
+            kernel.beyond += apart.beyond
+            if kernel.worst is None or apart.rank > kernel.worst.rank:
+                kernel.worst = apart
+    ranked = sorted(kernels.values(), key=lambda each: (False, False, -1.0) if not each.worst else each.worst.rank)
+    skipped = Counter(both.skipped.values())
+    return Isolated(
+        plan.reader.path, way.text, tolerance.text, int(both.compared.sum()), ranked[::-1], dict(skipped), differs
+    )
+
+
+class _BothWays:
+    """Runs each op of a replay the other way, too. A replay may begin again: what is found is by ordinal."""
+
+    reason = "each op also runs another way"
+
+    def __init__(self, plan: Plan, way: OtherWay, tolerance: Tolerance) -> None:
+        self.way, self.tolerance, self.plan = way, tolerance, plan
+        self.compared = np.zeros(plan.reader.record_count, bool)
+        self.apart: dict[int, Apart] = {}
+        self.skipped: dict[int, str] = {}
+        self.opaque = plan.opaque_slots()
+
+    def call(self, site: CallSite) -> tuple[None, Callable[..., Any]] | None:
+        why = self.way.why_not(site)
+        if why is None:
+            return None, _Both(self, site)
+        if why:
+            self.skipped[site.ordinal] = why
+        return None
+
+    def failure(self, ordinal: int, error: BaseException) -> None:
+        return None
+
+    def judge(self, site: CallSite, expected: Outcome, got: Outcome, spread: Callable[[], dict[int, float]]) -> None:
+        """Compare what both ways computed, and keep the worst of it."""
+        worst: Apart | None = None
+        opaque = set(self.opaque.get(site.signature_id, ()))
+        for place, ((label, part), one) in enumerate(expected.values.items()):
+            if isinstance(label, int) and opaque & set(site.layout.results[label].tensors):
+                continue
+            where = f"result {label}{part}" if isinstance(label, int) else f"argument {label}{part}"
+            other = got.values.get((label, part))
+            if other is None or other.dtype != one.dtype or other.shape != one.shape:
+                found = Apart(site.ordinal, where, Distance(), None, True, "", "has another form the other way")
+            else:
+                other = other.to(one.device)
+                if same_elements(one, other):
+                    continue
+                allowed = self.tolerance.of(self.plan.describe(site.ordinal)[0], DTYPE_CODE[one.dtype])
+                close = Close(allowed.relative, allowed.absolute)
+                far = distance(one, other, close)
+                if not far.different:
+                    continue  # zeros of another sign
+                beyond = far.beyond > 0
+                if allowed.ulp:
+                    beyond = bool(far.not_finite) or far.largest_ulp is None or far.largest_ulp > allowed.ulp
+                if self.tolerance.auto:
+                    known = spread().get(place)
+                    beyond = bool(far.not_finite) or known is None or (far.largest_absolute or 0) > MARGIN * known
+                number = one.is_floating_point() or one.is_complex()
+                scale = scale_of(one, Close()) if number else 0.0
+                error = None if far.largest_absolute is None or not scale else far.largest_absolute / scale
+                element = str(worst_element(one, other, close)) if far.beyond else ""
+                found = Apart(site.ordinal, where, far, error, beyond, element)
+            if worst is None or found.rank > worst.rank:
+                worst = found
+        if worst is not None:
+            self.apart[site.ordinal] = worst
+
+
+class _Both:
+    """Called in place of a kernel."""
+
+    def __init__(self, all_of: _BothWays, site: CallSite) -> None:
+        self._all, self._site = all_of, site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        both, site = self._all, self._site
+        way = both.way
+        states = way.states()
+        kept = Clones()
+        pristine = (kept.of(args), kept.of(kwargs)) if both.tolerance.auto else None
+        try:
+            copies = way.copies(site, args, kwargs)
+        except RuntimeError as error:
+            both.skipped[site.ordinal] = f"its inputs cannot be copied: {_first_line(error)}"
+            return site.original(*args, **kwargs)
+        returned = site.original(*args, **kwargs)
+        both.compared[site.ordinal] = True
+        both.apart.pop(site.ordinal, None)
+        try:
+            called = way.run(site, copies, states)
+        except OpReplayError:
+            raise
+        except Exception as error:  # whatever an operator of another device raises
+            problem = f"fails the other way: {type(error).__name__}: {_first_line(error)}"
+            both.apart[site.ordinal] = Apart(site.ordinal, "all results", Distance(), None, True, "", problem)
+            return returned
+        expected = Outcome.of(site, returned, args, kwargs)
+
+        def spread() -> dict[int, float]:
+            assert pristine is not None
+
+            def outputs(taken: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:
+                try:
+                    return list(Outcome.of(site, site.original(*taken, **named), taken, named).values.values())
+                except Exception:
+                    return None
+
+            return spread_of(list(expected.values.values()), rounding_runs(outputs, *pristine))
+
+        both.judge(site, expected, outcome(site, called), spread)
+        return returned
+
+
+def _first_line(error: BaseException) -> str:
+    return printable((str(error).strip().splitlines() or ["?"])[0], 300)
