@@ -89,15 +89,14 @@ demo: $(INSTALLED)
 	$(BIN)/opreplay-run $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-benchmark --replay-scope=execute --benchmark-min-time=20x \
-	    --force --benchmark-out=$(DEMO)/whole.json $(DEMO)/step.opreplay | fold -s -w 100
+	    $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-benchmark --per-op --group-by=kernel --top=8 --benchmark-min-time=0.01s \
-	    --force --benchmark-out=$(DEMO)/kernels.json $(DEMO)/step.opreplay | fold -s -w 100
+	    $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-dump --ops=0:12 $(DEMO)/step.opreplay | cut -c -100
 	@echo
-	$(BIN)/opreplay-report --force --benchmark=$(DEMO)/whole.json \
-	    --benchmark=$(DEMO)/kernels.json --plots=$(DEMO)/pictures \
+	$(BIN)/opreplay-report --measure=5 --force --plots=$(DEMO)/pictures \
 	    -o $(DEMO)/report.html $(DEMO)/step.opreplay 2>&1 | fold -s -w 100
 
 test: $(INSTALLED)

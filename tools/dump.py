@@ -12,6 +12,7 @@ from replayfmt.dump.selection import Selection, parse_range
 from replayfmt.dump.stream import Query, jsonl_chunks, text_chunks
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
+from replayfmt.format.validation import printable
 
 from .command import run_tool, tool
 
@@ -79,6 +80,12 @@ from .command import run_tool, tool
 )
 @click.option("--summary", is_flag=True, help="Only the file and its summary.")
 @click.option(
+    "--findings",
+    is_flag=True,
+    help="What stands out, in at most five sentences, each with the command that goes on: the most expensive kernel, "
+    "time in no op, what holds the memory at its peak, repeated work, small copies, waits for the device.",
+)
+@click.option(
     "--signatures",
     is_flag=True,
     help="Only the distinct signatures of ops (docs/signatures.md), with their numbers of calls; limited by "
@@ -114,6 +121,7 @@ def cli(
     kernels: tuple[str, ...],
     values: int,
     summary: bool,
+    findings: bool,
     signatures: bool,
     device_kernels: bool,
     kernel_skeleton: str | None,
@@ -133,7 +141,9 @@ def cli(
         raise UsageError("--device-kernels is about the whole trace; it goes with --format and --jq alone")
     if query is None and (raw or slurp):
         raise UsageError(f"{'--raw-output' if raw else '--slurp'} is for --jq")
-    selects = summary or signatures or device_kernels or scopes or kernels or (form, query, ops) != (None,) * 3
+    selects = (
+        summary or findings or signatures or device_kernels or scopes or kernels or (form, query, ops) != (None,) * 3
+    )
     if kernel_skeleton is not None and (selects or attachment is not None):
         raise UsageError(f"--kernel-skeleton={kernel_skeleton} prints a Python file; it goes with no other flag")
     if attachment is not None and selects:
@@ -142,6 +152,8 @@ def cli(
         raise UsageError("--output is for --attachment")
     if force and output is None:
         raise UsageError("--force is for --output")
+    if findings and (summary or signatures or device_kernels or scopes or kernels or ops is not None):
+        raise UsageError("--findings is about the whole capture; it goes with --format and --jq alone")
     if summary and signatures:
         raise UsageError("--summary and --signatures print different things; give one of them")
     if summary and (ops is not None or scopes or kernels):
@@ -167,6 +179,18 @@ def cli(
                 write(program.apply(signature_lines(reader, selection)))
             else:
                 write((signature_lines if form == "jsonl" else signature_text_lines)(reader, selection))
+        elif findings:
+            from replayfmt.dump.listings import lines
+            from replayfmt.report.findings import capture_findings
+
+            found = capture_findings(reader)
+            rows = lines(each.row() for each in found)
+            if program is not None:
+                write(program.apply(rows))
+            elif form == "jsonl":
+                write(rows)
+            else:
+                write(f"{printable(each.text)}\n    {each.command}\n" for each in found)
         elif device_kernels:
             from replayfmt.dump import listings as table
 

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
+import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 
 import click
 
+from replayfmt.dump.listings import signature_groups
+from replayfmt.dump.selection import Selection
+from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted
 
-from .command import reader_may_leave, run_tool, say, tool
+from .command import Seconds, reader_may_leave, run_tool, say, tool
+
+_SHORTEST_SECONDS = 0.0005  # for each op, however many there are
+_SHARE_OF_OPS = 0.6  # of the time to measure; the rest goes to whole replays
 
 
 @tool(
     "opreplay-report",
     ("opreplay-report step.opreplay -o report.html", "What is in a capture:"),
+    ("opreplay-report --measure=60 step.opreplay -o report.html", "With its replays measured first:"),
     (
         "opreplay-report --benchmark=whole.json --benchmark=per_op.json step.opreplay -o report.html",
         "With what opreplay-benchmark measured (--benchmark-out):",
@@ -33,6 +46,20 @@ from .command import reader_may_leave, run_tool, say, tool
     metavar="FILE",
     help="Add times that opreplay-benchmark --benchmark-out wrote: of whole replays, or of single ops (--per-op). "
     "Repeatable: one of each.",
+)
+@click.option(
+    "--measure",
+    "measure_seconds",
+    type=Seconds(min=1),
+    metavar="SECONDS",
+    help="First measure here for about that long: whole replays, and each op on its own against what the device could "
+    "reach. Starts opreplay-benchmark, which needs PyTorch.",
+)
+@click.option(
+    "--replay-options",
+    default="",
+    metavar="OPTIONS",
+    help="With --measure: options of opreplay-benchmark for it, such as '--device=cuda:0 --allow-code'.",
 )
 @click.option(
     "--run",
@@ -71,6 +98,8 @@ def cli(
     capture: str,
     out: str,
     benchmarks: tuple[str, ...],
+    measure_seconds: float | None,
+    replay_options: str,
     runs: tuple[str, ...],
     replayed: str | None,
     energy: str | None,
@@ -81,8 +110,8 @@ def cli(
 ) -> int:
     """Write one HTML page about CAPTURE and its measurements.
 
-    The page works offline and has tables that sort and filter, and pictures, for a screen, a phone or paper. Making it
-    needs neither PyTorch nor the captured devices.
+    The page begins with what stands out. It works offline and has tables that sort and filter, and pictures, for a
+    screen, a phone or paper. Making it needs neither PyTorch nor the captured devices, unless it measures.
 
     Exits with 0 if the page is written, 1 if it cannot be, 2 for wrong usage and measurements that are damaged or of
     another capture, 3 if CAPTURE is missing, unreadable or not valid.
@@ -98,11 +127,21 @@ def cli(
     from replayfmt.report.timelines import ReplayedTrace
     from replayfmt.version import own_version
 
+    if replay_options and measure_seconds is None:
+        raise UsageError("--replay-options is for --measure")
+    if measure_seconds is not None and benchmarks:
+        raise UsageError("--measure measures what --benchmark gives; leave one of them out")
     logs = (os.path.join(each, "event.log") for each in probes)
     sources = [each for each in (capture, *benchmarks, *runs, replayed, energy, baseline, *logs) if each is not None]
     for given in sources:
         refuse_input("--output", out, given, "the capture" if given == capture else "a file that is to be read")
-    with open_capture(capture) as reader, output_file("--output", out, force) as file:
+    with (
+        open_capture(capture) as reader,
+        output_file("--output", out, force) as file,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        if measure_seconds is not None:
+            benchmarks = _measured(reader, measure_seconds, replay_options, Path(folder))
         inputs = ReportInputs(
             [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],
             None if baseline is None else (baseline, read_baseline(baseline)),
@@ -126,6 +165,45 @@ def cli(
         for each in [] if pictures is None else pictures.missing:
             say(f"no picture {each.name}: {each.reason}", err=True)
     return 0
+
+
+class NotMeasured(OpReplayError):
+    """opreplay-benchmark ended without results, and has said why."""
+
+
+def _measured(reader: CaptureReader, seconds: float, options: str, folder: Path) -> tuple[str, ...]:
+    """Files with whole replays, and with single ops. Raises NotMeasured."""
+    try:
+        given = shlex.split(options)
+    except ValueError as error:
+        raise UsageError(f"--replay-options={options}: {error}") from None
+    distinct = len(signature_groups(reader, Selection())) or 1
+    for_ops = max(_SHORTEST_SECONDS, seconds * _SHARE_OF_OPS / distinct)
+    for_wholes = seconds * (1 - _SHARE_OF_OPS)
+    files = []
+    for name, each_seconds, flags in (
+        ("whole.json", for_wholes, ()),
+        ("per_op.json", for_ops, ("--per-op", "--roofline")),
+    ):
+        files.append(str(folder / name))
+        least, most = f"--benchmark-min-time={each_seconds / 2:.6f}s", f"--benchmark-max-time={each_seconds:.6f}s"
+        fitting = [each for each in given if flags or not each.startswith("--peak-")]  # those are of single ops
+        command = ["benchmark", *flags, least, most, f"--benchmark-out={files[-1]}", *fitting, reader.path]
+        say(f"measuring: opreplay-{shlex.join(command)}", err=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "replayfmt", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode:
+            say(done.stderr.rstrip(), err=True)
+        if done.returncode == UsageError.exit_code:
+            raise UsageError(f"--replay-options={options}: opreplay-benchmark does not take them, as it says above")
+        if done.returncode:
+            raise NotMeasured(f"--measure: opreplay-benchmark ended with {done.returncode}, as it says above")
+    return tuple(files)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from replayfmt.format.memory import DeviceMemory, PeakShare, memory_by_device
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
 
+from .findings import Finding, findings
 from .kernel_sections import MOST_ROWS, KernelFigures, Section, call_site_table, kernel_table, roofline, top_kernels
 from .measurements import Fields, IsolatedTimes, read_measurements
 from .ops import CapturedOps, call_sites, captured_ops, clock_of, kernel_totals
@@ -492,6 +493,7 @@ class Tile:
 class ReportContents:
     title: str
     verification: list[VerificationNote]
+    findings: list[Finding]
     tiles: list[Tile]
     facts: list[tuple[str, str]]
     warnings: list[str]
@@ -537,6 +539,7 @@ def make_contents(reader: CaptureReader, inputs: ReportInputs) -> ReportContents
     return ReportContents(
         printable(os.path.basename(reader.path), 80),
         verification_notes(inputs.benchmarks, inputs.runs, figures),
+        findings(figures, ops, devices),
         [*_tiles(figures, inputs), *_memory_tiles(devices)],
         [(name, printable(text, LONGEST_TEXT)) for name, text in summary_facts(reader) if text],
         _warnings(reader, inputs),

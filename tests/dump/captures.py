@@ -139,7 +139,7 @@ class Builder:
         self.ordinal += 1
         return self.ordinal - 1
 
-    def frame(self, durations: bool = True, device_durations: list[int] | None = None) -> None:
+    def frame(self, durations: bool | list[int] = True, device_durations: list[int] | None = None) -> None:
         """Write what was collected as one frame."""
         count, born = len(self.signatures), np.array(self.born, np.int64).reshape(-1, 4)
         self.writer.records(
@@ -148,7 +148,9 @@ class Builder:
                 scope=np.array(self.scopes, np.uint32),
                 thread=np.array(self.threads, np.uint16),
                 start_ns=np.array(self.starts, np.int64),
-                duration_ns=np.arange(100, 100 + count, dtype=np.uint32) if durations else None,
+                duration_ns=np.array(list(range(100, 100 + count)) if durations is True else durations, np.uint32)
+                if durations
+                else None,
                 tensors=np.array(self.tensors, np.uint64),
                 ints=np.array(self.ints, np.int64),
                 floats=np.array(self.floats, np.float64),

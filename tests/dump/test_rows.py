@@ -290,6 +290,7 @@ def test_the_schema_knows_every_kind_and_no_other() -> None:
         "range",
         "recipe",
         "attachment",
+        "finding",
         "signature",
         "device_stream",
         "device_kernel",
