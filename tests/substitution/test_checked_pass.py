@@ -57,12 +57,24 @@ def test_a_right_kernel_passes_and_is_reported_by_signature(captured: Captured) 
     ]
     first = report.checks[0]
     assert first.distance.elements == 3 * 16 and first.kernel == "aten::mm.default" and first.faults == []
+    assert all(each.telling for each in report.checks) and "equal elements" not in "".join(report.as_text())
     assert first.distance.largest_absolute is not None and first.distance.largest_absolute < 1e-3
     assert first.distance.largest_ulp is not None and first.distance.largest_relative is not None
     row = report.as_rows()[0]
     assert row["kind"] == "substitution" and row["ok"] and row["signature"] == first.signature
     assert row["largest_ulp"] == str(first.distance.largest_ulp)
     assert report.as_text()[0] == "substituted: 4 calls of 2 signatures, each checked against the original kernel"
+
+
+def test_inputs_on_which_a_wrong_kernel_is_right_are_said(captured: Captured) -> None:
+    """All ones: a product with rows and columns mixed up gives the same."""
+
+    def ones() -> None:
+        torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+
+    report = check(captured(ones), "aten::mm", lambda a, b: a.t() @ b.t())
+    assert report.ok and not report.checks[0].telling
+    assert any("equal elements" in line for line in report.as_text()) and report.as_rows()[0]["telling"] is False
 
 
 def test_values_that_are_too_far_off_are_found_and_the_first_call_named(captured: Captured) -> None:

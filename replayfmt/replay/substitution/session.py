@@ -46,6 +46,7 @@ def python_dispatch() -> Iterator[None]:
 
 
 _MOST_FAULTS = 5
+_NOT_TELLING = "the inputs of all calls have equal elements, on which a wrong kernel can give the right result"
 
 
 @dataclass
@@ -54,7 +55,9 @@ class SignatureCheck:
 
     `faults` are sentences about its behaviour (the first few; `fault_count` counts all of them); `beyond` names the
     first call with a value that is too far off, None if there is none; `worst` is the element farthest off in all
-    calls, `worst_place` the call's ordinal, and the result or argument.
+    calls, `worst_place` the call's ordinal, and the result or argument. `telling`: whether some call had a tensor whose
+    elements differ from each other, or no tensor with several elements; without, a kernel that mixes up rows or reads
+    one element everywhere passes, too.
     """
 
     signature: str
@@ -62,6 +65,7 @@ class SignatureCheck:
     replacement: str
     first: int
     calls: int = 0
+    telling: bool = False
     distance: Distance = field(default_factory=Distance)
     tolerances: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -184,6 +188,7 @@ class _CheckedCall:
         second = None if found.calls else (again.of(args), again.of(kwargs))
         written, unsure = _names(site, site.effects.writes), bool(site.effects.unsure)
         pristine = {address: copy_of(storage) for address, storage in clones.originals.items()} if unsure else {}
+        found.telling = found.telling or _tells_apart(copied_args, copied_kwargs)
         before = self._states()
         returned = site.original(*args, **kwargs)
         after = self._states()
@@ -242,6 +247,19 @@ class _CheckedCall:
         if changed:
             judgement.faults.append(f"changes the settings {', '.join(changed)}, which apply to everything after it")
             apply_settings(before)
+
+
+def _tells_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a wrong kernel may be seen on these arguments: see SignatureCheck.telling."""
+    parts = [part for value in (*args, *kwargs.values()) for _where, part in strided_parts(value, "")]
+    several = [part for part in parts if isinstance(part, torch.Tensor) and part.numel() > 1 and has_memory(part)]
+    return not several or any(_varies(part) for part in several)
+
+
+def _varies(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        tensor = tensor.float()  # 8-bit floats have no comparison
+    return bool((tensor != tensor.flatten()[0]).any())
 
 
 def _modes() -> tuple[int, int, accelerators.Current]:
@@ -362,6 +380,8 @@ class SubstitutionReport:
                 f"values {distances(check.distance)}"
             )
             lines += [f"    {fault}" for fault in check.faults]
+            if not check.telling:
+                lines.append(f"    note: {_NOT_TELLING}")
         return lines
 
     def as_rows(self) -> list[dict[str, Any]]:
@@ -373,6 +393,7 @@ class SubstitutionReport:
                 "kernel": check.kernel,
                 "replacement": check.replacement,
                 "ok": check.ok,
+                "telling": check.telling,
                 "calls": check.calls,
                 "first": check.first,
                 "elements": check.distance.elements,
