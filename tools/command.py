@@ -159,9 +159,34 @@ class Seconds(click.FloatRange):
         return seconds
 
 
+# Options that mean the same and have two names: each tool takes both, and its help shows its own.
+_SAME = {"--scope": "--replay-scope", "--kernel": "--op-filter"}
+_SAME |= {other: name for name, other in _SAME.items()}
+
+# Where a format is written that another tool is asked for.
+FORMATS = {
+    "vectors": "opreplay-trim --vectors",
+    "script": "opreplay-trim --script",
+    "html": "opreplay-report",
+    "jsonl": "opreplay-dump --format=jsonl",
+    **{
+        each: f"opreplay-export --format={each}" for each in ("perfetto", "csv", "parquet", "replay-zip", "kernel-task")
+    },
+}
+
+
+def _elsewhere(error: click.ClickException) -> str:
+    """The command that writes the format asked for in vain, as an addition to the error; "" if there is none."""
+    if not isinstance(error, click.BadParameter) or error.param is None or "--format" not in error.param.opts:
+        return ""
+    asked = error.message.partition("'")[2].partition("'")[0]
+    return f" {FORMATS[asked]} writes it." if asked in FORMATS else ""
+
+
 class ToolCommand(click.Command):
-    """A command whose help groups its options and ends with examples, and that refuses a single-valued option given
-    several times: click would use the last. `examples` are command lines with their purposes."""
+    """A command whose help groups its options and ends with examples, that takes options by the names they have in
+    other tools, and that refuses a single-valued option given several times: click would use the last. `examples` are
+    command lines with their purposes."""
 
     examples: tuple[tuple[str, str], ...] = ()
 
@@ -182,8 +207,15 @@ class ToolCommand(click.Command):
         parser = super().make_parser(context)
         parse = parser.parse_args
 
+        known = {name for parameter in self.get_params(context) for name in parameter.opts}
+
+        def own_name(arg: str) -> str:
+            name, equals, value = arg.partition("=")
+            other = _SAME.get(name, name)
+            return f"{other}{equals}{value}" if name not in known and other in known else arg
+
         def parse_once(args: list[str]) -> Any:
-            values, rest, given = parse(args)
+            values, rest, given = parse([own_name(arg) for arg in args])
             for parameter in given:
                 times = given.count(parameter)
                 if times > 1 and _takes_one_value(parameter):
@@ -320,7 +352,8 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
         code = command.main(prog_name=command.name, standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
-        report(UsageError(f"{' '.join(error.format_message().split())} ({command.name} --help)"))
+        message = " ".join(error.format_message().split())
+        report(UsageError(f"{message}{_elsewhere(error)} ({command.name} --help)"))
         code = UsageError.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import click
 import pytest
+from in_process import Tools
 from opreplay_tools.__main__ import TOOLS
-from opreplay_tools.command import GROUPS, ToolCommand, run_tool
+from opreplay_tools.command import FORMATS, GROUPS, ToolCommand, run_tool
 
 COMMANDS: dict[str, ToolCommand] = {
     name: import_module(f"opreplay_tools.{module}").cli for name, module in TOOLS.items()
@@ -84,6 +85,38 @@ def test_wrong_usage_is_one_line_with_a_status(
     assert left.value.code == 2 and printed.out == ""
     assert len(printed.err.splitlines()) == 1
     assert printed.err.startswith("INVALID_ARGUMENT: ") and printed.err.endswith(f" (opreplay-{name} --help)\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "own"),
+    [
+        ("benchmark", "--scope=execute", "--replay-scope"),
+        ("benchmark", "--kernel=aten::mm", "--op-filter"),
+        ("dump", "--replay-scope=execute", "--scope"),
+        ("trim", "--op-filter=aten::mm", "--kernel"),
+    ],
+)
+def test_a_selection_has_one_name_in_all_tools(name: str, given: str, own: str) -> None:
+    command = COMMANDS[name]
+    value = given.partition("=")[2]
+    for spelled in (given, f"{own}={value}"):
+        with command.make_context(
+            command.name, [spelled, "x.opreplay", *(["out"] if name == "trim" else [])]
+        ) as context:
+            assert value in str(context.params.values())
+    assert given.partition("=")[0] not in {long_name(each) for each in options(command)}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_format_that_another_tool_writes_is_refused_with_the_command(form: str, tools: Tools) -> None:
+    for name in ("dump", "run", "compare", "export"):
+        choices = next(each.type for each in options(COMMANDS[name]) if "--format" in each.opts).choices  # type: ignore[attr-defined]
+        if form not in choices:
+            ran = tools(name, f"--format={form}", "x.opreplay")
+            assert ran.code == 2 and f"{FORMATS[form]} writes it" in ran.err
+    tool, *flags = FORMATS[form].split()
+    named = {each for option in options(COMMANDS[tool.removeprefix("opreplay-")]) for each in option.opts}
+    assert all(flag.partition("=")[0] in named for flag in flags)
 
 
 def completed(words: str) -> list[str]:
