@@ -50,7 +50,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Verification": (
         "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going", "--record",
         "--repeat", "--processes",
-        "--compare-kernels", "--tolerance", "--replay", "--against", "--set", "--variants", "--guard", "--allow-reason",
+        "--compare-kernels", "--tolerance", "--replay", "--against", "--set",
+        "--bisect", "--judge", "--state", "--variants", "--guard", "--allow-reason",
     ),
     "Measurement": (
         "--min-samples", "--measure",

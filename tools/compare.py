@@ -27,6 +27,7 @@ from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
         "opreplay-compare --isolate --device=cuda:0 --against=cpu step.opreplay",
         "Each op on two devices, on the same inputs:",
     ),
+    ("opreplay-compare --bisect --set=mkldnn=off step.opreplay", "Which of them move the end result:"),
 )
 @click.option(
     "--tolerance",
@@ -45,6 +46,24 @@ from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
     is_flag=True,
     help="Of A alone: run each op in two ways on the same inputs, as the capture says and another way (--against, "
     "--set, --replay-kernel-substitution), and compare; the table is by kernel, worst first.",
+)
+@click.option(
+    "--bisect",
+    is_flag=True,
+    help="Of A alone: find a minimal set of kernels and calls that, run the other way, move the end result. Replays "
+    "A many times.",
+)
+@click.option(
+    "--judge",
+    metavar="digest|host_read|SCRIPT.py:FUNCTION",
+    help="With --bisect: what the end result is. The last digest, or the last value that the program read (default), "
+    "or with :ORDINAL another one; or a function that is given what two replays computed, by ordinal, and returns "
+    "whether the second is off.",
+)
+@click.option(
+    "--state",
+    metavar="FILE",
+    help="With --bisect: keep in FILE what was tried, and go on from there if the file exists.",
 )
 @click.option("--against", metavar="DEVICE", help="The other way: run ops on this device.")
 @click.option(
@@ -71,6 +90,9 @@ def cli(
     tolerance: str,
     replay: bool,
     isolate: bool,
+    bisect: bool,
+    judge: str | None,
+    state: str | None,
     against: str | None,
     settings: tuple[str, ...],
     form: str,
@@ -84,12 +106,18 @@ def cli(
     be compared or the captures have nothing in common, 2 for wrong usage, 3 if a capture is missing, unreadable or not
     valid.
     """
-    if isolate:
-        if b is not None:
-            raise UsageError(f"--isolate compares two ways to run one capture; {b} is a second one")
-        found: Any = _isolated(a, against, settings, tolerance, flags)
+    if (judge or state) and not bisect:
+        raise UsageError(f"--{'judge' if judge else 'state'}: for --bisect, which is missing")
+    if isolate or bisect:
+        if b is not None or (isolate and bisect):
+            more = f"{b} is a second one" if b is not None else "give --isolate or --bisect"
+            raise UsageError(f"--{'isolate' if isolate else 'bisect'} compares two ways to run one capture; {more}")
+        found: Any = _two_ways(
+            a, against, settings, tolerance, flags, (judge or "host_read", state) if bisect else None
+        )
     elif against is not None or settings:
-        raise UsageError(f"--{'set' if settings else 'against'} says how to run one capture another way: add --isolate")
+        flag = "set" if settings else "against"
+        raise UsageError(f"--{flag} says how to run one capture another way: add --isolate or --bisect")
     elif b is None:
         raise click.MissingParameter(
             ctx=context, param=next(each for each in context.command.params if each.name == "b")
@@ -116,13 +144,32 @@ def _options(context: click.Context, flags: ReplayFlags, replay: bool, tolerance
     return {}
 
 
-def _isolated(a: str, against: str | None, settings: tuple[str, ...], tolerance: str, flags: ReplayFlags) -> Any:
+def _two_ways(
+    a: str,
+    against: str | None,
+    settings: tuple[str, ...],
+    tolerance: str,
+    flags: ReplayFlags,
+    bisect: tuple[str, str | None] | None,
+) -> Any:
+    """What `--isolate` finds, or with a judge and a state `--bisect`."""
+    from replayfmt.compare.bisected import bisect_plan
     from replayfmt.compare.isolated import isolate_plan
     from replayfmt.compare.tolerances import parse_tolerance
     from replayfmt.compare.ways import OtherWay
 
     with flags.plan(a) as plan:
         way = OtherWay(plan, against, settings)
+        if bisect is not None:
+            judge, state = bisect
+            return bisect_plan(
+                plan,
+                way,
+                judge,
+                parse_tolerance(tolerance),
+                state,
+                lambda text: click.echo(f"bisect: {text}", err=True),
+            )
         with record_bar("replaying", plan.reader.record_count) as on_progress:
             return isolate_plan(plan, way, parse_tolerance(tolerance), on_progress)
 

@@ -7,7 +7,7 @@ an op itself, `report` shows it, and `comparison` does all of it. Files are read
 `spread` need it.
 
 `repeated` compares replays of one capture with each other. `ways` runs ops another way: `isolated` does so with every
-op on the same inputs.
+op on the same inputs, `bisected` with sets of ops, to find those that move the end result.
 
 The package is callable: `replayfmt.compare(a, b)` is `comparison.compare(a, b)`; `repeat(path, 10)` is
 what `opreplay-run --repeat` does.
@@ -20,7 +20,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_HOME = {"isolate": ".isolated", "repeat": ".repeated"}  # not named like its module, which would take its place
+_HOME = {
+    "bisect": ".bisected",
+    "isolate": ".isolated",
+    "repeat": ".repeated",
+}  # not named like its module, which would take its place
 
 
 class _CallablePackage(ModuleType):

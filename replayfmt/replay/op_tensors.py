@@ -211,7 +211,7 @@ def observe_ops(
     while True:
         watcher = _Showing(plan.reader, frozenset(ordinals), born, make())
         search = None if twice is None else twice()
-        verification, divergence = plan.watch(watcher, stop, verify, twice=search)
+        verification, divergence = plan.watch(watcher, stop, verify, stand_in=search)
         learned = search is not None and plan.learn(search)
         if learned or (divergence is not None and plan.explain(divergence.seen_at + 1, verify)):
             continue

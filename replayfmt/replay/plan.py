@@ -34,7 +34,7 @@ from .run.execute import Machine, OnScope, RunClock, ScopeTimes, Timer, surround
 from .run.run_twice import NondeterministicOp, RunTwice, name_nondeterministic
 from .run.steps import ONE_RECORD, IsolatedOp, KeepGoing, Steps
 from .substitution.session import SubstitutionSession, python_dispatch
-from .verification import Judge, StopReplay, decide, environment_differences
+from .verification import Judge, Notes, NotingJudge, StopReplay, decide, environment_differences
 
 _KEPT_RECORDS = 250_000  # longer captures do not keep their windows between runs, at some hundred bytes a record
 _PATIENCE_S = 60.0  # for the search for ops whose results differ from run to run, or
@@ -348,12 +348,12 @@ class Plan(Preparation):
         stop: int,
         verify: VerifyMode = "auto",
         *,
-        twice: RunTwice | None = None,
+        stand_in: KernelStandIn | None = None,
         judge: Judge | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> tuple[Verification, Divergence | None]:
         """Run what comes before ordinal `stop`, notifying `watcher` of its ops; returns how it was verified, and what
-        differed. `twice` replaces the ops it inspects. `judge` gets all that can be compared, in place of the plan's.
+        differed. `stand_in` replaces kernels. `judge` gets all that can be compared, in place of the plan's.
 
         Reasons against replaying the rest do not matter. Raises ReplayRefused if there are any against this part,
         ReplayFailed if an op fails.
@@ -379,7 +379,7 @@ class Plan(Preparation):
             context = replace(
                 self.context,
                 shapes=self._shapes(verify),
-                stand_in=twice or self.context.stand_in,
+                stand_in=stand_in or self.context.stand_in,
                 streams=None,
                 judge=judge or self.judge,
             )
@@ -389,6 +389,10 @@ class Plan(Preparation):
             self.files.check()
         self._tell_tolerance(verification)
         return verification, self.judge.found[0] if self.judge.found else None
+
+    def noting(self, notes: Notes) -> Judge:
+        """A judge that gives `notes` what a replay computes, in place of comparing it."""
+        return NotingJudge(self._clock, self.describe, notes)
 
     def _surroundings(self) -> AbstractContextManager[None]:
         return surroundings(dict(self.reader.session.settings), self.generators)

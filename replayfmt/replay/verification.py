@@ -13,10 +13,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from replayfmt.errors import ReplayMismatch
 from replayfmt.format.codes import DType, RecordKind, ValueKind
 from replayfmt.format.model import TRIMMED_ELSEWHERE, TensorDigest
 from replayfmt.format.reader import CaptureReader
@@ -141,6 +142,42 @@ class Judge:
         code = DTYPE_CODE[tensor.dtype]
         if code in TOLERANCE:
             self.verification.tolerances[code.name] = TOLERANCE[code]
+
+
+class Notes(Protocol):
+    """Gets what a replay computes of all that can be compared."""
+
+    def scalar(self, ordinal: int, value: Any) -> None:
+        """A result of the op at that ordinal that is no tensor, in order."""
+        ...
+
+    def digest(self, found_at: int, tensor: torch.Tensor, host_read: bool) -> None:
+        """The tensor that the digest or host_read record at that ordinal is about."""
+        ...
+
+
+class NotingJudge(Judge):
+    """Compares nothing: `notes` gets it. Raises ReplayMismatch where a result has another form."""
+
+    def __init__(self, clock: Pausable, describe: Callable[[int], tuple[str, str]], notes: Notes) -> None:
+        super().__init__(clock, describe)
+        self._notes = notes
+
+    def diverged(self, where: CompareLocation, expected: str, got: str, distance: str | None = None) -> None:
+        what, _scope = self._describe(where.ordinal)
+        raise ReplayMismatch(
+            f"ordinal {where.ordinal} ({what}) computes something of another form: expected {expected}, got {got}"
+        )
+
+    def scalar(self, where: CompareLocation, expected: Any, got: Any, *, read: bool, unsteady: bool) -> None:
+        self._notes.scalar(where.ordinal, got)
+
+    def digest(
+        self, where: CompareLocation, expected: TensorDigest, tensor: torch.Tensor, *, host_read: bool, unsteady: bool
+    ) -> None:
+        self._clock.pause()
+        self._notes.digest(where.found_at, tensor, host_read)
+        self._clock.resume()
 
 
 class CheckScalar:

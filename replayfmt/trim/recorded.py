@@ -15,7 +15,6 @@ from typing import Any, Literal, Unpack
 
 import torch
 
-from replayfmt.errors import ReplayMismatch
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import (
     OPAQUE_RESULTS,
@@ -33,7 +32,6 @@ from replayfmt.pytorch.environment import describe_device, replayed_settings, se
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.replay.options import PlanOptions
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.verification import CompareLocation, Judge
 
 from .copying import Copier
 from .materializing import Materializer, add_digest
@@ -87,8 +85,7 @@ def record_plan(
         with writer_of(partial, _session(plan, digests), doing="recording") as writer:
             copier = _Elsewhere(plan, writer)
             recording = _Recording(plan, copier, schedule, kept, digests=digests == "ops", content=content)
-            judge = _Notes(plan, recording)
-            plan.watch(recording, reader.record_count, judge=judge, on_progress=on_progress)
+            plan.watch(recording, reader.record_count, judge=plan.noting(recording), on_progress=on_progress)
             recording.finish()
             writer.close(time.time_ns() - recording.began_ns)
         return TrimResult(
@@ -129,31 +126,6 @@ class _Elsewhere(Copier):
         return super().placement(number)
 
 
-class _Notes(Judge):
-    """Keeps what a replay computes, in place of comparing it. Raises ReplayMismatch for results of another form."""
-
-    def __init__(self, plan: Plan, recording: _Recording) -> None:
-        super().__init__(plan.judge._clock, plan.describe)
-        self._path, self._recording = plan.reader.path, recording
-
-    def diverged(self, where: CompareLocation, expected: str, got: str, distance: str | None = None) -> None:
-        what, _scope = self._describe(where.ordinal)
-        raise ReplayMismatch(
-            f"{self._path}: cannot be recorded with the captured ops: ordinal {where.ordinal} ({what}) computes "
-            f"something of another form: expected {expected}, got {got}"
-        )
-
-    def scalar(self, where: CompareLocation, expected: Any, got: Any, *, read: bool, unsteady: bool) -> None:
-        self._recording.scalars.append(got)
-
-    def digest(
-        self, where: CompareLocation, expected: TensorDigest, tensor: torch.Tensor, *, host_read: bool, unsteady: bool
-    ) -> None:
-        self._clock.pause()
-        self._recording.computed[where.found_at] = digest_tensor(tensor)
-        self._clock.resume()
-
-
 class _Records(Copying):
     """Writes the capture's records with what the replay computed."""
 
@@ -183,7 +155,7 @@ class _Recording(Materializer):
         self._writing: _Records = _Records(copier, schedule, kept, self, annotate=False)
         self.computed: dict[int, TensorDigest] = {}
         self._writing.computed = self.computed
-        self.scalars: list[Any] = []  # that the op at hand returned, in order
+        self._scalars: list[Any] = []  # that the op at hand returned, in order
         self._digested: list[tuple[TensorValue, int, TensorDigest]] = []
         self.began_ns = time.time_ns()
         self._op_began_ns = self._op_took_ns = 0
@@ -200,6 +172,12 @@ class _Recording(Materializer):
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         self._op_took_ns = time.time_ns() - self._op_began_ns
         super().after(ordinal, results, args)
+
+    def scalar(self, ordinal: int, value: Any) -> None:
+        self._scalars.append(value)
+
+    def digest(self, found_at: int, tensor: torch.Tensor, host_read: bool) -> None:
+        self.computed[found_at] = digest_tensor(tensor)
 
     def finish(self) -> None:
         self._settle()
@@ -220,9 +198,9 @@ class _Recording(Materializer):
         record = self._record
         if record is None:
             return
-        if self.scalars:
-            record = _with_scalars(record, self.scalars)
-            self.scalars.clear()
+        if self._scalars:
+            record = _with_scalars(record, self._scalars)
+            self._scalars.clear()
         start = self._op_began_ns - self.began_ns
         record = replace(record, start_ns=start, duration_ns=self._op_took_ns, device_duration_ns=None)
         self._writing.record(record)

@@ -479,7 +479,7 @@ def script_with_data(
             events = ScriptEvents(reader)
             watcher = _Hashing(plan, cast(Copier, events), schedule, kept, digests=False, references=False)
             twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
-            verification, divergence = plan.watch(watcher, kept.stop, verify, twice=twice)
+            verification, divergence = plan.watch(watcher, kept.stop, verify, stand_in=twice)
             if not plan.learn(twice) and (divergence is None or not plan.explain(divergence.seen_at + 1, verify)):
                 break
         if divergence is not None:

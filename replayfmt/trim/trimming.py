@@ -264,7 +264,7 @@ def _trim(
         )
         twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
         verification, divergence = plan.watch(
-            watcher, kept.stop, verify, twice=twice, on_progress=_counted(on_progress, kept.stop)
+            watcher, kept.stop, verify, stand_in=twice, on_progress=_counted(on_progress, kept.stop)
         )
         if plan.learn(twice) or (divergence is not None and plan.explain(divergence.seen_at + 1, verify)):
             writer.discard()

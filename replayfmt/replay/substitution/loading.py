@@ -25,7 +25,7 @@ from replayfmt.pytorch.op_libraries import printing_aside
 from replayfmt.pytorch.overloads import overloads_of
 from replayfmt.pytorch.triton.compiled import GivenCubin
 
-from .requests import Format, SubstitutionRequest
+from .requests import Format, SubstitutionRequest, split_path
 
 _PLAIN = (type(None), bool, int, float, str)
 _ABSENT = object()
@@ -275,6 +275,22 @@ def find_operator(name: str) -> OpOverload | str:
     if chosen not in there:
         return f"the operator {base} has the overloads {', '.join(there)}; name one of them"
     return found[chosen]
+
+
+def load_function(text: str, flag: str) -> Callable[..., Any]:
+    """The function that PATH.py:NAME names, the value of a flag; the file is run. Raises UsageError."""
+    path, name = split_path(text)
+    if name is None:
+        raise UsageError(f"{flag}={text}: names no function; expected PATH.py:NAME")
+    try:
+        require_regular_file(path)
+        module = _import(os.path.realpath(path))
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{flag}={text}: {path} does not load: {_in_one_line(error, path)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{flag}={text}: {path} has no function {name}")
+    return function
 
 
 class Loader:
