@@ -101,7 +101,7 @@ def how_often(count: int) -> str:
 
 
 # Inductor puts what binds a kernel to Python behind it.
-_BINDINGS = "// Python bindings to call kernel():"
+BINDINGS = "// Python bindings to call kernel():"
 
 
 def _texts(value: Any) -> list[str]:
@@ -212,7 +212,7 @@ class CppSkeleton(_CodeSkeleton):
         return 'raise NotImplementedError("the kernel goes here")'
 
     def shown(self, source: str) -> str:
-        return source.partition(_BINDINGS)[0].strip()
+        return source.partition(BINDINGS)[0].strip()
 
 
 # Schemas hold the defaults of these types as numbers; what PyTorch calls them in Python.

@@ -25,17 +25,20 @@ import torch
 from replayfmt.benchmark.candidates import check_script
 from replayfmt.benchmark.candidates.judged import check_text
 from replayfmt.benchmark.per_op.groups import work_of
-from replayfmt.dump.kernel_skeleton import kernel_skeleton
+from replayfmt.dump.kernel_skeleton import BINDINGS, kernel_skeleton
 from replayfmt.errors import CaptureFailed, OutputExists, ReplayRefused, UsageError
+from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import DType, KernelKind, RecordKind, TensorFlag
 from replayfmt.format.model import Kernel, Record, StorageValue, TensorValue, Value
 from replayfmt.format.output import check_folder
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.format.signature_text import signature_of
+from replayfmt.pytorch.cpp_kernels import StoredCppKernel
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.tensors.memory import byte_tensor, row_major_bytes
 from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, view_inside
+from replayfmt.pytorch.triton.kernels import StoredKernel
 from replayfmt.replay.op_tensors import observe_ops
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.records import GiveTensor, python_values, tensors_of
@@ -48,7 +51,7 @@ from replayfmt.trim.script_text import BodyWriter, Input, ScriptEvents, ScriptOp
 from replayfmt.trim.script_triton import TritonSections, identifier
 from replayfmt.trim.selection import KeptRecords, TrimSelection, resolve_selection
 from replayfmt.trim.trimming import Verify, refuse_incomplete
-from replayfmt.trim.vectors import Array, VectorEncoder, op_problem, problem_of, write_safetensors
+from replayfmt.trim.vectors import Array, VectorEncoder, draws_nothing, op_problem, problem_of, write_safetensors
 
 Inputs = Literal["captured", "synthesized", "none"]
 FORMAT, VERSION = "opreplay-kernel-task", 1
@@ -527,8 +530,9 @@ def _storages(values: Sequence[tuple[str, Value]], crop: bool, reader: CaptureRe
     alignment."""
     found: dict[int, _Storage] = {}
     for name, value in values:
-        for tensor in tensors_of([value]):
-            found.setdefault(tensor.storage, _Storage(tensor.storage)).tensors.append((name, tensor))
+        for place, tensor in enumerate(tensors_of([value])):
+            full = name if isinstance(value, TensorValue) else f"{name}.{place}"
+            found.setdefault(tensor.storage, _Storage(tensor.storage)).tensors.append((full, tensor))
     for number, storage in found.items():
         storage.end = reader.storage(number).bytes
         if crop:
@@ -649,7 +653,9 @@ class _KernelTask(_Task):
         written = self.written_slots(record)
         for slot, value in enumerate(tensors_of(record.args)):
             storages[value.storage].written |= slot in written
-        outputs: list[TensorValue | Value] = [each for each in nested_values(record.results) if each is not None]
+        outputs: list[TensorValue | Value] = [
+            each for each in nested_values(record.results) if each is not None and not isinstance(each, list | tuple)
+        ]
         last = dict.fromkeys((value.storage for value in tensors_of((*record.args, *record.results))), record.ordinal)
         return _Call([record], storages, outputs, last)
 
@@ -682,7 +688,7 @@ class _KernelTask(_Task):
 
     def _function(self) -> str:
         base = re.sub(r"\W", "_", self.kernel.name.rpartition("::")[2])
-        return base if base.isidentifier() else "kernel"
+        return base if base.isidentifier() and self.kernel.kind is KernelKind.operator else "kernel"
 
     def reference(self) -> str:
         kernel = self.kernel
@@ -692,20 +698,61 @@ class _KernelTask(_Task):
             text = text.replace("A replacement for", "The reference:", 1)
             (function,) = re.findall(r"^def (\w+)\(\n", text, re.MULTILINE)
             return f"{text}\n\nPROGRAMS = [{function}]\n"
+        if kernel.kind is KernelKind.inductor_cpp:
+            return self._cpp_reference()
         sections = TritonSections(self.reader, self.options.allow_code, FRAME)
         bodies = []
         for number, program in self.kernels.items():
+            stored = StoredKernel.read(contents_of(self.reader, self.reader.kernels[number]))
             names = [argument.name for argument in parse_schema(self.reader.kernels[number].schema).arguments]
-            launch = sections.launch(self.reader.kernels[number], {name: name for name in names}, "")
-            bodies.append(f"def program_{program}({', '.join(map(identifier, names))}):\n    {launch}\n")
-        programs = ", ".join(f"program_{program}" for program in self.kernels.values())
-        head = [f'"""The reference: {kernel.qualified_name}, with its source from the capture."""', ""]
-        return (
-            "\n".join(
-                [*head, *sections.head(), "import torch", *sections.imports(), *sections.sections(), "", "", *bodies]
-            )
-            + f"\n\nPROGRAMS = [{programs}]\n"
+            given = {name: f"*{name}" if name == stored.grid else name for name in names}
+            launch = sections.launch(self.reader.kernels[number], given, "")
+            bodies.append(f"def program_{program}({', '.join(map(identifier, names))}):\n    {launch}\n\n")
+        return "\n".join(
+            [
+                f'"""{kernel.qualified_name}, with its source from the capture."""',
+                "",
+                *sections.head(),
+                "import torch",
+                *sections.imports(),
+                *sections.sections(),
+                "",
+                "",
+                *bodies,
+                self._programs(),
+            ]
         )
+
+    def _cpp_reference(self) -> str:
+        """Of C++ that Inductor generated: its source, which Inductor builds."""
+        kernel = self.kernel
+        if not self.options.allow_code:
+            raise ReplayRefused(
+                f"{self.reader.path}: {kernel.qualified_name}: its task has its source from the capture, which runs "
+                f"with the task; --allow-code allows that"
+            )
+        lines = [
+            f'"""{kernel.qualified_name}, with its source from the capture."""',
+            "",
+            "import torch",
+            "from torch._inductor.async_compile import AsyncCompile",
+            "",
+            "compiling = AsyncCompile()",
+        ]
+        for number, program in self.kernels.items():
+            stored = StoredCppKernel.read(contents_of(self.reader, self.reader.kernels[number]))
+            if stored.source is None:
+                raise ReplayRefused(f"{self.reader.path}: {kernel.qualified_name}: the capture has no source of it")
+            types = [f"{'' if each.written else 'const '}{each.passed_as}" for each in stored.arguments]
+            source = stored.source.partition(BINDINGS)[0].strip()
+            lines.append(f"program_{program} = compiling.cpp_pybinding({types!a}, {source!a})")
+        return "\n".join([*lines, "compiling.wait(globals())", self._programs()])
+
+    def _programs(self) -> str:
+        """The list of functions; a single one also has the name that a candidate's has."""
+        names = [f"program_{program}" for program in self.kernels.values()]
+        alone = f"{self._function()} = {names[0]}  # this file is a candidate as it stands\n" if len(names) == 1 else ""
+        return f"PROGRAMS = [{', '.join(names)}]\n{alone}"
 
     def work(self, call: _Call) -> dict[str, Any]:
         found = work_of(self.reader.kernels[call.records[0].signature.kernel], _isolated(self.reader, call.records[0]))
@@ -809,7 +856,7 @@ class _FusionTask(_Task):
         for record in records:
             why = problem_of(self.reader, (*record.args, *record.results))
             resolved = self.plan.kernels[record.signature.kernel]
-            if why is None and getattr(resolved, "draws", False):
+            if why is None and getattr(resolved, "draws", False) and not draws_nothing(record):
                 why = "it draws random numbers"
             if why is not None:
                 raise self.refuse(record, why)
@@ -930,7 +977,8 @@ class _FusionTask(_Task):
                 "",
                 "",
                 "\n\n".join(programs),
-                f"\nPROGRAMS = [{', '.join(f'program_{number}' for number in self._bodies.values())}]\n",
+                f"\nPROGRAMS = [{', '.join(f'program_{number}' for number in self._bodies.values())}]\n"
+                + ("fused = program_0  # this file is a candidate as it stands\n" if len(self._bodies) == 1 else ""),
             ]
         )
 

@@ -371,13 +371,19 @@ def op_problem(plan: Plan, record: Record) -> str | None:
     resolved = plan.kernels[record.signature.kernel]
     if not isinstance(resolved, ResolvedKernel):
         return str(resolved)
-    if resolved.draws:
+    if resolved.draws and not draws_nothing(record):
         return "it draws random numbers, so its results depend on more than its arguments"
     if not resolved.own and addresses_of(SlotLayout(record.signature), resolved.schema) is not None:
         return "it takes or returns addresses of objects in its process"
     if _unknown_results(plan, record) or _is_unwritten(plan.reader, record):
         return "a result holds bytes that no run reproduces: memory left unwritten, or addresses"
     return None
+
+
+def draws_nothing(record: Record) -> bool:
+    """Whether an op that may draw random numbers does not, because nothing is to be dropped."""
+    given = {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
+    return given.get("dropout_p") == 0.0
 
 
 def _unknown_results(plan: Plan, record: Record) -> tuple[int, ...]:

@@ -1033,7 +1033,10 @@ class Judge:
         contents = [case.contents, resampled(case.contents, 1)]
         written = bool(case.workload["written"])
         sets = [memories_of(case, contents[number % 2]) for number in range(4)]
-        flush = torch.empty(self.options.cold_bytes, dtype=torch.uint8) if self.options.cold_bytes else None
+        device = sets[0][0].tensor.device if sets[0] else torch.device("cpu")
+        flush = (
+            torch.zeros(self.options.cold_bytes, dtype=torch.uint8, device=device) if self.options.cold_bytes else None
+        )
         times: dict[str, list[int]] = {"candidate": [], "reference": []}
         sides = [("candidate", function), ("reference", reference)]
         took = {name: self._timed(each, case, sets[0], 1, None) for name, each in sides}
