@@ -110,6 +110,17 @@ class ReplayMismatch(OpReplayError):
     findings: tuple[str, ...] = ()
 
 
+class GuardViolated(ReplayFailed):
+    """Kernels used memory beside their arguments. `findings` are full sentences, one for each kernel, argument and
+    side."""
+
+    status = "OUT_OF_RANGE"
+
+    def __init__(self, message: str, findings: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.findings = findings
+
+
 class SubstitutionFailed(ReplayFailed):
     """A replacement raised an exception. `findings` are the lines of its traceback, from the replacement's file on."""
 

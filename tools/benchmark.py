@@ -22,6 +22,8 @@ from .energy import Work, check_energy_windows, energy_options, run_energy, run_
 from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below
 from .replay_flags import (
     ReplayFlags,
+    guard_option,
+    guarded,
     plan_of_scope,
     profiled,
     profiling_options,
@@ -128,12 +130,7 @@ def candidates_options(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="CAPTURE",
             help="With --candidates: also replay this capture with each accepted candidate in place, and rank by that.",
         ),
-        click.option(
-            "--guard",
-            is_flag=True,
-            help="With --candidates: call them between unreadable pages, so that any access beside an argument is "
-            "found.",
-        ),
+        guard_option,
         click.option(
             "--variants",
             is_flag=True,
@@ -499,6 +496,7 @@ def cli(
     compare: bool,
     reconcile: bool,
     memory: bool,
+    guard: bool,
     program: str | None,
     program_runs: int,
     energy: bool,
@@ -527,7 +525,7 @@ def cli(
     if os.path.isdir(capture):
         return run_task(context, capture, flags)
     for name in _FOR_TASKS:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+        if name != "guard" and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise UsageError(
                 f"--{name.replace('_', '-')} needs a kernel task, which opreplay-export --format=kernel-task "
                 f"writes, in place of {capture}"
@@ -591,6 +589,8 @@ def cli(
             )
             return 0
         plan = stack.enter_context(flags.plan(capture, keep_going=per_op is not None))
+        if guard:
+            guarded(plan, err=benchmark_format != "console")
         if per_op is not None:
             progress = stack.enter_context(_progress())
             return run_per_op(plan, per_op, benchmark_format, progress, out.write if out is not None else None, against)

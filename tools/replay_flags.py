@@ -28,7 +28,7 @@ import click
 from replayfmt.errors import OpReplayError, ReplayFailed, ReplayMismatch, SubstitutionRejected, UsageError
 from replayfmt.format.reader import open_capture
 
-from .command import report, say
+from .command import record_bar, report, say
 
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
@@ -78,6 +78,24 @@ def threads_option(function: Any) -> Any:
         help="Run operators on N threads of the CPU instead of as many as during capture. Results may then differ in "
         "rounding, which is allowed for.",
     )(function)
+
+
+def guard_option(function: Any) -> Any:
+    """Add `--guard` to a tool."""
+    return click.option(
+        "--guard",
+        is_flag=True,
+        help="First call every kernel also between unreadable pages, and name the kernel, argument and side of each "
+        "access beside an argument. On the CPU; for a kernel task: each candidate.",
+    )(function)
+
+
+def guarded(plan: Plan, *, err: bool) -> None:
+    """Call every kernel of a plan between guards, and say that nothing was found."""
+    from replayfmt.replay.substitution.guarding import guard
+
+    with record_bar("guarding", plan.reader.record_count) as on_progress:
+        say(guard(plan, on_progress).text, err=err)
 
 
 def isolate_option(function: Any) -> Any:

@@ -16,6 +16,8 @@ from replayfmt.format.validation import counted, printable
 from .command import reader_may_leave, record_bar, report, run_tool, say, tool
 from .replay_flags import (
     ReplayFlags,
+    guard_option,
+    guarded,
     profiled,
     profiling_options,
     profiling_request,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     help="For an imported trace, on a CUDA device: run each op once more under the profiler, compare its device "
     "kernels and their grids with the trace's, and print MATCH or DIFFERENT. Implies --keep-going.",
 )
+@guard_option
 @click.option(
     "--record",
     metavar="FILE",
@@ -107,6 +110,7 @@ def cli(
     flags: ReplayFlags,
     keep_going: bool,
     compare_kernels: bool,
+    guard: bool,
     warm: bool,
     record: str | None,
     digests: Literal["captured", "ops"],
@@ -150,6 +154,8 @@ def cli(
 
             profiling.check_device(plan)
             kernels = profiling.kernels_of(plan)
+        if guard:
+            guarded(plan, err=form == "jsonl")
         shown = rows_if_rejected() if form == "jsonl" else nullcontext()
         with record_bar("replaying", plan.reader.record_count) as on_progress, shown:
             result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)

@@ -41,6 +41,7 @@ from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, view_inside
 from replayfmt.pytorch.triton.kernels import StoredKernel
 from replayfmt.replay.op_tensors import observe_ops
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.kernels import ResolvedKernel
 from replayfmt.replay.planning.records import GiveTensor, python_values, tensors_of
 from replayfmt.replay.run.run_twice import RunTwice
 from replayfmt.replay.run.steps import IsolatedCall
@@ -856,7 +857,9 @@ class _FusionTask(_Task):
         for record in records:
             why = problem_of(self.reader, (*record.args, *record.results))
             resolved = self.plan.kernels[record.signature.kernel]
-            if why is None and getattr(resolved, "draws", False) and not draws_nothing(record):
+            if not isinstance(resolved, ResolvedKernel):
+                why = why or str(resolved)
+            elif resolved.draws and not draws_nothing(record, resolved):
                 why = "it draws random numbers"
             if why is not None:
                 raise self.refuse(record, why)

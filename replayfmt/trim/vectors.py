@@ -371,7 +371,7 @@ def op_problem(plan: Plan, record: Record) -> str | None:
     resolved = plan.kernels[record.signature.kernel]
     if not isinstance(resolved, ResolvedKernel):
         return str(resolved)
-    if resolved.draws and not draws_nothing(record):
+    if resolved.draws and not draws_nothing(record, resolved):
         return "it draws random numbers, so its results depend on more than its arguments"
     if not resolved.own and addresses_of(SlotLayout(record.signature), resolved.schema) is not None:
         return "it takes or returns addresses of objects in its process"
@@ -380,10 +380,11 @@ def op_problem(plan: Plan, record: Record) -> str | None:
     return None
 
 
-def draws_nothing(record: Record) -> bool:
+def draws_nothing(record: Record, kernel: ResolvedKernel) -> bool:
     """Whether an op that may draw random numbers does not, because nothing is to be dropped."""
-    given = {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
-    return given.get("dropout_p") == 0.0
+    given = {argument.name: argument.default_value for argument in kernel.schema.arguments}
+    given |= {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
+    return bool(given.get("dropout_p") == 0.0)
 
 
 def _unknown_results(plan: Plan, record: Record) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ ALONE = (
 )
 
 
-def facts(task: Path) -> dict[str, Any]:
+def described(task: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((task / "task.json").read_text())
     return found
 
@@ -47,7 +47,7 @@ def test_the_reference_passes_with_pytorch_alone(inputs: str, exported: Exported
 
 
 def test_each_distinct_call_is_a_workload_with_its_weight(exported: Exported) -> None:
-    found = facts(exported(kernel="aten::addmm"))
+    found = described(exported(kernel="aten::addmm"))
     workloads = found["workloads"]
     assert sorted(each["calls"] for each in workloads) == [1, 1, 3, 3]
     assert {tuple(each["arguments"]["mat1"]["sizes"]) for each in workloads} == {(4, 64), (7, 64), (4, 128), (7, 128)}
@@ -65,12 +65,12 @@ def test_calls_with_other_content_are_kept_and_equal_ones_once(tmp_path: Path, e
             torch.tanh(x)
         for step in range(3):
             torch.sinh(x + step)
-    assert len(facts(exported(path, kernel="aten::tanh"))["workloads"][0]["cases"]) == 1
-    assert len(facts(exported(path, kernel="aten::sinh"))["workloads"][0]["cases"]) == 2
+    assert len(described(exported(path, kernel="aten::tanh"))["workloads"][0]["cases"]) == 1
+    assert len(described(exported(path, kernel="aten::sinh"))["workloads"][0]["cases"]) == 2
 
 
 def test_a_size_limit_keeps_the_calls_that_take_the_most_time(exported: Exported) -> None:
-    found = facts(exported(kernel="aten::addmm", limit_bytes=40_000))
+    found = described(exported(kernel="aten::addmm", limit_bytes=40_000))
     weights = [each["captured_ns"] for each in found["workloads"]]
     assert weights == sorted(weights, reverse=True)
     assert [len(each["cases"]) for each in found["workloads"]] == [1, 0, 0, 0]
@@ -84,7 +84,7 @@ def test_aliases_offsets_and_written_arguments_are_those_of_the_program(tmp_path
         x = torch.arange(40.0)
         x[3:8].add_(x[12:17])
         x.view(5, 8)[:, ::2].mul_(torch.tensor(2.0))
-    (add,) = facts(exported(path, kernel="aten::add_"))["workloads"]
+    (add,) = described(exported(path, kernel="aten::add_"))["workloads"]
     assert add["shared_memory"] == [["self", "other"]] and add["written"] == ["self", "other"]
     assert [add["arguments"][name]["captured_offset"] for name in ("self", "other")] == [3, 12]
     for kernel in ("aten::add_", "aten::mul_"):
@@ -107,7 +107,7 @@ def test_aliases_offsets_and_written_arguments_are_those_of_the_program(tmp_path
 
 def test_the_files_have_names_and_shapes_that_other_readers_understand(exported: Exported) -> None:
     task = exported(kernel="aten::addmm")
-    (workload, *_rest) = facts(task)["workloads"]
+    (workload, *_rest) = described(task)["workloads"]
     file = task / workload["cases"][0]["file"]
     header = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])
     assert set(header) == {"input.self", "input.mat1", "input.mat2", "result.0"}
@@ -117,7 +117,7 @@ def test_the_files_have_names_and_shapes_that_other_readers_understand(exported:
 
 def test_a_scope_becomes_one_function_with_a_workload_for_each_distinct_pass(exported: Exported) -> None:
     task = exported(scope="block")
-    found = facts(task)
+    found = described(task)
     assert found["kind"] == "fusion" and sorted(each["calls"] for each in found["workloads"]) == [1, 3]
     assert all(len(each["results"]) == 1 for each in found["workloads"]), "the statistics of the norm die in it"
     assert "as expected" in check(task)

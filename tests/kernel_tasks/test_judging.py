@@ -211,7 +211,7 @@ def test_what_a_kernel_is_allowed_is_not_held_against_it(exported: Exported, tmp
 
 
 def test_flags_of_tasks_and_of_captures_do_not_mix(exported: Exported, capture: Path, tools: Tools) -> None:
-    assert "needs a kernel task" in tools("benchmark", "--guard", capture).err
+    assert "needs a kernel task" in tools("benchmark", "--variants", capture).err
     assert "does not go with a kernel task" in tools("benchmark", "--per-op", exported(kernel="aten::mm")).err
     missing = tools("benchmark", "--compare", "--candidates=nothing.py", exported(kernel="aten::mm"))
     assert missing.code == 2 and "no such file" in missing.err

@@ -27,7 +27,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ try:
 except ImportError as lacking:
     sys.exit(f"this needs PyTorch, which cannot be imported here: {lacking}")
 
+from replayfmt.pytorch.guards import CANARY, Memory, poisoned
 from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of, wide
 
 # Why a kernel is rejected; of several reasons the first in this list is the verdict.
@@ -66,8 +66,6 @@ REASONS = {
     "wrong": "an output is farther off than rounding explains",
 }
 REFERENCE = "reference"  # in place of a candidate: the reference is timed
-CANARY = 0xFF  # as a floating-point number it is NaN
-_PAD = 4096
 _FIRST_CALL = "the first call"
 _TEXT_LIMIT = 400
 
@@ -169,60 +167,6 @@ class Case:
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
-
-
-class Memory:
-    """One storage on the CPU with canaries on both sides, or with unreadable pages; elsewhere a plain one."""
-
-    def __init__(self, content: torch.Tensor, device: str, *, shift: int = 0, canary: int = CANARY, pages: str = ""):
-        self.bytes = content.nbytes
-        self._canaries: list[torch.Tensor] = []
-        self.canary = canary
-        self._protected: list[tuple[int, int]] = []
-        data = content.view(torch.uint8)
-        if torch.device(device).type != "cpu":
-            self.tensor = torch.empty(max(self.bytes, 1), dtype=torch.uint8, device=device)[: self.bytes]
-        elif pages:
-            self.tensor = self._between_pages(pages)
-        else:
-            buffer = bytearray(self.bytes + 2 * _PAD)
-            whole = torch.frombuffer(buffer, dtype=torch.uint8)
-            start = _PAD // 2 + (-(whole.data_ptr() + _PAD // 2)) % 64 + shift
-            self.tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=max(self.bytes, 1), offset=start)
-            self._canaries = [whole[:start], whole[start + self.bytes :]]
-            for each in self._canaries:
-                each.fill_(canary)
-        self.storage = self.tensor.untyped_storage()
-        self.write(data)
-
-    def _between_pages(self, side: str) -> torch.Tensor:
-        page = mmap.PAGESIZE
-        room = -(-max(self.bytes, 1) // page) * page
-        area = mmap.mmap(-1, room + 2 * page)
-        whole = torch.frombuffer(area, dtype=torch.uint8)
-        start = page if side == "before" else page + (room - self.bytes) // 16 * 16
-        self._canaries = [whole[page:start], whole[start + self.bytes : page + room]]
-        for each in self._canaries:
-            each.fill_(self.canary)
-        address = whole.data_ptr()
-        for first in (address, address + page + room):
-            if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(first), page, 0) != 0:
-                raise OSError(ctypes.get_errno(), "mprotect")
-        return torch.frombuffer(area, dtype=torch.uint8, count=max(self.bytes, 1), offset=start)
-
-    def write(self, data: torch.Tensor) -> None:
-        if self.bytes:
-            self.tensor[: self.bytes].copy_(data.view(torch.uint8))
-
-    def read(self) -> torch.Tensor:
-        return self.tensor[: self.bytes].cpu().clone()
-
-    def overwritten(self) -> str:
-        """The side on which something was written, "" if nothing was."""
-        for side, canary in zip(("before", "after"), self._canaries, strict=False):
-            if bool((canary != self.canary).any()):
-                return side
-        return ""
 
 
 @dataclass(frozen=True)
@@ -494,22 +438,6 @@ def _synchronize_current() -> None:
 def _synchronize() -> None:
     if _accelerated():
         torch.accelerator.synchronize()
-
-
-@contextmanager
-def poisoned(on: bool) -> Iterator[None]:
-    """New memory of PyTorch's is filled with NaN, or the largest integer."""
-    if not on:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch._C._set_deterministic_algorithms(
-        True, warn_only=True
-    )  # torch.use_deterministic_algorithms imports a compiler
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 # ----------------------------------------------------------------------------------------------------------- reference

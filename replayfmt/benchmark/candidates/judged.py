@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from replayfmt.errors import ReplayFailed, UsageError
-from replayfmt.pytorch import rounding
+from replayfmt.pytorch import guards, rounding
 
 from ..per_op.groups import CallWork
 from ..per_op.roofline import Peaks, place
@@ -28,7 +29,6 @@ from ..statistics import PairedComparison, compare_pairs, duration
 from . import check_script
 
 ENDINGS = (".py", ".cpp", ".cc", ".cu")
-_SHARED = "from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of, wide\n"
 _REFERENCE = "reference"
 
 # The ratio of a whole replay with a candidate in place, as a row of a comparison; None and why where there is none.
@@ -38,11 +38,15 @@ EndToEnd = Callable[[str, dict[str, Any]], "dict[str, Any]"]
 def check_text() -> str:
     """check.py: the judge, with what it needs of this package written out."""
     text = inspect.getsource(check_script)
-    assert _SHARED in text, "the judge imports nothing else of this package"
-    shared = inspect.getsource(rounding).partition("import torch\n")[2].strip()
-    text = text.replace(_SHARED, "").replace("import Callable, Iterator\n", "import Callable, Iterator, Sequence\n")
+    shared = []
+    for module in (guards, rounding):
+        line = re.compile(rf"^from {re.escape(module.__name__)} import .*\n", re.MULTILINE)
+        text, found = line.subn("", text)
+        assert found == 1
+        shared.append(inspect.getsource(module).partition("import annotations\n")[2].strip())
+    assert "from replayfmt" not in text, "the judge imports nothing else of this package"
     head, mark, rest = text.partition("# Why a kernel is rejected")
-    return f"{head}{shared}\n\n\n{mark}{rest}"
+    return head + "\n\n\n".join([*shared, mark + rest])
 
 
 def is_task(path: str) -> bool:

@@ -1,0 +1,97 @@
+"""Tasks of real models, of a Triton program and of a compiled region run alone, and the tool takes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from in_process import Tools
+
+from replayfmt.benchmark.candidates.judged import JudgeOptions, run_judge
+
+from .conftest import HERE, Exported
+from .test_exporting import check, described
+
+
+def captured(program: Path, out: Path, **environment: str) -> Path:
+    command = [sys.executable, "-m", "opreplay_tools.capture", "-o", str(out), str(program)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, **environment})
+    return out
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    return captured(HERE / "models.py", tmp_path_factory.mktemp("models") / "models.opreplay")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "--scope=gpt2",
+        "--scope=decode",
+        "--scope=experts",
+        "--kernel=aten::_scaled_dot_product_flash_attention_for_cpu",
+        "--kernel=aten::cat",
+    ],
+)
+def test_a_task_of_a_model_runs_alone_and_its_reference_passes(
+    chosen: str, models: Path, tmp_path: Path, tools: Tools
+) -> None:
+    task = tmp_path / "task"
+    done = tools("export", "--format=kernel-task", chosen, models, task)
+    assert done.code == 0, done.err
+    assert "reference: as expected" in check(task)
+    assert all(each["calls"] and each["cases"] for each in described(task)["workloads"])
+
+
+def test_a_triton_kernel_is_exported_with_its_source_as_a_first_candidate(tmp_path: Path, tools: Tools) -> None:
+    path = captured(HERE / "triton_program.py", tmp_path / "t.opreplay", TRITON_INTERPRET="1")
+    task, kernel = tmp_path / "task", "--kernel=triton::double_kernel*"
+    command = [sys.executable, "-m", "opreplay_tools.export", "--format=kernel-task", kernel, str(path), str(task)]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 1 and "--allow-code" in refused.stderr
+    subprocess.run([*command, "--allow-code"], check=True, capture_output=True)
+    assert "def double_kernel(" in (task / "reference.py").read_text()
+    assert "reference: as expected in 3 cases" in check(task)
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "def right(out, x, *numbers, **options):\n    out.copy_(x + x)\n"
+        "def wrong(out, x, *numbers, **options):\n    out.copy_(x * 3)\n"
+    )
+    files = [str(task / "reference.py"), f"{mine}:right", f"{mine}:wrong"]
+    found = run_judge(str(task), files, JudgeOptions(min_time_s=0))
+    verdicts = [each["verdict"] for each in found["candidates"]]
+    assert verdicts == ["accepted", "accepted", "wrong"], found
+
+
+@pytest.mark.slow
+def test_a_kernel_that_inductor_generated_is_exported_with_its_source(tmp_path: Path, tools: Tools) -> None:
+    program = tmp_path / "compiled.py"
+    program.write_text(
+        "import torch\ntorch.manual_seed(0)\nf = torch.compile(lambda x: torch.nn.functional.gelu(x * 2).sum(-1))\n"
+        "print(f(torch.randn(8, 16)).sum())\n"
+    )
+    path = captured(program, tmp_path / "c.opreplay")
+    task = tmp_path / "task"
+    done = tools("export", "--format=kernel-task", "--allow-code", "--kernel=inductor_cpp::*", path, task)
+    assert done.code == 0, done.err
+    assert described(task)["kind"] == "inductor_cpp" and "cpp_pybinding" in (task / "reference.py").read_text()
+    assert "reference: as expected" in check(task)
+
+
+@pytest.mark.slow
+def test_a_source_in_cpp_is_built_and_judged(exported: Exported, tmp_path: Path) -> None:
+    (tmp_path / "mine.cpp").write_text(
+        "#include <torch/extension.h>\n"
+        "at::Tensor right(at::Tensor self, int64_t dim, bool half) {\n"
+        "  auto e = at::exp(self - self.amax(dim, true));\n  return e / e.sum(dim, true);\n}\n"
+        "at::Tensor wrong(at::Tensor self, int64_t dim, bool half) { return right(self, dim, half) * 1.01; }\n"
+        'PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("_softmax", &right); m.def("wrong", &wrong); }\n'
+    )
+    files = [str(tmp_path / "mine.cpp"), f"{tmp_path / 'mine.cpp'}:wrong"]
+    found = run_judge(str(exported(kernel="aten::_softmax")), files, JudgeOptions(min_time_s=0))
+    assert [each["verdict"] for each in found["candidates"]] == ["accepted", "wrong"]
