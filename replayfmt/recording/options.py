@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from replayfmt.errors import UsageError
 from replayfmt.format.model import OPAQUE_RESULTS
@@ -117,6 +117,34 @@ _LIMITS = ("start_op", "stop_op", "start_scope", "stop_scope")
 
 # Records per frame: few enough to keep memory flat, enough to keep the encoding cost per op low.
 CHUNK_RECORDS = 16384
+
+
+class CaptureKeywords(TypedDict, total=False):
+    """Fields of CaptureOptions, as keywords of `capture`."""
+
+    payload: str
+    files: Iterable[str | os.PathLike[str]]
+    file_policy: str | None
+    file_validation: str | None
+    redact: bool
+    sources: bool
+    digests: str
+    audit: bool
+    compiled: str
+    opaque_results: Iterable[str]
+    inside: Iterable[str]
+    whole: Iterable[str]
+    reads_unwritten: Iterable[str]
+    native: str | None
+    recorder: str | None
+    start_op: int | None
+    stop_op: int | None
+    start_scope: str | None
+    stop_scope: str | None
+    steps: str | None
+    children: str
+    force: bool
+    chunk_records: int
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -39,7 +39,7 @@ from .hooks import host_access
 from .hooks.host_access import DirectWrites, HostReads
 from .hooks.user_code import Construction, Interruptions
 from .kernels import CapturedKernel
-from .options import CaptureOptions
+from .options import CaptureKeywords, CaptureOptions
 from .patches import Watch
 from .program.children import AfterFork, ChildrenSeen, child_path
 from .program.module_scopes import ModuleScopes
@@ -623,13 +623,14 @@ class Recorder:
 
 
 @contextmanager
-def capture(path: str | os.PathLike[str], **options: Any) -> Iterator[Recorder]:
-    """Record the work done inside the block into `path`. The options are those of CaptureOptions.
+def capture(path: str | os.PathLike[str], **options: Unpack[CaptureKeywords]) -> Iterator[Recorder]:
+    """Record the work done inside the block into `path`. The options are the fields of CaptureOptions, which explains
+    them: `help(replayfmt.recording.options.CaptureOptions)`.
 
     Raises what `Recorder.start` raises, and on leaving what `Recorder.close` raises, unless an exception of the program
     is propagating: that one takes precedence (a failure was reported on stderr).
     """
-    recorder = Recorder(path, CaptureOptions.of("capture", options))
+    recorder = Recorder(path, CaptureOptions.of("capture", {**options}))
     recorder.start()
     try:
         yield recorder

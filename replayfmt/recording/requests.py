@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, Unpack
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.validation import check_function, count_of, counted, path_of, tell
 
-from .options import CaptureOptions
+from .options import CaptureKeywords, CaptureOptions
 from .program.process import Termination
 from .recorder import Recorder
 from .supervisor import output_path
@@ -165,7 +165,7 @@ def request_capture(
     signal: int | None = None,
     file: str | os.PathLike[str] | None = None,
     on_event: Callable[[str], None] | None = None,
-    **options: Any,
+    **options: Unpack[CaptureKeywords],
 ) -> CaptureRequests:
     """Allow captures of this process to be started and ended while it runs: a server, for instance.
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import typing
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import replayfmt
+from replayfmt.recording.options import CaptureKeywords, CaptureOptions
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,10 +92,18 @@ def test_a_strictly_typed_program_can_use_the_public_names(tmp_path: Path) -> No
     done = check_types(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     wrong = check_types(
-        PROGRAM.replace('verify="bitwise"', 'verify="bits"').replace('min_time="20x"', "min_time=20"), tmp_path
+        PROGRAM.replace('verify="bitwise"', 'verify="bits"')
+        .replace('min_time="20x"', "min_time=20")
+        .replace('payload="none")', "digest=True)"),
+        tmp_path,
     )
     assert wrong.returncode == 1
-    assert wrong.stdout.count("[arg-type]") == 2, wrong.stdout
+    assert wrong.stdout.count("[arg-type]") == 2 and wrong.stdout.count("[call-arg]") == 1, wrong.stdout
+
+
+def test_the_keywords_of_a_capture_are_the_fields_of_its_options() -> None:
+    hints = typing.get_type_hints
+    assert hints(CaptureKeywords) == {each.name: hints(CaptureOptions)[each.name] for each in fields(CaptureOptions)}
 
 
 def test_the_package_says_that_it_is_typed() -> None:
