@@ -64,6 +64,7 @@ def signature_text_lines(reader: CaptureReader, selection: Selection) -> Iterato
 _COLUMNS = (
     "name",
     "category",
+    "tier",
     "device",
     "stream",
     "communication_stream",
@@ -96,6 +97,19 @@ _COLLECTIVE = (
 _SHOWN_NAME = 100
 
 
+# Parts of the names that vendors' libraries give their kernels, in lower case.
+_COPIES = ("memcpy", "memset", "memmove", "copybuffer", "fillbuffer")
+_PRODUCTS = ("gemm", "gemv", "splitkreduce", "xmma", "nvjet", "cijk_", "maxwell_s", "volta_", "turing_", "ampere_")
+
+
+def tier_of(name: str) -> str:
+    """What a device kernel is, from its name: `copy` (and fill), `gemm` (a matrix product of a library), or `other`."""
+    lower = name.lower()
+    if any(part in lower for part in _COPIES):
+        return "copy"
+    return "gemm" if any(part in lower for part in _PRODUCTS) else "other"
+
+
 def device_kernels(reader: CaptureReader) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The streams, then the kernels, those with the most time first, as rows of docs/rows.md. Raises UsageError if the
     capture has no such table."""
@@ -109,8 +123,9 @@ def device_kernels(reader: CaptureReader) -> tuple[list[dict[str, Any]], list[di
     communicates = {(each["device"], each["stream"]): each["communication"] for each in streams}
     rows = [
         {"kind": "device_kernel"}
-        | {name: communicates[row["device"], row["stream"]] if name not in row else row[name] for name in _COLUMNS}
-        | {"occupancy_percent": _occupancy(row)}
+        | {name: row.get(name) for name in _COLUMNS}
+        | {"communication_stream": communicates[row["device"], row["stream"]]}
+        | {"occupancy_percent": _occupancy(row), "tier": tier_of(row["name"])}
         | {"collective": None if row["collective"] is None else {n: row["collective"].get(n) for n in _COLLECTIVE}}
         for row in found
     ]
@@ -182,6 +197,12 @@ def device_kernel_text(reader: CaptureReader) -> Iterator[str]:
             share = f", communication: {each['collective_ns'] / each['total_ns']:.0%} in collectives"
         where = f"{each['device'] or 'device not known'} stream {'-' if each['stream'] is None else each['stream']}"
         yield f"{where}: {each['count']:,} kernels, copies and fills, {time}{share}\n"
+    total = sum(row["total_ns"] or 0 for row in rows)
+    for tier, what in (("copy", "copies and fills"), ("gemm", "matrix products"), ("other", "others")):
+        mine = [row for row in rows if row["tier"] == tier]
+        taken = sum(row["total_ns"] or 0 for row in mine)
+        share = f", {taken / total:.1%} of the time" if total else ""
+        yield f"{what}: {len(mine):,} kernels, {sum(row['count'] for row in mine):,} launches{share}\n"
     heads = ("count", "total us", "device", "stream", "grid", "block", "shared B", "registers", "bytes", "occupancy")
     cells = [heads] + [
         (

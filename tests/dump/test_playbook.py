@@ -83,8 +83,9 @@ def test_a_page_that_is_not_there_is_wrong_usage_and_names_those_that_are(
 
 def test_every_flag_in_the_playbook_exists() -> None:
     known = set().union(*(flags(tool) for tool in TOOLS)) | {"--help"}
-    script = files("replayfmt.export").joinpath("replay_script.py").read_text(encoding="utf-8")  # of an export
-    known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', script))
+    for package, script in (("export", "replay_script.py"), ("benchmark.candidates", "check_script.py")):  # of exports
+        text = files(f"replayfmt.{package}").joinpath(script).read_text(encoding="utf-8")
+        known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', text))
     ours = re.sub(
         r"^(?:- run: )?(?:nvidia-smi|python3? -m venv) .*$", "", WHOLE, flags=re.MULTILINE
     )  # others' commands

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from in_process import Tools
 
+from replayfmt.dump.listings import tier_of
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.attachments import DEVICE_KERNELS_ROLE, device_kernel_rows
 from replayfmt.format.model import Attachment
@@ -63,6 +64,7 @@ def test_each_distinct_kernel_has_a_row_with_what_the_trace_says_of_it(imported:
         "kind": "device_kernel",
         "name": "gemm",
         "category": "kernel",
+        "tier": "gemm",
         "device": "cuda:0",
         "stream": 7,
         "communication_stream": False,
@@ -102,6 +104,25 @@ def test_each_distinct_kernel_has_a_row_with_what_the_trace_says_of_it(imported:
     assert (untimed["untimed"], untimed["total_ns"], untimed["min_ns"]) == (1, None, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [
+        ("Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("Memset (Device)", "copy"),
+        ("__amd_rocclr_copyBuffer", "copy"),
+        ("ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x4_tn", "gemm"),
+        ("void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4, 4, false>", "gemm"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __half>", "gemm"),
+        ("nvjet_hsh_128x128_64x8_1x2_h_bz_NNT", "gemm"),
+        ("Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI32x32x8x1", "gemm"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "other"),
+        ("flash_fwd_kernel", "other"),
+    ],
+)
+def test_a_kernel_has_the_tier_of_its_name(name: str, tier: str) -> None:
+    assert tier_of(name) == tier
+
+
 def test_an_occupancy_that_the_profiler_failed_to_estimate_is_null_and_a_small_one_is_not(
     imported: Import, tools: Tools
 ) -> None:
@@ -131,8 +152,13 @@ def test_streams_that_communicate_are_told_apart(imported: Import, tools: Tools)
         "cuda:0 stream 9: 2 kernels, copies and fills, 6.000 us without the 1 whose time is not known, "
         "communication: 100% in collectives",
     ]
-    assert text[4].endswith("ncclDevKernel [allreduce of 12 Float over 8 ranks]")
-    assert len(text) == 2 + 1 + 5, "a name with a line break is on one line"
+    assert [line.partition(", ")[0] for line in text[2:5]] == [
+        "copies and fills: 1 kernels",
+        "matrix products: 1 kernels",
+        "others: 3 kernels",
+    ]
+    assert text[7].endswith("ncclDevKernel [allreduce of 12 Float over 8 ranks]")
+    assert len(text) == 2 + 3 + 1 + 5, "a name with a line break is on one line"
 
 
 @pytest.mark.parametrize(
