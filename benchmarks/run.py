@@ -28,6 +28,7 @@ SCRIPTS = (
     "file_size",
     "large_capture",
     "comparing_captures",
+    "kernel_tasks",
     "dump_rows",
     "payload_speed",
     "recorder_memory",

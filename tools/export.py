@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from replayfmt.export.replay_zip import Exported
     from replayfmt.trim.selection import TrimSelection
 
+_TASKS = ("kernel-task", "flashinfer-bench", "kernelbench")
 _TABLE_FORMATS = ("csv", "parquet")
 # Flags that only some formats take.
 _ONLY_FOR = {
@@ -28,9 +29,9 @@ _ONLY_FOR = {
     "benchmark": ("perfetto",),
     "power_log": ("perfetto",),
     "zone": ("perfetto",),
-    "inputs": ("kernel-task",),
-    "size_limit": ("kernel-task",),
-    **dict.fromkeys((field.name for field in fields(ReplayFlags)), ("kernel-task",)),
+    "inputs": _TASKS,
+    "size_limit": _TASKS,
+    **dict.fromkeys((field.name for field in fields(ReplayFlags)), _TASKS),
 }
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -45,13 +46,13 @@ _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["replay-zip", "kernel-task", "perfetto", *_TABLE_FORMATS]),
+    type=click.Choice(["replay-zip", *_TASKS, "perfetto", *_TABLE_FORMATS]),
     default="replay-zip",
     show_default=True,
     help="replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, a README. "
     "kernel-task: a folder with the calls of a --kernel, or the ops of a --scope or of --ops as one function, with "
-    "inputs, expected outputs, the reference and a judge that needs only PyTorch. perfetto: a timeline, as Chrome's "
-    "JSON. csv, parquet: a table.",
+    "inputs, expected outputs, the reference and a judge that needs only PyTorch. flashinfer-bench, kernelbench: also "
+    "in that form. perfetto: a timeline, as Chrome's JSON. csv, parquet: a table.",
 )
 @click.option(
     "--table",
@@ -166,8 +167,8 @@ def cli(
     from replayfmt.trim.selection import TrimSelection
 
     wanted = TrimSelection(ops, scopes or None, kernels or None, signatures or None)
-    if form == "kernel-task":
-        _kernel_task(capture, out, wanted, inputs, size_limit, flags, force)
+    if form in _TASKS:
+        _kernel_task(capture, out, wanted, inputs, size_limit, flags, force, form)
         return
     with open_capture(capture) as reader:
         if form in _TABLE_FORMATS:
@@ -186,7 +187,14 @@ def cli(
 
 
 def _kernel_task(
-    capture: str, out: str, wanted: TrimSelection, inputs: Any, size_limit: str, flags: ReplayFlags, force: bool
+    capture: str,
+    out: str,
+    wanted: TrimSelection,
+    inputs: Any,
+    size_limit: str,
+    flags: ReplayFlags,
+    force: bool,
+    form: Any,
 ) -> None:
     matched = re.fullmatch(r"(\d{1,12})([KMG]?)", size_limit)
     if matched is None:
@@ -198,8 +206,9 @@ def _kernel_task(
     from replayfmt.export.kernel_task import TaskOptions, write_task
 
     limit = int(matched[1]) * _SIZES[matched[2]]
+    other = None if form == "kernel-task" else form
     with flags.plan(capture, keep_going=True) as plan:
-        done = write_task(plan, out, wanted, TaskOptions(inputs, limit, flags.verify, flags.allow_code, force))
+        done = write_task(plan, out, wanted, TaskOptions(inputs, limit, flags.verify, flags.allow_code, force, other))
     say(f"replayed  {done.verified}")
     for sentence in done.left_out:
         say(f"left out  {sentence}")

@@ -54,6 +54,8 @@ from replayfmt.trim.selection import KeptRecords, TrimSelection, resolve_selecti
 from replayfmt.trim.trimming import Verify, refuse_incomplete
 from replayfmt.trim.vectors import Array, VectorEncoder, draws_nothing, op_problem, problem_of, write_safetensors
 
+from .task_forms import Form, write_form
+
 Inputs = Literal["captured", "synthesized", "none"]
 FORMAT, VERSION = "opreplay-kernel-task", 1
 _MOST_OPS = 2000  # of one fused function
@@ -70,6 +72,7 @@ class TaskOptions:
     verify: Verify = "auto"
     allow_code: bool = False
     force: bool = False
+    form: Form | None = None
 
 
 @dataclass
@@ -230,7 +233,9 @@ class _Task:
         facts = self._json(verified)
         (folder / "task.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_readme(facts), encoding="utf-8")
-        size = sum(each.stat().st_size for each in folder.iterdir())
+        if self.options.form is not None:
+            write_form(folder, facts, self.reference(), self.options.form)
+        size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
         calls = sum(each.calls for each in self.workloads)
         return TaskResult(out, len(self.workloads), calls, size, verified, self.left_out)
 
