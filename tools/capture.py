@@ -9,6 +9,7 @@ import click
 
 from replayfmt.recording.options import (
     CHILDREN,
+    COLLECTIVE_RESULTS,
     COMPILED,
     DIGESTS,
     FILE_POLICIES,
@@ -40,8 +41,9 @@ _COUNT = click.IntRange(min=0)
     "-o",
     "--output",
     required=True,
-    metavar="FILE",
-    help="Where to write the capture. {rank} and {pid} are replaced by this process's.",
+    metavar="FILE|FOLDER/",
+    help="Where to write the capture. {rank} and {pid} are replaced by this process's. Under torchrun, a folder gets "
+    "one file of each rank, rank{rank}.opreplay, and a manifest.",
 )
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
@@ -143,6 +145,14 @@ _COUNT = click.IntRange(min=0)
     "results (docs/recorders.md); auto is native if the library can be built.  [default: OPREPLAY_RECORDER, or auto]",
 )
 @click.option(
+    "--collective-results",
+    type=click.Choice(COLLECTIVE_RESULTS),
+    default="full",
+    show_default=True,
+    help="Keep what collectives wrote, so that the file of one rank replays alone, or leave it out: then only all "
+    "ranks together replay.",
+)
+@click.option(
     "--children",
     type=click.Choice(CHILDREN),
     default="note",
@@ -195,6 +205,7 @@ def cli(
     reads_unwritten: tuple[str, ...],
     native: str | None,
     recorder: str | None,
+    collective_results: str,
     children: str,
     marks: tuple[str, ...],
     module_scopes: bool,
@@ -229,6 +240,7 @@ def cli(
         reads_unwritten=reads_unwritten,
         native=native,
         recorder=recorder,
+        collective_results=collective_results,
         children=children,
         force=force,
         start_op=start_op,

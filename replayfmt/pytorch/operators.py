@@ -26,7 +26,7 @@ ALWAYS_THERE = frozenset(
 )
 # Whose operators are what their schemas say: they read no autocast state or other state of the program below the
 # dispatch level of a capture, write what they declare, draw numbers only with the tag that says so.
-OWN = ALWAYS_THERE | {"prim", "prims", "rngprims"}
+OWN = ALWAYS_THERE | {"prim", "prims", "rngprims", "opreplay"}
 # Those that a file can call with torch alone.
 WITH_TORCH_ALONE = ALWAYS_THERE | {"prims"}
 # Whose operators compute on tensors, but those that `acts_outside` knows.
@@ -292,6 +292,8 @@ _UNREAD = {
     "aten::rrelu_with_noise": ("noise",),
     "aten::rrelu_with_noise_": ("noise",),
     "fsdp::all_gather_copy_in": ("all_gather_output",),
+    "opreplay::collective": ("outputs",),
+    "opreplay::collective_wait": ("outputs",),
 }
 # Operators that only use an argument, of what they write or read as the schema says, where another one is true.
 _ONLY_WITH = {

@@ -33,6 +33,7 @@ torch._C.DisableTorchFunction
 torch._C.DispatchKey.Python.value
 torch._C.DispatchKey.PythonTLSSnapshot
 torch._C.DispatchKeySet.from_raw_repr
+torch._C.Future
 torch._C.ListType
 torch._C.OptionalType
 torch._C.ScriptFunction
@@ -195,6 +196,7 @@ torch.cuda._utils._CudaKernel
 torch.cuda.jiterator._JittedFunction
 torch.distributed._functional_collectives
 torch.distributed._symmetric_memory
+torch.distributed.distributed_c10d._get_default_store
 torch.distributed.distributed_c10d._resolve_process_group
 torch.distributed.distributed_c10d._world
 torch.distributed.fsdp._fully_shard._fsdp_collectives

@@ -16,6 +16,7 @@ import torch
 
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Signature
+from replayfmt.pytorch.collectives import LAUNCH
 from replayfmt.pytorch.operators import OpaqueResults
 from replayfmt.pytorch.tensors.memory import call_undispatched, host_view
 from replayfmt.pytorch.tensors.metadata import dtype_of, is_zerotensor, offset_of, shape_of, storage_of
@@ -292,6 +293,8 @@ class CallRecorder:
                 if kernel.elementwise
                 else Unwritten.unseen
             )
+            if kernel.name == LAUNCH:  # PyTorch's own C++ code fills some of what it sends
+                unwritten = Unwritten.explained
             if self._listed and kernel.own and self._holds_list(tensor, storage):
                 unwritten = Unwritten.explained
             region = self._metas.params[meta].region(offset)

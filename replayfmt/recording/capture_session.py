@@ -33,6 +33,7 @@ from replayfmt.pytorch.tensors.metadata import storage_of
 
 from .arguments import OpCall
 from .calls import CallRecorder, PassedThrough
+from .collectives import InFlight, Launch
 from .composite_operators import INEXACT, CompositePolicy, autocast_below_mode
 from .content.first_content import FileBackedStorages, FirstContents
 from .frames import is_interrupt
@@ -198,6 +199,7 @@ class CaptureSession:
             opaque=OpaqueResults(options.opaque_results),
             threads=self.threads,
         )
+        self.collectives = InFlight(self, options.collective_results != "none")
         self.children: Callable[[], list[str]] = list  # sentences about child processes that worked
         self.look: Callable[[], None] = lambda: None  # finds threads that began unseen
         self.flushing = FlushTimes(native)
@@ -286,7 +288,8 @@ class CaptureSession:
                 "so that finalizers run elsewhere, and have signal handlers only note that they were called",
             )
         if self.options.digests == "live" and not self.graph_captures and not self._in_unseen_capture():
-            self.digests.sweep(self.calls.being_written().union(self.native.being_written() if self.native else ()))
+            writing = self.calls.being_written() | self.collectives.being_written()
+            self.digests.sweep(writing.union(self.native.being_written() if self.native else ()))
 
     def wait_for_devices(self) -> None:
         """What the recorder is about to read may be written by any stream. This wait is its own: it has no record."""
@@ -402,6 +405,19 @@ class CaptureSession:
                 self.unsupported_op(kernel, args, kwargs, call)
                 return None
             return None if call is None else self.returned(call, result, started, ended)
+
+    @_attempted
+    def before_collective(
+        self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Launch | Unrepresentable | None:
+        with self.lock:
+            return self.collectives.before(kernel, args, kwargs) if self.on else None
+
+    @_attempted
+    def after_collective(self, launch: Launch, result: Any) -> None:
+        with self.lock:
+            if self.on:
+                self.collectives.after(launch, result)
 
     # -------------------------------------------------------------------------------------------------- after an op ran
 

@@ -84,7 +84,7 @@ class Action(Enum):
     record = 1
     ignore = 2  # run it, record nothing
     decompose = 3  # a PyTorch composite that reached the mode: its parts are recorded
-    collective = 4  # run it, record that it cannot be reproduced
+    collective = 4  # its launch and the wait for it are recorded, or that it cannot be reproduced
     scope_enter = 5  # torch.profiler.record_function
     scope_exit = 6
     stream_use = 7  # record_stream: says that a stream uses memory
@@ -214,6 +214,8 @@ class CapturedKernel:
             return Action.scope_exit if base.startswith("_record_function_exit") else Action.ignore
         if self.func.name() == "aten::record_stream":
             return Action.stream_use
+        if self.name == "_c10d_functional::_wrap_tensor_autograd":
+            return Action.ignore  # it wraps a tensor, in Python
         if self.operator.collective:
             return Action.collective
         if self.operator.maps_files:

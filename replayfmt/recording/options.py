@@ -108,6 +108,7 @@ PAYLOADS = ("full", "integers", "none")
 FILE_POLICIES = ("reference", "capture-ranges", "capture-all", "fail")
 FILE_VALIDATIONS = ("identity", "digest")
 DIGESTS = ("live", "ops", "none")
+COLLECTIVE_RESULTS = ("full", "none")
 COMPILED = ("kernels", "keep", "eager")
 NATIVE = ("auto", "off")
 RECORDERS = ("auto", "native", "python")
@@ -175,7 +176,9 @@ class CaptureOptions:
     threads that cannot be recorded, with a library that is built once; `off` does not count them; None: what the
     environment variable OPREPLAY_NATIVE says, or `auto`. `recorder`: `native` sees operators below autograd, through a
     library that is built once, and leaves the program as it is; `python` is a dispatch mode; `auto` is `native` if that
-    library is available; None: what OPREPLAY_RECORDER says, or `auto`. `start_op` and `stop_op` count ops from 0; ops
+    library is available; None: what OPREPLAY_RECORDER says, or `auto`. `collective_results`: keep what collectives
+    wrote (`full`), so that one rank replays alone, or not (`none`; with `payload="none"` always). `start_op`
+    and `stop_op` count ops from 0; ops
     in [start_op, stop_op) are recorded. `start_scope` and `stop_scope` are scope names: recording starts when the first
     is entered for the first time, and stops for good when the second is next left; `NAME#N` means the scope of that
     name that begins as number N, counted from 0 and from the start of the capture. `steps`: `A:B` records the steps A
@@ -200,6 +203,7 @@ class CaptureOptions:
     reads_unwritten: Iterable[str] = ()
     native: str | None = None
     recorder: str | None = None
+    collective_results: str = "full"
     start_op: int | None = None
     stop_op: int | None = None
     start_scope: str | None = None
@@ -223,6 +227,7 @@ class CaptureOptions:
             ("native", NATIVE),
             ("recorder", RECORDERS),
             ("children", CHILDREN),
+            ("collective_results", COLLECTIVE_RESULTS),
         ):
             if getattr(self, name) is not None or not name.startswith("file"):
                 choice_of(name, getattr(self, name), allowed)
@@ -237,6 +242,8 @@ class CaptureOptions:
                     "use digests='none'"
                 )
             object.__setattr__(self, "digests", "none")
+        if self.payload == "none":
+            object.__setattr__(self, "collective_results", "none")
         self._check_files()
         for name in ("redact", "sources", "audit", "force"):
             object.__setattr__(self, name, flag_of(name, getattr(self, name)))
@@ -347,6 +354,8 @@ class CaptureOptions:
         for name in (*_LIMITS, "steps"):
             if getattr(self, name) is not None:
                 stated[name] = getattr(self, name)
+        if self.collective_results != "full":
+            stated["collective-results"] = self.collective_results
         if self.reads_unwritten:
             stated["reads-unwritten"] = " ".join(self.reads_unwritten)
         if self.opaque_results:

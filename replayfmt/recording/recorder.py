@@ -30,6 +30,7 @@ from . import capture_session
 from .capture_session import CaptureSession
 from .code.graph_replays import Graphs
 from .code.triton_launches import TritonLaunches
+from .collectives import CollectiveHooks
 from .dispatch.custom_operators import DeclaredWork, ObservingMode
 from .dispatch.mode import RecordingMode, mode_stack, remove_finished_modes
 from .dispatch.native_mode import NativeMode
@@ -49,7 +50,7 @@ from .program.threads import FLUSHING, Threads
 from .stream.device_streams import StreamTrace
 from .stream.records import Unrepresentable
 from .stream.scopes import ImplicitScope
-from .undispatched import DirectCollectives, Hooks
+from .undispatched import Hooks
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -109,7 +110,7 @@ Patches = (
     | Graphs
     | HostReads
     | DirectWrites
-    | DirectCollectives
+    | CollectiveHooks
     | Interruptions
     | WholeComposites
     | DeclaredWork
@@ -233,7 +234,7 @@ class Recorder:
             Interruptions(
                 self._misses, lambda operator: core.interrupting.append(operator) if core.on else None, core.attempt
             ),
-            DirectCollectives(self, lambda: core.records.told("collective")),
+            CollectiveHooks(self, core),
             *([Construction(self)] if hook is None else []),
             WholeComposites(self, core.look_again),
             DeclaredWork(self, core),

@@ -37,16 +37,22 @@ if TYPE_CHECKING:
     from .recorder import Recorder
 
 
+RANK_FILE = "rank{rank}.opreplay"  # in the folder of all ranks
+
+
 def output_path(template: str, environment: dict[str, str], pid: int) -> str:
     """`template` with `{rank}` and `{pid}` filled in. Raises UsageError if ranks would share a file."""
     try:
         rank, ranks = (int(environment.get(name) or default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     except ValueError as error:
         raise UsageError(f"the environment variables RANK and WORLD_SIZE must be integers: {error}") from None
+    if "RANK" in environment and (template.endswith(os.sep) or os.path.isdir(template)):
+        os.makedirs(template, exist_ok=True)
+        template = os.path.join(template, RANK_FILE)
     if ranks > 1 and "{rank}" not in template and "{pid}" not in template:
         raise UsageError(
             f"WORLD_SIZE is {ranks}, and every rank would write to {template}; put {{rank}} or {{pid}} "
-            "into the name, for instance step.{rank}.opreplay"
+            "into the name, for instance step.{rank}.opreplay, or give a folder: step/"
         )
     return template.replace("{rank}", str(rank)).replace("{pid}", str(pid))
 

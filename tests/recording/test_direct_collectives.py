@@ -59,7 +59,7 @@ def test_a_collective_that_no_operator_tells_of_is_refused(tmp_path: Path, recor
             f"    {inside.strip()}",
             "    z = (x @ x).relu()",
         ]
-    # Those that pass an operator have one record: of the operator.
+    # Those that pass an operator are recorded.
     lines += [
         f"with replayfmt.capture('operator.opreplay', recorder='{recorder}'):",
         "    dist.all_reduce(x); y = x + 1",
@@ -80,7 +80,7 @@ def test_a_collective_that_no_operator_tells_of_is_refused(tmp_path: Path, recor
             replayfmt.run(path)
         assert any("unsupported, collective: " in each for each in refused.value.findings)
     with replayfmt.open(tmp_path / "operator.opreplay") as capture:
-        assert capture.summary.unsupported == {"collective": 1}
+        assert not capture.summary.unsupported
     with replayfmt.open(tmp_path / "none.opreplay") as capture:
         assert not capture.summary.unsupported
 

@@ -62,14 +62,3 @@ def test_training_that_is_sharded_over_one_rank_replays_once_its_operators_may_b
     else:
         assert without.startswith("fsdp::chunk_cat.default does not exist") and without.count(" | ") == 0
         assert "--allow-import=fsdp lets it be imported; called 4 times" in without
-
-
-@pytest.mark.slow
-def test_collectives_among_several_ranks_stay_refused_whatever_may_be_imported(tmp_path: Path) -> None:
-    path = tmp_path / "two.opreplay"
-    python(TRAINING, path, 2)
-    without, allowed = (line.split(" | ") for line in python(REPLAYS, path).splitlines())
-    assert len(allowed) == 2 and allowed == [each for each in without if not each.startswith("fsdp::")]
-    for finding in allowed:  # and what the collectives wrote is not called unseen
-        assert finding.startswith("unsupported, collective: c10d::")
-        assert "of 2 ranks (0, 1), this is rank 0 of it" in finding

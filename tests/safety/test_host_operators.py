@@ -191,6 +191,8 @@ def test_every_operator_that_might_do_more_than_compute_is_known() -> None:
             unknown.add(full)
         if name == "inductor::accumulate_grad_":
             continue  # PyTorch 2.11 adds to the gradient of the first argument
+        if namespace == "opreplay":
+            continue  # our own: a launch does nothing, or what the replay of all ranks was asked for
         if not gives and base not in LOOKING and not any(part in base for part in PACKED):
             unknown.add(full)
     assert unknown == set()

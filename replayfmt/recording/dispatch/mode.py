@@ -1,8 +1,8 @@
 """The dispatch mode: sees every operator call of the threads that carry it, and passes it on for recording.
 
 Every thread has its own stack of dispatch modes. Three kinds of calls have rules of their own: collectives, which are
-described by their process group; higher-order operators, whose bodies are recorded as ordinary operators; and numbers
-passed where an operator takes tensors.
+launched and waited for (../collectives.py); higher-order operators, whose bodies are recorded as ordinary operators;
+and numbers passed where an operator takes tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,6 @@ from torch._C import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from replayfmt.pytorch.operators import COLLECTIVES
 from replayfmt.pytorch.tensors.memory import call_undispatched
 
 from ..capture_session import CaptureSession
@@ -32,56 +31,6 @@ from ..frames import is_interrupt, leave_no_frames
 from ..kernels import Action, CapturedKernel, caller_of
 from ..special_values import dispatches_itself
 from ..stream.records import Unrepresentable
-
-_MOST_RANKS = 16
-
-
-def describe_collective(name: str, args: Iterable[Any]) -> str:
-    """The detail of the record of a collective: its group, as far as it is known from the arguments, and what a replay
-    would need."""
-    if name.partition("::")[0] not in COLLECTIVES:
-        return (
-            "it talks to other processes through state that other operators made in all of them; collectives are not "
-            "replayed yet"
-        )
-    group = next((found for value in args if (found := _group(value)) is not None), None)
-    if group is None:
-        return "collectives are not replayed yet; its process group is not known"
-    size, ranks = group.size(), _ranks(group)
-    shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", ..." if len(ranks) > _MOST_RANKS else "")
-    return (
-        f"group {group.group_name!r} of {size} {'ranks' if size > 1 else 'rank'} ({shown}), this is rank "
-        f"{group.rank()} of it; collectives are not replayed yet: it would take all of its ranks, launched "
-        f"together (torchrun --nproc-per-node={size})"
-    )
-
-
-def _group(value: Any) -> Any:
-    """The process group that an argument is, or names; None for any other argument."""
-    if not torch.distributed.is_available():
-        return None
-    from torch.distributed import distributed_c10d as c10d
-
-    if isinstance(value, torch.ScriptObject):
-        try:
-            return c10d.ProcessGroup.unbox(value)
-        except (RuntimeError, TypeError):
-            return None  # another class, a reduction for instance
-    if isinstance(value, str):
-        try:
-            return c10d._resolve_process_group(c10d.GroupName(value))
-        except (RuntimeError, ValueError):
-            return None  # not the name of a group: that of the reduction, for instance
-    return None
-
-
-def _ranks(group: Any) -> list[int]:
-    """The global ranks of a group's members; their ranks within the group if those are unknown."""
-    from torch.distributed import distributed_c10d as c10d
-
-    known = c10d._world.pg_group_ranks.get(group)
-    return list(known) if known else list(range(group.size()))
-
 
 _ONLY_CALL_THEIR_BODY = ("invoke_subgraph", "strict_mode")
 
@@ -209,12 +158,15 @@ class RecordingMode(TorchDispatchMode):
         if not kernel.own:
             core.arrivals[kernel.name] += 1
         args = core.attempt(with_tensors, kernel, args) or args
-        if kernel.action is not Action.record and not core.attempt(kernel.has_own_kernel, args, kwargs):
+        collective = kernel.action is Action.collective
+        if kernel.action is not Action.record and not (collective or core.attempt(kernel.has_own_kernel, args, kwargs)):
             return self._special(kernel, args, kwargs)
         if not core.on and not core.attempt(self._begins):
             return self._before_start(kernel, args, kwargs)
         if core.options.stop_op is not None and core.attempt(self._ends):
             return kernel.call(*args, **kwargs)
+        if collective:
+            return self._collective(kernel, args, kwargs)
         key = None if kernel.body is None else core.attempt(kernel.body.key, args, kwargs)
         if kernel.body is not None and key is not None:
             manner = core.insides.manner(kernel.name, kernel.body.is_python(key), kernel.own)
@@ -331,9 +283,6 @@ class RecordingMode(TorchDispatchMode):
         if kernel.action is Action.decompose:
             assert kernel.parts is not None
             return self.run_inside(kernel.parts, (bool(core.attempt(kernel.parts.unmasks)), *args), kwargs)
-        if kernel.action is Action.collective:
-            detail = core.attempt(describe_collective, kernel.name, (*args, *kwargs.values()))
-            return self._run_unsupported(kernel, args, kwargs, Unrepresentable("collective", detail or ""))
         result = kernel.call(*args, **kwargs)
         if kernel.action is Action.scope_enter:
             core.scope_begin(str(args[0]), user=False, token="record_function")
@@ -341,6 +290,15 @@ class RecordingMode(TorchDispatchMode):
             core.attempt(self._leave_function)
         elif kernel.action is Action.stream_use:
             core.stream_used(*args)
+        return result
+
+    def _collective(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        launch = self.core.before_collective(kernel, args, kwargs)
+        if isinstance(launch, Unrepresentable):
+            return self._run_unsupported(kernel, args, kwargs, launch)
+        result = kernel.call(*args, **kwargs)
+        if launch is not None:
+            self.core.after_collective(launch, result)
         return result
 
     def _leave_function(self) -> None:

@@ -20,13 +20,13 @@ from replayfmt.native.hook import DispatchHook, Functions, OperatorForHook
 
 from ..arguments import OpCall
 from ..capture_session import CaptureSession
+from ..collectives import Launch
 from ..composite_operators import RecordingGranularity, read_autocast
 from ..frames import is_interrupt, is_recorders, leave_no_frames
 from ..kernels import Action, CapturedKernel, tensors_in
 from ..stream.program_state import watched_indices
 from ..stream.records import Unrepresentable
 from .custom_operators import ObservingMode
-from .mode import describe_collective
 
 # What `before` returns if the call is not recorded: the operator runs by itself, in parts that arrive here, or in
 # Python.
@@ -41,12 +41,13 @@ class _Begun:
     """A call in progress. `kernel`: only the name, if Python has no such operator. `call`: None if there is nothing to
     record but `problem`. `early`: recording had not begun. `drawing`: the lock is held."""
 
-    __slots__ = ("args", "call", "drawing", "early", "kernel", "kwargs", "problem")
+    __slots__ = ("args", "call", "drawing", "early", "kernel", "kwargs", "launch", "problem")
 
     def __init__(self, kernel: CapturedKernel | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kernel, self.args, self.kwargs = kernel, args, kwargs
         self.call: OpCall | None = None
         self.problem: Unrepresentable | None = None
+        self.launch: Launch | None = None
         self.early = False
         self.drawing = False
 
@@ -143,6 +144,8 @@ class NativeMode(ObservingMode):
             core.unreachable_op(begun.kernel, begun.args, begun.kwargs, result)
         elif begun.early:
             core.began_earlier(begun.kernel, begun.args, begun.kwargs)
+        elif begun.launch is not None:
+            core.after_collective(begun.launch, result)
         elif begun.problem is not None:
             core.unsupported_op(begun.kernel, begun.args, begun.kwargs, begun.problem)
         elif begun.kernel.action is Action.scope_enter:
@@ -308,18 +311,21 @@ class NativeMode(ObservingMode):
         if _is_traced(args, kwargs):
             return _IN_PARTS
         begun = _Begun(kernel, args, kwargs)
-        if kernel.action is not Action.record and not kernel.has_own_kernel(args, kwargs):
-            if kernel.action is Action.decompose:
-                return _IN_PARTS
-            if kernel.action is Action.collective:
-                detail = describe_collective(kernel.name, (*args, *kwargs.values()))
-                begun.problem = Unrepresentable("collective", detail or "")
-            return begun
+        collective = kernel.action is Action.collective
+        if kernel.action is not Action.record and not collective and not kernel.has_own_kernel(args, kwargs):
+            return _IN_PARTS if kernel.action is Action.decompose else begun
         if not core.on and not self._begins():
             begun.early = core.joining or core.several
             return begun if begun.early else _ALONE
         if core.options.stop_op is not None and self._ends():
             return _ALONE
+        if collective:
+            launch = core.before_collective(kernel, args, kwargs)
+            if isinstance(launch, Unrepresentable):
+                begun.problem = launch
+            else:
+                begun.launch = launch
+            return begun
         key = None if kernel.body is None else kernel.body.key(args, kwargs)
         if kernel.body is not None and key is not None:
             manner = core.insides.manner(kernel.name, kernel.body.is_python(key), kernel.own)

@@ -82,6 +82,8 @@ class Storages:
         self.readable: Callable[[], bool] = lambda: True  # whether memory of devices can be read now
         # Records digests of what captured ops wrote of a storage whose content is about to enter.
         self.digest_written: Callable[[Tracker, torch.UntypedStorage], None] = lambda _tracker, _storage: None
+        # Some bytes of a storage are about to be used that a collective may have written.
+        self.arrived: Callable[[Tracker, int, int], None] = lambda _tracker, _begin, _end: None
         self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
         self.watches_natively = native is not None  # whether the hot path may compare the content of watched storages
 
@@ -367,6 +369,8 @@ class Storages:
         state = tracker.state
         if state is None:
             return tracker
+        if state.in_flight and reads:
+            self.arrived(tracker, *((0, state.length) if region is None else (region.start, region.end)))
         if state.outside is not None and length:
             self._enter_again(tracker, state, storage, state.outside)
         partly = reads and length and self._reads_unwritten(tracker, state, storage, op, unwritten, region)

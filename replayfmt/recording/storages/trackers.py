@@ -50,6 +50,7 @@ class State:
         "content",
         "coverage",
         "delta",
+        "in_flight",
         "length",
         "mapped",
         "opaque",
@@ -79,6 +80,7 @@ class State:
         self.opaque = False  # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
         self.delta = 0
+        self.in_flight = False  # a collective writes to it
         self.private = False  # its memory is this process's alone, and of no file: it can be read whenever it lives
 
     @property
@@ -90,6 +92,7 @@ class State:
             or self.alias_of is not None
             or self.unreadable
             or self.unexplained is not None
+            or self.in_flight
         )
 
     @property

@@ -13,6 +13,7 @@ from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.model import Signature
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.collectives import WAIT, plays_ranks
 from replayfmt.pytorch.environment import check_settings
 from replayfmt.pytorch.overloads import ArgumentRules
 from replayfmt.pytorch.tensors.composites import FORMS
@@ -43,6 +44,7 @@ class Findings:
         if unsupported:
             self._unsupported()
         self._ops()
+        self._collectives()
         self._tensors()
         self._settings()
         self._memory()
@@ -165,6 +167,19 @@ class Findings:
     def _kind(self, device: int) -> str:
         captured = self._devices.captured[device]
         return "" if captured is None else captured.kind
+
+    def _collectives(self) -> None:
+        """Results that are not in the capture. (`payload="none"` leaves all content out, which others say.)"""
+        policies = self._reader.session.policies
+        kernels = [each is not None and each.name == WAIT for each in self._reader.kernels]
+        if policies.get("collective-results") == "none" and policies.get("payload") != "none" and not plays_ranks():
+            waits = [number for number, each in self._signatures(RecordKind.op) if kernels[each.kernel]]
+            if waits:
+                times = _times(self._scan.seen(waits))
+                self.sentences.append(
+                    "the results of collectives were not recorded (--collective-results=none), so that only all ranks "
+                    f"together replay: torchrun --nproc-per-node=N opreplay-run FOLDER; waited for {times}"
+                )
 
     def _tensors(self) -> None:
         dtypes, layouts = set(), set()

@@ -24,6 +24,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.operator_schema import name_problem
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import texts_of
+from replayfmt.pytorch import collectives as _collectives  # noqa: F401  registers its operators
 from replayfmt.pytorch import overloads
 from replayfmt.pytorch.op_libraries import OpLibraries, printing_aside
 from replayfmt.pytorch.operators import ALWAYS_THERE, acts_outside, operator_named

@@ -1,0 +1,247 @@
+"""Collectives as a capture holds them: two operators of our own, which are PyTorch's to everything else.
+
+`opreplay::collective` is the launch: what was called, on which group, with which tensors. `opreplay::collective_wait`
+stands where the program waited, or first used what arrived, and holds what that was. Without a group (`Recorded`, the
+default) a launch does nothing and a wait copies the recorded results to where the program had them; with groups
+(`replayfmt.ranks`) both are what they were in the program.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+NAMESPACE = "opreplay"
+LAUNCH, WAIT = f"{NAMESPACE}::collective", f"{NAMESPACE}::collective_wait"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group. Ranks and order of creation identify it; names differ from run to run."""
+
+    name: str
+    ranks: tuple[int, ...]  # global ranks, in the group's order
+    instance: int  # among the groups of the same ranks, in order of creation
+    backend: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective: the arguments of `opreplay::collective`, without its tensors."""
+
+    operator: str
+    group: str
+    ranks: str
+    instance: int
+    backend: str
+    reduction: str
+    peer: int  # the root, source or destination, as a rank of the group; -1: none
+    tag: int
+    input_splits: Sequence[int]
+    output_splits: Sequence[int]
+    number: int  # among the collectives of its group; of sends and receives, among those with the same peer and tag
+    work: int  # among all of the capture
+    run: str  # the same for all ranks that ran together; "": not known
+
+    @property
+    def pairs(self) -> bool:
+        """Whether it is one of a pair, of a sender and a receiver."""
+        return "send" in self.operator or "recv" in self.operator
+
+
+class Player(Protocol):
+    """What a replay does at launches and waits."""
+
+    def launch(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None: ...
+    def wait(self, work: int, outputs: list[torch.Tensor], results: list[torch.Tensor]) -> None: ...
+
+
+class Recorded:
+    """No group: results are the recorded ones."""
+
+    def launch(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        pass
+
+    def wait(self, work: int, outputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        for output, result in zip(outputs, results, strict=False):
+            output.copy_(result)
+
+
+_player: Player = Recorded()
+
+
+@contextmanager
+def played_by(player: Player) -> Iterator[None]:
+    """Inside, launches and waits are what `player` makes of them."""
+    global _player
+    before, _player = _player, player
+    try:
+        yield
+    finally:
+        _player = before
+
+
+def plays_ranks() -> bool:
+    """Whether collectives are done rather than copied from the capture."""
+    return not isinstance(_player, Recorded)
+
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define(
+    "collective(str operator, str group, str ranks, int instance, str backend, str reduction, int peer, int tag, "
+    "int[] input_splits, int[] output_splits, int number, int work, str run, Tensor[] inputs, Tensor[] outputs) -> ()"
+)
+_library.define("collective_wait(int work, Tensor(a!)[] outputs, Tensor[] results) -> ()")
+
+
+def _launch(*arguments: Any) -> None:
+    *call, inputs, outputs = arguments
+    _player.launch(Call(*call), inputs, outputs)
+
+
+def _wait(work: int, outputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    _player.wait(work, outputs, results)
+
+
+_library.impl("collective", _launch, "CompositeExplicitAutograd")
+_library.impl("collective_wait", _wait, "CompositeExplicitAutograd")
+
+
+# -------------------------------------------------------------------------------------- what PyTorch's operators say
+
+
+class Unknown(Exception):
+    """A collective whose meaning is not known, with the reason."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a call of one of PyTorch's operators asks for. `outputs`: those that it is given; it may return others."""
+
+    operator: str
+    group: Any
+    reduction: str
+    peer: int
+    tag: int
+    input_splits: tuple[int, ...]
+    output_splits: tuple[int, ...]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+_KNOWN = frozenset(
+    f"c10d::{base}"
+    for base in (
+        *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "gather_", "scatter_", "alltoall_"),
+        *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+        *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_base_"),
+        *("send", "recv_", "recv_any_source_", "barrier", "monitored_barrier_"),
+    )
+) | {"_dtensor::shard_dim_alltoall"}
+_FUNCTIONAL = "_c10d_functional"
+_UNKNOWN_FUNCTIONAL = ("batch_p2p_ops",)
+_PEERS = ("root_rank", "src", "dst")
+
+
+def meaning_of(name: str, given: Mapping[str, Any]) -> Meaning:
+    """What a call means; `given` are its arguments by name. Raises Unknown."""
+    namespace, _, base = name.partition("::")
+    if name not in _KNOWN and (namespace != _FUNCTIONAL or base in _UNKNOWN_FUNCTIONAL):
+        raise Unknown(f"what {name} does is not known")
+    group = next((found for value in given.values() if (found := group_of(value)) is not None), None)
+    if group is None:
+        raise Unknown("its process group is not known")
+    inputs: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+    peer = next((int(given[each]) for each in _PEERS if each in given), -1)
+    for argument, value in given.items():
+        tensors = list(_tensors(value))
+        if argument.startswith("input") or base in ("send", "isend"):
+            inputs += tensors
+        if argument.startswith("out") or base in ("recv_", "recv_any_source_", "irecv"):
+            outputs += tensors
+        elif argument == "tensors" and base != "send":
+            if base != "broadcast_" or group.rank() == peer:
+                inputs += tensors
+            if base != "broadcast_" or group.rank() != peer:
+                outputs += tensors
+        elif argument == "sparse_indices" and value is not None:
+            raise Unknown("it reduces sparse tensors")
+    if any(tensor.layout is not torch.strided for tensor in (*inputs, *outputs)):
+        raise Unknown("its tensors are not strided")
+    reduction = given.get("reduce_op", "")
+    if not isinstance(reduction, str):
+        reduction = str(torch.distributed.ReduceOp.RedOpType(reduction.op())).rpartition(".")[2]
+    splits = [_integers(given.get(f"{way}_split_sizes")) for way in ("input", "output")]
+    if base == "shard_dim_alltoall":
+        splits = [(int(given["gather_dim"]),), (int(given["shard_dim"]),)]
+    return Meaning(name, group, reduction, peer, int(given.get("tag", 0)), splits[0], splits[1], inputs, outputs)
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    return tuple(int(each) for each in value or ())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def group_of(value: Any) -> Any:
+    """The process group that an argument is, or names; None for any other argument."""
+    if not torch.distributed.is_available():
+        return None
+    from torch.distributed import distributed_c10d as c10d
+
+    if isinstance(value, c10d.ProcessGroup):
+        return value
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return c10d.ProcessGroup.unbox(value)
+        except (RuntimeError, TypeError):
+            return None  # another class, a reduction for instance
+    if isinstance(value, str):
+        try:
+            return c10d._resolve_process_group(c10d.GroupName(value))
+        except (RuntimeError, ValueError):
+            return None  # not the name of a group: that of the reduction, for instance
+    return None
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """The global ranks of a group's members, in its order; their ranks within the group if those are unknown."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return tuple(c10d._world.pg_group_ranks.get(group) or range(group.size()))
+
+
+def describe_group(group: Any) -> Group:
+    """What a capture says of a process group."""
+    from torch.distributed import distributed_c10d as c10d
+
+    ranks, instance = ranks_of(group), 0
+    for other in c10d._world.pg_map:
+        if other is group:
+            break
+        instance += ranks_of(other) == ranks
+    return Group(str(group.group_name), ranks, instance, str(group.name()))
+
+
+def run_identity() -> str:
+    """A text that all ranks of this run share, through the store with which they found each other; "" if there is none.
+    Nobody waits for anybody."""
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        agreed = c10d._get_default_store().compare_set("opreplay/run", "", uuid.uuid4().hex)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return ""
+    return agreed.decode(errors="replace") if isinstance(agreed, bytes) else ""

@@ -1,0 +1,532 @@
+"""Collectives: what talks to other processes of the program.
+
+Each is recorded as a launch, and as a wait where the program waits for it, which holds what arrived
+(`pytorch.collectives` says what a replay makes of these). `InFlight` keeps what was launched until then. Waits inside
+C++ (DDP's reducer) are not seen: what arrived is recorded at its first use. The recorder waits for nothing itself.
+
+`CollectiveHooks` learns from PyTorch's classes in Python which launch a `Work` or a future is of, and when it is waited
+for. Collectives that pass no operator (on a backend itself, by a group written in Python) are `unsupported`, as is one
+in flight when the capture begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from replayfmt.pytorch import collectives
+from replayfmt.pytorch.collectives import (
+    Call,
+    Group,
+    Meaning,
+    describe_group,
+    group_of,
+    meaning_of,
+    ranks_of,
+    run_identity,
+)
+from replayfmt.pytorch.operators import COLLECTIVES
+from replayfmt.pytorch.tensors.memory import call_undispatched, make_view
+from replayfmt.pytorch.tensors.metadata import storage_of
+
+from .arguments import OpCall
+from .content.coverage import ByteRegion
+from .kernels import CapturedKernel, tensors_in
+from .patches import HookHost, Patch, PatchSet
+from .storages.trackers import Tracker
+from .stream.records import Unrepresentable
+from .undispatched import tensors_of
+
+_MOST_RANKS = 16
+_NOT_REPLAYED = "collectives are not replayed yet"
+
+
+def describe_collective(name: str, args: Iterable[Any]) -> str:
+    """The detail of the record of a collective that is not recorded as one: its group, as far as the arguments say."""
+    if name.partition("::")[0] not in COLLECTIVES:
+        return "it talks to other processes through state that other operators made in all of them"
+    group = next((found for value in args if (found := group_of(value)) is not None), None)
+    if group is None:
+        return "its process group is not known"
+    size, ranks = group.size(), ranks_of(group)
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", ..." if len(ranks) > _MOST_RANKS else "")
+    return (
+        f"group {group.group_name!r} of {size} {'ranks' if size > 1 else 'rank'} ({shown}), this is rank "
+        f"{group.rank()} of it"
+    )
+
+
+class _Output:
+    """A tensor that a collective writes. Its memory is the program's: it is not kept alive."""
+
+    __slots__ = ("_layout", "tracker")
+
+    def __init__(self, tensor: torch.Tensor, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self._layout = tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+    def view(self) -> torch.Tensor | None:
+        """The tensor as it is now; None if its memory is gone."""
+        storage = self.tracker()
+        if storage is None:
+            return None
+        try:
+            return call_undispatched(make_view, storage, *self._layout)
+        except RuntimeError:  # made shorter meanwhile
+            return None
+
+
+class Launch:
+    """One collective, from just before it begins to the wait for it. `done`: it was waited for where we can see it."""
+
+    __slots__ = ("__weakref__", "args", "call", "done", "kernel", "kwargs", "made", "meaning", "outputs")
+
+    def __init__(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.kernel, self.args, self.kwargs = kernel, args, kwargs
+        self.meaning: Meaning | None = None
+        self.made: Call | None = None
+        self.call: OpCall | None = None
+        self.outputs: list[_Output] = []
+        self.done = False
+
+
+class InFlight:
+    """The collectives of one CaptureSession. Methods are called with the recorder's lock held, inside attempts."""
+
+    def __init__(self, session: Any, keeps_results: bool) -> None:
+        self._session, self._keeps_results = session, keeps_results
+        self._launch, self._wait, self._empty = (
+            session.calls.kernel_of(func)
+            for func in (
+                torch.ops.opreplay.collective.default,
+                torch.ops.opreplay.collective_wait.default,
+                torch.ops.aten.empty_strided.default,
+            )
+        )
+        self._groups: dict[str, Group] = {}
+        self._numbers: Counter[tuple[Any, ...]] = Counter()
+        self.count = 0
+        self._run = ""
+        self._of_thread = threading.local()  # launches that no Work is known of yet
+        self._writing: dict[int, list[tuple[int, int, Launch]]] = {}  # bytes in flight, by storage id
+        session.storages.arrived = self._arrived
+
+    # ------------------------------------------------------------------------------------------------------- launching
+
+    def before(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch | Unrepresentable:
+        """A collective is about to begin: what it reads enters as it is now."""
+        launch = Launch(kernel, args, kwargs)
+        if kernel.name.endswith("::wait_tensor"):
+            return launch
+        given = {each.name: kernel.argument(index, args, kwargs) for index, each in enumerate(kernel.arguments)}
+        try:
+            launch.meaning = meaning_of(
+                kernel.name, {name: value for name, value in given.items() if value is not None}
+            )
+        except collectives.Unknown as problem:
+            about = describe_collective(kernel.name, (*args, *kwargs.values()))
+            return Unrepresentable("collective", f"{problem}; {about}")
+        launch.made = self._number(launch.meaning)
+        call = self._begin(self._launch, self._arguments(launch, launch.meaning.outputs))
+        if isinstance(call, Unrepresentable):
+            return call
+        launch.call = call
+        return launch
+
+    def _number(self, meaning: Meaning) -> Call:
+        name = str(meaning.group.group_name)
+        group = self._groups.get(name)
+        if group is None:
+            self._run = self._run or run_identity()
+            group = self._groups[name] = describe_group(meaning.group)
+        ranks = ",".join(map(str, group.ranks))
+        call = Call(
+            meaning.operator,
+            name,
+            ranks,
+            group.instance,
+            group.backend,
+            meaning.reduction,
+            meaning.peer,
+            meaning.tag,
+            meaning.input_splits,
+            meaning.output_splits,
+            0,
+            self.count,
+            self._run,
+        )
+        key = (ranks, group.instance, *((meaning.operator, meaning.peer, meaning.tag) if call.pairs else ()))
+        number, self._numbers[key], self.count = self._numbers[key], self._numbers[key] + 1, self.count + 1
+        return replace(call, number=number)
+
+    @staticmethod
+    def _arguments(launch: Launch, outputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        made, meaning = launch.made, launch.meaning
+        assert made is not None and meaning is not None
+        values = [getattr(made, each.name) for each in fields(made)]
+        values = [list(value) if isinstance(value, tuple) else value for value in values]
+        return (*values, meaning.inputs, outputs)
+
+    def _begin(self, kernel: CapturedKernel, args: tuple[Any, ...]) -> OpCall | Unrepresentable | None:
+        return self._session.begin(kernel, args, {})
+
+    def after(self, launch: Launch, result: Any) -> None:
+        """It was launched, or waited for (`wait_tensor`)."""
+        meaning = launch.meaning
+        if meaning is None:
+            for tensor in tensors_in((*launch.args, *launch.kwargs.values())):
+                self._wait_for_tensor(tensor)
+            return
+        outputs = list(meaning.outputs)
+        if not meaning.operator.startswith("c10d::"):
+            storages = {storage_of(tensor)._cdata for tensor in outputs}
+            returned = [tensor for tensor in tensors_in(result) if storage_of(tensor)._cdata not in storages]
+            if meaning.operator.rpartition("::")[2] not in ("isend", "irecv"):
+                outputs += returned
+            self._produced(returned)
+            call = self._begin(self._launch, self._arguments(launch, outputs))  # with what it returned
+            launch.call = call if isinstance(call, OpCall) else None
+        if launch.call is None:
+            return
+        now = time.perf_counter_ns()
+        self._session.returned(launch.call, None, now, now)
+        launch.call = None
+        tracker_of = self._session.storages.tracker_of
+        for tensor in outputs:
+            tracker = tracker_of(storage_of(tensor))
+            if tracker is not None and tensor.numel():
+                launch.outputs.append(_Output(tensor, tracker))
+                self._mark(launch, tensor, tracker)
+        launch.args, launch.kwargs, launch.meaning = (), {}, None
+        if meaning.operator.endswith("::shard_dim_alltoall"):  # it waits inside
+            self.waited([launch])
+        else:
+            self.recent().append(launch)
+
+    def _produced(self, tensors: list[torch.Tensor]) -> None:
+        """What a functional collective returns is memory that it allocated."""
+        for tensor in tensors:
+            if self._session.storages.tracker_of(storage_of(tensor)) is None:
+                how = {"dtype": tensor.dtype, "device": tensor.device}
+                now = time.perf_counter_ns()
+                self._session.ran(self._empty, (list(tensor.shape), list(tensor.stride())), how, tensor, now, now)
+
+    def recent(self) -> list[Launch]:
+        """The launches of this thread of which no Work is known yet."""
+        found: list[Launch] | None = getattr(self._of_thread, "recent", None)
+        if found is None:
+            found = self._of_thread.recent = []
+        return found
+
+    # ----------------------------------------------------------------------------------------------------- in flight
+
+    def _mark(self, launch: Launch, tensor: torch.Tensor, tracker: Tracker) -> None:
+        item = tensor.element_size()
+        strides = tuple(stride * item for stride in tensor.stride())
+        region = ByteRegion(int(tensor.storage_offset()) * item, tuple(tensor.shape), strides, item)
+        begin, end = region.start, region.end
+        if tracker.state is not None and tracker.state.alias_of is not None:
+            delta, tracker = tracker.state.delta, tracker.state.alias_of
+            begin, end = begin + delta, end + delta
+        self._writing.setdefault(tracker.id, []).append((begin, end, launch))
+        self._session.storages.state(tracker).in_flight = True
+        tracker.need_care()
+
+    def _unmark(self, launch: Launch) -> None:
+        for number, ranges in list(self._writing.items()):
+            ranges[:] = [each for each in ranges if each[2] is not launch]
+            if not ranges:
+                del self._writing[number]
+                tracker = self._session.storages.live.get(number)
+                if tracker is not None and tracker.state is not None:
+                    tracker.state.in_flight = False
+                    tracker.settle()
+
+    def being_written(self) -> set[int]:
+        """The addresses of storages with memory in flight."""
+        found = (self._session.storages.live.get(number) for number in self._writing)
+        storages = (tracker() for tracker in found if tracker is not None)
+        return {storage._cdata for storage in storages if storage is not None}
+
+    def _arrived(self, tracker: Tracker, begin: int, end: int) -> None:
+        """These bytes of a storage are about to be used: whatever of them was in flight has arrived."""
+        for first, last, launch in list(self._writing.get(tracker.id, ())):
+            if first < end and begin < last:
+                self._land(launch)
+
+    def waited(self, launches: Iterable[Launch]) -> None:
+        """The program waited for these."""
+        for launch in launches:
+            if not launch.done:
+                launch.done = True
+                self._land(launch)
+
+    def _wait_for_tensor(self, tensor: torch.Tensor) -> None:
+        tracker = self._session.storages.tracker_of(storage_of(tensor))
+        if tracker is not None:
+            if tracker.state is not None and tracker.state.alias_of is not None:
+                tracker = tracker.state.alias_of
+            self.waited(list(dict.fromkeys(launch for _, _, launch in self._writing.get(tracker.id, ()))))
+
+    def _land(self, launch: Launch) -> None:
+        """Record what arrived. It is copied first: others may write that memory while it is hashed."""
+        self._unmark(launch)
+        made = launch.made
+        assert made is not None
+        outputs = [view for output in launch.outputs if (view := output.view()) is not None]
+        results = [call_undispatched(torch.clone, view) for view in outputs] if self._keeps_results else []
+        call = self._begin(self._wait, (made.work, outputs, results))
+        if isinstance(call, OpCall):
+            now = time.perf_counter_ns()
+            self._session.returned(call, None, now, now)
+
+
+CollectiveFunction = Callable[..., Any]
+
+_MODULE = "torch._C._distributed_c10d"
+_METHODS = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+_WAITS = ("wait", "synchronize", "result", "is_completed", "block_current_stream")
+_EARLIER = (
+    "a collective that was launched before the capture began is waited for in it: what it writes, and when, is not "
+    "recorded. Begin the capture where no collective is in flight"
+)
+
+
+class CollectiveHooks:
+    """The hooks of one capture, a CaptureSession."""
+
+    def __init__(self, recorder: HookHost, session: Any) -> None:
+        self._recorder, self._session = recorder, session
+        self._launches: weakref.WeakKeyDictionary[Any, list[Launch]] = weakref.WeakKeyDictionary()  # by Work or future
+        self._coalescing = threading.local()
+        self._replaced: list[
+            tuple[type, str, CollectiveFunction, CollectiveFunction]
+        ] = []  # methods of groups that are written in Python
+        patches = []
+        if torch.distributed.is_available():
+            module = torch._C._distributed_c10d
+            for owner, names, hook in (
+                (module.Backend, _METHODS, self._direct),
+                (module.ProcessGroup, (*_METHODS, "_end_coalescing"), self._launching),
+                (module.ProcessGroup, ("_start_coalescing",), self._starting),
+                (module.Work, _WAITS, self._waiting),
+                (module.Work, ("get_future",), self._continuing),
+                (module.Reducer, ("_rebuild_buckets",), self._filling),
+                (torch._C.Future, ("wait", "value"), self._waiting),
+                (torch._C.Future, ("then", "add_done_callback"), self._continuing),
+            ):
+                place = _MODULE if owner.__module__ != "torch" else "torch._C"
+                patches += [Patch(place, f"{owner.__name__}.{name}", hook) for name in names if name in vars(owner)]
+            patches.append(Patch(_MODULE, "ProcessGroup.__init__", self._made))
+        self._patches = PatchSet(patches)
+
+    def install(self) -> None:
+        self._patches.install()
+        if torch.distributed.is_available():
+            for group in _below(torch._C._distributed_c10d.ProcessGroup):
+                self._recorder.attempt(self._replace, group)
+
+    def remove(self) -> None:
+        """Restore everything. Idempotent."""
+        self._patches.remove()
+        while self._replaced:
+            group, name, original, replacement = self._replaced.pop()
+            if vars(group).get(name) is replacement:
+                setattr(group, name, original)
+
+    def _made(self, original: CollectiveFunction) -> CollectiveFunction:
+        """A group of a class that may have been written since the capture began."""
+
+        @functools.wraps(original)
+        def init(group: Any, *args: Any, **kwargs: Any) -> None:
+            original(group, *args, **kwargs)
+            self._recorder.attempt(self._replace_of, type(group))
+
+        return init
+
+    def _replace_of(self, group: type) -> None:
+        below = set(_below(torch._C._distributed_c10d.ProcessGroup))
+        for each in group.__mro__:
+            if each in below:
+                self._replace(each)
+
+    def _replace(self, group: type) -> None:
+        done = {replacement for _group, _name, _original, replacement in self._replaced}
+        for name in _METHODS:
+            original = vars(group).get(name)
+            if callable(original) and original not in done:
+                replacement = self._direct(original)
+                setattr(group, name, replacement)
+                self._replaced.append((group, name, original, replacement))
+
+    def _direct(self, original: CollectiveFunction) -> CollectiveFunction:
+        recorder = self._recorder
+
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.launching():
+                return original(group, *args, **kwargs)
+            recorder.attempt(tell, group, (args, kwargs))
+            with recorder.paused():
+                work = original(group, *args, **kwargs)
+            recorder.attempt(mark, (args, kwargs))
+            return work
+
+        def tell(group: Any, given: Any) -> None:
+            detail = (
+                f"a collective on {type(group).__name__} itself, rank {group.rank()} of {group.size()}, passes no "
+                "operator, and is not recorded as one"
+            )
+            recorder.unsupported("collective", f"{type(group).__name__}.{original.__name__}", detail)
+            mark(given)
+
+        def mark(given: Any) -> None:
+            for tensor in tensors_of(given):
+                recorder.mark_outside_write(tensor)
+
+        return call
+
+    def _launching(self, original: CollectiveFunction) -> CollectiveFunction:
+        """A method of a group: the Work that it returns is of what was launched in it."""
+
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._recorder.attempt(self._begin)
+            work = original(group, *args, **kwargs)
+            if before is not None:
+                self._recorder.attempt(self._launched, work, original.__name__ == "_end_coalescing")
+            return work
+
+        return call
+
+    def _begin(self) -> bool:
+        self._session.collectives.recent().clear()  # launched by C++ code
+        return True
+
+    def _launched(self, work: Any, ends: bool) -> None:
+        recent = self._session.collectives.recent()
+        together: list[Launch] | None = getattr(self._coalescing, "launches", None)
+        if together is not None:
+            together += recent
+        found = together if ends else list(recent)
+        if found and work is not None:
+            self._launches[work] = found
+        if ends:
+            self._coalescing.launches = None
+        recent.clear()
+
+    def _filling(self, original: CollectiveFunction) -> CollectiveFunction:
+        """A method of DDP's that fills memory through addresses, and copies it."""
+
+        @functools.wraps(original)
+        def fill(*args: Any, **kwargs: Any) -> Any:
+            self._session.warm_ups += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._session.warm_ups -= 1
+
+        return fill
+
+    def _starting(self, original: CollectiveFunction) -> CollectiveFunction:
+        @functools.wraps(original)
+        def start(group: Any, *args: Any, **kwargs: Any) -> Any:
+            self._coalescing.launches = []
+            return original(group, *args, **kwargs)
+
+        return start
+
+    def _waiting(self, original: CollectiveFunction) -> CollectiveFunction:
+        """A method of a Work or a future: once it has returned (of `is_completed`: True), what was launched is done."""
+        recorder, asks = self._recorder, original.__name__ == "is_completed"
+
+        @functools.wraps(original)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            results = original(work, *args, **kwargs)
+            if (not asks or results) and recorder.launching():
+                recorder.attempt(self._waited, work, original.__name__)
+            return results
+
+        return wait
+
+    def _waited(self, work: Any, name: str) -> None:
+        launches = self._launches.get(work)
+        with self._session.lock:
+            if launches is not None:
+                self._session.collectives.waited(launches)
+            elif not isinstance(work, torch._C.Future) and not self._told_of_any():
+                self._session.records.unsupported("collective", f"Work.{name}", _EARLIER)
+
+    def _told_of_any(self) -> bool:
+        return bool(self._session.collectives.count) or self._session.records.told("collective")
+
+    def _continuing(self, original: CollectiveFunction) -> CollectiveFunction:
+        """A method that returns a future of the same launch, or calls something once it is done."""
+        recorder = self._recorder
+
+        @functools.wraps(original)
+        def go_on(work: Any, *args: Any, **kwargs: Any) -> Any:
+            launches = recorder.attempt(self._launches.get, work)
+            if launches and args and callable(args[0]):
+                args = (self._after_wait(args[0], launches), *args[1:])
+            future = original(work, *args, **kwargs)
+            if launches and future is not None:
+                self._launches[future] = launches
+            elif not launches and original.__name__ == "get_future" and recorder.launching():
+                recorder.attempt(self._waited, work, original.__name__)
+            return future
+
+        return go_on
+
+    def _after_wait(self, callback: CollectiveFunction, launches: list[Launch]) -> CollectiveFunction:
+        @functools.wraps(callback)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._recorder.launching():
+                self._recorder.attempt(self._wait_for, launches)
+            return callback(*args, **kwargs)
+
+        return call
+
+    def _wait_for(self, launches: list[Launch]) -> None:
+        with self._session.lock:
+            self._session.collectives.waited(launches)
+
+
+def _below(group: type) -> Iterator[type]:
+    subclasses: list[type] = group.__subclasses__()
+    for each in subclasses:
+        yield each
+        yield from _below(each)
