@@ -51,7 +51,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--verify", "--run", "--digests", "--audit", "--opaque-result", "--capture", "--keep-going", "--record",
         "--repeat", "--processes",
         "--compare-kernels", "--tolerance", "--replay", "--against", "--set",
-        "--bisect", "--judge", "--state", "--variants", "--guard", "--allow-reason",
+        "--bisect", "--judge", "--state", "--times", "--variants", "--guard", "--allow-reason",
     ),
     "Measurement": (
         "--min-samples", "--measure",

@@ -41,6 +41,14 @@ from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
 @click.option(
     "--replay", is_flag=True, help="Compare results of replays made here, of both captures, which stay as they are."
 )
+@click.option("--times", is_flag=True, help="Also say what was faster or slower in B, by the captured times.")
+@click.option(
+    "--benchmark",
+    "benchmarks",
+    multiple=True,
+    metavar="FILE",
+    help="The same by two files of opreplay-benchmark --per-op --benchmark-out=FILE, of A and of B in this order.",
+)
 @click.option(
     "--isolate",
     is_flag=True,
@@ -89,6 +97,8 @@ def cli(
     b: str | None,
     tolerance: str,
     replay: bool,
+    times: bool,
+    benchmarks: tuple[str, ...],
     isolate: bool,
     bisect: bool,
     judge: str | None,
@@ -123,7 +133,8 @@ def cli(
             ctx=context, param=next(each for each in context.command.params if each.name == "b")
         )
     else:
-        found = compare(a, b, tolerance=tolerance, replay=replay, **_options(context, flags, replay, tolerance))
+        options = _options(context, flags, replay, tolerance)
+        found = compare(a, b, tolerance=tolerance, replay=replay, times=times, benchmarks=benchmarks, **options)
     if form == "jsonl":
         for row in found.rows:
             click.echo(encode(row))

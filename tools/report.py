@@ -81,6 +81,12 @@ _SHARE_OF_OPS = 0.6  # of the time to measure; the rest goes to whole replays
     help="Compare each row of --benchmark with that of the same name in FILE, which --benchmark-out wrote.",
 )
 @click.option(
+    "--compare",
+    "other",
+    metavar="B",
+    help="Add a section on where the capture B parts from this one, and on what is faster or slower there.",
+)
+@click.option(
     "--probes",
     multiple=True,
     metavar="DIR",
@@ -104,6 +110,7 @@ def cli(
     replayed: str | None,
     energy: str | None,
     baseline: str | None,
+    other: str | None,
     probes: tuple[str, ...],
     plots: str | None,
     force: bool,
@@ -118,6 +125,7 @@ def cli(
     """
     from replayfmt.benchmark.baseline import read_baseline
     from replayfmt.benchmark.result_files import output_file, refuse_input
+    from replayfmt.compare.comparison import compare
     from replayfmt.format.reader import open_capture
     from replayfmt.report.contents import ReportInputs, make_contents
     from replayfmt.report.measurements import read_benchmark, read_energy, read_run
@@ -132,7 +140,9 @@ def cli(
     if measure_seconds is not None and benchmarks:
         raise UsageError("--measure measures what --benchmark gives; leave one of them out")
     logs = (os.path.join(each, "event.log") for each in probes)
-    sources = [each for each in (capture, *benchmarks, *runs, replayed, energy, baseline, *logs) if each is not None]
+    sources = [
+        each for each in (capture, *benchmarks, *runs, replayed, energy, baseline, other, *logs) if each is not None
+    ]
     for given in sources:
         refuse_input("--output", out, given, "the capture" if given == capture else "a file that is to be read")
     with (
@@ -149,6 +159,7 @@ def cli(
             [read_probe_run("--probes", path, reader) for path in probes],
             [read_run("--run", path, reader) for path in runs],
             None if replayed is None else ReplayedTrace(replayed, reader),
+            None if other is None else compare(capture, other, times=True),
         )
         contents = make_contents(reader, inputs)
         page = make_page(contents, own_version())

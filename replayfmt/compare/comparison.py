@@ -21,6 +21,7 @@ from .divergence import Root, diverge
 from .report import rows, text_lines
 from .results import Comparison, Growth, Named, NotComparable, Side, observed_distance
 from .structure import argument_differences, changed_arguments, count_differences, origin_differences
+from .times import compare_times
 from .tolerances import Tolerance, parse_tolerance
 from .trace import Trace, read_trace
 
@@ -35,17 +36,22 @@ def compare(
     *,
     tolerance: str = "exact",
     replay: bool = False,
+    times: bool = False,
+    benchmarks: tuple[str | PathLike[str], ...] = (),
     on_progress: Progress = lambda doing, done, total: None,
     **options: Any,
 ) -> Comparison:
     """Compare two captures. `tolerance` is as for opreplay-compare; with `replay` results come from replays here, with
-    `options` of a Plan. `on_progress(what, records done, of all)` is called now and then.
+    `options` of a Plan. With `times` it also says what became faster or slower, by the captured times or by two files
+    of `benchmarks`, which opreplay-benchmark --per-op wrote of a and of b. `on_progress(what, records done, of all)` is
+    called now and then.
 
     Raises UsageError, NotComparable, what opening a file raises, and with `replay` what a replay raises.
     """
     rule = parse_tolerance(tolerance)
     if options and not (replay or rule.auto):
         raise UsageError(f"{', '.join(sorted(options))}: only with --replay or --tolerance=auto")
+    measured = _read_benchmarks(benchmarks)
     readers = [open_capture(path) for path in (a, b)]
     with ExitStack() as stack:
         for reader in readers:
@@ -56,7 +62,23 @@ def compare(
         from .replayed import replayed_sides
 
         sides = replayed_sides(sides, options, on_progress)
-    return _compared(sides[0], sides[1], rule, replay, options, on_progress)
+    made = _compared(sides[0], sides[1], rule, replay, options, on_progress)
+    if times or benchmarks:
+        made.times = compare_times(made.a, made.b, made.alignment, measured)
+        if made.times is None:
+            made.notes.append("no times: the captures do not say how long their ops took")
+    made.text, made.rows = "\n".join(text_lines(made)), tuple(rows(made))
+    return made
+
+
+def _read_benchmarks(paths: tuple[str | PathLike[str], ...]) -> Any:
+    if not paths:
+        return None
+    if len(paths) != 2:
+        raise UsageError(f"--benchmark: expected two files, of a and of b, not {len(paths)}")
+    from replayfmt.benchmark.baseline import read_baseline
+
+    return tuple(read_baseline(path, "--benchmark") for path in paths)
 
 
 def _same_ops(a: Side, b: Side) -> bool:
@@ -110,7 +132,6 @@ def _compared(
 
         explain(made, options, on_progress)
     made.roots = name_roots(made)
-    made.text, made.rows = "\n".join(text_lines(made)), tuple(rows(made))
     return made
 
 

@@ -14,10 +14,19 @@ _MOST_STRUCTURE = 8
 _MOST_ROOTS = 8
 _MOST_BLOCKS = 5
 _LONGEST = 160
+_MOST_KERNEL_TIMES = 10
 
 
 def text_lines(made: Comparison) -> list[str]:
     """The first screen says whether they are equal; if not, which op, how far, and what to type next."""
+    return [*_result_lines(made), *_time_lines(made)]
+
+
+def _time_lines(made: Comparison) -> list[str]:
+    return [] if made.times is None else [_line(label, text) for label, text in made.times.lines(_MOST_KERNEL_TIMES)]
+
+
+def _result_lines(made: Comparison) -> list[str]:
     found = made.divergence
     lines = [
         _line("a", _about(made, 0)),
@@ -220,6 +229,7 @@ def rows(made: Comparison) -> list[dict[str, Any]]:
         for number, block in enumerate(made.alignment.blocks)
     ]
     made_rows += [_divergence_row(each) for each in made.roots]
+    made_rows += [] if made.times is None else made.times.rows()
     return made_rows
 
 

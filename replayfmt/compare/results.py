@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from .divergence import Divergence, Root
 from .structure import StructureDifference
 from .tolerances import Tolerance
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from .times import Times
 
 _SCALAR = 1 << 30
 
@@ -96,6 +99,7 @@ class Comparison:
     divergence: Divergence
     roots: list[Named] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    times: Times | None = None
     text: str = ""
     rows: tuple[dict[str, Any], ...] = ()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from replayfmt.benchmark.baseline import BaselineComparison, Document, compare_with_baseline
+from replayfmt.compare.results import Comparison
 from replayfmt.dump.definitions import summary_facts
 from replayfmt.dump.row_templates import scope_path
 from replayfmt.errors import UsageError
@@ -125,6 +126,49 @@ def _about_the_sum(figures: KernelFigures) -> list[str]:
         f"Sum of isolated calls: of {known:,} of {calls:,} calls ({known / calls:.1%}); "
         f"not all calls of {counted(partly, 'kernel')} have an isolated time."
     ]
+
+
+def comparison_section(made: Comparison) -> Section:
+    """Where another capture parts from this one, and what is faster or slower there."""
+    lines = [each for each in made.text.splitlines() if not each.startswith(("times ", "  slower", "  faster"))]
+    roots = [
+        TableRow(
+            (
+                text_cell(", ".join(map(str, root.ordinals[0][:4]))),
+                text_cell(", ".join(map(str, root.ordinals[1][:4]))),
+                text_cell(", ".join(root.kernels[0] or root.kernels[1]), root.calls[0]),
+                text_cell(root.scope),
+                text_cell(f"{root.kind}, doubtful" if root.root.doubtful else root.kind, root.note),
+                text_cell("" if root.distance is None else str(root.distance)),
+                count_cell(root.consequences),
+            )
+        )
+        for root in made.roots[:MOST_ROWS]
+    ]
+    titles = ("ordinal here", "in B", "kernel", "scope", "what differs", "distance", "later ops")
+    tables = [ReportTable("divergences", "Where they part", _columns(titles, texts=(0, 1, 2, 3, 4, 5)), roots)]
+    if made.times is not None:
+        times = [
+            TableRow(
+                (
+                    text_cell(each.kernel),
+                    count_cell(each.calls),
+                    figure_cell(each.ns[0] / 1e9, "s", ""),
+                    figure_cell(each.ns[1] / 1e9, "s", ""),
+                    figure_cell(each.ratio, "×", "nothing to divide by"),
+                    count_cell(each.removed[0]),
+                    count_cell(each.added[0]),
+                    figure_cell(each.difference_ns / 1e9, "s", ""),
+                )
+            )
+            for each in made.times.kernels[:MOST_ROWS]
+        ]
+        columns = _columns(("kernel", "paired calls", "here", "in B", "ratio", "removed", "added", "difference"))
+        tables.append(ReportTable("compared-times", f"Times ({made.times.source})", columns, times))
+    about = [f"Ops are paired with those of {made.b.reader.path} by what they compute. The outcome: {made.outcome}."]
+    return Section(
+        "comparison", "Another capture", about, [], tables, [printable(each, LONGEST_TEXT) for each in lines]
+    )
 
 
 def baseline_section(comparison: BaselineComparison) -> Section:
@@ -478,6 +522,7 @@ class ReportInputs:
     probes: list[ProbeRun] = field(default_factory=list)
     runs: list[Fields] = field(default_factory=list)
     replayed: ReplayedTrace | None = None
+    comparison: Comparison | None = None
 
 
 @dataclass(frozen=True)
@@ -531,6 +576,7 @@ def make_contents(reader: CaptureReader, inputs: ReportInputs) -> ReportContents
         *([probe_section(inputs.probes, figures)] if inputs.probes else []),
         captured_and_replayed(figures),
         *([] if comparison is None else [baseline_section(comparison)]),
+        *([] if inputs.comparison is None else [comparison_section(inputs.comparison)]),
         roofline(figures),
         memory,
         timeline_section(figures, ops, site_of, inputs.replayed),

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim ← compare,
-# probing}
+# errors ← format ← native ← pytorch ← {recording, importers, initializers ← replay} ← {benchmark, trim,
+# probing} ← compare
 # ← report ← export ← api, tools; dump and probes stand on format alone.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "initializers",
         "replay",
     },
-    "compare": {"errors", "collector", "format", "dump", "pytorch", "initializers", "replay", "trim"},
+    "compare": {"errors", "collector", "format", "dump", "pytorch", "initializers", "replay", "benchmark", "trim"},
     "trim": {"errors", "format", "dump", "pytorch", "recording", "initializers", "replay"},
     "export": {
         "errors",
@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         "benchmark",
         "report",
     },
-    "report": {"errors", "format", "importers", "dump", "benchmark", "probes"},
+    "report": {"errors", "format", "importers", "dump", "benchmark", "probes", "compare"},
     "api": {"errors", "format", "pytorch", "recording", "initializers", "replay", "benchmark", "dump", "export"},
 }
 WITHOUT_TORCH = (
@@ -67,6 +67,7 @@ WITHOUT_TORCH = (
         f"replayfmt/compare/{name}.py"
         for name in ("trace", "alignment", "divergence", "distances", "structure", "tolerances", "results", "report")
     ),
+    "replayfmt/compare/times.py",
     "replayfmt/pytorch/operators.py",
     "replayfmt/export/tables.py",
     "tools/__init__.py",
