@@ -69,8 +69,8 @@ def check_memory(context: click.Context) -> None:
     for name in _NOT_WITH_MEMORY:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise UsageError(f"--{name.replace('_', '-')} does not go with --memory")
-    if context.params["benchmark_format"] == "csv":
-        raise UsageError("--memory has no rows for --benchmark-format=csv; use console or json")
+    if (form := context.params["benchmark_format"]) in ("csv", "markdown"):
+        raise UsageError(f"--memory has no rows for --benchmark-format={form}; use console or json")
 
 
 def precision_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -453,11 +453,11 @@ _REDRAW_S = 0.2
 )
 @click.option(
     "--benchmark-format",
-    type=click.Choice(["console", "json", "jsonl", "csv"]),
+    type=click.Choice(["console", "json", "jsonl", "csv", "markdown"]),
     default="console",
     show_default=True,
     help="Format of stdout: a table, Google Benchmark's JSON or CSV, or JSON lines, with --per-op one for each op as "
-    "soon as it is measured, so that an interrupt loses none.",
+    "soon as it is measured, so that an interrupt loses none. markdown: a table for a pull request.",
 )
 @click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
 @baseline_options
@@ -539,8 +539,9 @@ def cli(
     check_energy_windows(context)
     check_memory(context)
     per_op = PerOpFlags.of(context, flags.verify)
-    if benchmark_format == "jsonl" and (compare or reconcile):
-        raise UsageError("--benchmark-format=jsonl has no rows of --compare and --reconcile; use console, json or csv")
+    if benchmark_format in ("jsonl", "markdown") and (compare or reconcile):
+        form = f"--benchmark-format={benchmark_format}"
+        raise UsageError(f"{form} has no rows of --compare and --reconcile; use console, json or csv")
     if compare:
         refuse_with_compare(context, flags, per_op is not None)
     from replayfmt.benchmark.measure import Options

@@ -190,6 +190,11 @@ def csv_field(value: Any) -> Any:
     return "" if value is None else printable(value) if isinstance(value, str) else value
 
 
+def _as_code(name: str) -> str:
+    """A name in a cell of a Markdown table: nothing in it is markup."""
+    return "`" + printable(name).replace("`", "'").replace("|", "\\|") + "`"
+
+
 @dataclass(frozen=True)
 class Report:
     """A benchmark's context and rows, ready to be written in any format."""
@@ -213,8 +218,27 @@ class Report:
         return self.context["warnings"] + [f"{row['run_name']}: {text}" for row in regions for text in row["warnings"]]
 
     def text(self, form: str) -> str:
-        """In a format for programs: json, jsonl or csv."""
-        return {"json": self.json, "jsonl": self.json_lines, "csv": self.csv}[form]()
+        """In a format for programs (json, jsonl, csv), or for a pull request (markdown)."""
+        return {"json": self.json, "jsonl": self.json_lines, "csv": self.csv, "markdown": self.markdown}[form]()
+
+    def markdown(self) -> str:
+        """A table of the rows' medians; with a baseline also the ones before, the ratios and the verdicts."""
+        paired = {row["name"]: row for row in self.sections.get("baseline", {}).get("rows", [])}
+        head = ("what", "median", "at least", "at most", *(("before", "ratio", "verdict") if paired else ()))
+        lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+        for row in self.rows:
+            if row.get("run_type") == "aggregate" or row.get("repetition_index", 0):
+                continue
+            times = (row.get(f"median_real_time{end}") for end in ("", "_low", "_high"))
+            cells = [_as_code(row["name"]), *(duration(each) for each in times)]
+            if paired:
+                found = paired.get(row["name"])
+                ratio = None if found is None else found["ratio"]
+                cells.append("-" if found is None else duration(found["before"]["value"]))
+                cells.append("-" if ratio is None else f"{ratio:.3f}")
+                cells.append("not in the baseline" if found is None else found["verdict"])
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines) + "\n"
 
     def json_lines(self) -> str:
         """A line for each row, then one with the context and the other sections."""

@@ -73,6 +73,25 @@ def test_the_whole_capture_is_one_row_with_every_iterations_times(bench, capture
 
 
 @pytest.mark.slow
+def test_markdown_is_a_table_for_a_pull_request(bench, tools, captured, tmp_path):
+    out = tmp_path / "before.json"
+    assert bench(captured, "--replay-scope=step", f"--benchmark-out={out}").code == 0
+    done = bench(captured, "--replay-scope=step", f"--baseline={out}", "--benchmark-format=markdown")
+    assert done.code == 0
+    head, ruler, *lines = done.out.splitlines()
+    assert [cell.strip() for cell in head.strip("|").split("|")] == [
+        "what", "median", "at least", "at most", "before", "ratio", "verdict"
+    ]  # fmt: skip
+    assert ruler.count("---") == 7 and len(lines) == len(json.loads(out.read_text())["benchmarks"])
+    assert all(line.startswith("| `BM_replay/scope:") and line.count(" | ") == 6 for line in lines)
+    per_op = ["--per-op", "--benchmark-min-time=3x", "--op-limit=2", "--benchmark-format=markdown"]
+    plain = tools("benchmark", captured, *per_op).out.splitlines()
+    assert plain[0] == "| what | median | at least | at most |" and len(plain) == 4
+    for flag in ("--memory", "--reconcile"):
+        assert bench(captured, flag, "--benchmark-format=markdown").code == 2
+
+
+@pytest.mark.slow
 def test_a_scope_is_reported_in_place_of_the_whole_and_its_passes_add_up(bench, captured):
     document = json.loads(bench(captured, "--replay-scope=step", "--benchmark-format=json").out)
     (row,) = document["benchmarks"]
