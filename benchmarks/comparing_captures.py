@@ -1,4 +1,5 @@
-"""Align two captures of a million ops: one training step again and again, the second time with one op more in it.
+"""Align two captures of a million ops: one training step again and again, the second time with one op more in it. And
+run each op of such a step in two ways, against a verified replay.
 
 Time and memory are those of reading both files, aligning them and finding where they part. They hold no digests, so
 that nothing but structure tells what belongs together.
@@ -6,6 +7,8 @@ that nothing but structure tells what belongs together.
 
 from __future__ import annotations
 
+from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import large_capture
@@ -14,11 +17,26 @@ import torch
 from measuring import arguments, forget_peak, progress, resident_bytes, row, scratch
 
 import replayfmt
+from replayfmt.compare import isolate
 from replayfmt.compare.alignment import align
 from replayfmt.compare.divergence import diverge
 from replayfmt.compare.trace import read_trace
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
+
+
+def isolating(path: Path) -> None:
+    """The times of whole runs, plans included, in alternation."""
+    verified, isolated = [], []
+    for _ in range(5):
+        begin = perf_counter()
+        replayfmt.run(path)
+        between = perf_counter()
+        found = isolate(path, settings=["mkldnn=off"])
+        verified.append(between - begin)
+        isolated.append(perf_counter() - between)
+    ratio = median(isolated) / median(verified)
+    row("each op in two ways: time / a verified replay's", ratio, "×", at_most=3, ops=found.compared)
 
 
 def main() -> None:
@@ -36,6 +54,10 @@ def main() -> None:
 
     step(False)
     with scratch() as directory:
+        with replayfmt.capture(directory / "step.opreplay"):
+            for _ in range(3):
+                step(False)
+        isolating(directory / "step.opreplay")
         paths = []
         for name, changed in (("a", False), ("b", True)):
             short, path = directory / f"short-{name}.opreplay", directory / f"{name}.opreplay"

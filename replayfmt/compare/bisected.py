@@ -417,7 +417,7 @@ class _OtherCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         way, site = self._trials.way, self._site
-        states = way.states()
+        states = way.states(site)
         copies = way.copies(site, args, kwargs)
         returned = site.original(*args, **kwargs)
         try:

@@ -276,7 +276,7 @@ class _Both:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         both, site = self._all, self._site
         way = both.way
-        states = way.states()
+        states = way.states(site)
         kept = Clones()
         pristine = (kept.of(args), kept.of(kwargs)) if both.tolerance.auto else None
         try:

@@ -93,7 +93,7 @@ class OtherWay:
         whatever it raises."""
         function = self._replaced(site) or site.original
         clones, args, named = copies
-        after = self.states()
+        after = self.states(site)
         self._restore(states)
         try:
             with settings_changed(self._settings, self._names) if self._settings else nullcontext():
@@ -102,12 +102,13 @@ class OtherWay:
             self._restore(after)
         return Called(returned, args, named, clones)
 
-    def states(self) -> list[torch.Tensor]:
-        """The states of the random generators."""
-        return [each.get_state() for each in self._generators]
+    def states(self, site: CallSite) -> list[torch.Tensor]:
+        """The states of the random generators that an op may draw from."""
+        drawing = site.kernel.draws or not site.kernel.own
+        return [each.get_state() for each in self._generators] if drawing else []
 
     def _restore(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
+        for generator, state in zip(self._generators, states, strict=False):
             generator.set_state(state)
 
 
