@@ -43,7 +43,7 @@ _COUNT = click.IntRange(min=0)
     required=True,
     metavar="FILE|FOLDER/",
     help="Where to write the capture. {rank} and {pid} are replaced by this process's. Under torchrun, a folder gets "
-    "one file of each rank, rank{rank}.opreplay, and a manifest.",
+    "one file of each rank, rank{rank}.opreplay.",
 )
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")

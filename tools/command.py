@@ -43,8 +43,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Operators and kernels": (
         "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",
-        "--whole", "--compiled", "--collective-results", "--native", "--recorder", "--from", "--level", "--rewrite",
-        "--op-alias", "--string-default", "--number-default", "--graph-capture",
+        "--whole", "--compiled", "--collective-results", "--collective-timeout", "--native",
+        "--recorder", "--from", "--level", "--rewrite", "--op-alias",
+        "--string-default", "--number-default", "--graph-capture",
     ),
     "Devices": ("--device", "--streams", "--graphs", "--threads", "--replay-options"),
     "Verification": (

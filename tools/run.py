@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
-from contextlib import nullcontext
+import os
+import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from replayfmt.errors import ReplayMismatch, UsageError
+from replayfmt.errors import OpReplayError, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.output import check_place, same_file
 from replayfmt.format.validation import counted, printable
 
@@ -52,6 +55,14 @@ if TYPE_CHECKING:
     is_flag=True,
     help="For an imported trace, on a CUDA device: run each op once more under the profiler, compare its device "
     "kernels and their grids with the trace's, and print MATCH or DIFFERENT. Implies --keep-going.",
+)
+@click.option(
+    "--collective-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300,
+    show_default=True,
+    metavar="SECONDS",
+    help="For the folder of all ranks: how long to wait for other ranks.",
 )
 @guard_option
 @click.option(
@@ -120,8 +131,11 @@ def cli(
     device_profiling_mode: str | None,
     device_profiling_output: str | None,
     force: bool,
+    collective_timeout: float,
 ) -> int:
     """Replay CAPTURE without its program and verify the results.
+
+    CAPTURE is a file, or the folder of all ranks, which torchrun replays together.
 
     Exits with 0 if it ran and matched, 1 if it was refused, failed or did not match, 2 for wrong usage, 3 if CAPTURE is
     missing, unreadable or not valid.
@@ -134,6 +148,8 @@ def cli(
         raise click.MissingParameter(
             ctx=context, param=next(each for each in context.command.params if each.name == "capture")
         )
+    if os.path.isdir(capture):
+        return _together(context, capture, collective_timeout)
     if repeat is not None:
         return _repeat(capture, flags, repeat, processes, form)
     if processes:
@@ -180,6 +196,35 @@ def cli(
                 for verdict in profiling.compare_kernels(plan, kernels):
                     click.echo(json.dumps(verdict.row()) if form == "jsonl" else printable(str(verdict)))
     return _judge(capture, result)
+
+
+def _together(context: click.Context, folder: str, timeout_s: float) -> int:
+    """Replay this rank's file of a folder while the others replay theirs. Rank 0 prints, and so does whoever fails.
+    Returns the exit code of all."""
+    from replayfmt.pytorch.collectives import played_by
+    from replayfmt.replay.ranks import Together
+
+    try:
+        ranks = Together(folder, timeout_s)
+    except ReplayRefused:
+        if int(os.environ["RANK"]):
+            return ReplayRefused.exit_code  # rank 0 prints the findings of all
+        raise
+    printed = io.StringIO()
+    with nullcontext() if ranks.rank == 0 else redirect_stdout(printed):
+        try:
+            with played_by(ranks):
+                code = context.invoke(cli, **(context.params | {"capture": ranks.path})) or 0
+                ranks.finish()
+        except OpReplayError as error:
+            report(error)
+            code = error.exit_code
+    if code and printed.getvalue():
+        sys.stderr.write(printed.getvalue())
+    together = ranks.end(code)
+    if together and not code and ranks.rank == 0:
+        say("failed: another rank did not match, was refused or failed")
+    return together
 
 
 def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form: str) -> int:
