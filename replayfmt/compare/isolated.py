@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -23,7 +23,7 @@ from replayfmt.pytorch.tensors.metadata import DTYPE_CODE
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite
 from replayfmt.replay.run.copies import Clones
-from replayfmt.replay.run.run_twice import Outcome, same_elements
+from replayfmt.replay.run.run_twice import Outcome, RunTwice, same_elements
 from replayfmt.replay.substitution.distance import Distance, distance, scale_of, worst_element
 from replayfmt.replay.substitution.distance import Tolerance as Close
 
@@ -45,6 +45,7 @@ class Apart:
     beyond: bool
     worst: str
     problem: str = ""  # it failed the other way, or returned something of another form
+    nondeterministic: bool = False  # it also differs from itself
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -135,6 +136,7 @@ def _lines(each: IsolatedKernel) -> list[str]:
     parts += [f"{far.largest_ulp:,} ULP"] if far.largest_ulp is not None else []
     parts += [f"{far.not_finite:,} not finite in one of both"] if far.not_finite else []
     parts += [worst.worst] if worst.worst else []
+    parts += ["and differs from itself on these inputs"] if worst.nondeterministic else []
     return [*lines, f"{'  worst':<14}ordinal {worst.ordinal}, {worst.result}: {worst.problem or ', '.join(parts)}"]
 
 
@@ -160,6 +162,7 @@ def _row(each: IsolatedKernel) -> dict[str, Any]:
             "error": worst.error,
             "element": worst.worst,
             "problem": worst.problem,
+            "nondeterministic": worst.nondeterministic,
         },
     }
 
@@ -188,6 +191,14 @@ def isolate_plan(
     """The same for a plan that is ready."""
     both = _BothWays(plan, way, tolerance)
     result = plan.run_with(both, on_progress, verify="auto")
+    if both.apart:
+        # Those that differ may hold bytes that nothing wrote, or differ from themselves.
+        twice = RunTwice(plan.generators, both.apart.keys())
+        plan.run_with(twice, on_progress)
+        if plan.learn(twice):
+            return isolate_plan(plan, way, tolerance, on_progress)
+        for ordinal in twice.unsteady:
+            both.apart[ordinal] = replace(both.apart[ordinal], nondeterministic=True)
     differs = None if result.divergence is None else str(result.divergence)
     kernels: dict[str, IsolatedKernel] = {}
     for ordinal in np.flatnonzero(both.compared).tolist():
@@ -233,9 +244,14 @@ class _BothWays:
     def judge(self, site: CallSite, expected: Outcome, got: Outcome, spread: Callable[[], dict[int, float]]) -> None:
         """Compare what both ways computed, and keep the worst of it."""
         worst: Apart | None = None
-        opaque = set(self.opaque.get(site.signature_id, ()))
+        slots = set(self.opaque.get(site.signature_id, ()))
+        opaque = {
+            one.untyped_storage()._cdata
+            for (label, _part), one in expected.values.items()
+            if isinstance(label, int) and slots & set(site.layout.results[label].tensors)
+        }
         for place, ((label, part), one) in enumerate(expected.values.items()):
-            if isinstance(label, int) and opaque & set(site.layout.results[label].tensors):
+            if one.untyped_storage()._cdata in opaque:
                 continue
             where = f"result {label}{part}" if isinstance(label, int) else f"argument {label}{part}"
             other = got.values.get((label, part))

@@ -158,7 +158,8 @@ class _Recording(Materializer):
         self._scalars: list[Any] = []  # that the op at hand returned, in order
         self._digested: list[tuple[TensorValue, int, TensorDigest]] = []
         self.began_ns = time.time_ns()
-        self._op_began_ns = self._op_took_ns = 0
+        self._op_began_ns = 0
+        self._op_took_ns: int | None = None
 
     def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
         self._settle()
@@ -167,7 +168,7 @@ class _Recording(Materializer):
             self._defined.measure(number, storage.nbytes())
         self._record = record = self._writing.begin()
         self._bear(record, self._writing.bears(record))
-        self._op_began_ns = time.time_ns()
+        self._op_began_ns, self._op_took_ns = time.time_ns(), None
 
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         self._op_took_ns = time.time_ns() - self._op_began_ns

@@ -102,6 +102,26 @@ def test_an_op_that_cannot_run_the_other_way_is_named_and_the_replay_goes_on(cap
     assert "not on two threads" in found.text
 
 
+def test_bytes_that_nothing_wrote_are_not_compared(capture: Capture) -> None:
+    def program(x: torch.Tensor) -> None:
+        x.clone().resize_(64).fill_(1).sum().item()
+
+    assert isolate(capture(program), settings=["num_threads=2"]).outcome == "equal"
+
+
+@torch.library.custom_op("sided::restless", mutates_args=())
+def restless(x: torch.Tensor) -> torch.Tensor:
+    restless.calls = getattr(restless, "calls", 0) + 1  # type: ignore[attr-defined]
+    return x + restless.calls  # type: ignore[attr-defined]
+
+
+def test_an_op_that_differs_from_itself_is_marked(capture: Capture) -> None:
+    found = isolate(capture(lambda x: torch.ops.sided.restless(x)), settings=["num_threads=2"])
+    (kernel,) = (each for each in found.kernels if each.different)
+    assert kernel.worst is not None and kernel.worst.nondeterministic
+    assert "differs from itself" in found.text
+
+
 def test_the_device_of_the_other_way_gets_the_same_inputs(tools: Tools, capture: Capture) -> None:
     path = capture(lambda x: (x.view(2, 3).t() @ x.view(2, 3)).sum() + torch.rand(1))
     ran = tools("compare", "--isolate", "--against=cpu", path)

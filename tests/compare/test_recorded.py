@@ -126,6 +126,48 @@ def test_wrong_usage_of_record_is_one_line(tools: Tools, capture: Callable[..., 
         replayfmt.record_replay(a, tmp_path / "off.py")
 
 
+def other_reads() -> None:
+    x = torch.arange(5.0)
+    x.mul(2).tolist()
+    x.add(1).numpy()
+    complex(torch.tensor(1 + 2j).mul(2).item())
+    bool((x > 2).any())
+
+
+def partly_written() -> None:
+    x = torch.empty(8)
+    x[:4].fill_(2)
+    x[:4].sum().item()
+    torch.ones(4).resize_(9).fill_(1).sum()
+
+
+def other_layouts() -> None:
+    places = torch.tensor([[0, 1, 1], [2, 0, 2]])
+    sparse = torch.sparse_coo_tensor(places, torch.ones(3), (2, 3), check_invariants=True)
+    (sparse.coalesce() @ torch.ones(3, 2)).sum().item()
+
+
+def lists_draws_and_failures() -> None:
+    parts = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)).split(2)
+    torch._foreach_add_(list(parts), 1.0)
+    with pytest.raises(RuntimeError):
+        parts[0] @ parts[1]
+    torch.manual_seed(7)
+    torch.stack(parts).add(torch.rand(4)).nonzero().tolist()
+
+
+@pytest.mark.parametrize("program", [other_reads, partly_written, other_layouts, lists_draws_and_failures])
+def test_all_kinds_of_records_are_recorded_and_replay(
+    capture: Callable[..., Path], tmp_path: Path, program: Callable[[], None]
+) -> None:
+    for digests in ("ops", "live"):
+        a, b = capture(digests, program), tmp_path / f"b-{digests}.opreplay"
+        replayfmt.record_replay(a, b, digests="ops")
+        assert [name for _ordinal, name in ops(b)] == [name for _ordinal, name in ops(a)]
+        assert replayfmt.run(b, verify="bitwise").outcome == "ok"
+        assert replayfmt.compare(a, b).outcome != "different"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2_training", "moe", "decoder"])
 def test_models_are_recorded_with_the_same_digests(tmp_path: Path, model: str) -> None:

@@ -182,10 +182,10 @@ class RunTwice:
             if same_elements(one, other):
                 continue
             why = _explained(_elements(one), _elements(other))
-            if why is not None and isinstance(label, int):
-                self.opaque.append(OpaqueFound(site.ordinal, site.kernel_id, label, why))
-            else:
+            if why is None:
                 how = how or _difference(one, other)
+            elif isinstance(label, int):  # an argument that was resized is among the results, too
+                self.opaque.append(OpaqueFound(site.ordinal, site.kernel_id, label, why))
         return how
 
     def _remedy(
