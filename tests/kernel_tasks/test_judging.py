@@ -137,6 +137,19 @@ def test_a_guard_page_names_the_argument_and_the_side_that_a_kernel_reads(export
     assert found["before"]["text"].endswith("it touched memory before argument self")
 
 
+def test_a_kernel_that_is_right_until_it_is_timed_is_rejected(exported: Exported, tmp_path: Path) -> None:
+    texts = {
+        "counts its calls": f"import torch\nCALLS, LAST = [0], {{}}\n{ADDMM}    CALLS[0] += 1\n"
+        "    key = mat1.shape, mat2.shape\n    if CALLS[0] > 60 and key in LAST: return LAST[key].clone()\n"
+        f"    LAST[key] = {RIGHT}\n    return LAST[key]\n",
+        "honest": honest("addmm", "split sums"),
+    }
+    found = judged(exported(kernel="aten::addmm"), tmp_path / "c", texts, JudgeOptions(min_time_s=0.02))
+    assert found["honest"]["verdict"] == "accepted" and len(found["honest"]["timed"]) == 4
+    assert found["counts its calls"]["verdict"] == "cached"
+    assert "in a timed call" in found["counts its calls"]["text"]
+
+
 def test_a_kernel_has_a_limit_of_time_and_of_memory(exported: Exported, tmp_path: Path) -> None:
     texts = {
         "hangs": "import time\n" + ADDMM + "    while True: time.sleep(1)\n",

@@ -68,6 +68,8 @@ REASONS = {
 REFERENCE = "reference"  # in place of a candidate: the reference is timed
 _FIRST_CALL = "the first call"
 _TEXT_LIMIT = 400
+_LEAST_ROUNDS, _MOST_ROUNDS = 7, 250
+_FEW_BYTES = 1 << 20  # of inputs: there are several sets of them
 
 
 @dataclass(frozen=True)
@@ -956,29 +958,38 @@ class Judge:
 
     # ----------------------------------------------------------------------------------------------------------- timing
 
-    def measure(self, function: Callable[..., Any], reference: Callable[..., Any], case: Case) -> dict[str, Any]:
-        """Nanoseconds of calls of both, in alternation, with inputs that change from call to call."""
-        contents = [case.contents, resampled(case.contents, 1)]
-        written = bool(case.workload["written"])
-        sets = [memories_of(case, contents[number % 2]) for number in range(4)]
-        device = sets[0][0].tensor.device if sets[0] else torch.device("cpu")
-        flush = (
-            torch.zeros(self.options.cold_bytes, dtype=torch.uint8, device=device) if self.options.cold_bytes else None
-        )
+    def measure(
+        self, function: Callable[..., Any], reference: Callable[..., Any], case: Case, kept: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Nanoseconds of calls of both, in alternation. Before each call its inputs change, at the same addresses, so
+        nothing that is kept from an earlier one can be right; in some rounds, which nobody can foretell, and in the
+        last one the candidate's outputs are judged. Raises Fault."""
+        variants = [CAPTURED]
+        if kept is not None:
+            variants += [each for each in kept["variants"] if each.change is not None][:1]
+        contents = [each.contents(case) for each in variants]
+        inputs = _TimedInputs(case, contents)
+        flush = None
+        if self.options.cold_bytes:
+            flush = torch.zeros(self.options.cold_bytes, dtype=torch.uint8, device=inputs.device)
         times: dict[str, list[int]] = {"candidate": [], "reference": []}
         sides = [("candidate", function), ("reference", reference)]
-        took = {name: self._timed(each, case, sets[0], 1, None) for name, each in sides}
-        took = {name: self._timed(each, case, sets[0], 1, None) for name, each in sides}
-        repeat = 1 if written or flush is not None else max(1, min(1000, 20_000 // max(min(took.values()), 1)))
-        end = time.perf_counter() + self.options.min_time_s
-        rounds = 0
-        while rounds < 7 or (time.perf_counter() < end and rounds < 250):
-            memories = sets[rounds % len(sets)]
+        for _warmup in range(2):
+            took = {name: self._timed(each, inputs, 1, None)[0] for name, each in sides}
+        repeat = 1 if flush is not None else max(1, min(len(inputs.sets), 20_000 // max(min(took.values()), 1)))
+        began, rounds, last = time.perf_counter(), 0, False
+        judged = set(random.SystemRandom().sample(range(_MOST_ROUNDS), _MOST_ROUNDS // 10))
+        while not last:
+            spent = time.perf_counter() - began
+            last = rounds + 1 >= _LEAST_ROUNDS and (spent > self.options.min_time_s or rounds + 1 >= _MOST_ROUNDS)
             for name, each in sides if rounds % 2 else sides[::-1]:
-                if written:
-                    for memory, content in zip(memories, contents[rounds % 2], strict=True):
-                        memory.write(content)
-                times[name].append(self._timed(each, case, memories, repeat, flush) // repeat)
+                taken, returned, memories = self._timed(each, inputs, repeat, flush)
+                times[name].append(taken // repeat)
+                if kept is not None and name == "candidate" and (last or rounds in judged):
+                    found = Outcome(values=leaves(returned), after=[memory.read() for memory in memories])
+                    off = self._off(case, kept, variants[inputs.now], found)
+                    if off is not None:
+                        raise Fault("cached", f"in a timed call with inputs that had changed: {off}", off)
             rounds += 1
         return {
             "times_ns": times,
@@ -988,18 +999,40 @@ class Judge:
         }
 
     def _timed(
-        self, function: Callable[..., Any], case: Case, memories: list[Memory], repeat: int, flush: torch.Tensor | None
-    ) -> int:
-        arguments = Arguments(case, memories)
+        self, function: Callable[..., Any], inputs: _TimedInputs, repeat: int, flush: torch.Tensor | None
+    ) -> tuple[int, Any, list[Memory]]:
+        """Nanoseconds of calls on so many sets of inputs; what the last one returned, and its memory."""
+        given = inputs.change(repeat)
+        returned = None
         if flush is not None:
             flush.add_(1)
         _synchronize()
         with torch.no_grad():
             began = time.perf_counter_ns()
-            for _ in range(repeat):
-                function(*arguments.positional, **arguments.named)
+            for arguments in given:
+                returned = function(*arguments.positional, **arguments.named)
             _synchronize()  # every stream
-            return time.perf_counter_ns() - began
+            taken = time.perf_counter_ns() - began
+        return taken, returned, inputs.sets[repeat - 1]
+
+
+class _TimedInputs:
+    """Some sets of inputs, each of which changes before it is used again. `now`: which contents they have."""
+
+    def __init__(self, case: Case, contents: list[list[torch.Tensor]]) -> None:
+        size = sum(each.nbytes for each in contents[0])
+        self._contents, self.now = contents, 0
+        self.sets = [memories_of(case, contents[0]) for _ in range(8 if size < _FEW_BYTES else 1)]
+        self._arguments = [Arguments(case, memories) for memories in self.sets]
+        self.device = self.sets[0][0].tensor.device if self.sets[0] else torch.device("cpu")
+
+    def change(self, count: int) -> list[Arguments]:
+        """The first sets, with other contents than before."""
+        self.now = (self.now + 1) % len(self._contents)
+        for memories in self.sets:
+            for memory, content in zip(memories, self._contents[self.now], strict=True):
+                memory.write(content)
+        return self._arguments[:count]
 
 
 def run_poisoned(function: Callable[..., Any], case: Case) -> Outcome:
@@ -1164,8 +1197,15 @@ def _measure_all(task: Task, judge: Judge | None, tell: Callable[..., None], loc
         reference = module.PROGRAMS[workload["program"]]
         case = Case(task.folder, task.task, workload, 0, task.make)
         tell(event="call", case=case.name, call="the timed calls")
-        found = judge.measure(function or reference, reference, case)
-        tell(event="timed", case=case.name, workload=workload["name"], **found)
+        try:
+            kept = None if function is None else task.kept(case)
+            found = judge.measure(function or reference, reference, case, kept)
+            tell(event="timed", case=case.name, workload=workload["name"], **found)
+        except Fault as fault:
+            worst = None if fault.worst is None else vars(fault.worst)
+            tell(event="fault", case=case.name, reason=fault.reason, text=fault.text, worst=worst)
+        except Exception as error:
+            tell(event="fault", case=case.name, reason="raises", text=f"in a timed call: {_described(error)}")
 
 
 def in_child(work: Callable[[Callable[..., None]], None], report: Path, options: Options) -> int:
