@@ -26,7 +26,7 @@ _ONLY_FOR = {
     "partial": ("replay-zip",),
     "table": _TABLE_FORMATS,
     "replayed": ("perfetto",),
-    "benchmark": ("perfetto",),
+    "benchmark": ("perfetto", *_TASKS),
     "power_log": ("perfetto",),
     "zone": ("perfetto",),
     "inputs": _TASKS,
@@ -72,7 +72,7 @@ _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     "--benchmark",
     metavar="FILE",
     help="With --format=perfetto: also show the times of isolated calls, one after the other in capture order, from "
-    "the file that opreplay-benchmark --per-op --benchmark-out wrote.",
+    "the file that opreplay-benchmark --per-op --benchmark-out wrote. With a kernel task: the share of each workload.",
 )
 @click.option(
     "--power-log",
@@ -168,7 +168,7 @@ def cli(
 
     wanted = TrimSelection(ops, scopes or None, kernels or None, signatures or None)
     if form in _TASKS:
-        _kernel_task(capture, out, wanted, inputs, size_limit, flags, force, form)
+        _kernel_task(capture, out, wanted, inputs, size_limit, flags, force, form, benchmark)
         return
     with open_capture(capture) as reader:
         if form in _TABLE_FORMATS:
@@ -195,6 +195,7 @@ def _kernel_task(
     flags: ReplayFlags,
     force: bool,
     form: Any,
+    benchmark: str | None,
 ) -> None:
     matched = re.fullmatch(r"(\d{1,12})([KMG]?)", size_limit)
     if matched is None:
@@ -208,7 +209,13 @@ def _kernel_task(
     limit = int(matched[1]) * _SIZES[matched[2]]
     other = None if form == "kernel-task" else form
     with flags.plan(capture, keep_going=True) as plan:
-        done = write_task(plan, out, wanted, TaskOptions(inputs, limit, flags.verify, flags.allow_code, force, other))
+        measured = None
+        if benchmark is not None:
+            from replayfmt.report.measurements import read_benchmark
+
+            measured = read_benchmark("--benchmark", benchmark, plan.reader)
+        options = TaskOptions(inputs, limit, flags.verify, flags.allow_code, force, other, measured)
+        done = write_task(plan, out, wanted, options)
     say(f"replayed  {done.verified}")
     for sentence in done.left_out:
         say(f"left out  {sentence}")

@@ -73,6 +73,7 @@ class TaskOptions:
     allow_code: bool = False
     force: bool = False
     form: Form | None = None
+    measured: dict[str, Any] | None = None  # what opreplay-benchmark --per-op wrote
 
 
 @dataclass
@@ -346,6 +347,8 @@ class _Task:
 
     def _json(self, verified: str) -> dict[str, Any]:
         total_calls, total_ns = _totals(self.reader)
+        measured = _measured(self.options.measured)
+        measured_ns = sum(measured.values())
         rows = []
         for workload in self.workloads:
             call = workload.first
@@ -360,6 +363,10 @@ class _Task:
                     "share_of_calls": workload.calls / max(total_calls, 1),
                     "captured_ns": workload.captured_ns or None,
                     "share_of_captured_time": workload.captured_ns / total_ns if total_ns else None,
+                    "measured_ns": measured.get(str(workload.key[0])),
+                    "share_of_measured_time": (
+                        measured[str(workload.key[0])] / measured_ns if str(workload.key[0]) in measured else None
+                    ),
                     "storages": [self._storage_json(workload, each) for each in call.storages.values()],
                     "arguments": arguments,
                     "keyword_only": self.keyword_only(call),
@@ -469,6 +476,19 @@ def _totals(reader: CaptureReader) -> tuple[int, int]:
             host += (record.duration_ns or 0) * record.calls
             device += (record.device_duration_ns or 0) * record.calls
     return calls, device or host
+
+
+_MEASURED_ROW = "BM_op/"
+
+
+def _measured(document: dict[str, Any] | None) -> dict[str, float]:
+    """Nanoseconds of all calls of each signature, from the rows of single ops."""
+    rows = [] if document is None else document["benchmarks"]
+    return {
+        row["name"].removeprefix(_MEASURED_ROW): row["median_real_time"] * row["count"]
+        for row in rows
+        if row["name"].startswith(_MEASURED_ROW) and row.get("median_real_time") and row.get("op")
+    }
 
 
 class _Observer:

@@ -69,6 +69,17 @@ def test_calls_with_other_content_are_kept_and_equal_ones_once(tmp_path: Path, e
     assert len(described(exported(path, kernel="aten::sinh"))["workloads"][0]["cases"]) == 2
 
 
+def test_a_benchmark_of_single_ops_gives_the_share_of_measured_time(
+    capture: Path, tmp_path: Path, tools: Tools
+) -> None:
+    times, task = tmp_path / "times.json", tmp_path / "task"
+    measure = ("--per-op", "--benchmark-min-time=1x", "--benchmark-precision=off", f"--benchmark-out={times}")
+    assert tools("benchmark", *measure, capture).code == 0
+    assert tools("export", "--format=kernel-task", "--kernel=aten::mm", f"--benchmark={times}", capture, task).code == 0
+    shares = [each["share_of_measured_time"] for each in described(task)["workloads"]]
+    assert len(shares) == 2 and 0 < sum(shares) < 1
+
+
 def test_a_size_limit_keeps_the_calls_that_take_the_most_time(exported: Exported) -> None:
     found = described(exported(kernel="aten::addmm", limit_bytes=40_000))
     weights = [each["captured_ns"] for each in found["workloads"]]

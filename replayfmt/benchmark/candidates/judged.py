@@ -23,6 +23,7 @@ import torch
 from replayfmt.errors import ReplayFailed, UsageError
 from replayfmt.pytorch import guards, rounding
 
+from ..machine import GpuWatch, gpu_caveats, gpu_lines
 from ..per_op.groups import CallWork
 from ..per_op.roofline import Peaks, place
 from ..statistics import PairedComparison, compare_pairs, duration
@@ -145,6 +146,7 @@ class JudgeReport:
     candidates: list[Judged]
     peaks: dict[str, Peaks]
     reference_ns: dict[str, float]
+    gpus: list[dict[str, Any]]  # GpuWatch.rows
 
     @property
     def all_accepted(self) -> bool:
@@ -165,6 +167,8 @@ class JudgeReport:
                 }
                 for each in self.task["workloads"]
             ],
+            "gpus": self.gpus,
+            "warnings": gpu_caveats(self.gpus),
             "peaks": [row for peaks in self.peaks.values() for row in peaks.rows()],
             "candidates": [
                 {
@@ -230,7 +234,9 @@ class JudgeReport:
             if each.end_to_end is not None:
                 yield f"     end to end: {_end_text(each.end_to_end)}"
         yield ""
+        yield from (f"gpu       {text}" for text in gpu_lines(self.gpus))
         yield "ratios of the reference's time; below 1 is faster"
+        yield from (f"WARNING: {text}" for text in gpu_caveats(self.gpus))
 
     def _heaviest(self, each: Judged) -> str:
         """The ratio of the workload in which the reference spends most, where there are several."""
@@ -284,7 +290,11 @@ def judge(
         raise UsageError(str(error)) from None
     if end_to_end is not None and task["kind"] == "fusion":
         raise UsageError("--end-to-end is for tasks of one kernel: several ops cannot be substituted in a replay")
+    devices = {storage["device"] for each in task["workloads"] for storage in each["storages"]} or {"cpu"}
+    gpus = GpuWatch([torch.device(device) for device in sorted(devices)])
+    gpus.begin()
     found = run_judge(folder, [*candidates, _REFERENCE], options)
+    gpus.end()
     alone = found["candidates"].pop()
     judged = [_judged(task, each) for each in found["candidates"]]
     if end_to_end is not None:
@@ -292,9 +302,8 @@ def judge(
             if each.accepted:
                 each.end_to_end = end_to_end(each.found["candidate"], task)
     times = {row["workload"]: float(np.median(row["times_ns"]["reference"])) for row in alone["timed"]}
-    devices = {storage["device"] for each in task["workloads"] for storage in each["storages"]} or {"cpu"}
     peaks = {device: make_peaks(torch.device(device)) for device in sorted(devices)} if times else {}
-    return JudgeReport(task, found["reference"], sorted(judged, key=Judged.rank_key), peaks, times)
+    return JudgeReport(task, found["reference"], sorted(judged, key=Judged.rank_key), peaks, times, gpus.rows())
 
 
 def _judged(task: dict[str, Any], found: dict[str, Any]) -> Judged:
