@@ -217,7 +217,6 @@ def test_what_a_kernel_is_allowed_is_not_held_against_it(exported: Exported, tmp
     file = tmp_path / "original.py"
     file.write_text(cheat("calls the original", ""))
     task = exported(kernel="aten::addmm")
-    assert tools("benchmark", "--compare", f"--candidates={file}", task).code == 1
     assert tools("benchmark", "--compare", f"--candidates={file}", "--allow-reason=calls the original", task).code == 0
     wrong = tools("benchmark", "--compare", f"--candidates={file}", "--allow-reason=being slow", task)
     assert wrong.code == 2 and "calls the original" in wrong.err
