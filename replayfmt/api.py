@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from replayfmt.export.tables import TableName
     from replayfmt.initializers import Initializer
     from replayfmt.replay.options import PlanOptions
+    from replayfmt.report.findings import Finding
 
 
 class Op:
@@ -198,6 +199,24 @@ class Capture:
         from replayfmt.export.tables import data_frame
 
         return data_frame(self.reader, table)
+
+    def findings(self) -> list[Finding]:
+        """What stands out, as opreplay-dump --findings prints it: at most five, each with `text`, `command` and
+        `figures` (seconds, bytes, shares). Raises InvalidCapture for a damaged frame."""
+        from replayfmt.report.findings import capture_findings
+
+        return capture_findings(self.reader)
+
+    def report(self, path: str | PathLike[str], *, force: bool = False) -> None:
+        """Write the page of opreplay-report about this capture, without measurements. Raises OutputExists without
+        `force`, LibraryMissing without the extra `report`, and CaptureFailed if it cannot be written."""
+        from replayfmt.benchmark.result_files import output_file
+        from replayfmt.report.contents import ReportInputs, make_contents
+        from replayfmt.report.page import make_page
+        from replayfmt.version import own_version
+
+        with output_file("report", path, force) as file:
+            file.write(make_page(make_contents(self.reader, ReportInputs()), own_version()))
 
     def _repr_html_(self) -> str:
         from replayfmt.dump.definitions import capture_html

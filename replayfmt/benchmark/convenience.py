@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rich.console import Console
 
-from replayfmt.errors import ReplayFailed, UsageError
+from replayfmt.errors import LibraryMissing, ReplayFailed, UsageError
 from replayfmt.format.validation import choice_of, flag_of, text_of, texts_of
 from replayfmt.replay.options import PlanOptions
 from replayfmt.replay.plan import Plan
@@ -20,6 +20,9 @@ from replayfmt.replay.results import VerifyMode
 from .measure import INPUTS, Inputs, Options, measure
 from .precision import parse_min_time, whole_precision
 from .run_report import Report, make_report, print_report
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,14 @@ class Benchmarked:
     def csv(self) -> str:
         """Google Benchmark's columns, then one for each counter."""
         return self.report.csv()
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row for each of `rows`. Raises LibraryMissing without pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise LibraryMissing("to_pandas needs pandas: pip install 'opreplay[pandas]'") from None
+        return pandas.DataFrame(self.rows)
 
     def __str__(self) -> str:
         text = io.StringIO()

@@ -19,11 +19,11 @@ from .alignment import align, align_recorded
 from .distances import Distance
 from .divergence import Root, diverge
 from .report import rows, text_lines
-from .results import Comparison, Growth, Named, NotComparable, Side, observed_distance
+from .results import Comparison, Growth, Named, NotComparable, observed_distance
 from .structure import argument_differences, changed_arguments, count_differences, origin_differences
 from .times import compare_times
 from .tolerances import Tolerance, parse_tolerance
-from .trace import Trace, read_trace
+from .trace import Side, Trace, read_trace
 
 Progress = Callable[[str, int, int], None]
 _GROWTH_POINTS = 6

@@ -26,9 +26,9 @@ from .alignment import align_recorded
 from .distances import Distance
 from .divergence import differing
 from .report import distance_json
-from .results import Side, observed_distance
+from .results import observed_distance
 from .tolerances import Tolerance
-from .trace import read_trace
+from .trace import Side, read_trace
 
 _MOST_ROWS = 1000
 _SHOWN = 5

@@ -22,8 +22,7 @@ from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 from replayfmt.pytorch.tensors.memory import byte_tensor, undispatched
 from replayfmt.replay.plan import Plan
 
-from .results import Side
-from .trace import Hashed, read_trace, written_slots
+from .trace import Hashed, Side, read_trace, written_slots
 
 Progress = Callable[[str, int, int], None]
 _MOST_DIGESTS = 100_000  # about 100 MB

@@ -2,58 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from replayfmt.errors import OpReplayError
 from replayfmt.format.codes import DType
-from replayfmt.format.model import Record, TensorDigest, TensorValue
-from replayfmt.format.reader import CaptureReader
-from replayfmt.format.signature_text import signature_of
+from replayfmt.format.model import TensorDigest, TensorValue
 
 from .alignment import Alignment
 from .distances import Distance, digest_distance, distance
 from .divergence import Divergence, Root
 from .structure import StructureDifference
+from .times import Times
 from .tolerances import Tolerance
-from .trace import Trace
-
-if TYPE_CHECKING:
-    from .times import Times
+from .trace import Side
 
 _SCALAR = 1 << 30
 
 
 class NotComparable(OpReplayError):
     """The captures have nothing in common."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One capture: its reader, its columns, and results that replays made: by op and place among its results."""
-
-    reader: CaptureReader
-    trace: Trace
-    replayed: Mapping[int, TensorDigest] | None = None  # by place of the observation
-
-    def record(self, op: int) -> Record:
-        return self.reader.record(int(self.trace.ordinal[op]))
-
-    def ordinal(self, op: int) -> int:
-        return int(self.trace.ordinal[op])
-
-    def kernel(self, op: int) -> str:
-        return self.reader.kernels[self.record(op).signature.kernel].qualified_name
-
-    def scope(self, op: int) -> str:
-        return self.reader.scope_path(self.record(op).scope)
-
-    def call(self, op: int) -> str:
-        """The op's kernel with what it is called with."""
-        return str(signature_of(self.record(op), self.reader, values=True))
 
 
 @dataclass(frozen=True)

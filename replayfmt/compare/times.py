@@ -18,8 +18,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted
 
 from .alignment import Alignment
-from .results import Side
-from .trace import Trace
+from .trace import Side, Trace
 
 _MOST_OPS = 1000
 

@@ -10,7 +10,7 @@ kind alone. Everything is read one frame at a time into numpy arrays. Needs no t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -19,10 +19,11 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin, ValueKind
-from replayfmt.format.model import Node, Signature
+from replayfmt.format.model import Node, Record, Signature, TensorDigest
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.signature_layout import own_slots
+from replayfmt.format.signature_text import signature_of
 from replayfmt.pytorch.operators import operator_named
 
 U = np.uint64
@@ -621,3 +622,28 @@ def _randomness(ordinal: np.ndarray, key: np.ndarray, draws: np.ndarray, states:
             found[op] = now & 0xFFFFFFFFFFFFFFFF | 1
             now = hash((now, int(key[op])))
     return found
+
+
+@dataclass(frozen=True)
+class Side:
+    """One capture: its reader, its columns, and results that replays made: by op and place among its results."""
+
+    reader: CaptureReader
+    trace: Trace
+    replayed: Mapping[int, TensorDigest] | None = None  # by place of the observation
+
+    def record(self, op: int) -> Record:
+        return self.reader.record(int(self.trace.ordinal[op]))
+
+    def ordinal(self, op: int) -> int:
+        return int(self.trace.ordinal[op])
+
+    def kernel(self, op: int) -> str:
+        return self.reader.kernels[self.record(op).signature.kernel].qualified_name
+
+    def scope(self, op: int) -> str:
+        return self.reader.scope_path(self.record(op).scope)
+
+    def call(self, op: int) -> str:
+        """The op's kernel with what it is called with."""
+        return str(signature_of(self.record(op), self.reader, values=True))

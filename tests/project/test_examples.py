@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import json
 import sys
 from pathlib import Path
 
@@ -59,3 +61,27 @@ def test_a_full_disk_leaves_no_half_of_a_program(monkeypatch, capfd, tmp_path):
     assert ran(monkeypatch, str(tmp_path)) == 1
     assert capfd.readouterr().err == f"FAILED_PRECONDITION: {tmp_path}: No space left on device\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_cell_by_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """As Jupyter would: a cell's last expression is shown, and nothing is printed beside it."""
+    notebook = json.loads((ROOT / "examples/first_look.ipynb").read_text())
+    assert all(not cell.get("outputs") for cell in notebook["cells"]), "outputs are of whoever runs it"
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    shown = []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            *statements, last = ast.parse("".join(cell["source"])).body
+            exec(compile(ast.Module(statements, []), "cell", "exec"), names)
+            if isinstance(last, ast.Expr):
+                shown.append(eval(compile(ast.Expression(last.value), "cell", "eval"), names))
+            else:
+                exec(compile(ast.Module([last], []), "cell", "exec"), names)
+    replayed, kernels, times = (each for each in shown if each is not None)
+    assert replayed.verified.startswith("bitwise") and "aten::addmm" in set(kernels["op"])
+    assert times["median_real_time"].iloc[0] > 0
+    assert (tmp_path / "step.html").stat().st_size > 100_000
+    printed = capsys.readouterr()
+    assert "aten::" in printed.out and "opreplay-" in printed.out and "\x1b" not in printed.out + printed.err
