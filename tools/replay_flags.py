@@ -98,6 +98,26 @@ def guarded(plan: Plan, *, err: bool) -> None:
         say(guard(plan, on_progress).text, err=err)
 
 
+def settings_option(function: Any) -> Any:
+    """Add `--set` to a tool: settings of its replays."""
+
+    def fix(context: click.Context, _parameter: click.Parameter, texts: tuple[str, ...]) -> None:
+        if texts and not context.resilient_parsing:
+            from replayfmt.pytorch.environment import parse_setting, settings_fixed
+
+            context.with_resource(settings_fixed(dict(map(parse_setting, texts))))
+
+    return click.option(
+        "--set",
+        multiple=True,
+        expose_value=False,
+        callback=fix,
+        metavar="NAME=VALUE",
+        help="Replay under this setting instead of the captured one: mkldnn=off, deterministic=on, "
+        "matmul_precision=medium, tf32=off, or any that a capture's session names. Repeatable.",
+    )(function)
+
+
 def isolate_option(function: Any) -> Any:
     """Add `--isolate` to a tool."""
     return click.option(

@@ -26,6 +26,7 @@ from .replay_flags import (
     profiling_request,
     replay_options,
     rows_if_rejected,
+    settings_option,
     threads_option,
     worker_command,
 )
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 )
 @replay_options
 @threads_option
+@settings_option
 @click.option(
     "--keep-going",
     is_flag=True,
@@ -234,8 +236,8 @@ def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form:
     from replayfmt.trim.recorded import record_plan
 
     if processes:
-        threads = replayed_settings({}).get("num_threads")
-        given = [*replace(flags, verify="none").arguments(), *([f"--threads={threads}"] if threads else [])]
+        settings = [f"--set={name}={value}" for name, value in replayed_settings({}).items()]
+        given = [*replace(flags, verify="none").arguments(), *settings]
 
         def record(out: str) -> None:
             run_process(

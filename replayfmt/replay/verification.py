@@ -22,7 +22,7 @@ from replayfmt.format.codes import DType, RecordKind, ValueKind
 from replayfmt.format.model import TRIMMED_ELSEWHERE, TensorDigest
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import NodePlace
-from replayfmt.pytorch.environment import describe_device, session_fields
+from replayfmt.pytorch.environment import describe_device, replayed_settings, session_fields
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 from replayfmt.pytorch.tensors.metadata import DTYPE_CODE
 
@@ -335,6 +335,9 @@ def environment_differences(reader: CaptureReader, devices: DeviceMap) -> list[s
     captured_threads = session.settings.get("num_threads")
     if captured_threads is not None:
         compare("threads", captured_threads, torch.get_num_threads())
+    for name, value in replayed_settings({}).items():
+        if name != "num_threads":
+            compare(name, session.settings.get(name), value)
     return differences
 
 

@@ -103,6 +103,20 @@ def test_other_threads_are_a_setting_of_the_recorded_capture(
     assert compared.code == 0 and "num_threads: 1 against 2" in compared.out
 
 
+def test_a_setting_of_the_replay_is_one_of_the_recorded_capture_and_why_it_is_compared_within_tolerances(
+    tools: Tools, capture: Callable[..., Path], tmp_path: Path
+) -> None:
+    a, b = capture(), tmp_path / "b.opreplay"
+    ran = tools("run", "--set=mkldnn=off", "--set=num_threads=2", f"--record={b}", a)
+    assert (
+        ran.code == 0 and "verified: close" in ran.out and "mkldnn_enabled False here, True in the capture" in ran.out
+    )
+    compared = tools("compare", "--tolerance=1e-5,1e-6", a, b)
+    assert compared.code == 0 and "mkldnn_enabled: True against False" in compared.out
+    assert "num_threads: 1 against 2" in compared.out
+    assert tools("run", "--set=hope=on", a).code == 2
+
+
 def test_a_result_of_another_form_is_an_error_and_leaves_no_file(capture: Callable[..., Path], tmp_path: Path) -> None:
     a, b = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
     with replayfmt.capture(a, payload="none"):  # its content is made up
