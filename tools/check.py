@@ -13,9 +13,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from replayfmt.errors import InvalidCapture
 from replayfmt.format.external_files import FileRemaps
 from replayfmt.format.maintenance import CheckReport, add_digests, check_capture, recover_capture
 from replayfmt.format.races import judge_races
+from replayfmt.format.rank_files import MANIFEST, write_manifest
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted
 
@@ -108,13 +110,18 @@ def _print_report(report: CheckReport) -> None:
 )
 @click.option("--force", is_flag=True, help="With --recover or --add-digests: replace OUT if it exists.")
 def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tuple[str, ...], force: bool) -> None:
-    """Verify everything in the capture FILE.
+    """Verify everything in the capture FILE; of the folder of all ranks every file, and that they fit together.
 
     That is its structure, the hashes of every frame and payload, and all references.
 
     Exits with 0 if it is valid, with 3 and the first finding if it is not, or was never closed. With --recover or
     --add-digests, exits with 0 once OUT is verified.
     """
+    if os.path.isdir(file):
+        if adding or out is not None or output is not None:
+            raise click.UsageError("--recover and --add-digests take a file, not the folder of all ranks")
+        _check_folder(file)
+        return
     if adding:
         if output is None or out is not None:
             raise click.UsageError("--add-digests takes two files, IN and OUT, and no --recover")
@@ -146,6 +153,21 @@ def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tu
     if left:
         _echo(f"left behind: {left}")
     _echo(f"valid; recovered from {file}")
+
+
+def _check_folder(folder: str) -> None:
+    """Check the files of all ranks, and make the manifest again."""
+    manifest = write_manifest(folder)
+    for row in manifest["ranks"]:
+        state = (
+            f"{row['bytes']:,} bytes, {counted(row['collectives'], 'collective')}" if row["complete"] else "not valid"
+        )
+        _echo(f"{os.path.join(folder, row['file'])}: {state}")
+    for group in manifest["groups"]:
+        _echo(f"  group of ranks {', '.join(map(str, group['ranks']))}: {counted(group['collectives'], 'collective')}")
+    if manifest["problems"]:
+        raise InvalidCapture("; ".join(manifest["problems"]))
+    say(f"valid; {MANIFEST} written")
 
 
 def _add_digests(path: str, out: str, remaps: tuple[str, ...], force: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import click
 
@@ -11,6 +13,7 @@ from replayfmt.dump.record_rows import MOST_VALUES, SHOWN_VALUES
 from replayfmt.dump.selection import Selection, parse_range
 from replayfmt.dump.stream import Query, jsonl_chunks, text_chunks
 from replayfmt.errors import UsageError
+from replayfmt.format.rank_files import rank_file, world_size
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import printable
 
@@ -129,7 +132,7 @@ def cli(
     output: str | None,
     force: bool,
 ) -> None:
-    """Show what is in CAPTURE.
+    """Show what is in CAPTURE, a file or the folder of all ranks.
 
     An incomplete capture is shown as far as it goes, and says so.
     """
@@ -161,6 +164,12 @@ def cli(
     program = None if query is None else Query(query, raw=raw, slurp=slurp)
     start, stop = (0, None) if ops is None else parse_range(ops)
     selection = Selection(start, stop, scopes or None, kernels or None)
+    if os.path.isdir(capture):
+        if kernel_skeleton is not None or attachment is not None or signatures or findings or device_kernels:
+            raise UsageError(f"{capture}: of a folder only records and --summary are shown; name the file of one rank")
+        rows = _rows_of_ranks(capture, selection, summary, values, program is not None or form == "jsonl")
+        write(rows if program is None else program.apply(rows))
+        return
     reader = open_capture(capture)
     try:
         if kernel_skeleton is not None:
@@ -205,6 +214,18 @@ def cli(
             write((jsonl_chunks if form == "jsonl" else text_chunks)(reader, selection, summary, values))
     finally:
         reader.close()
+
+
+def _rows_of_ranks(folder: str, selection: Selection, summary: bool, values: int, as_json: bool) -> Iterator[str]:
+    """The files of all ranks, one after the other; each JSON row with its `rank`."""
+    for rank in range(world_size(folder)):
+        with open_capture(rank_file(folder, rank)) as reader:
+            if not as_json:
+                yield f"rank {rank}\n"
+                yield from text_chunks(reader, selection, summary, values)
+            else:
+                for chunk in jsonl_chunks(reader, selection, summary, values):
+                    yield re.sub(r"^\{", f'{{"rank":{rank},', chunk, flags=re.MULTILINE)
 
 
 def write(chunks: Iterable[str]) -> None:

@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-NAMESPACE = "opreplay"
-LAUNCH, WAIT = f"{NAMESPACE}::collective", f"{NAMESPACE}::collective_wait"
+from replayfmt.format.rank_files import LAUNCH, WAIT
+
+__all__ = ["LAUNCH", "WAIT"]
+NAMESPACE = LAUNCH.partition("::")[0]
 
 
 @dataclass(frozen=True)

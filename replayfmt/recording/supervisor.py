@@ -270,6 +270,7 @@ class CapturedProgram:
         ops = summary.records.get(RecordKind.op, 0)
         unsupported = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.unsupported.items())) or "none"
         scopes = scope_count(names, summary.records.get(RecordKind.scope_begin, 0))
+        self._write_manifest()
         text = (
             f"{self._shown_path}: {counted(ops, 'op')} of {counted(kernels, 'kernel')}{_about_code(code)}, {scopes}, "
             f"{counted(length, 'byte')}; "
@@ -278,6 +279,17 @@ class CapturedProgram:
         if nothing is not None:
             raise CaptureFailed(f"{text}; {self._about_nothing(nothing)}")
         return text
+
+    def _write_manifest(self) -> None:
+        """The last of all ranks to end says what their folder holds."""
+        folder, name = os.path.split(self._path)
+        world = int(os.environ.get("WORLD_SIZE") or 1)
+        if "RANK" not in os.environ or name != RANK_FILE.format(rank=os.environ["RANK"]):
+            return
+        from replayfmt.format.rank_files import is_whole, write_manifest
+
+        if is_whole(folder, world):
+            write_manifest(folder, checked=False)
 
     def _about_nothing(self, nothing: NothingCaptured) -> str:
         limits = " within the limits of what is to be recorded" if self._options.limited else ""

@@ -10,27 +10,20 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from replayfmt.errors import OpReplayError, ReplayFailed, ReplayRefused, UsageError
-from replayfmt.format.codes import RecordKind
-from replayfmt.format.maintenance import CheckReport, check_capture
-from replayfmt.format.model import Record, TensorValue
-from replayfmt.format.reader import CaptureReader, open_capture
-from replayfmt.format.record_frames import decode_record
-from replayfmt.pytorch.collectives import LAUNCH, WAIT, Call
+from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
+from replayfmt.format.rank_files import describe, group_of, judge, rank_file
+from replayfmt.pytorch.collectives import Call
 
 _KEY = "opreplay"
-_PAIRED = ("send", "recv")
 _FUNCTIONAL = {
     "all_reduce": "allreduce_",
     "all_reduce_coalesced": "allreduce_coalesced_",
@@ -46,186 +39,6 @@ _FUNCTIONAL = {
     "irecv": "recv_",
 }
 _IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_")  # of functional ones: on a copy of the input
-
-Event = dict[str, Any]  # a launch, or {"wait": the work that is waited for}
-
-
-def rank_file(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"rank{rank}.opreplay")
-
-
-# ------------------------------------------------------------------------------------------------- what a file holds
-
-
-def events_of(reader: CaptureReader) -> Iterator[Event]:
-    """The launches and waits of a capture, in order."""
-    kernels = {number: each.name for number, each in enumerate(reader.kernels) if each and each.name in (LAUNCH, WAIT)}
-    wanted = {
-        number: kernels[each.kernel]
-        for number, each in enumerate(reader.signatures)
-        if each is not None and each.kind is RecordKind.op and each.kernel in kernels
-    }
-    if not wanted:
-        return
-    for index in range(len(reader.record_frames)):
-        frame = reader.frame(index)
-        for row, signature in enumerate(frame.signature.tolist()):
-            if signature in wanted:
-                record = decode_record(frame, row, reader.definitions)
-                yield _launch(reader, record) if wanted[signature] == LAUNCH else {"wait": record.argument("work")}
-
-
-def _launch(reader: CaptureReader, record: Record) -> Event:
-    def sizes(name: str) -> list[list[Any]]:
-        found = []
-        for each in record.argument(name):  # type: ignore[union-attr]
-            assert isinstance(each, TensorValue)
-            found.append([each.meta.dtype.name, math.prod(each.meta.sizes)])
-        return found
-
-    kept = ("operator", "ranks", "instance", "reduction", "peer", "tag", "number", "work", "run")
-    return {name: record.argument(name) for name in kept} | {"in": sizes("inputs"), "out": sizes("outputs")}
-
-
-def describe(folder: str, rank: int, world: int) -> dict[str, Any]:
-    """What a rank says of its file to the others."""
-    path = rank_file(folder, rank)
-    try:
-        check_capture(path, CheckReport(path))
-        with open_capture(path) as reader:
-            session = reader.session
-            problems = []
-            if session.rank != rank:
-                problems.append(f"{path}: is the capture of rank {session.rank}")
-            if session.world_size != world:
-                problems.append(
-                    f"{path}: was captured with {session.world_size} ranks, and there are {world}: "
-                    f"torchrun --nproc-per-node={session.world_size}"
-                )
-            return {"problems": problems, "session": session.session_id, "events": list(events_of(reader))}
-    except OpReplayError as error:
-        return {"problems": [str(error)], "session": "", "events": []}
-
-
-# ---------------------------------------------------------------------------------------------- what does not fit
-
-
-def judge(ranks: list[dict[str, Any]]) -> list[str]:
-    """Why these files do not replay together; empty if they do."""
-    found = [problem for each in ranks for problem in each["problems"]]
-    if found:
-        return found
-    runs = defaultdict(list)
-    for rank, each in enumerate(ranks):
-        launched = [event for event in each["events"] if "wait" not in event]
-        runs[launched[0]["run"] if launched else ""].append(rank)
-    named = {run: members for run, members in runs.items() if run}
-    if len(named) > 1:
-        return ["the files are of several runs: " + "; ".join(f"ranks {_listed(each)}" for each in named.values())]
-    return _sequences(ranks) or _pairs(ranks) or _deadlock(ranks)
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _is_paired(event: Event) -> bool:
-    return any(each in event["operator"] for each in _PAIRED)
-
-
-def _group(event: Event) -> tuple[tuple[int, ...], int]:
-    return tuple(map(int, event["ranks"].split(","))), event["instance"]
-
-
-def _sequences(ranks: list[dict[str, Any]]) -> list[str]:
-    """Whether the members of each group launch the same collectives on it, in the same order."""
-    sequences: dict[Any, dict[int, list[tuple[Any, ...]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, each in enumerate(ranks):
-        for event in each["events"]:
-            if "wait" not in event and not _is_paired(event):
-                reduced = event["in"] if "reduce" in event["operator"] else None
-                said = event["operator"], event["reduction"], event["peer"], reduced
-                sequences[_group(event)][rank].append(said)
-    found = []
-    for (members, _instance), by_rank in sequences.items():
-        first = by_rank[members[0]]
-        for rank in members[1:]:
-            other = by_rank[rank]
-            if other != first:
-                at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
-                at = min(len(first), len(other)) if at is None else at
-                here, there = (each[at] if at < len(each) else "nothing" for each in (first, other))
-                found.append(
-                    f"group of ranks {_listed(list(members))}: collective {at} is {here} on rank {members[0]}, and "
-                    f"{there} on rank {rank}"
-                )
-    return found
-
-
-def _pairs(ranks: list[dict[str, Any]]) -> list[str]:
-    """Whether each receive has its send. (One from any source takes what comes.)"""
-    sent: dict[Any, list[Any]] = defaultdict(list)
-    received: dict[Any, list[Any]] = defaultdict(list)
-    anywhere = 0
-    for rank, each in enumerate(ranks):
-        for event in each["events"]:
-            if "wait" in event or not _is_paired(event):
-                continue
-            if event["peer"] < 0:
-                anywhere += 1
-                continue
-            peer = _group(event)[0][event["peer"]]
-            if "send" in event["operator"]:
-                sent[rank, peer, event["tag"]].append(event["in"])
-            else:
-                received[peer, rank, event["tag"]].append(event["out"])
-    return [
-        f"from rank {key[0]} to rank {key[1]}, tag {key[2]}: {len(sent[key])} sends and {len(received[key])} receives, "
-        "or others in size"
-        for key in sorted({*sent, *received})
-        if not anywhere and sent[key] != received[key]
-    ]
-
-
-def _deadlock(ranks: list[dict[str, Any]]) -> list[str]:
-    """Go through launches and waits as the ranks would: whether all of them reach the end."""
-    places, launched, needs = [0] * len(ranks), set(), [{} for _ in ranks]  # type: ignore[var-annotated]
-    moved = True
-    while moved:
-        moved = False
-        for rank, each in enumerate(ranks):
-            events = each["events"]
-            while places[rank] < len(events):
-                event = events[places[rank]]
-                if "wait" in event:
-                    if not needs[rank].get(event["wait"], set()) <= launched:
-                        break
-                else:
-                    key, needed = _needs(rank, event)
-                    launched.add(key)
-                    needs[rank][event["work"]] = needed
-                places[rank] += 1
-                moved = True
-    stuck = [rank for rank, each in enumerate(ranks) if places[rank] < len(each["events"])]
-    if not stuck:
-        return []
-    return [f"ranks {_listed(stuck)} would wait for each other for ever: the captured order of collectives differs"]
-
-
-def _needs(rank: int, event: Event) -> tuple[Any, set[Any]]:
-    """The launch's own key, and the launches without which a wait for it does not end."""
-    members, instance = _group(event)
-    if not _is_paired(event):
-        key = (members, instance, event["number"])
-        return (*key, rank), {(*key, member) for member in members}
-    peer = members[event["peer"]] if event["peer"] >= 0 else -1
-    if "send" in event["operator"]:
-        return ("send", rank, peer, event["tag"], event["number"]), set()
-    source = {("send", peer, rank, event["tag"], event["number"])} if peer >= 0 else set()
-    return ("recv", rank, peer, event["tag"], event["number"]), source
-
-
-# ------------------------------------------------------------------------------------------------------ the real thing
 
 
 class Together:
@@ -253,7 +66,7 @@ class Together:
         self._say(f"says/{self.rank}", describe(folder, self.rank, self.world))
         if self.rank == 0:
             heard = [self._hear(f"says/{rank}") for rank in range(self.world)]
-            groups = sorted({_group(event) for each in heard for event in each["events"] if "wait" not in event})
+            groups = sorted({group_of(event) for each in heard for event in each["events"] if "wait" not in event})
             self._say("verdict", {"findings": judge(heard), "groups": groups})
         verdict = self._hear("verdict")
         if verdict["findings"]:
@@ -297,7 +110,7 @@ class Together:
 
     def _failure(self, call: Call, error: Exception) -> ReplayFailed:
         ended = [rank for rank in range(self.world) if self._store.check([f"{_KEY}/code/{rank}"])]
-        gone = f"; ranks that have ended: {_listed(ended)}" if ended else ""
+        gone = f"; ranks that have ended: {', '.join(map(str, ended))}" if ended else ""
         reason = str(error).partition("\n")[0]
         return ReplayFailed(
             f"rank {self.rank}: {call.operator}, collective {call.number} of the group of ranks {call.ranks}, did not "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from replayfmt.replay.ranks import describe, judge
+from replayfmt.format.rank_files import describe, judge
 
 from . import launching
 from .test_one_rank import COLLECTIVES, WAITS
@@ -41,12 +43,26 @@ def test_all_ranks_replay_together_bit_for_bit(job: Path) -> None:
     assert "verified: bitwise" in text and "verified" not in silent
 
 
+def run_tool(tool: str, *arguments: str) -> str:
+    done = subprocess.run([launching.BIN / f"opreplay-{tool}", *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def findings(folder: Path, world: int = 2) -> str:
     return "\n".join(judge([describe(str(folder / "out"), rank, world) for rank in range(world)]))
 
 
 def test_files_that_do_not_belong_together_are_found_before_the_first_op(copy: Path, tmp_path: Path) -> None:
     out, spare = copy / "out", copy / "spare"
+    manifest = json.loads((out / "manifest.json").read_text())  # whoever was captured last wrote it
+    (out / "manifest.json").unlink()
+    assert run_tool("check", str(out)).endswith("valid; manifest.json written\n")
+    assert json.loads((out / "manifest.json").read_text()) == manifest
+    assert manifest["problems"] == [] and [each["complete"] for each in manifest["ranks"]] == [True, True]
+    assert [each["instance"] for each in manifest["groups"]] == [0, 1]
+    rows = run_tool("dump", "--jq", 'select(.op == "opreplay::collective") | .rank', str(out)).split()
+    assert rows.count("0") == rows.count("1") == manifest["ranks"][0]["collectives"]
     assert findings(copy) == ""
     assert "was captured with 2 ranks, and there are 3" in findings(copy, 3)
     (out / "rank0.opreplay").rename(spare)

@@ -1,0 +1,273 @@
+"""The folder with one file of each rank of a job: what the files hold of collectives, and whether they fit together.
+
+Imports no torch: `opreplay-check` says it, and a replay by all ranks asks before its first op.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import xxhash
+
+from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
+
+from .codes import RecordKind
+from .maintenance import CheckReport, check_capture
+from .model import Record, TensorValue
+from .reader import CaptureReader, open_capture
+from .record_frames import decode_record
+
+LAUNCH, WAIT = "opreplay::collective", "opreplay::collective_wait"  # the operators that stand for collectives
+MANIFEST = "manifest.json"
+_PAIRED = ("send", "recv")
+
+Event = dict[str, Any]  # a launch, or {"wait": the work that is waited for}
+
+
+def rank_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"rank{rank}.opreplay")
+
+
+# ------------------------------------------------------------------------------------------------- what a file holds
+
+
+def events_of(reader: CaptureReader) -> Iterator[Event]:
+    """The launches and waits of a capture, in order."""
+    kernels = {number: each.name for number, each in enumerate(reader.kernels) if each and each.name in (LAUNCH, WAIT)}
+    wanted = {
+        number: kernels[each.kernel]
+        for number, each in enumerate(reader.signatures)
+        if each is not None and each.kind is RecordKind.op and each.kernel in kernels
+    }
+    if not wanted:
+        return
+    for index in range(len(reader.record_frames)):
+        frame = reader.frame(index)
+        for row, signature in enumerate(frame.signature.tolist()):
+            if signature in wanted:
+                record = decode_record(frame, row, reader.definitions)
+                yield _launch(reader, record) if wanted[signature] == LAUNCH else {"wait": record.argument("work")}
+
+
+def _launch(reader: CaptureReader, record: Record) -> Event:
+    def sizes(name: str) -> list[list[Any]]:
+        found = []
+        for each in record.argument(name):  # type: ignore[union-attr]
+            assert isinstance(each, TensorValue)
+            found.append([each.meta.dtype.name, math.prod(each.meta.sizes)])
+        return found
+
+    kept = ("operator", "ranks", "instance", "reduction", "peer", "tag", "number", "work", "run")
+    return {name: record.argument(name) for name in kept} | {"in": sizes("inputs"), "out": sizes("outputs")}
+
+
+def describe(folder: str, rank: int, world: int, *, checked: bool = True) -> dict[str, Any]:
+    """What a rank says of its file to the others. `checked`: every byte of it."""
+    path = rank_file(folder, rank)
+    try:
+        if checked:
+            check_capture(path, CheckReport(path))
+        with open_capture(path) as reader:
+            session = reader.session
+            problems = []
+            if session.rank != rank:
+                problems.append(f"{path}: is the capture of rank {session.rank}")
+            if session.world_size != world:
+                problems.append(
+                    f"{path}: was captured with {session.world_size} ranks, and there are {world}: "
+                    f"torchrun --nproc-per-node={session.world_size}"
+                )
+            return {"problems": problems, "session": session.session_id, "events": list(events_of(reader))}
+    except OpReplayError as error:
+        return {"problems": [str(error)], "session": "", "events": []}
+
+
+# ---------------------------------------------------------------------------------------------- what does not fit
+
+
+def judge(ranks: list[dict[str, Any]]) -> list[str]:
+    """Why these files do not replay together; empty if they do."""
+    found = [problem for each in ranks for problem in each["problems"]]
+    if found:
+        return found
+    runs = defaultdict(list)
+    for rank, each in enumerate(ranks):
+        launched = [event for event in each["events"] if "wait" not in event]
+        runs[launched[0]["run"] if launched else ""].append(rank)
+    named = {run: members for run, members in runs.items() if run}
+    if len(named) > 1:
+        return ["the files are of several runs: " + "; ".join(f"ranks {_listed(each)}" for each in named.values())]
+    return _sequences(ranks) or _pairs(ranks) or _deadlock(ranks)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _is_paired(event: Event) -> bool:
+    return any(each in event["operator"] for each in _PAIRED)
+
+
+def group_of(event: Event) -> tuple[tuple[int, ...], int]:
+    return tuple(map(int, event["ranks"].split(","))), event["instance"]
+
+
+def _sequences(ranks: list[dict[str, Any]]) -> list[str]:
+    """Whether the members of each group launch the same collectives on it, in the same order."""
+    sequences: dict[Any, dict[int, list[tuple[Any, ...]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, each in enumerate(ranks):
+        for event in each["events"]:
+            if "wait" not in event and not _is_paired(event):
+                reduced = event["in"] if "reduce" in event["operator"] else None
+                said = event["operator"], event["reduction"], event["peer"], reduced
+                sequences[group_of(event)][rank].append(said)
+    found = []
+    for (members, _instance), by_rank in sequences.items():
+        first = by_rank[members[0]]
+        for rank in members[1:]:
+            other = by_rank[rank]
+            if other != first:
+                at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
+                at = min(len(first), len(other)) if at is None else at
+                here, there = (each[at] if at < len(each) else "nothing" for each in (first, other))
+                found.append(
+                    f"group of ranks {_listed(list(members))}: collective {at} is {here} on rank {members[0]}, and "
+                    f"{there} on rank {rank}"
+                )
+    return found
+
+
+def _pairs(ranks: list[dict[str, Any]]) -> list[str]:
+    """Whether each receive has its send. (One from any source takes what comes.)"""
+    sent: dict[Any, list[Any]] = defaultdict(list)
+    received: dict[Any, list[Any]] = defaultdict(list)
+    anywhere = 0
+    for rank, each in enumerate(ranks):
+        for event in each["events"]:
+            if "wait" in event or not _is_paired(event):
+                continue
+            if event["peer"] < 0:
+                anywhere += 1
+                continue
+            peer = group_of(event)[0][event["peer"]]
+            if "send" in event["operator"]:
+                sent[rank, peer, event["tag"]].append(event["in"])
+            else:
+                received[peer, rank, event["tag"]].append(event["out"])
+    return [
+        f"from rank {key[0]} to rank {key[1]}, tag {key[2]}: {len(sent[key])} sends and {len(received[key])} receives, "
+        "or others in size"
+        for key in sorted({*sent, *received})
+        if not anywhere and sent[key] != received[key]
+    ]
+
+
+def _deadlock(ranks: list[dict[str, Any]]) -> list[str]:
+    """Go through launches and waits as the ranks would: whether all of them reach the end."""
+    places, launched, needs = [0] * len(ranks), set(), [{} for _ in ranks]  # type: ignore[var-annotated]
+    moved = True
+    while moved:
+        moved = False
+        for rank, each in enumerate(ranks):
+            events = each["events"]
+            while places[rank] < len(events):
+                event = events[places[rank]]
+                if "wait" in event:
+                    if not needs[rank].get(event["wait"], set()) <= launched:
+                        break
+                else:
+                    key, needed = _needs(rank, event)
+                    launched.add(key)
+                    needs[rank][event["work"]] = needed
+                places[rank] += 1
+                moved = True
+    stuck = [rank for rank, each in enumerate(ranks) if places[rank] < len(each["events"])]
+    if not stuck:
+        return []
+    return [f"ranks {_listed(stuck)} would wait for each other for ever: the captured order of collectives differs"]
+
+
+def _needs(rank: int, event: Event) -> tuple[Any, set[Any]]:
+    """The launch's own key, and the launches without which a wait for it does not end."""
+    members, instance = group_of(event)
+    if not _is_paired(event):
+        key = (members, instance, event["number"])
+        return (*key, rank), {(*key, member) for member in members}
+    peer = members[event["peer"]] if event["peer"] >= 0 else -1
+    if "send" in event["operator"]:
+        return ("send", rank, peer, event["tag"], event["number"]), set()
+    source = {("send", peer, rank, event["tag"], event["number"])} if peer >= 0 else set()
+    return ("recv", rank, peer, event["tag"], event["number"]), source
+
+
+# ----------------------------------------------------------------------------------------------------- the manifest
+
+
+def world_size(folder: str) -> int:
+    """How many ranks the job had. Raises UsageError for a folder without a file of one."""
+    for name in sorted(os.listdir(folder)):
+        if name.startswith("rank") and name.endswith((".opreplay", ".opreplay.partial")):
+            try:
+                with open_capture(os.path.join(folder, name)) as reader:
+                    return reader.session.world_size
+            except OpReplayError:
+                continue
+    raise UsageError(f"{folder}: expected captures of ranks in it (rank0.opreplay, ...), as opreplay-capture -o writes")
+
+
+def write_manifest(folder: str, *, checked: bool = True) -> dict[str, Any]:
+    """Say in `manifest.json` what the folder holds; what was written. It can be made again at any time."""
+    world = world_size(folder)
+    said = [describe(folder, rank, world, checked=checked) for rank in range(world)]
+    sequences: dict[Any, list[Any]] = defaultdict(list)
+    for rank, each in enumerate(said):
+        for event in each["events"]:
+            if "wait" not in event and not _is_paired(event) and group_of(event)[0][0] == rank:
+                sequences[group_of(event)].append((event["operator"], event["reduction"], event["peer"], event["in"]))
+    runs = {event["run"] for each in said for event in each["events"] if "wait" not in event}
+    rows = []
+    for rank, each in enumerate(said):
+        path = rank_file(folder, rank)
+        rows.append(
+            {
+                "rank": rank,
+                "file": os.path.basename(path),
+                "complete": bool(each["session"]),
+                "session": each["session"] or None,
+                "bytes": os.path.getsize(path) if os.path.isfile(path) else None,
+                "collectives": sum("wait" not in event for event in each["events"]),
+            }
+        )
+    manifest = {
+        "world_size": world,
+        "run": runs.pop() if len(runs) == 1 else None,
+        "ranks": rows,
+        "groups": [
+            {
+                "ranks": list(members),
+                "instance": instance,
+                "collectives": len(sequence),
+                "sequence": xxhash.xxh3_128_hexdigest(json.dumps(sequence).encode()),
+            }
+            for (members, instance), sequence in sorted(sequences.items())
+        ],
+        "problems": judge(said),
+    }
+    path = os.path.join(folder, MANIFEST)
+    try:
+        with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as out:
+            json.dump(manifest, out, indent=1)
+        os.replace(out.name, path)
+    except OSError as error:
+        raise CaptureFailed(f"{path}: {error.strerror}") from error
+    return manifest
+
+
+def is_whole(folder: str, world: int) -> bool:
+    """Whether the files of all ranks are there."""
+    return all(os.path.isfile(rank_file(folder, rank)) for rank in range(world))
