@@ -342,15 +342,15 @@ def parse_setting(text: str) -> tuple[str, Scalar]:
     if name is None or not equals:
         known = ", ".join([*_SHORT, *SETTINGS])
         raise UsageError(f"--set={printable(text, 200)}: expected NAME=VALUE with one of {known}")
-    present = SETTINGS[name].read()
-    if given == "tf32" and value in _SWITCH:
-        return name, "tf32" if _SWITCH[value] else "ieee"
-    if isinstance(present, bool) and value in _SWITCH:
-        return name, _SWITCH[value]
+    present, switch = SETTINGS[name].read(), _SWITCH.get(value.lower())
+    if given == "tf32" and switch is not None:
+        return name, "tf32" if switch else "ieee"
+    if isinstance(present, bool) and switch is not None:
+        return name, switch
     if type(present) is int and value.isdecimal():
         return name, int(value)
-    if type(present) is int and value in _SWITCH:
-        return name, 2 * int(_SWITCH[value])  # deterministic_debug_mode: 2 refuses what is not
+    if type(present) is int and switch is not None:
+        return name, 2 * int(switch)  # deterministic_debug_mode: 2 refuses what is not
     if isinstance(present, str) and value:
         return name, value
     raise UsageError(f"--set={printable(text, 200)}: {printable(value, 100)!r} is no value of {name}, now {present!r}")
