@@ -72,6 +72,16 @@ def test_a_replacement_is_called_between_guards_too(tmp_path: Path, tools: Tools
         assert "by mine.py:tanh" in finding and "memory after argument self" in finding
 
 
+def test_memory_that_a_replacement_leaves_unwritten_is_nan_with_a_guard(tmp_path: Path, tools: Tools) -> None:
+    path = captured(tmp_path / "zeros.opreplay", lambda: torch.mul(torch.zeros(3, 4), 2.0))
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\ndef mul(self, other):\n    out = torch.empty(3, 4)\n    out[:2] = 0\n    return out\n"
+    )
+    done = tools("run", "--guard", f"--replay-kernel-substitution=aten::mul={file}", path)
+    assert done.code == 1 and "element [2, 0] expected 0, got nan" in done.err
+
+
 def test_kernels_that_use_their_arguments_alone_pass_and_the_replay_goes_on(
     capture: Path, tmp_path: Path, tools: Tools
 ) -> None:

@@ -3,7 +3,7 @@
 The arguments of a call are copied between unreadable pages, once close to the page behind them and once to the one
 before; canaries fill what is left of their own pages. The call is made in a forked process, so a kernel that touches a
 page ends that alone. Which argument and side it was is found by further calls with one unreadable page each. The replay
-itself continues with what the original returns.
+itself continues with what the original returns. When replacements are checked afterwards, new memory is NaN.
 
 A forked process has no use of accelerators: the pass is for kernels of the CPU.
 """
@@ -173,7 +173,10 @@ def guard(plan: Any, on_progress: Callable[[int], None] | None = None) -> GuardR
     other = [str(device) for device in plan.devices if device.type not in ("cpu", "meta")]
     if other:
         raise UsageError(f"--guard is for kernels of the CPU; the replay uses {', '.join(other)}")
-    table = None if plan.substitution is None else plan.substitution.table
+    table = None
+    if plan.substitution is not None:
+        table = plan.substitution.table
+        plan.substitution.poison = True
     guarded = _GuardPass(plan, table)
     plan.run_with(guarded, on_progress)
     found = guarded.found

@@ -21,6 +21,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted
 from replayfmt.pytorch import accelerators
 from replayfmt.pytorch.environment import apply_settings, read_settings
+from replayfmt.pytorch.guards import poisoned
 
 from ..planning.devices import DeviceMap
 from ..planning.kernels import CallSite, KernelStandIn, ResolvedKernel
@@ -141,6 +142,7 @@ class Check:
         unique = dict.fromkeys((*generators, *accelerators.default_generators()))
         self.generators = [generator for generator in unique if generator is not None]
         self.returned = Returned()
+        self.poison = False  # new memory is NaN in calls of replacements
         self._table = table
 
     def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
@@ -220,7 +222,8 @@ class _CheckedCall:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return self._call(*args, **kwargs)
+            with poisoned(self._check.poison):
+                return self._call(*args, **kwargs)
         except OpReplayError:
             raise
         except (Exception, SystemExit, GeneratorExit) as error:
@@ -468,6 +471,7 @@ class SubstitutionSession:
         )
         self.replace = Replace(plan.reader, self.table, plan.describe)
         self.report: SubstitutionReport | None = None
+        self.poison = False  # with --guard: what a replacement leaves unwritten is NaN while it is checked
         self._plan, self._tolerance = plan, tolerance
 
     @property
@@ -504,6 +508,7 @@ class SubstitutionSession:
     def _run(self, on_progress: Callable[[int], None] | None) -> SubstitutionReport:
         plan = self._plan
         check = Check(plan.reader, self.table, plan.generators, plan.describe, self._tolerance)
+        check.poison = self.poison
         result = plan.run_with(check, on_progress)
         report = SubstitutionReport(tuple(sorted(check.checks.values(), key=lambda each: each.first)))
         if result.divergence is not None and report.ok:
