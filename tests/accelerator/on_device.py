@@ -17,6 +17,7 @@ from replayfmt import Plan
 from replayfmt.benchmark.machine import GpuState
 from replayfmt.benchmark.meters import DeviceTimer
 from replayfmt.benchmark.per_op import roofline
+from replayfmt.compare import bisect, isolate
 from replayfmt.errors import ReplayRefused, SubstitutionRejected
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
@@ -531,3 +532,27 @@ def test_a_trimmed_capture_keeps_its_streams_and_what_orders_them(tmp_path: Path
     assert streams_of(out) == streams_of(path)
     with open_capture(out) as reader:
         assert find_races(reader) == []
+
+
+def test_a_replay_on_the_device_is_recorded_as_of_the_device_and_compared_with_the_host(tmp_path: Path) -> None:
+    host, device = tmp_path / "host.opreplay", tmp_path / "device.opreplay"
+    with replayfmt.capture(host, digests="ops"):
+        training("cpu", 1)
+    replayfmt.record_replay(host, device, devices=["sim:0"])
+    with open_capture(device) as reader:
+        assert [each.kind for each in reader.devices if each is not None] == ["sim"]
+    assert [name for name, _record in ops(device)] == [name for name, _record in ops(host)]
+    found = replayfmt.compare(host, device, tolerance="1e-5,1e-6")
+    assert found.alignment.share == 1 and found.outcome == "equal", found.text
+    assert replayfmt.run(device, devices=["sim:0"], verify="bitwise").outcome == "ok"
+
+
+def test_ops_run_on_two_devices_on_the_same_inputs_and_an_end_result_is_bisected_between_them(tmp_path: Path) -> None:
+    host, device = tmp_path / "host.opreplay", tmp_path / "device.opreplay"
+    for path, where in ((host, "cpu"), (device, "sim:1")):
+        with replayfmt.capture(path, digests="ops"):
+            training(where, 1)
+    for path, against in ((host, "sim:1"), (device, "cpu")):
+        found = isolate(path, against=against, tolerance="1e-6,1e-7")
+        assert found.outcome == "equal" and found.compared > 40, found.text
+        assert bisect(path, against=against, tolerance="1e-5,1e-6").outcome == "not off"
