@@ -11,8 +11,10 @@ from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from replayfmt.errors import UsageError
-from replayfmt.format.model import RECORDED_FROM
+from replayfmt.format.model import RECORDED_FROM, TRIMMED_SELECTION
 from replayfmt.format.reader import CaptureReader, open_capture
 
 from .alignment import align, align_recorded
@@ -83,8 +85,9 @@ def _read_benchmarks(paths: tuple[str | PathLike[str], ...]) -> Any:
 
 def _same_ops(a: Side, b: Side) -> bool:
     """Whether both are replays of one capture, or one is of the other, so that the n-th ops belong together."""
-    origins = {each.reader.session.policies.get(RECORDED_FROM, each.reader.session.session_id) for each in (a, b)}
-    return len(origins) == 1 and a.trace.ops == b.trace.ops
+    sessions = [each.reader.session for each in (a, b)]
+    origins = {(s.policies.get(RECORDED_FROM, s.session_id), s.policies.get(TRIMMED_SELECTION)) for s in sessions}
+    return len(origins) == 1 and np.array_equal(a.trace.loose, b.trace.loose)
 
 
 def _trace(reader: CaptureReader, on_progress: Progress) -> Trace:

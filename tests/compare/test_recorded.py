@@ -93,6 +93,24 @@ def test_values_that_the_program_read_are_those_of_the_replay(capture: Callable[
     assert "local_scalar" in str(replayfmt.compare(a, b))
 
 
+def test_parts_of_a_recorded_replay_are_aligned_by_what_they_compute(
+    tools: Tools, capture: Callable[..., Path], tmp_path: Path
+) -> None:
+    def steps() -> None:
+        x = torch.ones(4)
+        for _ in range(4):
+            x = x.exp().log().tanh()
+
+    replayfmt.record_replay(capture(program=steps), tmp_path / "b.opreplay")
+    parts = [tmp_path / "one.opreplay", tmp_path / "other.opreplay"]
+    places = [ordinal for ordinal, name in ops(tmp_path / "b.opreplay") if name == "aten::exp.default"]
+    for part, place in zip(parts, (places[0], places[0] + 1), strict=True):
+        ran = tools("trim", f"--ops={place}:{place + 8}", tmp_path / "b.opreplay", part)
+        assert ran.code == 0, ran.err
+    found = replayfmt.compare(*parts)
+    assert found.first is None or found.first.kind != "op", found.text
+
+
 def test_other_threads_are_a_setting_of_the_recorded_capture(
     tools: Tools, capture: Callable[..., Path], tmp_path: Path
 ) -> None:
