@@ -29,9 +29,10 @@ DEMO      := build/demo
 PYTEST    = $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test check sweep compat serving fuzz exact sanitize bench gpu wheel lint picture docs map help
+.PHONY: demo ranks test check sweep compat serving fuzz exact sanitize bench gpu wheel lint picture docs map help
 help:
 	@echo 'make demo    capture a GPT-2 training step, replay and verify it, benchmark, dump and report it'
+	@echo 'make ranks   capture a model on two ranks, replay one alone, and both together'
 	@echo 'make test    the test suite'
 	@echo 'make check   the part of it that takes less than three minutes'
 	@echo 'make sweep   tests that try all there is of something, for minutes'
@@ -98,6 +99,23 @@ demo: $(INSTALLED)
 	@echo
 	$(BIN)/opreplay-report --measure=5 --force --plots=$(DEMO)/pictures \
 	    -o $(DEMO)/report.html $(DEMO)/step.opreplay 2>&1 | fold -s -w 100
+
+# Two processes over gloo, or two GPUs. RANKS has options of the example: RANKS='--vicuna --tokens=16'.
+RANKS ?=
+TWO   := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 --no-python
+ranks: $(INSTALLED)
+	@rm -rf build/ranks
+	$(TWO) $(BIN)/opreplay-capture -o build/ranks/ examples/tensor_parallel_llama.py $(RANKS)
+	@echo
+	$(BIN)/opreplay-check build/ranks/
+	@echo
+	$(BIN)/opreplay-run build/ranks/rank1.opreplay | fold -s -w 100
+	@echo
+	$(TWO) $(BIN)/opreplay-run build/ranks/ | fold -s -w 100
+	@echo
+	$(BIN)/opreplay-benchmark --benchmark-min-time=5x build/ranks/rank1.opreplay | fold -s -w 100
+	@echo
+	$(BIN)/opreplay-report --measure=5 --force -o build/ranks/report.html build/ranks/rank1.opreplay 2>&1 | fold -s -w 100
 
 test: $(INSTALLED)
 	$(PYTEST)

@@ -112,6 +112,16 @@ def test_models_that_are_spread_over_ranks_replay_alone(tmp_path: Path) -> None:
         assert replayfmt.run(path, verify="bitwise", allow_imports=["fsdp"]).outcome == "ok"
 
 
+@pytest.mark.slow
+def test_a_llama_that_is_spread_over_ranks_generates_and_replays(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "tensor_parallel_llama.py"
+    capture = launching.launch(tmp_path, launching.BIN / "opreplay-capture", "-o", "out/", example, "--tokens=2")
+    assert [code for code, _text in capture] == [0, 0] and "tokens 1 2 3 4 5 6 7 8 " in capture[0][1]
+    assert replayfmt.run(files(tmp_path)[1], verify="bitwise").outcome == "ok"
+    together = launching.launch(tmp_path, launching.BIN / "opreplay-run", "--verify=bitwise", "out/")
+    assert [code for code, _text in together] == [0, 0] and "verified: bitwise" in together[0][1]
+
+
 def test_results_are_recorded_once_and_only_the_bytes_that_were_written(tmp_path: Path) -> None:
     """A collective on a part of a storage does not keep the rest; without results, one rank is refused alone."""
     program = "big = torch.zeros(1 << 20)\nfor _ in range(4):\n    dist.all_reduce(big[:64])\nout('sum', big[:64] + 1)"
