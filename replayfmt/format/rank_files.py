@@ -229,7 +229,7 @@ def write_manifest(folder: str, *, checked: bool = True) -> dict[str, Any]:
         for event in each["events"]:
             if "wait" not in event and not _is_paired(event) and group_of(event)[0][0] == rank:
                 sequences[group_of(event)].append((event["operator"], event["reduction"], event["peer"], event["in"]))
-    runs = {event["run"] for each in said for event in each["events"] if "wait" not in event}
+    runs = {event["run"] for each in said for event in each["events"] if event.get("run")}
     rows = []
     for rank, each in enumerate(said):
         path = rank_file(folder, rank)

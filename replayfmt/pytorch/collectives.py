@@ -48,7 +48,7 @@ class Call:
     output_splits: Sequence[int]
     number: int  # among the collectives of its group; of sends and receives, among those with the same peer and tag
     work: int  # among all of the capture
-    run: str  # the same for all ranks that ran together; "": not known
+    run: str  # of the first: the same for all ranks that ran together; "": not known, and of all others
 
     @property
     def pairs(self) -> bool:

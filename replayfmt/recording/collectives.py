@@ -114,7 +114,6 @@ class InFlight:
         self._groups: dict[str, Group] = {}
         self._numbers: Counter[tuple[Any, ...]] = Counter()
         self.count = 0
-        self._run = ""
         self._of_thread = threading.local()  # launches that no Work is known of yet
         self._writing: dict[int, list[tuple[int, int, Launch]]] = {}  # bytes in flight, by storage id
         session.storages.arrived = self._arrived
@@ -145,7 +144,6 @@ class InFlight:
         name = str(meaning.group.group_name)
         group = self._groups.get(name)
         if group is None:
-            self._run = self._run or run_identity()
             group = self._groups[name] = describe_group(meaning.group)
         ranks = ",".join(map(str, group.ranks))
         call = Call(
@@ -161,7 +159,7 @@ class InFlight:
             meaning.output_splits,
             0,
             self.count,
-            self._run,
+            run_identity() if not self.count else "",
         )
         key = (ranks, group.instance, *((meaning.operator, meaning.peer, meaning.tag) if call.pairs else ()))
         number, self._numbers[key], self.count = self._numbers[key], self._numbers[key] + 1, self.count + 1
