@@ -106,10 +106,10 @@ _LONGEST_DIAGNOSTIC = 4000  # characters
 # The guides of docs/ that --agents-md=NAME prints, as in the first page's list.
 # fmt: off
 TOPICS = [
-    "failures", "content", "recording", "running-processes", "compiled", "triton", "devices", "graphs", "compatibility",
-    "queries", "signatures", "substitution", "kernel-tasks", "measuring", "comparing", "comparing-captures",
-    "comparing-replays", "power", "reporting", "tables", "vectors", "importing", "execution-traces",
-    "operator-libraries", "initializers", "probing", "probe-files",
+    "failures", "content", "recording", "running-processes", "compiled", "distributed", "triton", "devices", "graphs",
+    "compatibility", "queries", "signatures", "substitution", "kernel-tasks", "measuring", "comparing",
+    "comparing-captures", "comparing-replays", "power", "reporting", "tables", "vectors", "importing",
+    "execution-traces", "operator-libraries", "initializers", "probing", "probe-files",
 ]
 # fmt: on
 _PAGES = Path(__file__).parent / "playbook"
