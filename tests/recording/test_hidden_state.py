@@ -255,11 +255,11 @@ def test_a_launch_before_the_state_was_seen_is_named(capture: Capture, monkeypat
         doubled = graph([x])[0]
         return doubled + _layers["first"] if _layers["hide"] else doubled + 1
 
-    library = torch.library.Library("opreplay_launching", "DEF")
-    library.define("run(Tensor x) -> Tensor")
-    library.impl("run", launching, "CPU")
-    _layers["hide"] = False
-    captured = capture(lambda: torch.ops.opreplay_launching.run(torch.ones(3)))
-    assert captured.unsupported() == {} and own_ops(captured) == ["opreplay_launching::run.default"]
-    _layers["hide"] = True
-    assert capture(lambda: torch.ops.opreplay_launching.run(torch.ones(3))).unsupported() == {"unseen_work": 1}
+    with torch.library._scoped_library("opreplay_launching", "DEF") as library:
+        library.define("run(Tensor x) -> Tensor")
+        library.impl("run", launching, "CPU")
+        _layers["hide"] = False
+        captured = capture(lambda: torch.ops.opreplay_launching.run(torch.ones(3)))
+        assert captured.unsupported() == {} and own_ops(captured) == ["opreplay_launching::run.default"]
+        _layers["hide"] = True
+        assert capture(lambda: torch.ops.opreplay_launching.run(torch.ones(3))).unsupported() == {"unseen_work": 1}
