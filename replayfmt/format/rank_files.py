@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from replayfmt.errors import CaptureFailed, OpReplayError, UsageError
+from replayfmt.errors import CaptureFailed, CaptureNotFound, OpReplayError
 
 from .codes import RecordKind
 from .maintenance import CheckReport, check_capture
@@ -209,7 +209,7 @@ def _needs(rank: int, event: Event) -> tuple[Any, set[Any]]:
 
 
 def world_size(folder: str) -> int:
-    """How many ranks the job had. Raises UsageError for a folder without a file of one."""
+    """How many ranks the job had. Raises CaptureNotFound for a folder without a file of one."""
     for name in sorted(os.listdir(folder)):
         if name.startswith("rank") and name.endswith((".opreplay", ".opreplay.partial")):
             try:
@@ -217,7 +217,9 @@ def world_size(folder: str) -> int:
                     return reader.session.world_size
             except OpReplayError:
                 continue
-    raise UsageError(f"{folder}: expected captures of ranks in it (rank0.opreplay, ...), as opreplay-capture -o writes")
+    raise CaptureNotFound(
+        f"{folder}: is a directory without captures of ranks (rank0.opreplay, ...), as opreplay-capture -o writes"
+    )
 
 
 def write_manifest(folder: str, *, checked: bool = True) -> dict[str, Any]:

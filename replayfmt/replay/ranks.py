@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
-from replayfmt.format.rank_files import describe, group_of, judge, rank_file
+from replayfmt.format.rank_files import describe, group_of, judge, rank_file, world_size
 from replayfmt.pytorch.collectives import Call
 
 _KEY = "opreplay"
@@ -45,8 +45,10 @@ class Together:
     """This rank's part of a replay by all ranks: a `Player` (pytorch/collectives.py)."""
 
     def __init__(self, folder: str, timeout_s: float) -> None:
-        """Meets the other ranks. Raises UsageError outside of torchrun, ReplayRefused with the findings of all."""
+        """Meets the other ranks. Raises CaptureNotFound for a folder without captures, UsageError outside of
+        torchrun, ReplayRefused with the findings of all."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            world_size(folder)
             raise UsageError(
                 f"{folder}: a folder is replayed by all ranks together: torchrun --nproc-per-node=N opreplay-run "
                 f"{folder}; one rank alone: opreplay-run {rank_file(folder, 0)}"
