@@ -522,7 +522,7 @@ def cli(
     --fail-above finds something slower, 2 for wrong usage, 3 if CAPTURE is missing, unreadable or not valid, 4 if
     --fail-above cannot judge.
     """
-    if os.path.isdir(capture):
+    if os.path.isfile(os.path.join(capture, "task.json")):
         return run_task(context, capture, flags)
     for name in _FOR_TASKS:
         if name != "guard" and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:

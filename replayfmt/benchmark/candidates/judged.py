@@ -50,11 +50,6 @@ def check_text() -> str:
     return head + "\n\n\n".join([*shared, mark + rest])
 
 
-def is_task(path: str) -> bool:
-    """Whether a path is a folder with a kernel task."""
-    return (Path(path) / "task.json").is_file()
-
-
 def find_candidates(given: Sequence[str]) -> list[str]:
     """The files that flags name, those of folders in order. Raises UsageError."""
     found = []
