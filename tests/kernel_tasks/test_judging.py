@@ -229,3 +229,22 @@ def test_flags_of_tasks_and_of_captures_do_not_mix(exported: Exported, capture: 
     assert missing.code == 2 and "no such file" in missing.err
     fused = tools("benchmark", "--compare", f"--end-to-end={capture}", exported(scope="block"))
     assert fused.code == 2 and "tasks of one kernel" in fused.err
+
+
+def test_the_original_itself_is_accepted_where_results_are_views_and_sizes_can_kill_it(
+    exported: Exported, tmp_path: Path
+) -> None:
+    import torch
+
+    import replayfmt
+
+    path = tmp_path / "views.opreplay"
+    with replayfmt.capture(path):
+        x = torch.randn(2, 4, 6, 8)
+        torch.split(x.transpose(1, 2), 3)
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    options = JudgeOptions(min_time_s=0, variants=True, allow=("calls the original",))
+    for kernel in ("aten::transpose", "aten::split", "aten::_scaled_dot_product_flash_attention_for_cpu"):
+        task = exported(path, kernel=kernel)
+        found = run_judge(str(task), [str(task / "reference.py")], options)
+        assert [each["verdict"] for each in found["candidates"]] == ["accepted"], found
