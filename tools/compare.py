@@ -47,7 +47,7 @@ from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
     "benchmarks",
     multiple=True,
     metavar="FILE",
-    help="The same by two files of opreplay-benchmark --per-op --benchmark-out=FILE, of A and of B in this order.",
+    help="The same by files of opreplay-benchmark --per-op --benchmark-out=FILE. Repeat it: of A, then of B.",
 )
 @click.option(
     "--isolate",
