@@ -199,7 +199,7 @@ def cli(
             elif form == "jsonl":
                 write(rows)
             else:
-                write(f"{printable(each.text)}\n    {each.command}\n" for each in found)
+                write([f"{printable(each.text)}\n    {each.command}\n" for each in found] or ["nothing stands out\n"])
         elif device_kernels:
             from replayfmt.dump import listings as table
 

@@ -190,6 +190,12 @@ def test_dump_prints_them_for_people_and_as_rows_of_the_schema(measured: Measure
     assert tools("dump", "--findings", "--summary", measured.capture).code == 2
 
 
+def test_where_nothing_stands_out_that_is_said(tools: Tools, tmp_path: Path) -> None:
+    empty = Builder(tmp_path / "empty.opreplay").close()
+    assert tools("dump", "--findings", empty).out == "nothing stands out\n"
+    assert tools("dump", "--findings", "--format=jsonl", empty).out == ""
+
+
 @pytest.mark.slow
 def test_the_commands_of_findings_run(measured: Measured, tools: Tools) -> None:
     with open_capture(measured.capture) as reader:
