@@ -110,9 +110,10 @@ def _print_report(report: CheckReport) -> None:
 )
 @click.option("--force", is_flag=True, help="With --recover or --add-digests: replace OUT if it exists.")
 def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tuple[str, ...], force: bool) -> None:
-    """Verify everything in the capture FILE; of the folder of all ranks every file, and that they fit together.
+    """Verify everything in the capture FILE.
 
-    That is its structure, the hashes of every frame and payload, and all references.
+    That is its structure, the hashes of every frame and payload, and all references; of the folder of all ranks every
+    file, and that they fit together.
 
     Exits with 0 if it is valid, with 3 and the first finding if it is not, or was never closed. With --recover or
     --add-digests, exits with 0 once OUT is verified.

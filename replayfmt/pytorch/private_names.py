@@ -160,6 +160,7 @@ torch._empty_affine_quantized
 torch._empty_per_channel_affine_quantized
 torch._higher_order_ops.base_hop.BaseHOP
 torch._higher_order_ops.scan.generic_scan
+torch._inductor.async_compile.AsyncCompile
 torch._inductor.codecache
 torch._inductor.compile_fx
 torch._inductor.config.cpp.weight_prepack

@@ -31,12 +31,10 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def runs_with(item: pytest.Function) -> bool:
     """Whether a test is run with the recorder it was collected for: with both, as its marker says, or, where it takes
     long and is not about the recorders, with the one that programs meet."""
-    marker = item.get_closest_marker("recorder")
-    if marker is not None:
-        names = marker.args
-    else:
-        names = ("native",) if item.get_closest_marker("slow") else RECORDERS
-    return item.callspec.params["recorder"] in names
+    marked = [marker.args for marker in item.iter_markers("recorder")]  # of the test, and of its parameters
+    if not marked and item.get_closest_marker("slow"):
+        marked = [("native",)]
+    return all(item.callspec.params["recorder"] in names for names in marked)
 
 
 @pytest.hookimpl(tryfirst=True)
