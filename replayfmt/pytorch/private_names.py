@@ -160,7 +160,7 @@ torch._empty_affine_quantized
 torch._empty_per_channel_affine_quantized
 torch._higher_order_ops.base_hop.BaseHOP
 torch._higher_order_ops.scan.generic_scan
-torch._inductor.async_compile.AsyncCompile
+torch._inductor.async_compile
 torch._inductor.codecache
 torch._inductor.compile_fx
 torch._inductor.config.cpp.weight_prepack
@@ -195,6 +195,9 @@ torch.cuda._gpu_trace
 torch.cuda._sleep
 torch.cuda._utils._CudaKernel
 torch.cuda.jiterator._JittedFunction
+torch.ops._dtensor
+torch.distributed.ProcessGroup._allgather_base
+torch.distributed.ProcessGroup._reduce_scatter_base
 torch.distributed._functional_collectives
 torch.distributed._symmetric_memory
 torch.distributed.distributed_c10d._get_default_store

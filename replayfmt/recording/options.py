@@ -143,6 +143,7 @@ class CaptureKeywords(TypedDict, total=False):
     start_scope: str | None
     stop_scope: str | None
     steps: str | None
+    collective_results: str
     children: str
     force: bool
     chunk_records: int
