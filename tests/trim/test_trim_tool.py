@@ -97,7 +97,7 @@ def test_an_existing_output_is_replaced_only_with_force(captured: Captured, tool
     assert tool("--payload=none", "--force", path, out)[0] == 0
     assert tool("--ops=0:9", "--force", path, out)[0] == 0
     code, _text, err = tool("--ops=0:9", "--force", path, path)
-    assert code == 2 and "is the capture that is trimmed" in err
+    assert code == 2 and "is the capture itself; name another file" in err
 
 
 def test_a_capture_whose_replay_differs_gives_nothing(captured: Captured, tool: Tool, tmp_path: Path) -> None:
