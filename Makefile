@@ -97,7 +97,7 @@ demo: $(INSTALLED)
 	@echo
 	$(BIN)/opreplay-dump --ops=0:12 $(DEMO)/step.opreplay | cut -c -100
 	@echo
-	$(BIN)/opreplay-report --measure=5 --force --plots=$(DEMO)/pictures \
+	$(BIN)/opreplay-report --measure=3 --force --plots=$(DEMO)/pictures \
 	    -o $(DEMO)/report.html $(DEMO)/step.opreplay 2>&1 | fold -s -w 100
 
 # Two processes over gloo, or two GPUs. RANKS has options of the example: RANKS='--vicuna --tokens=16'.

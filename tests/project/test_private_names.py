@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -74,17 +75,20 @@ def names_in(tree: ast.Module) -> Iterator[str]:
                 yield f"{chain(owner)}.{name.value}"
 
 
+@cache
 def trees() -> list[ast.Module]:
     paths = sorted((ROOT / "replayfmt").rglob("*.py"))
     return [ast.parse(path.read_text(encoding="utf-8")) for path in paths if path.name != "private_names.py"]
 
 
+@cache
 def used() -> set[str]:
     """The dotted names that the package uses, up to a special method."""
     names = {name.partition(".__")[0] for tree in trees() for name in names_in(tree)}
     return {name for name in names if is_private(name)}
 
 
+@cache
 def attributes() -> tuple[set[str], set[str]]:
     """The private attributes that the package asks of objects, and those of them that it defines nowhere."""
     asked, defined = set(), set()

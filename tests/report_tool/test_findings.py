@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import shlex
 from collections.abc import Callable
@@ -196,13 +197,14 @@ def test_where_nothing_stands_out_that_is_said(tools: Tools, tmp_path: Path) -> 
     assert tools("dump", "--findings", "--format=jsonl", empty).out == ""
 
 
-@pytest.mark.slow
-def test_the_commands_of_findings_run(measured: Measured, tools: Tools) -> None:
+def test_the_commands_of_findings_are_ones_that_the_tools_take(measured: Measured) -> None:
     with open_capture(measured.capture) as reader:
         commands = [shlex.split(each.command) for each in capture_findings(reader)]
+    assert commands
     for name, *arguments in commands:
-        ran = tools(name.removeprefix("opreplay-"), *arguments)
-        assert ran.code == 0 or "--program" in ran.err, (name, arguments, ran.err)
+        tool = importlib.import_module(f"opreplay_tools.{name.removeprefix('opreplay-')}").cli
+        with tool.make_context(name, arguments):  # refuses what it does not know
+            assert str(measured.capture) in arguments
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ FAMILY: list[Callable[[Work], None]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("write", FAMILY, ids=lambda write: write.__name__)
 def test_a_small_capture_takes_no_tool_much_time_or_memory(write: Callable[[Work], None], tmp_path: Path) -> None:
     path = tmp_path / "small.opreplay"
