@@ -50,7 +50,7 @@ _SHARE_OF_OPS = 0.6  # of the time to measure; the rest goes to whole replays
 @click.option(
     "--measure",
     "measure_seconds",
-    type=Seconds(min=1),
+    type=Seconds(min=1, max=86_400),
     metavar="SECONDS",
     help="First measure here for about that long: whole replays, and each op on its own against what the device could "
     "reach. Starts opreplay-benchmark, which needs PyTorch.",
