@@ -6,10 +6,10 @@ Each rule looks for one thing and gives one sentence, or none. They are in the o
 from __future__ import annotations
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from replayfmt.format.codes import ITEM_BYTES, RecordKind, ValueKind
 from replayfmt.format.memory import DeviceMemory, memory_by_device
 from replayfmt.format.races import accesses
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.record_frames import distinct
 from replayfmt.format.validation import printable
 
 from .kernel_sections import NO_SCOPE, KernelFigures
@@ -236,14 +237,14 @@ def _small_copies(figures: KernelFigures, ops: CapturedOps, _memory: list[Device
         return None
     sizes = np.array([0 if meta is None else _bytes(meta) for meta in reader.metas], np.int64)
     small: list[int] = []
-    wanted = set(ops.ordinal[chosen].tolist())
     for number in range(len(reader.record_frames)):
         frame = reader.frame(number)
-        for row in range(frame.count):
-            if frame.first_ordinal + row in wanted:
-                slots = frame.tensor_slots[int(frame.tensor_first[row]) : int(frame.tensor_first[row + 1])]
-                if sizes[frame.tensor_meta[slots]].max(initial=0) <= _SMALL_COPY_BYTES:
-                    small.append(frame.first_ordinal + row)
+        rows = ops.ordinal[chosen] - frame.first_ordinal
+        rows = rows[(rows >= 0) & (rows < frame.count)]
+        slots = np.append(sizes[frame.tensor_meta[frame.tensor_slots]], 0)  # one more: where the last row ends
+        ends = np.stack([frame.tensor_first[rows], frame.tensor_first[rows + 1]], 1).ravel()
+        largest = np.maximum.reduceat(slots, ends)[::2]
+        small += (rows[largest <= _SMALL_COPY_BYTES] + frame.first_ordinal).tolist()
     if len(small) < max(_AT_LEAST, _MANY * len(ops)):
         return None
     return Finding(
@@ -264,7 +265,7 @@ def _repeated_work(figures: KernelFigures, ops: CapturedOps, _memory: list[Devic
     """Calls with the same operator, numbers and tensors, none of which was written in between."""
     if not _AT_LEAST <= len(ops) <= _MOST_OPS_FOLLOWED:
         return None
-    again = np.array(list(_calls_again(figures.reader)), np.int64)
+    again = _calls_again(figures.reader)
     chosen = np.isin(ops.ordinal, again)
     known = ops.device_ns if figures.clock == "device" else ops.duration_ns
     total = float(known[known >= 0].sum())
@@ -284,48 +285,75 @@ def _repeated_work(figures: KernelFigures, ops: CapturedOps, _memory: list[Devic
     )
 
 
-def _calls_again(reader: CaptureReader) -> Iterator[int]:
-    """The ordinals of ops that repeat an earlier one."""
-    shapes: dict[int, tuple[Any, ...]] = {}
-    versions: Counter[int] = Counter()
-    seen: set[tuple[Any, ...]] = set()
-    for number in range(len(reader.record_frames)):
-        frame = reader.frame(number)
-        for row in range(frame.count):
-            signature = int(frame.signature[row])
-            shape = shapes.get(signature)
-            if shape is None:
-                shape = shapes[signature] = _shape(reader, signature)
-            reads, writes, storages, repeats = shape
-            slots = frame.tensor_slots[int(frame.tensor_first[row]) : int(frame.tensor_first[row + 1])].tolist()
-            first = int(frame.int_first[row])
-            if repeats:
-                ints = frame.ints[first : int(frame.int_first[row + 1])].tobytes()
-                floats = frame.floats[int(frame.float_first[row]) : int(frame.float_first[row + 1])].tobytes()
-                read = tuple(
-                    (int(frame.tensor_storage[at]), int(frame.tensor_offset[at]), int(frame.tensor_meta[at]))
-                    for at in (slots[place] for place in reads)
-                )
-                key = (signature, ints, floats, read, tuple(versions[storage] for storage, _offset, _meta in read))
-                if key in seen:
-                    yield frame.first_ordinal + row
-                seen.add(key)
-            for place in writes:
-                versions[int(frame.tensor_storage[slots[place]])] += 1
-            for place in storages:
-                versions[int(frame.ints[first + place])] += 1
+class _Shape(NamedTuple):
+    """Of the calls of a signature: which tensor slots they read and write, the int slots of storages whose content is
+    replaced, how many ints and floats they have, and whether equal calls compute the same."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    replaced: tuple[int, ...]
+    ints: int
+    floats: int
+    repeats: bool
 
 
-def _shape(reader: CaptureReader, signature: int) -> tuple[Any, ...]:
-    """The tensor slots that calls of a signature read and write, the int slots of storages that a record is about, and
-    whether equal calls compute the same."""
+def _shape(reader: CaptureReader, signature: int) -> _Shape:
     layout = reader.layouts[signature]
+    _tensors, ints, floats = layout.slots
     if layout.signature.kind is not RecordKind.op:
-        return (), (), tuple(each.int_slot for each in layout.nodes(ValueKind.storage)), False
+        replaced = tuple(each.int_slot for each in layout.nodes(ValueKind.storage))
+        return _Shape((), (), replaced, ints, floats, False)
     kernel = reader.kernels[layout.signature.kernel]
     reads, writes = accesses(layout, kernel.schema)
     computes = bool(reads) and not writes and "(a" not in kernel.schema and bool(layout.results)
-    return reads, writes, (), computes and not any(part in kernel.name for part in _DRAWS)
+    repeats = computes and not any(part in kernel.name for part in _DRAWS)
+    return _Shape(reads, writes, (), ints, floats, repeats)
+
+
+def _calls_again(reader: CaptureReader) -> np.ndarray:
+    """The ordinals of ops that repeat an earlier one, ascending.
+
+    A call is a row: its ordinal, its ints and floats, the storage, offset and layout of each tensor that it reads, and
+    how often that storage was written before. Those of one signature that are equal but for the ordinal repeat.
+    """
+    shapes: dict[int, _Shape] = {}
+    calls: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+    written = [np.zeros((0, 2), np.int64)]  # storages, and the ordinals of the records that write them
+    for number in range(len(reader.record_frames)):
+        frame = reader.frame(number)
+        for signature in distinct(frame.signature).tolist():
+            if signature not in shapes:
+                shapes[signature] = _shape(reader, signature)
+            shape = shapes[signature]
+            rows = np.flatnonzero(frame.signature == signature)
+            ordinals = rows[:, None] + frame.first_ordinal
+            first_tensor, first_int = frame.tensor_first[rows][:, None], frame.int_first[rows][:, None]
+            for storages in (
+                frame.tensor_storage[frame.tensor_slots[first_tensor + np.array(shape.writes, np.int64)]],
+                frame.ints[first_int + np.array(shape.replaced, np.int64)],
+            ):
+                written += [np.stack([column, ordinals[:, 0]], 1) for column in storages.T.astype(np.int64)]
+            if shape.repeats:
+                slots = frame.tensor_slots[first_tensor + np.array(shape.reads, np.int64)]
+                columns = (
+                    ordinals,
+                    frame.ints[first_int + np.arange(shape.ints)],
+                    frame.floats[frame.float_first[rows][:, None] + np.arange(shape.floats)].view(np.int64),
+                    frame.tensor_offset[slots],
+                    frame.tensor_meta[slots],
+                    frame.tensor_storage[slots],
+                )
+                calls[signature].append(np.concatenate(columns, 1, dtype=np.int64, casting="unsafe"))
+    span = reader.record_count + 1
+    writes = np.sort(np.concatenate(written) @ np.array([span, 1]))
+    again = [np.zeros(0, np.int64)]
+    for signature, parts in calls.items():
+        table = np.concatenate(parts)
+        storages = table[:, -len(shapes[signature].reads) :] * span
+        before = np.searchsorted(writes, storages + table[:, :1]) - np.searchsorted(writes, storages)
+        _keys, first = np.unique(np.concatenate([table[:, 1:], before], 1), axis=0, return_index=True)
+        again.append(np.delete(table[:, 0], first))
+    return np.sort(np.concatenate(again))
 
 
 _RULES: tuple[Rule, ...] = (
