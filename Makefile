@@ -93,7 +93,8 @@ demo: $(INSTALLED)
 	    $(DEMO)/step.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-benchmark --per-op --group-by=kernel --top=8 --benchmark-min-time=0.01s \
-	    $(DEMO)/step.opreplay | fold -s -w 100
+	    $(DEMO)/step.opreplay 2>$(DEMO)/each-op.txt | fold -s -w 100 \
+	    || { cat $(DEMO)/each-op.txt; false; }
 	@echo
 	$(BIN)/opreplay-dump --ops=0:12 $(DEMO)/step.opreplay | cut -c -100
 	@echo

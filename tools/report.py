@@ -125,7 +125,6 @@ def cli(
     """
     from replayfmt.benchmark.baseline import read_baseline
     from replayfmt.benchmark.result_files import output_file, refuse_input
-    from replayfmt.compare.comparison import compare
     from replayfmt.format.reader import open_capture
     from replayfmt.report.contents import ReportInputs, make_contents
     from replayfmt.report.measurements import read_benchmark, read_energy, read_run
@@ -152,6 +151,11 @@ def cli(
     ):
         if measure_seconds is not None:
             benchmarks = _measured(reader, measure_seconds, replay_options, Path(folder))
+        compared = None
+        if other is not None:
+            from replayfmt.compare.comparison import compare
+
+            compared = compare(capture, other, times=True)
         inputs = ReportInputs(
             [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],
             None if baseline is None else (baseline, read_baseline(baseline)),
@@ -159,7 +163,7 @@ def cli(
             [read_probe_run("--probes", path, reader) for path in probes],
             [read_run("--run", path, reader) for path in runs],
             None if replayed is None else ReplayedTrace(replayed, reader),
-            None if other is None else compare(capture, other, times=True),
+            compared,
         )
         contents = make_contents(reader, inputs)
         page = make_page(contents, own_version())
@@ -197,7 +201,7 @@ def _measured(reader: CaptureReader, seconds: float, options: str, folder: Path)
         ("per_op.json", for_ops, ("--per-op", "--roofline")),
     ):
         files.append(str(folder / name))
-        least, most = f"--benchmark-min-time={each_seconds / 2:.6f}s", f"--benchmark-max-time={each_seconds:.6f}s"
+        least, most = f"--benchmark-min-time={each_seconds / 2:.6g}s", f"--benchmark-max-time={each_seconds:.6g}s"
         fitting = [each for each in given if flags or not each.startswith("--peak-")]  # those are of single ops
         command = ["benchmark", *flags, least, most, f"--benchmark-out={files[-1]}", *fitting, reader.path]
         say(f"measuring: opreplay-{shlex.join(command)}", err=True)

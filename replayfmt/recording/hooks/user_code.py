@@ -116,7 +116,9 @@ class Interruptions:
             if mode is not None:
                 self._counting[get_ident()] = mode
         else:
-            self._attempt(_end_counting, self._counting.pop(get_ident(), None))
+            mode = self._counting.pop(get_ident(), None)
+            if mode is not None:
+                self._attempt(_end_counting, mode)
 
     @contextmanager
     def _in_handler(self) -> Iterator[None]:
@@ -124,7 +126,8 @@ class Interruptions:
         try:
             yield
         finally:
-            self._attempt(_end_counting, mode)
+            if mode is not None:
+                self._attempt(_end_counting, mode)
 
     def _begin(self) -> _Counting | None:
         if not self._unseen():
@@ -202,8 +205,8 @@ def _programs(handler: Any) -> Any:
     return handler.programs if isinstance(handler, _Handler) else handler
 
 
-def _end_counting(mode: _Counting | None) -> None:
-    if mode is not None and mode in mode_stack():
+def _end_counting(mode: _Counting) -> None:
+    if mode in mode_stack():
         _pop_torch_dispatch_stack(None)
 
 
