@@ -119,7 +119,7 @@ Patches = (
     | StreamTrace
     | ChildrenSeen
 )
-_PATIENCE_S = 0.5  # for the recorder's own thread to end
+_PATIENCE_S = 5.0  # for the recorder's own thread to end
 _active: Recorder | None = None
 _activation = threading.Lock()
 

@@ -25,6 +25,7 @@ from .recorder import Recorder
 from .supervisor import output_path
 
 _LOOK_PERIOD_S = 0.2
+_PATIENCE_S = 2.0
 
 
 class CaptureRequests:
@@ -108,6 +109,9 @@ class CaptureRequests:
         if running:
             self._attempt(self._stop_and_say)
         self._asked.put(False)
+        # The interpreter's end aborts the process if it finds a thread in C++. `on_event` may be slow, or call this.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE_S)
         atexit.unregister(self.close)
         self._termination.remove()
         main = threading.current_thread() is threading.main_thread()

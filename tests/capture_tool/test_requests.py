@@ -231,6 +231,33 @@ def test_a_signal_is_for_the_main_thread_and_its_handler_is_put_back(tmp_path: P
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+def test_nothing_of_ours_runs_once_the_requests_are_closed(tmp_path: Path) -> None:
+    """A thread that the interpreter's end finds in C++ code aborts the process."""
+    before = set(threading.enumerate())
+    events, please = Events(), tmp_path / "please"
+    requests = replayfmt.request_capture(tmp_path / "x.opreplay", file=please, on_event=events.say)
+    please.touch()
+    assert events.next().endswith("begins")
+    torch.ones(2).add(1)
+    requests.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_the_function_that_is_told_may_close_the_requests(tmp_path: Path) -> None:
+    events, please = Events(), tmp_path / "please"
+
+    def close(event: str) -> None:
+        if event.endswith("begins"):
+            torch.ones(2).add(1)
+            requests.close()
+        events.say(event)
+
+    requests = replayfmt.request_capture(tmp_path / "x.opreplay", file=please, on_event=close)
+    please.touch()
+    assert events.next().endswith("x.opreplay is complete")
+    assert events.next().endswith("begins")
+
+
 def test_the_example_of_the_document_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "docs/running-processes.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
