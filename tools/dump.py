@@ -13,7 +13,6 @@ from replayfmt.dump.record_rows import MOST_VALUES, SHOWN_VALUES
 from replayfmt.dump.selection import Selection, parse_range
 from replayfmt.dump.stream import Query, jsonl_chunks, text_chunks
 from replayfmt.errors import UsageError
-from replayfmt.format.rank_files import rank_file, world_size
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import printable
 
@@ -218,6 +217,8 @@ def cli(
 
 def _rows_of_ranks(folder: str, selection: Selection, summary: bool, values: int, as_json: bool) -> Iterator[str]:
     """The files of all ranks, one after the other; each JSON row with its `rank`."""
+    from replayfmt.format.rank_files import rank_file, world_size  # 50 ms that one file need not wait for
+
     for rank in range(world_size(folder)):
         with open_capture(rank_file(folder, rank)) as reader:
             if not as_json:

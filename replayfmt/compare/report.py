@@ -19,14 +19,15 @@ _MOST_KERNEL_TIMES = 10
 
 def text_lines(made: Comparison) -> list[str]:
     """The first screen says whether they are equal; if not, which op, how far, and what to type next."""
-    return [*_result_lines(made), *_time_lines(made)]
+    return [*result_lines(made), *_time_lines(made)]
 
 
 def _time_lines(made: Comparison) -> list[str]:
     return [] if made.times is None else [_line(label, text) for label, text in made.times.lines(_MOST_KERNEL_TIMES)]
 
 
-def _result_lines(made: Comparison) -> list[str]:
+def result_lines(made: Comparison) -> list[str]:
+    """All but the times."""
     found = made.divergence
     lines = [
         _line("a", _about(made, 0)),

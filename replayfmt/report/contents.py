@@ -10,11 +10,11 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from replayfmt.benchmark.baseline import BaselineComparison, Document, compare_with_baseline
-from replayfmt.compare.results import Comparison
 from replayfmt.dump.definitions import summary_facts
 from replayfmt.dump.row_templates import scope_path
 from replayfmt.errors import UsageError
@@ -48,6 +48,9 @@ from .pictures import (
 )
 from .probe_section import ProbeRun, probe_section
 from .timelines import Lane, NameTable, ReplayedTrace, captured_lanes, isolated_lanes, replayed_lanes, timeline_of
+
+if TYPE_CHECKING:
+    from replayfmt.compare.results import Comparison
 
 _WHOLE = "the whole capture"
 _SHOWN_BARS = 30
@@ -130,7 +133,8 @@ def _about_the_sum(figures: KernelFigures) -> list[str]:
 
 def comparison_section(made: Comparison) -> Section:
     """Where another capture parts from this one, and what is faster or slower there."""
-    lines = [each for each in made.text.splitlines() if not each.startswith(("times ", "  slower", "  faster"))]
+    from replayfmt.compare.report import result_lines  # a report without a comparison is spared these imports
+
     roots = [
         TableRow(
             (
@@ -167,7 +171,12 @@ def comparison_section(made: Comparison) -> Section:
         tables.append(ReportTable("compared-times", f"Times ({made.times.source})", columns, times))
     about = [f"Ops are paired with those of {made.b.reader.path} by what they compute. The outcome: {made.outcome}."]
     return Section(
-        "comparison", "Another capture", about, [], tables, [printable(each, LONGEST_TEXT) for each in lines]
+        "comparison",
+        "Another capture",
+        about,
+        [],
+        tables,
+        [printable(each, LONGEST_TEXT) for each in result_lines(made)],
     )
 
 
