@@ -21,7 +21,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.values: dict[int, torch.Tensor] = {}
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor] = []
 
     def given(self, value: Any) -> Any:
         """A captured value of a real one."""
@@ -36,7 +36,7 @@ class Machine:
     ) -> Tensor:
         meta = TensorMeta(DTYPE_CODE[dtype], Layout.strided, 1, sizes, strides or contiguous(sizes), TensorFlag(0))
         tensor = Tensor(TracedStorage(0, 1, StorageOrigin.op), meta)
-        self._kept.append(tensor)
+        self.kept.append(tensor)
         if value is not None:
             self.values[id(tensor)] = value
         return tensor
@@ -63,7 +63,7 @@ class Machine:
                 if isinstance(captured, Tensor):
                     assert tuple(value.shape) == captured.meta.sizes
                     assert value.dtype == TORCH_DTYPE[captured.meta.dtype]
-                    self._kept.append(captured)
+                    self.kept.append(captured)
                     self.values[id(captured)] = value
 
     def _real(self, value: Any) -> Any:

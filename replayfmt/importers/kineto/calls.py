@@ -297,7 +297,9 @@ class EventCalls:
     """Resolves event kinds. `kinds` are all of the trace: they say which dtypes tensors of a size have in it. `foreign`
     has the schemas of operators that are replaced, and so need not be here."""
 
-    def __init__(self, operators: Operators, kinds: Iterable[OpKind], foreign: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, operators: Operators, kinds: Iterable[OpKind], foreign: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
         self._foreign = foreign or {}
         self._operators = operators
         self._reader = ArgumentReader(operators.names)
@@ -328,16 +330,17 @@ class EventCalls:
         if choice.reason == "no_schema":
             choice = self._operators.by_types(kind.name, arguments)
         if choice.operator is None and choice.reason == "no_schema" and kind.name in self._foreign:
-            replaced = FoundOperator(parse_schema(self._foreign[kind.name]), REPLACED)
-            if score(replaced.schema, arguments) is None:
+            schemas = [parse_schema(each) for each in self._foreign[kind.name]]
+            fitting = [(well, each) for each in schemas if (well := score(each, arguments)) is not None]
+            if not fitting:
                 return ResolvedCall(
                     kind.name,
                     None,
                     reason="import_incomplete",
-                    detail=f"--rewrite=portable knows {replaced.schema}, whose arguments are others",
+                    detail=f"--rewrite=portable knows {' and '.join(map(str, schemas))}, whose arguments are others",
                     signature=shown,
                 )
-            choice = OperatorChoice(replaced)
+            choice = OperatorChoice(FoundOperator(max(fitting, key=lambda each: each[0])[1], REPLACED))
         if choice.operator is None:
             return ResolvedCall(kind.name, None, reason=choice.reason, detail=choice.detail, signature=shown)
         binding = self._reader.bind(choice.operator.schema, arguments)

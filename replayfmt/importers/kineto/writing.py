@@ -25,9 +25,9 @@ from ..common.arguments import DefaultGenerator, TensorSpec
 from ..common.operators import REPLACED, is_generated_kernel
 from ..common.report import DeviceTime, ImportReport, ReportEntry
 from ..common.results import realize
-from ..common.synthesis import ImportedSession, Tensor, plain_tensor
+from ..common.synthesis import ImportedSession, Tensor, TracedStorage, plain_tensor
 from ..rewrites.portable import Portable
-from ..rewrites.rewriting import CannotRewrite, Rewritten
+from ..rewrites.rewriting import CannotRewrite, Rewritten, tensors_in
 from .calls import DtypeHints, EventCalls, Placement, ResolvedCall, has_lists, read_arguments, signature_text
 from .device_work import UnclaimedWork, captured_outside, compiled_regions, device_kernel_table, unclaimed_work
 from .events import NO_TIME, OpKind, TraceEvents
@@ -40,7 +40,7 @@ class AnnotationScopes:
     def __init__(
         self, events: TraceEvents, tree: CallTree, traits: Sequence[EventTraits], session: ImportedSession
     ) -> None:
-        self._events, self._session = events, session
+        self._events, self._session, self._tree = events, session, tree
         self._paths: dict[tuple[int, str], int] = {}
         ops = events.ops
         scopes = np.asarray([each.role is EventRole.annotation for each in traits], bool)
@@ -50,9 +50,7 @@ class AnnotationScopes:
         self._described: set[int] = set()  # annotations that describe a batch, and those inside of such
         self._iterations: dict[int, Iteration] = {}
         for index in sorted(annotations, key=lambda each: (ops.start[each], -ops.duration[each])):
-            around = int(tree.scope[index])
-            if around < 0:
-                around = self._timeline.at(ops.start[index], ops.thread[index])
+            around = self._around(index)
             parent, name = self._ids.get(around, 0), events.kinds[ops.kind[index]].name
             self._ids[index] = self._path(parent, name)
             iteration = parse_iteration(name)
@@ -73,6 +71,18 @@ class AnnotationScopes:
         """The step that an annotation describes; None inside another annotation that describes it: a step counts
         once."""
         return self._iterations.get(annotation)
+
+    def _around(self, annotation: int) -> int:
+        """The annotation around an annotation, -1: none."""
+        around, ops = int(self._tree.scope[annotation]), self._events.ops
+        return around if around >= 0 else self._timeline.at(ops.start[annotation], ops.thread[annotation])
+
+    def step(self, around: int, start: int) -> Iteration | None:
+        """The serving engine's step that this is in: as `at`."""
+        around = around if around >= 0 else self._timeline.at(start, -1)
+        while around >= 0 and around not in self._iterations:
+            around = self._around(around)
+        return self._iterations.get(around)
 
     def at(self, around: int, start: int) -> int:
         """The scope id of what has the annotation `around` around it on its thread (-1: none) and begins at `start`."""
@@ -417,7 +427,8 @@ class _Writing:
         reason, detail = call.reason, call.detail
         if call.operator is not None:
             try:
-                ordinal = self._write_call(call, moment, annotation)
+                step = self._scopes.step(int(self.tree.scope[index]), ops.start[index])
+                ordinal = self._write_call(call, moment, annotation, step)
             except CannotRewrite as error:
                 reason, detail = (
                     "no_schema",
@@ -439,7 +450,9 @@ class _Writing:
         inputs = {name: values for name, values in (kind.recorded or {}).items() if values is not None}
         return {"triton": {"kernel": kind.name, **kind.triton, **({"inputs": inputs} if inputs else {})}}
 
-    def _write_call(self, call: ResolvedCall, moment: Moment, annotation: dict[str, Any]) -> int:
+    def _write_call(
+        self, call: ResolvedCall, moment: Moment, annotation: dict[str, Any], step: Iteration | None
+    ) -> int:
         assert call.operator is not None
         tensors: list[Tensor] = []
         arguments = [(name, self._value(value, tensors)) for name, value in call.arguments]
@@ -447,36 +460,46 @@ class _Writing:
         where = where if where is not None else tensors[0].meta.device if tensors else self._factory_device(call)
         results = realize(call.results, tensors, where)
         kernel = call.operator.kernel
-        rewritten = self.trace.portable.rewrite(kernel, arguments, results) if self.trace.portable is not None else None
+        portable = self.trace.portable
+        rewritten = None if portable is None else portable.rewrite(kernel, arguments, results, step)
         if isinstance(rewritten, str) and call.operator.found == REPLACED:
             raise CannotRewrite(rewritten)
         if isinstance(rewritten, str):
             annotation["not_rewritten"] = rewritten
             self.report.note(f"{kernel.qualified_name} stays as it is: {rewritten}")
+        storages = [tensor.storage for tensor in (*tensors, *tensors_in(results)) if tensor.storage is not None]
         if isinstance(rewritten, Rewritten):
-            ordinal = self._rewritten(rewritten, moment, annotation)
+            ordinal = self._rewritten(rewritten, moment, annotation, storages)
         else:
             ordinal = self.session.op(kernel, arguments, results, moment, annotation)
-        storages = [tensor.storage for tensor in (*tensors, *_tensors(results)) if tensor.storage is not None]
         self.session.release(list(dict.fromkeys(storages)), replace(moment, device_duration_ns=None, duration_ns=None))
         return ordinal
 
-    def _rewritten(self, rewritten: Rewritten, moment: Moment, annotation: dict[str, Any]) -> int:
+    def _rewritten(
+        self, rewritten: Rewritten, moment: Moment, annotation: dict[str, Any], kept: Sequence[TracedStorage]
+    ) -> int:
         """Write what takes a call's place; the first has the call's times and device work, all of it the count of the
-        calls. Returns its ordinal."""
+        calls. What is in between is released after its last use, unless it is of those kept. Returns its ordinal."""
         annotation["import"] = "inferred"
         annotation["rewritten"] = rewritten.what
         annotation["assumed"] = [*annotation.get("assumed", ()), rewritten.note]
         if rewritten.sentence not in self.report.notes:
             self.report.notes.append(rewritten.sentence)
+        used = [
+            [each.storage for each in tensors_in([[value for _name, value in arguments], results or []])]
+            for _kernel, arguments, results in rewritten.calls
+        ]
+        last = {storage: place for place, each in enumerate(used) for storage in each if storage is not None}
         first: int | None = None
-        for kernel, arguments, results in rewritten.calls:
+        for place, (kernel, arguments, results) in enumerate(rewritten.calls):
             ordinal = self.session.op(kernel, arguments, results, moment, annotation)
             if first is None:
                 first = ordinal
                 moment = replace(moment, duration_ns=None, device_duration_ns=None)
-                kept = ("import", "rewritten", "assumed", "count")
-                annotation = {key: annotation[key] for key in kept if key in annotation}
+                shown = ("import", "rewritten", "assumed", "count")
+                annotation = {key: annotation[key] for key in shown if key in annotation}
+            ended = [each for each in dict.fromkeys(used[place]) if each is not None and last[each] == place]
+            self.session.release([each for each in ended if each not in kept], moment)
         assert first is not None
         return first
 
@@ -643,9 +666,3 @@ def _spread(host: Sequence[int | None], device: Sequence[int | None]) -> dict[st
 def _total(times: Sequence[int | None]) -> int | None:
     known = [each for each in times if each is not None]
     return sum(known) if len(known) == len(times) else None
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    return [tensor for each in values for tensor in _tensors(each)] if isinstance(values, list | tuple) else []

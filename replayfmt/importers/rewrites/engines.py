@@ -1,51 +1,33 @@
 """Operators of serving engines (vLLM, SGLang, FlashInfer, AITER) as compositions of PyTorch's, without the engine.
 
 Each composition has the shapes and dtypes of the original and computes what that is defined as. Lengths of sequences
-are content, which no trace has: paged attention reads as many keys as the longest sequence may have, and masks those
-beyond a sequence's end. Caches in another dtype than their tokens, and attention with slopes, windows of its own or
-sinks, stay as they are.
+are content, which no trace has: attention reads as many keys as the longest sequence may have, and masks those beyond a
+sequence's end. Where the caches are no arguments (vLLM's own attention), the annotation of the engine's step says how
+many keys there are. Caches in another dtype than their tokens, and attention with slopes or sinks, stay as they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from replayfmt.format.codes import DType
 
 from ..common.synthesis import Tensor
-from .rewriting import CannotRewrite, RewrittenCalls, tensors_in
+from .engine_attention import (
+    attention_of_a_step,
+    cache_of_a_step,
+    concat_and_cache,
+    flash,
+    paged_attention,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+)
+from .engine_experts import LARGEST, dequantized, experts, gated, grouped_topk, moe_align, moe_sum, topk
+from .rewriting import CannotRewrite, RewrittenCalls, plain, renamed
 
 Given = dict[str, Any]
 _Results = list[Any] | None
-_LARGEST = {DType.float8_e4m3fn: 448.0, DType.float8_e5m2: 57344.0, DType.float8_e4m3fnuz: 240.0, DType.int8: 127.0}
-
-
-def _write(calls: RewrittenCalls, target: Tensor, content: Tensor) -> None:
-    calls.call("aten::copy_", {"self": target, "src": content}, [target])
-
-
-def _single(calls: RewrittenCalls, tensor: Tensor) -> Tensor:
-    return calls.one("aten::_to_copy", self=tensor, dtype=DType.float32)
-
-
-def _as(calls: RewrittenCalls, tensor: Tensor, dtype: DType) -> Tensor:
-    return tensor if tensor.meta.dtype is dtype else calls.one("aten::_to_copy", self=tensor, dtype=dtype)
-
-
-def _range(calls: RewrittenCalls, count: int) -> Tensor:
-    """0, 1, 2 and so on, where the call's tensors are."""
-    ones = calls.filled(count)
-    return calls.one("aten::sub.Scalar", self=calls.one("aten::cumsum", self=ones, dim=0), other=1)
-
-
-def _slice(calls: RewrittenCalls, tensor: Tensor, dim: int, start: int, end: int, step: int = 1) -> Tensor:
-    return calls.one("aten::slice.Tensor", self=tensor, dim=dim, start=start, end=end, step=step)
-
-
-def _times(calls: RewrittenCalls, one: Tensor, other: Tensor) -> Tensor:
-    return calls.one("aten::mul.Tensor", self=one, other=other)
 
 
 # -------------------------------------------------------------------------------------------------------- normalization
@@ -53,21 +35,21 @@ def _times(calls: RewrittenCalls, one: Tensor, other: Tensor) -> Tensor:
 
 def _normalized(calls: RewrittenCalls, data: Tensor, weight: Tensor, epsilon: float, plus: int = 0) -> Tensor:
     """RMS norm along the last dimension, in float32; Gemma adds one to the weight."""
-    dtype, data = data.meta.dtype, _single(calls, data)
-    square = calls.one("aten::mean.dim", self=_times(calls, data, data), dim=[-1], keepdim=True)
+    dtype, data = data.meta.dtype, calls.single(data)
+    square = calls.one("aten::mean.dim", self=calls.times(data, data), dim=[-1], keepdim=True)
     scale = calls.one("aten::rsqrt", self=calls.one("aten::add.Scalar", self=square, other=epsilon))
-    normal = _times(calls, data, scale)
+    normal = calls.times(data, scale)
     if plus:
-        weight = calls.one("aten::add.Scalar", self=_single(calls, weight), other=plus)
-        return _as(calls, _times(calls, normal, weight), dtype)
-    return _times(calls, _as(calls, normal, dtype), weight)
+        weight = calls.one("aten::add.Scalar", self=calls.single(weight), other=plus)
+        return calls.cast(calls.times(normal, weight), dtype)
+    return calls.times(calls.cast(normal, dtype), weight)
 
 
 def _rms_norm(out: str = "result", epsilon: str = "epsilon", plus: int = 0) -> Any:
     def rule(calls: RewrittenCalls, given: Given, results: _Results) -> None:
         content = _normalized(calls, given["input"], given["weight"], given[epsilon], plus)
         if out:
-            _write(calls, given[out], content)
+            calls.write(given[out], content)
         else:
             calls.fill((results or [None])[0], content)
 
@@ -80,20 +62,39 @@ def _fused_add_norm(epsilon: str = "epsilon", plus: int = 0) -> Any:
     def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
         data, residual = given["input"], given["residual"]
         calls.call("aten::add_.Tensor", {"self": residual, "other": data}, [residual])
-        _write(calls, data, _normalized(calls, residual, given["weight"], given[epsilon], plus))
+        calls.write(data, _normalized(calls, residual, given["weight"], given[epsilon], plus))
 
     return rule
 
 
 def _norm_with_add(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    plus = int(given.get("gemma_norm") or 0)
     total = calls.one("aten::add.Tensor", self=given["input"], other=given["residual_in"])
-    _write(calls, given["residual_out"], total)
-    _write(calls, given["out"], _normalized(calls, given["residual_out"], given["weight"], given["epsilon"]))
+    calls.write(given["residual_out"], total)
+    calls.write(given["out"], _normalized(calls, given["residual_out"], given["weight"], given["epsilon"], plus))
+
+
+def _norm_dynamic_quant(out: str = "result", scale: str = "scale") -> Any:
+    """The norm of a sum, if there is a residual, quantized with a scale for each token."""
+    quantize = _dynamic_quant(out, scale, by_token=True)
+
+    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+        plain("a norm", given, group_size=(None, 0), shuffle_scale=(None, False), gemma_norm=(None, False))
+        data, before, after = given["input"], given.get("residual_in"), given.get("residual_out")
+        if given.get("residual") is not None:
+            before = after = given["residual"]
+        if before is not None:
+            assert after is not None
+            calls.write(after, calls.one("aten::add.Tensor", self=data, other=before))
+            data = after
+        quantize(calls, given | {"input": _normalized(calls, data, given["weight"], given["epsilon"])}, None)
+
+    return rule
 
 
 def _norm_static_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
     normal = _normalized(calls, given["input"], given["weight"], given["epsilon"])
-    _write(calls, given["result"], _quantized(calls, normal, given["scale"], given["result"].meta.dtype))
+    calls.write(given["result"], _quantized(calls, normal, given["scale"], given["result"].meta.dtype))
 
 
 def _fused_add_norm_static_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
@@ -107,19 +108,20 @@ def _fused_add_norm_static_quant(calls: RewrittenCalls, given: Given, _results: 
 
 def _quantized(calls: RewrittenCalls, data: Tensor, scale: Tensor, dtype: DType) -> Tensor:
     """Data divided by a scale, as a quantized dtype: beyond its range are its limits."""
-    most = _LARGEST.get(dtype)
+    most = LARGEST.get(dtype)
     if most is None:
         raise CannotRewrite(f"quantization to {dtype.name}")
-    scaled = calls.one("aten::div.Tensor", self=_single(calls, data), other=scale)
+    scaled = calls.one("aten::div.Tensor", self=calls.single(data), other=scale)
     if dtype is DType.int8:
         scaled = calls.one("aten::round", self=scaled)
     least = -128.0 if dtype is DType.int8 else -most
-    return _as(calls, calls.one("aten::clamp", self=scaled, min=least, max=most), dtype)
+    return calls.cast(calls.one("aten::clamp", self=scaled, min=least, max=most), dtype)
 
 
 def _static_quant(out: str = "result", scale: str = "scale") -> Any:
     def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
-        _write(calls, given[out], _quantized(calls, given["input"], given[scale], given[out].meta.dtype))
+        plain("quantization", given, azp=(None,))
+        calls.write(given[out], _quantized(calls, given["input"], given[scale], given[out].meta.dtype))
 
     return rule
 
@@ -128,19 +130,69 @@ def _dynamic_quant(out: str = "result", scale: str = "scale", *, by_token: bool)
     """The scale is the largest magnitude, of everything or of each token, over the dtype's largest number."""
 
     def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
-        if given.get("scale_ub") is not None:
-            raise CannotRewrite("quantization with a bound for its scales")
+        plain("quantization", given, scale_ub=(None,), azp=(None,), num_rows=(None,), shuffle_scale=(None, False))
         target, dtype = given[scale], given[out].meta.dtype
-        if dtype not in _LARGEST:
+        if dtype not in LARGEST:
             raise CannotRewrite(f"quantization to {dtype.name}")
-        size = calls.one("aten::abs", self=_single(calls, given["input"]))
+        size = calls.one("aten::abs", self=calls.single(given["input"]))
         if by_token:
             most = calls.one("aten::amax", self=size, dim=[-1], keepdim=True)
         else:
             most = calls.one("aten::amax", self=size, dim=list(range(len(size.meta.sizes))))
-        found = calls.one("aten::div.Scalar", self=most, other=_LARGEST[dtype])
-        _write(calls, target, calls.one("aten::reshape", self=found, shape=list(target.meta.sizes)))
-        _write(calls, given[out], _quantized(calls, given["input"], found, dtype))
+        found = calls.one("aten::div.Scalar", self=most, other=LARGEST[dtype])
+        calls.write(target, calls.one("aten::reshape", self=found, shape=list(target.meta.sizes)))
+        calls.write(given[out], _quantized(calls, given["input"], found, dtype))
+
+    return rule
+
+
+def _group_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    """A scale for each group of elements of a token: the group's largest magnitude over the dtype's largest number."""
+    plain("quantization", given, scale_ue8m0=(None, False), masked_m=(None,), scale_ub=(None,))
+    plain("quantization", given, is_scale_transposed=(None, False))
+    data, width = calls.single(given["input"]), given["group_size"]
+    if given.get("fuse_silu_and_mul"):
+        data = gated(calls, data, "silu")
+    target, scales, sizes = given["output_q"], given["output_s"], list(data.meta.sizes)
+    if target.meta.dtype not in LARGEST or sizes[-1] % width:
+        raise CannotRewrite(f"quantization to {target.meta.dtype.name} by groups of {width}")
+    groups = calls.one("aten::reshape", self=data, shape=[*sizes[:-1], sizes[-1] // width, width])
+    most = calls.one("aten::amax", self=calls.one("aten::abs", self=groups), dim=[-1], keepdim=True)
+    most = calls.one("aten::clamp", self=most, min=given.get("eps", 1e-10))
+    found = calls.one("aten::div.Scalar", self=most, other=LARGEST[target.meta.dtype])
+    calls.write(scales, calls.one("aten::reshape", self=found, shape=list(scales.meta.sizes)))
+    content = _quantized(calls, groups, found, target.meta.dtype)
+    calls.write(target, calls.one("aten::reshape", self=content, shape=list(target.meta.sizes)))
+
+
+def _tensor_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    rule = _static_quant("output_q", "output_s") if given["is_static"] else _dynamic_quant(*_Q_S, by_token=False)
+    rule(calls, given, None)
+
+
+def _product(a: str, b: str, scale_a: str = "", scale_b: str = "", out: str = "", *, by_rows: bool = False) -> Any:
+    """A matrix product, of quantized factors with scales if those are named. By rows: of the second one transposed."""
+
+    def rule(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+        plain("a product", given, scale_c=(None,))
+        one, other, bias = given[a], given[b], given.get("bias")
+        dtype = given[out].meta.dtype if out else given.get("out_dtype") or given.get("dtype") or one.meta.dtype
+        dtype = DType.bfloat16 if dtype in LARGEST else dtype
+        one, other = (
+            dequantized(calls, each, given.get(scale) if scale else None, dtype)
+            for each, scale in ((one, scale_a), (other, scale_b))
+        )
+        arguments = {"input": one, "weight": other, "bias": bias}
+        name = "aten::linear"
+        if not by_rows:
+            name = "aten::matmul" if bias is None else "aten::addmm"
+            arguments = {"self": one, "other": other}
+            if bias is not None:
+                arguments = {"self": calls.cast(bias, dtype), "mat1": one, "mat2": other}
+        if out:
+            calls.write(given[out], calls.call(name, arguments)[0])
+        else:
+            calls.call(name, arguments, results)
 
     return rule
 
@@ -148,24 +200,42 @@ def _dynamic_quant(out: str = "result", scale: str = "scale", *, by_token: bool)
 # ----------------------------------------------------------------------------------------------------------- activation
 
 
-def _gated(calls: RewrittenCalls, data: Tensor, function: str, *, last: bool = False, **options: Any) -> Tensor:
-    """An activation of one half of the last dimension, times the other half."""
-    width = data.meta.sizes[-1] // 2
-    halves = [_slice(calls, data, -1, place * width, (place + 1) * width) for place in range(2)]
-    active, other = (halves[1], halves[0]) if last else halves
-    return _times(calls, calls.one(f"aten::{function}", self=active, **options), other)
-
-
 def _activation(out: str, function: str, *, last: bool = False, **options: Any) -> Any:
     def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
-        _write(calls, given[out], _gated(calls, given["input"], function, last=last, **options))
+        plain("an activation", given, limit=(None, 0.0))
+        calls.write(given[out], gated(calls, given["input"], function, last=last, **options))
 
     return rule
 
 
+def _alone(**options: Any) -> Any:
+    """GELU of everything, or its quick form."""
+
+    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+        data = given["input"]
+        if options:
+            calls.write(given["out"], calls.one("aten::gelu", self=data, **options))
+        else:
+            curve = calls.one("aten::sigmoid", self=calls.one("aten::mul.Scalar", self=data, other=1.702))
+            calls.write(given["out"], calls.times(data, curve))
+
+    return rule
+
+
+def _swiglu_oai(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    """Neighbours are pairs of a gate and a factor, and both are limited."""
+    data, limit = given["input"], given["limit"]
+    gate, factor = (calls.slice(data, -1, place, data.meta.sizes[-1], 2) for place in range(2))
+    gate = calls.one("aten::clamp", self=gate, min=None, max=limit)
+    factor = calls.one("aten::clamp", self=factor, min=-limit, max=limit)
+    curve = calls.one("aten::sigmoid", self=calls.one("aten::mul.Scalar", self=gate, other=given["alpha"]))
+    active = calls.times(gate, curve)
+    calls.write(given["out"], calls.times(calls.one("aten::add.Scalar", self=factor, other=1), active))
+
+
 def _silu_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
-    content = _gated(calls, _single(calls, given["input"]), "silu")
-    _write(calls, given["result"], _quantized(calls, content, given["scale"], given["result"].meta.dtype))
+    content = gated(calls, calls.single(given["input"]), "silu")
+    calls.write(given["result"], _quantized(calls, content, given["scale"], given["result"].meta.dtype))
 
 
 # --------------------------------------------------------------------------------------------------------------- rotary
@@ -176,19 +246,19 @@ def _turn(calls: RewrittenCalls, source: Tensor, target: Tensor, table: Tensor, 
     tokens, turned = table.meta.sizes[0], table.meta.sizes[1]
     half = turned // 2
     cosine, sine = (
-        calls.one("aten::unsqueeze", self=_slice(calls, table, 1, place * half, (place + 1) * half), dim=1)
+        calls.one("aten::unsqueeze", self=calls.slice(table, 1, place * half, (place + 1) * half), dim=1)
         for place in range(2)
     )
     shape = [tokens, math.prod(source.meta.sizes) // max(tokens * width, 1), width]
     source, target = (calls.one("aten::view", self=each, size=shape) for each in (source, target))
     parts = [(0, half, 1), (half, turned, 1)] if neox else [(0, turned, 2), (1, turned, 2)]
-    first, second = (_slice(calls, source, 2, *part) for part in parts)
-    one = calls.one("aten::sub.Tensor", self=_times(calls, first, cosine), other=_times(calls, second, sine))
-    other = calls.one("aten::add.Tensor", self=_times(calls, second, cosine), other=_times(calls, first, sine))
+    first, second = (calls.slice(source, 2, *part) for part in parts)
+    one = calls.one("aten::sub.Tensor", self=calls.times(first, cosine), other=calls.times(second, sine))
+    other = calls.one("aten::add.Tensor", self=calls.times(second, cosine), other=calls.times(first, sine))
     for part, content in zip(parts, (one, other), strict=True):
-        _write(calls, _slice(calls, target, 2, *part), content)
+        calls.write(calls.slice(target, 2, *part), content)
     if target is not source and turned < width and target.storage is not source.storage:
-        _write(calls, _slice(calls, target, 2, turned, width), _slice(calls, source, 2, turned, width))
+        calls.write(calls.slice(target, 2, turned, width), calls.slice(source, 2, turned, width))
 
 
 def _rotary(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
@@ -201,6 +271,7 @@ def _rotary(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
 
 def _rope_by_positions(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
     """FlashInfer's: queries and keys of [tokens, heads, width], with results of their own."""
+    plain("a rotary embedding", given, k_buffer=(None,), v_buffer=(None,))
     positions = calls.one("aten::reshape", self=given["pos_ids"], shape=[-1])
     table = calls.one("aten::index_select", self=given["cos_sin_cache"], dim=0, index=positions)
     for name in ("q", "k"):
@@ -208,310 +279,395 @@ def _rope_by_positions(calls: RewrittenCalls, given: Given, _results: _Results) 
         _turn(calls, source, given[f"{name}_rope"], table, source.meta.sizes[-1], not given["interleave"])
 
 
-# ---------------------------------------------------------------------------------------------------------------- cache
-
-
-def _put(calls: RewrittenCalls, cache: Tensor, slots: Tensor, block: int, new: Tensor) -> None:
-    """Put tokens into a cache of [blocks, block, ...]. A slot below zero is none: there the cache keeps what it has."""
-    if cache.meta.dtype is not new.meta.dtype:
-        raise CannotRewrite(f"a cache of {cache.meta.dtype.name} for tokens of {new.meta.dtype.name}")
-    new = _slice(calls, new, 0, 0, slots.meta.sizes[0])
-    where = [
-        calls.one("aten::floor_divide.Scalar", self=slots, other=block),
-        calls.one("aten::remainder.Scalar", self=slots, other=block),
-    ]
-    kept = calls.one("aten::index.Tensor", self=cache, indices=where)
-    shape = [slots.meta.sizes[0]] + [1] * (len(new.meta.sizes) - 1)
-    real = calls.one("aten::view", self=calls.one("aten::ge.Scalar", self=slots, other=0), size=shape)
-    content = calls.one("aten::where.self", condition=real, self=new, other=kept)
-    calls.call("aten::index_put_", {"self": cache, "indices": where, "values": content}, [cache])
-
-
-def _reshape_and_cache_flash(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
-    for name in ("key", "value"):
-        cache = given[f"{name}_cache"]
-        _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], given[name])
-
-
-def _reshape_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
-    keys, values, slots = given["key_cache"], given["value_cache"], given["slot_mapping"]
-    tokens, heads = given["key"].meta.sizes[:2]
-    _blocks, _heads, parts, block, vector = keys.meta.sizes
-    new = calls.one("aten::reshape", self=given["key"], shape=[tokens, heads, parts, vector])
-    _put(calls, calls.one("aten::permute", self=keys, dims=[0, 3, 1, 2, 4]), slots, block, new)
-    _put(calls, calls.one("aten::permute", self=values, dims=[0, 3, 1, 2]), slots, block, given["value"])
-
-
-# ------------------------------------------------------------------------------------------------------------ attention
-
-
-def _gathered(calls: RewrittenCalls, cache: Tensor, table: Tensor, heads: int) -> Tensor:
-    """The blocks of each sequence from a cache of [blocks, block, heads, width]: [sequences, heads, tokens, width]."""
-    pages = calls.one("aten::index.Tensor", self=cache, indices=[table])
-    sequences, blocks, block, own, width = pages.meta.sizes
-    tokens = calls.one("aten::reshape", self=pages, shape=[sequences, blocks * block, own, width])
-    tokens = calls.one("aten::permute", self=_single(calls, tokens), dims=[0, 2, 1, 3])
-    if own == heads:
-        return tokens
-    return calls.one("aten::repeat_interleave.self_int", self=tokens, repeats=heads // own, dim=1)
-
-
-def _paged(
-    calls: RewrittenCalls,
-    query: Tensor,
-    caches: tuple[Tensor, Tensor],
-    table: Tensor,
-    lengths: Tensor,
-    longest: int,
-    scale: float,
-    own_length: Tensor | None = None,
-) -> Tensor:
-    """Attention of queries [sequences, queries, heads, width] to the first keys of each sequence's pages. With
-    `own_length`, how many of the queries each sequence has, the last of them being at its end (causal)."""
-    if query.meta.dtype is not caches[0].meta.dtype:
-        raise CannotRewrite(f"a cache of {caches[0].meta.dtype.name} for queries of {query.meta.dtype.name}")
-    block, heads = caches[0].meta.sizes[1], query.meta.sizes[2]
-    table = _slice(calls, table, 1, 0, min(table.meta.sizes[1], max(1, math.ceil(longest / block))))
-    keys, values = (_gathered(calls, cache, table, heads) for cache in caches)
-    queries = calls.one("aten::permute", self=_single(calls, query), dims=[0, 2, 1, 3])
-    scores = calls.one(
-        "aten::matmul", self=queries, other=calls.one("aten::transpose.int", self=keys, dim0=-2, dim1=-1)
-    )
-    scores = calls.one("aten::mul.Scalar", self=scores, other=scale)
-    places = _range(calls, keys.meta.sizes[2])
-    ends = calls.one("aten::view", self=lengths, size=[-1, 1, 1, 1])
-    if own_length is not None:
-        rows = _range(calls, query.meta.sizes[1])
-        rows = calls.one("aten::view", self=rows, size=[1, 1, -1, 1])
-        first = calls.one(
-            "aten::sub.Tensor", self=ends, other=calls.one("aten::view", self=own_length, size=[-1, 1, 1, 1])
-        )
-        ends = calls.one("aten::add.Scalar", self=calls.one("aten::add.Tensor", self=first, other=rows), other=1)
-    beyond = calls.one("aten::ge.Tensor", self=places, other=ends)
-    scores = calls.one("aten::masked_fill.Scalar", self=scores, mask=beyond, value=-math.inf)
-    weights = calls.one("aten::_softmax", self=scores, dim=-1, half_to_float=False)
-    mixed = calls.one("aten::matmul", self=weights, other=values)
-    return calls.one("aten::permute", self=mixed, dims=[0, 2, 1, 3])
-
-
-def _plain(given: Given, **unset: Any) -> None:
-    """Refuse what the compositions do not have, by argument and the values that mean nothing."""
-    odd = [name for name, values in unset.items() if given.get(name) not in values]
-    if odd:
-        raise CannotRewrite(f"paged attention with {', '.join(odd)}")
-
-
-def _paged_attention(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
-    """One query for each sequence; keys are [blocks, heads, width / x, block, x], values [blocks, heads, width,
-    block]."""
-    _plain(given, alibi_slopes=(None,), fp8_out_scale=(None,), blocksparse_vert_stride=(None, 0, 1))
-    query, keys, values = given["query"], given["key_cache"], given["value_cache"]
-    blocks, heads, parts, block, vector = keys.meta.sizes
-    keys = calls.one("aten::permute", self=keys, dims=[0, 3, 1, 2, 4])
-    keys = calls.one("aten::reshape", self=keys, shape=[blocks, block, heads, parts * vector])
-    values = calls.one("aten::permute", self=values, dims=[0, 3, 1, 2])
-    mixed = _paged(
-        calls,
-        calls.one("aten::unsqueeze", self=query, dim=1),
-        (keys, values),
-        given["block_tables"],
-        given["seq_lens"],
-        given["max_seq_len"],
-        given["scale"],
-    )
-    _write(calls, given["out"], calls.one("aten::reshape", self=mixed, shape=list(given["out"].meta.sizes)))
-
-
-def _varlen(calls: RewrittenCalls, given: Given, results: _Results) -> None:
-    """Queries of several sequences one after the other, prefill and decode alike; keys are in pages."""
-    if given.get("block_table") is None or given.get("seqused_k") is None:
-        raise CannotRewrite("attention of sequences that are packed together without pages")
-    _plain(given, alibi_slopes=(None,), leftpad_k=(None,), window_size_left=(None, -1), window_size_right=(None, -1, 0))
-    _plain(given, softcap=(None, 0.0), p_dropout=(None, 0.0), is_causal=(True,), s_aux=(None,))
-    query, starts, lengths = given["q"], given["cu_seqlens_q"], given["seqused_k"]
-    sequences, most = lengths.meta.sizes[0], given["max_seqlen_q"]
-    first, end = _slice(calls, starts, 0, 0, sequences), _slice(calls, starts, 0, 1, sequences + 1)
-    own = calls.one("aten::sub.Tensor", self=end, other=first)
-    # Each sequence's queries in a row of its own, as long as the longest; what is beyond its end is not used.
-    rows = _range(calls, most)
-    places = calls.one("aten::add.Tensor", self=calls.one("aten::unsqueeze", self=first, dim=1), other=rows)
-    places = calls.one("aten::clamp", self=places, min=0, max=query.meta.sizes[0] - 1)
-    padded = calls.one("aten::index.Tensor", self=query, indices=[places])
-    scale = given["softmax_scale"]
-    mixed = _paged(
-        calls, padded, (given["k"], given["v"]), given["block_table"], lengths, given["max_seqlen_k"], scale, own
-    )
-    tokens = _range(calls, query.meta.sizes[0])
-    whose = calls.one(
-        "aten::searchsorted.Tensor", sorted_sequence=_as(calls, end, DType.int64), self=tokens, right=True
-    )
-    begun = calls.one("aten::index_select", self=first, dim=0, index=whose)
-    nth = calls.one("aten::sub.Tensor", self=tokens, other=begun)
-    found = calls.one("aten::index.Tensor", self=mixed, indices=[whose, nth])
-    if isinstance(given.get("out"), Tensor):
-        _write(calls, given["out"], found)
-    for place, recorded in enumerate(tensor for tensor in tensors_in(results or []) if tensor is not given.get("out")):
-        if place == 0 and not isinstance(given.get("out"), Tensor):
-            calls.fill(recorded, found)
-        else:
-            calls.allocate(recorded, zeros=True)
-
-
-# ------------------------------------------------------------------------------------------------------------------ MoE
-
-
-def _topk_softmax(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
-    """The most probable experts of each token."""
-    weights, indices = given["topk_weights"], given["topk_indices"]
-    likely = calls.one("aten::_softmax", self=_single(calls, given["gating_output"]), dim=-1, half_to_float=False)
-    best, which = calls.call(
-        "aten::topk", {"self": likely, "k": weights.meta.sizes[-1], "dim": -1, "largest": True, "sorted": True}
-    )
-    if given.get("renormalize"):
-        total = calls.one("aten::sum.dim_IntList", self=best, dim=[-1], keepdim=True)
-        best = calls.one("aten::div.Tensor", self=best, other=total)
-    _write(calls, weights, best)
-    _write(calls, indices, which)
-    if isinstance(given.get("token_expert_indices"), Tensor):
-        # Where each choice is among all of them, choice by choice.
-        target = given["token_expert_indices"]
-        tokens, chosen = target.meta.sizes
-        row = _range(calls, tokens * chosen)
-        row = calls.one("aten::view", self=row, size=[chosen, tokens])
-        _write(calls, target, calls.one("aten::transpose.int", self=row, dim0=0, dim1=1))
-
-
-def _moe_sum(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
-    total = calls.one("aten::sum.dim_IntList", self=given["input"], dim=[1])
-    factor = given.get("routed_scaling_factor", 1)
-    _write(calls, given["output"], calls.one("aten::mul.Scalar", self=total, other=factor) if factor != 1 else total)
-
-
-def _linear(calls: RewrittenCalls, given: Given, results: _Results) -> None:
-    calls.call("aten::linear", {"input": given["x"], "weight": given["weight"], "bias": given.get("bias")}, results)
+def _norm_and_rotary(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    """The heads of queries and of keys, which lie one after the other, normalized one by one and turned."""
+    qkv, width = given["qkv"], given["head_dim"]
+    positions = calls.one("aten::reshape", self=given["position_ids"], shape=[-1])
+    table = calls.one("aten::index_select", self=given["cos_sin_cache"], dim=0, index=positions)
+    begin = 0
+    for name, count in (("q", given["num_heads_q"]), ("k", given["num_heads_k"])):
+        part = calls.slice(qkv, -1, begin, begin + count * width)
+        begin += count * width
+        heads = calls.one("aten::reshape", self=part, shape=[qkv.meta.sizes[0], count, width])
+        normal = _normalized(calls, heads, given[f"{name}_weight"], given["eps"])
+        _turn(calls, normal, normal, table, width, bool(given["is_neox"]))
+        calls.write(part, calls.one("aten::reshape", self=normal, shape=list(part.meta.sizes)))
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
-_CACHING = (
-    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-    'str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()'
-)
+_Q_S = ("output_q", "output_s")
+_CACHES = "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+_CACHING = f'({_CACHES}str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()'
 _DECODING = (
     "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, Tensor block_tables, "
-    "Tensor seq_lens, int block_size, int max_seq_len, Tensor? alibi_slopes=None, "
-    'str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, int tp_rank=0, '
-    "int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, int blocksparse_block_size=64, "
+    "Tensor seq_lens, "
+)
+_DECODED = (
+    'int block_size, int max_seq_len, Tensor? alibi_slopes=None, str kv_cache_dtype="auto", Tensor? k_scale=None, '
+    "Tensor? v_scale=None, "
+)
+_SPARSE = (
+    "int tp_rank=0, int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, int blocksparse_block_size=64, "
     "int blocksparse_head_sliding_step=0) -> ()"
 )
+_PARTIAL = "(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, "
 _VARLEN = (
     "(Tensor q, Tensor k, Tensor v, Tensor(a!)? out, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, "
     "Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, int max_seqlen_q, int max_seqlen_k, "
     "float p_dropout, float softmax_scale, bool zero_tensors, bool is_causal, int window_size_left, "
     "int window_size_right, float softcap, bool return_softmax, Generator? gen=None) -> Tensor[]"
 )
+_FLASH3, _CHUNKED = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor(a!)? out, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, "
+    "int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "float? softmax_scale, bool is_causal, int window_size_left=-1, int window_size_right=-1, "
+    f"{chunk}float softcap=0.0, bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0, "
+    f"bool? pack_gqa=None, int sm_margin=0, Tensor? {sinks}=None, int cp_world_size=1, int cp_rank=0, "
+    "Tensor? cp_tot_seqused_k=None) -> Tensor[]"
+    for chunk, sinks in (("", "sinks"), ("int attention_chunk=0, ", "s_aux"))
+)
+_STEP = (
+    '(Tensor query, Tensor key, Tensor value, {}str layer_name="", Tensor? output_scale=None, '
+    "Tensor? output_block_scale=None, Tensor? kv_cache_dummy_dep=None) -> {}"
+)
 _NORM = "Tensor input, Tensor weight, float"
 _ADD_NORM = "(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float"
-_OUT_IN = "(Tensor(a!) out, Tensor input, bool? enable_pdl=None) -> ()"
+_OUT_IN = "(Tensor(a!) out, Tensor input"
+_RESULT_IN = "(Tensor(a!) result, Tensor input"
+_ADDED = "(Tensor(a!) out, Tensor input, Tensor residual_in, Tensor(b!) residual_out, "
+_SENSITIVE = "int use_model_sensitive_rmsnorm=0"
+_GROUPS = (
+    "(Tensor input, Tensor(a!) output_q, Tensor(b!) output_s, int group_size, float eps, float fp8_min, "
+    "float fp8_max, bool scale_ue8m0=False"
+)
+_ROUTES = "(Tensor(a!) topk_weights, Tensor(b!) topk_indices, "
+_ROUTED = "Tensor gating_output, bool renormalize=False, "
+_ALIGN = (
+    "(Tensor topk_ids, int num_experts, int block_size, Tensor(a!) sorted_token_ids, Tensor(b!) experts_ids, "
+    "Tensor(c!) num_tokens_post_pad"
+)
+_CUMSUM = ", Tensor? cumsum_buffer=None, bool pad_sorted_token_ids=False) -> ()"
+_SCALED = "(Tensor mat_a, Tensor mat_b, Tensor scales_a, Tensor scales_b, ScalarType out_dtype"
+_HIDDEN = "(Tensor(a!) hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
+_QUANTS = "bool use_fp8_w8a8=False, bool use_int8_w8a8=False, bool use_int8_w8a16=False, bool use_int4_w4a16=False, "
+_SCALES = "Tensor? w1_scale=None, Tensor? w2_scale=None, "
+_POINTS = "Tensor? w1_zp=None, Tensor? w2_zp=None, "
+_MORE = "Tensor? a1_scale=None, Tensor? a2_scale=None, int[]? block_shape=None"
+_BIASES = ", Tensor? w1_bias=None, Tensor? w2_bias=None"
+_GLOBAL = "bool per_channel_quant=False, int global_num_experts=-1, Tensor? expert_map=None, "
+_SILU = 'str activation="silu", '
+_EARLY = "bool apply_router_weight_on_input=False, "
+# Of the versions of vLLM and of SGLang: the arguments behind the five that all have.
+_VLLM_EXPERTS = (
+    f"{_SILU}{_EARLY}{_QUANTS}{_GLOBAL}{_SCALES}{_POINTS}{_MORE}{_BIASES}",
+    f"{_SILU}{_EARLY}{_QUANTS}str? ocp_mx_scheme=None, {_GLOBAL}{_SCALES}{_POINTS}{_MORE}{_BIASES}",
+    f"{_SILU}{_QUANTS}str? ocp_mx_scheme=None, {_GLOBAL}{_SCALES}{_POINTS}{_MORE}{_BIASES}",
+    f"{_SILU}{_QUANTS.replace('bool use_int8_w8a8=False, ', '')}int global_num_experts=-1, Tensor? expert_map=None, "
+    f"{_SCALES}{_POINTS}{_MORE}",
+)
+_COMBINE = ", bool no_combine=False"
+_FACTOR = ", float? routed_scaling_factor=None"
+_LIMIT = ", float? gemm1_alpha=None, float? gemm1_limit=None"
+_SGLANG_EXPERTS = tuple(
+    f"{begin}{_EARLY}{_QUANTS}bool per_channel_quant=False, {_SCALES}{_POINTS}{_MORE}{{}}{_FACTOR}{end}"
+    for begin, end in (
+        (_SILU, ""),
+        (f"Tensor? w1_bias=None, Tensor? w2_bias=None, {_SILU}", _LIMIT),
+        (
+            "Tensor? w1_bias=None, Tensor? w2_bias=None, int activation=0, bool is_gated=True, ",
+            f"{_LIMIT}, bool filter_expert=True",
+        ),
+    )
+)
+_AITER_EXPERTS = (
+    "(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? expert_mask=None, "
+    f"int activation=0, int quant_type=0, bool apply_router_weight_on_input=False, {_SCALES}Tensor? a1_scale=None, "
+    "Tensor? a2_scale=None, "
+)
+_DTYPE = "ScalarType? dtype=None"
+_WEIGHTED = "(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, "
+_SKINNY = "(Tensor in_a, Tensor in_b, "
 
 _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "silu_and_mul": ("silu", {}),
     "gelu_and_mul": ("gelu", {}),
     "gelu_tanh_and_mul": ("gelu", {"approximate": "tanh"}),
 }
-# By operator: its rule, and its schema without the name.
-_TABLE: dict[str, tuple[Callable[..., None], str]] = {
+_GROUPED = {"input": "gates", "gating_output": "gates", "scores": "gates", "correction_bias": "bias"}
+_GROUPED |= {"num_expert_group": "groups", "n_group": "groups", "topk_grp": "topk_group"}
+_GROUPED |= {"need_renorm": "renormalize", "n_share_experts_fusion": "num_fused_shared_experts"}
+# By operator: its rule, and its schemas without the name, one for each order of arguments that versions have.
+_TABLE: dict[str, tuple[Any, ...]] = {
     "_C::rms_norm": (_rms_norm(), f"(Tensor(a!) result, {_NORM} epsilon) -> ()"),
     "_C::fused_add_rms_norm": (_fused_add_norm(), f"{_ADD_NORM} epsilon) -> ()"),
     "_C::rms_norm_static_fp8_quant": (
         _norm_static_quant,
-        "(Tensor(a!) result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()",
+        f"{_RESULT_IN}, Tensor weight, Tensor scale, float epsilon) -> ()",
     ),
     "_C::fused_add_rms_norm_static_fp8_quant": (
         _fused_add_norm_static_quant,
-        "(Tensor(a!) result, Tensor input, Tensor(b!) residual, Tensor weight, Tensor scale, float epsilon) -> ()",
+        f"{_RESULT_IN}, Tensor(b!) residual, Tensor weight, Tensor scale, float epsilon) -> ()",
     ),
-    "_C::static_scaled_fp8_quant": (_static_quant(), "(Tensor(a!) result, Tensor input, Tensor scale) -> ()"),
-    "_C::dynamic_scaled_fp8_quant": (
-        _dynamic_quant(by_token=False),
-        "(Tensor(a!) result, Tensor input, Tensor(b!) scale) -> ()",
+    "_C::rms_norm_dynamic_per_token_quant": (
+        _norm_dynamic_quant(),
+        f"{_RESULT_IN}, Tensor weight, Tensor(b!) scale, float epsilon, Tensor? scale_ub=None, "
+        "Tensor(c!)? residual=None) -> ()",
     ),
+    "_C::static_scaled_fp8_quant": (_static_quant(), f"{_RESULT_IN}, Tensor scale) -> ()"),
+    "_C::static_scaled_int8_quant": (_static_quant(), f"{_RESULT_IN}, Tensor scale, Tensor? azp=None) -> ()"),
+    "_C::dynamic_scaled_fp8_quant": (_dynamic_quant(by_token=False), f"{_RESULT_IN}, Tensor(b!) scale) -> ()"),
     "_C::dynamic_per_token_scaled_fp8_quant": (
         _dynamic_quant(by_token=True),
-        "(Tensor(a!) result, Tensor input, Tensor(b!) scale, Tensor? scale_ub=None) -> ()",
+        f"{_RESULT_IN}, Tensor(b!) scale, Tensor? scale_ub=None) -> ()",
     ),
-    "_C::silu_and_mul": (_activation("result", "silu"), "(Tensor(a!) result, Tensor input) -> ()"),
-    "_C::mul_and_silu": (_activation("result", "silu", last=True), "(Tensor(a!) result, Tensor input) -> ()"),
-    "_C::gelu_and_mul": (_activation("result", "gelu"), "(Tensor(a!) result, Tensor input) -> ()"),
-    "_C::gelu_tanh_and_mul": (
-        _activation("result", "gelu", approximate="tanh"),
-        "(Tensor(a!) result, Tensor input) -> ()",
+    "_C::dynamic_scaled_int8_quant": (
+        _dynamic_quant(by_token=True),
+        f"{_RESULT_IN}, Tensor(b!) scale, Tensor(c!)? azp=None) -> ()",
     ),
-    "_C::silu_and_mul_quant": (_silu_quant, "(Tensor(a!) result, Tensor input, Tensor scale) -> ()"),
-    "_C::rotary_embedding": (
-        _rotary,
-        "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache, bool is_neox) "
-        "-> ()",
+    "_C::per_token_group_fp8_quant": (
+        _group_quant,
+        f"{_GROUPS}, bool dummy_is_scale_transposed=False, bool dummy_is_tma_aligned=False) -> ()",
     ),
-    "_C_cache_ops::reshape_and_cache": (_reshape_and_cache, _CACHING),
-    "_C_cache_ops::reshape_and_cache_flash": (_reshape_and_cache_flash, _CACHING),
-    "_C::paged_attention_v1": (_paged_attention, f"(Tensor(a!) out, {_DECODING}"),
-    "_C::paged_attention_v2": (
-        _paged_attention,
-        f"(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, {_DECODING}",
+    "_C::silu_and_mul_per_block_quant": (
+        renamed(_group_quant, {"out": "output_q", "scales": "output_s"}, fuse_silu_and_mul=True),
+        f"{_OUT_IN}, Tensor(b!) scales, int group_size, Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()",
     ),
-    "_vllm_fa2_C::varlen_fwd": (_varlen, _VARLEN),
+    "_C::cutlass_scaled_mm": (
+        _product("a", "b", "a_scales", "b_scales", "out"),
+        "(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias=None) -> ()",
+    ),
+    "_C::mul_and_silu": (_activation("out", "silu", last=True), f"{_OUT_IN}) -> ()"),
+    "_C::gelu_new": (_alone(approximate="tanh"), f"{_OUT_IN}) -> ()"),
+    "_C::gelu_fast": (_alone(approximate="tanh"), f"{_OUT_IN}) -> ()"),
+    "_C::gelu_quick": (_alone(), f"{_OUT_IN}) -> ()"),
+    "sgl_kernel::gelu_quick": (_alone(), f"{_OUT_IN}) -> ()"),
+    "_C::swigluoai_and_mul": (_swiglu_oai, f"{_OUT_IN}, float alpha=1.702, float limit=7.0) -> ()"),
+    "_C::silu_and_mul_quant": (_silu_quant, f"{_RESULT_IN}, Tensor scale) -> ()"),
+    "_C::fused_qk_norm_rope": (
+        _norm_and_rotary,
+        "(Tensor(a!) qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, "
+        "Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids) -> ()",
+    ),
+    "_C_cache_ops::concat_and_cache_mla": (
+        concat_and_cache,
+        "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, "
+        'str kv_cache_dtype="auto", Tensor? scale=None) -> ()',
+    ),
+    "vllm::unified_kv_cache_update": (cache_of_a_step, '(Tensor key, Tensor value, str layer_name="") -> Tensor'),
+    "_C::paged_attention_v1": (paged_attention, f"(Tensor(a!) out, {_DECODING}{_DECODED}{_SPARSE}"),
+    "_C::paged_attention_v2": (paged_attention, f"{_PARTIAL}{_DECODING}{_DECODED}{_SPARSE}"),
+    "_rocm_C::paged_attention": (
+        paged_attention,
+        f"{_PARTIAL}{_DECODING}Tensor? query_start_loc, {_DECODED}Tensor? fp8_out_scale=None, "
+        'str mfma_type="bf16") -> ()',
+        f"{_PARTIAL}{_DECODING}{_DECODED}Tensor? fp8_out_scale=None) -> ()",
+    ),
+    "_vllm_fa2_C::varlen_fwd": (flash, _VARLEN),
+    "_vllm_fa3_C::fwd": (flash, _FLASH3, _CHUNKED),
+    "sgl_kernel::fwd": (flash, _FLASH3, _CHUNKED),
+    "vllm::unified_attention_with_output": (attention_of_a_step, _STEP.format("Tensor(a!) output, ", "()")),
+    "vllm::unified_attention": (attention_of_a_step, _STEP.format("", "Tensor")),
     "_moe_C::topk_softmax": (
-        _topk_softmax,
-        "(Tensor(a!) topk_weights, Tensor(b!) topk_indices, Tensor(c!) token_expert_indices, Tensor gating_output, "
-        "bool renormalize=False) -> ()",
+        topk(),
+        f"{_ROUTES}Tensor(c!) token_expert_indices, {_ROUTED}Tensor? bias=None, Tensor? is_padding=None) -> ()",
     ),
-    "_moe_C::moe_sum": (_moe_sum, "(Tensor input, Tensor(a!) output) -> ()"),
-    "vllm::rocm_unquantized_gemm": (_linear, "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"),
-    "sgl_kernel::rmsnorm": (
-        _rms_norm("output", "eps"),
-        f"(Tensor(a!) output, {_NORM} eps, bool enable_pdl=False) -> ()",
+    "aiter::topk_softmax": (
+        topk(),
+        f"{_ROUTES}Tensor(c!) token_expert_indices, {_ROUTED}int num_shared_experts=0, "
+        'str shared_expert_scoring_func="") -> ()',
     ),
-    "sgl_kernel::gemma_rmsnorm": (
-        _rms_norm("output", "eps", 1),
-        f"(Tensor(a!) output, {_NORM} eps, bool enable_pdl=False) -> ()",
+    "sgl_kernel::topk_softmax": (
+        topk(),
+        f"{_ROUTES}{_ROUTED}float moe_softcapping=0.0, Tensor? correction_bias=None) -> ()",
+        f"{_ROUTES}Tensor(c!) token_expert_indices, Tensor gating_output) -> ()",
     ),
-    "sgl_kernel::fused_add_rmsnorm": (_fused_add_norm("eps"), f"{_ADD_NORM} eps, bool enable_pdl=False) -> ()"),
-    "sgl_kernel::gemma_fused_add_rmsnorm": (
-        _fused_add_norm("eps", 1),
-        f"{_ADD_NORM} eps, bool enable_pdl=False) -> ()",
+    "sgl_kernel::topk_sigmoid": (topk("sigmoid"), f"{_ROUTES}{_ROUTED}Tensor? correction_bias=None) -> ()"),
+    "_moe_C::grouped_topk": (
+        renamed(grouped_topk, _GROUPED),
+        "(Tensor scores, int n_group, int topk_group, int topk, bool renormalize, float routed_scaling_factor, "
+        "Tensor bias, int scoring_func=0) -> (Tensor, Tensor)",
     ),
+    "sgl_kernel::moe_fused_gate": (
+        renamed(grouped_topk, _GROUPED),
+        "(Tensor input, Tensor bias, int num_expert_group, int topk_group, int topk, int num_fused_shared_experts, "
+        "float routed_scaling_factor, bool apply_routed_scaling_factor_on_output=False) -> Tensor[]",
+    ),
+    "aiter::biased_grouped_topk_hip": (
+        renamed(grouped_topk, _GROUPED),
+        "(Tensor gating_output, Tensor correction_bias, Tensor(a!) topk_weights, Tensor(b!) topk_ids, "
+        "int num_expert_group, int topk_grp, bool need_renorm, float routed_scaling_factor=1.0) -> ()",
+    ),
+    "_moe_C::moe_align_block_size": (moe_align(0), f"{_ALIGN}, Tensor? expert_map=None) -> ()"),
+    "_moe_C::sgl_moe_align_block_size": (moe_align(0), f"{_ALIGN}) -> ()"),
+    "sgl_kernel::moe_align_block_size": (
+        moe_align(-1),
+        f"{_ALIGN}{_CUMSUM}",
+        f"{_ALIGN}, Tensor? token_cnts_buffer=None{_CUMSUM}",
+    ),
+    "_moe_C::moe_sum": (moe_sum, "(Tensor input, Tensor(a!) output) -> ()"),
+    "aiter::moe_sum": (moe_sum, "(Tensor input, Tensor(a!) output) -> ()"),
+    "sgl_kernel::moe_sum_reduce": (moe_sum, "(Tensor input, Tensor(a!) output, float routed_scaling_factor) -> ()"),
+    **{
+        f"{library}::{place}_fused_experts": (
+            renamed(experts, inplace=place == "inplace"),
+            *(
+                f"{_HIDDEN}{rest.format(_COMBINE if place == 'outplace' else '')}) -> "
+                f"{'Tensor' if place == 'outplace' else '()'}"
+                for rest in versions
+            ),
+        )
+        for library, versions in (("vllm", _VLLM_EXPERTS), ("sglang", _SGLANG_EXPERTS))
+        for place in ("inplace", "outplace")
+    },
+    "aiter::fused_moe_": (
+        experts,
+        f"{_AITER_EXPERTS}int block_size_M=-1, Tensor? num_local_tokens=None, int moe_sorting_dispatch_policy=0, "
+        f"{_DTYPE}, int hidden_pad=0, int intermediate_pad=0{_BIASES}) -> Tensor",
+    ),
+    "vllm::rocm_aiter_fused_moe": (
+        experts,
+        f"{_AITER_EXPERTS}Tensor? num_local_tokens=None, {_DTYPE}, int hidden_pad=0, int intermediate_pad=0, "
+        f'str gate_mode=""{_BIASES}) -> Tensor',
+    ),
+    "vllm::rocm_unquantized_gemm": (
+        _product("x", "weight", by_rows=True),
+        "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    ),
+    "_rocm_C::LLMM1": (_product("in_b", "in_a", by_rows=True), f"{_SKINNY}int rows_per_block) -> Tensor"),
+    **{
+        f"_rocm_C::{name}": (
+            renamed(_product("in_b", "in_a", by_rows=True), {"in_bias": "bias"}),
+            f"{_SKINNY}Tensor? in_bias, int CuCount) -> Tensor",
+            f"{_SKINNY}int CuCount) -> Tensor",
+        )
+        for name in ("wvSplitK", "wvSplitKrc")
+    },
+    "_rocm_C::wvSplitKQ": (
+        renamed(_product("in_b", "in_a", "scale_b", "scale_a", "out_c", by_rows=True), {"in_bias": "bias"}),
+        f"{_SKINNY}Tensor? in_bias, Tensor(a!) out_c, Tensor scale_a, Tensor scale_b, int CuCount) -> ()",
+        f"{_SKINNY}Tensor(a!) out_c, Tensor scale_a, Tensor scale_b, int CuCount) -> ()",
+    ),
+    **{
+        f"sgl_kernel::{name}_scaled_mm": (
+            _product("mat_a", "mat_b", "scales_a", "scales_b"),
+            f"{_SCALED}, Tensor? bias=None) -> Tensor",
+        )
+        for name in ("fp8", "int8", "fp8_blockwise")
+    },
+    "sgl_kernel::dsv3_router_gemm": (
+        _product("mat_a", "mat_b", out="output", by_rows=True),
+        "(Tensor(a!) output, Tensor mat_a, Tensor mat_b) -> ()",
+    ),
+    "sgl_kernel::dsv3_fused_a_gemm": (
+        _product("mat_a", "mat_b", out="output"),
+        "(Tensor(a!) output, Tensor mat_a, Tensor mat_b) -> ()",
+    ),
+    "aiter::gemm_a16w16": (
+        renamed(_product("A", "B", "scale_a", "scale_b", by_rows=True), {"otype": "dtype"}),
+        "(Tensor A, Tensor B, Tensor? bias=None, ScalarType? otype=None, Tensor? scale_a=None, Tensor? scale_b=None, "
+        "Tensor? scale_c=None) -> Tensor",
+    ),
+    "aiter::gemm_a8w8_CK": (
+        _product("XQ", "WQ", "x_scale", "w_scale", by_rows=True),
+        f"{_WEIGHTED}Tensor? bias=None, {_DTYPE}, int? splitK=None) -> Tensor",
+    ),
+    "aiter::gemm_a8w8_blockscale": (
+        _product("XQ", "WQ", "x_scale", "w_scale", by_rows=True),
+        f"{_WEIGHTED}{_DTYPE}, bool isBpreshuffled=False) -> Tensor",
+    ),
+    **{
+        f"sgl_kernel::{'gemma_' * gemma}{name}": (rule("eps", gemma), f"{schema} eps, bool enable_pdl=False) -> ()")
+        for gemma in (0, 1)
+        for name, rule, schema in (
+            ("rmsnorm", lambda *options: _rms_norm("output", *options), f"(Tensor(a!) output, {_NORM}"),
+            ("fused_add_rmsnorm", _fused_add_norm, _ADD_NORM),
+        )
+    },
+    **{
+        f"{library}::rotary_embedding": (
+            _rotary,
+            "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache, "
+            "bool is_neox) -> ()",
+        )
+        for library in ("_C", "sgl_kernel")
+    },
     "sgl_kernel::apply_rope_pos_ids_cos_sin_cache": (
         _rope_by_positions,
         "(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, Tensor cos_sin_cache, Tensor pos_ids, "
         "bool interleave, int cuda_stream=0) -> ()",
+        "(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, Tensor cos_sin_cache, Tensor pos_ids, "
+        "bool interleave, bool enable_pdl, int cuda_stream=0, Tensor? v=None, Tensor(c!)? k_buffer=None, "
+        "Tensor(d!)? v_buffer=None, Tensor? kv_cache_loc=None) -> ()",
     ),
     "sgl_kernel::sgl_per_token_quant_fp8": (
-        _dynamic_quant("output_q", "output_s", by_token=True),
+        _dynamic_quant(*_Q_S, by_token=True),
         "(Tensor input, Tensor(a!) output_q, Tensor(b!) output_s) -> ()",
     ),
-    "sgl_kernel::topk_softmax": (
-        _topk_softmax,
-        "(Tensor(a!) topk_weights, Tensor(b!) topk_indices, Tensor gating_output, bool renormalize) -> ()",
+    "sgl_kernel::sgl_per_tensor_quant_fp8": (
+        _tensor_quant,
+        "(Tensor input, Tensor(a!) output_q, Tensor(b!) output_s, bool is_static) -> ()",
     ),
-    "sgl_kernel::moe_sum_reduce": (_moe_sum, "(Tensor input, Tensor(a!) output, float routed_scaling_factor) -> ()"),
+    "sgl_kernel::sgl_per_token_group_quant_fp8": (_group_quant, f"{_GROUPS}) -> ()"),
+    "sgl_kernel::sgl_per_token_group_quant_int8": (_group_quant, f"{_GROUPS}) -> ()"),
+    "sgl_kernel::sgl_per_token_group_quant_8bit": (_group_quant, f"{_GROUPS}) -> ()"),
+    "sgl_kernel::sgl_per_token_group_quant_8bit_v2": (
+        _group_quant,
+        f"{_GROUPS}, bool fuse_silu_and_mul=False, Tensor? masked_m=None) -> ()",
+    ),
     "flashinfer::rmsnorm": (_rms_norm("out", "eps"), f"(Tensor(a!) out, {_NORM} eps, bool? enable_pdl=None) -> ()"),
     "flashinfer::fused_add_rmsnorm": (_fused_add_norm("eps"), f"{_ADD_NORM} eps, bool? enable_pdl=None) -> ()"),
-    "aiter::rms_norm": (_rms_norm("", "epsilon"), f"({_NORM} epsilon, int use_model_sensitive_rmsnorm=0) -> Tensor"),
-    "aiter::rmsnorm2d_fwd": (
-        _rms_norm("", "epsilon"),
-        f"({_NORM} epsilon, int use_model_sensitive_rmsnorm=0) -> Tensor",
-    ),
+    **{
+        f"aiter::{name}": (_rms_norm("", "epsilon"), f"({_NORM} epsilon, {_SENSITIVE}) -> Tensor")
+        for name in ("rms_norm", "rmsnorm2d_fwd")
+    },
     "aiter::rmsnorm2d_fwd_with_add": (
         _norm_with_add,
-        "(Tensor(a!) out, Tensor input, Tensor residual_in, Tensor(b!) residual_out, Tensor weight, float epsilon, "
-        "int use_model_sensitive_rmsnorm=0) -> ()",
+        f"{_ADDED}Tensor weight, float epsilon, {_SENSITIVE}) -> ()",
+        f"{_ADDED}Tensor weight, float epsilon, bool gemma_norm, {_SENSITIVE}) -> ()",
+    ),
+    "aiter::rmsnorm2d_fwd_with_dynamicquant": (
+        _norm_dynamic_quant("out", "yscale"),
+        f"{_OUT_IN}, Tensor(b!) yscale, Tensor weight, float epsilon, {_SENSITIVE}, int group_size=0, "
+        "bool shuffle_scale=False) -> ()",
+    ),
+    "aiter::rmsnorm2d_fwd_with_add_dynamicquant": (
+        _norm_dynamic_quant("out", "yscale"),
+        f"{_ADDED}Tensor(c!) yscale, Tensor weight, float epsilon, {_SENSITIVE}, int group_size=0, "
+        "bool shuffle_scale=False) -> ()",
+    ),
+    "aiter::add_rmsnorm_quant": (
+        _norm_dynamic_quant("out", "scale"),
+        f"{_ADDED}Tensor(c!) scale, Tensor weight, float epsilon, int group_size=0, bool shuffle_scale=False, "
+        "bool gemma_norm=False) -> ()",
+    ),
+    "aiter::static_per_tensor_quant": (_static_quant("out"), f"{_OUT_IN}, Tensor scale) -> ()"),
+    "aiter::dynamic_per_tensor_quant": (_dynamic_quant("out", by_token=False), f"{_OUT_IN}, Tensor(b!) scale) -> ()"),
+    "aiter::dynamic_per_token_scaled_quant": (
+        _dynamic_quant("out", "scales", by_token=True),
+        f"{_OUT_IN}, Tensor(b!) scales, Tensor? scale_ub=None, bool shuffle_scale=False, Tensor? num_rows=None, "
+        "int num_rows_factor=1) -> ()",
     ),
     **{
-        f"{library}::{name}": (_activation("out", function, **options), _OUT_IN)
-        for library in ("sgl_kernel", "flashinfer", "aiter")
+        f"{library}::{name}": (rule, _CACHING)
+        for library in ("_C_cache_ops", "aiter")
+        for name, rule in (
+            ("reshape_and_cache", reshape_and_cache),
+            ("reshape_and_cache_flash", reshape_and_cache_flash),
+        )
+    },
+    **{
+        f"{library}::{name}": (_activation(out, function, **options), f"(Tensor(a!) {out}, Tensor input{more}) -> ()")
+        for library, out, more in (
+            ("_C", "result", ""),
+            ("sgl_kernel", "out", ", bool? enable_pdl=None"),
+            ("flashinfer", "out", ", bool? enable_pdl=None"),
+            ("aiter", "out", ", float limit=0.0"),
+        )
         for name, (function, options) in _GATED.items()
     },
 }
-ENGINES: dict[str, Any] = {name: rule for name, (rule, _schema) in _TABLE.items()}
-ENGINE_SCHEMAS = {name: name + schema for name, (_rule, schema) in _TABLE.items()}
+ENGINES: dict[str, Any] = {name: rule for name, (rule, *_schemas) in _TABLE.items()}
+ENGINE_SCHEMAS = {name: tuple(name + each for each in schemas) for name, (_rule, *schemas) in _TABLE.items()}

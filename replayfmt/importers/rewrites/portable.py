@@ -19,6 +19,7 @@ import torch
 
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
+from replayfmt.pytorch.traced_names import Iteration
 
 from ..common.synthesis import Tensor
 from .engines import ENGINE_SCHEMAS, ENGINES
@@ -374,15 +375,15 @@ ATTENTION: dict[str, Any] = {
 
 
 # By operator name. AITER's attention as xDiT calls it: [batch, length, heads, width], and its group norm.
-SCHEMAS = ENGINE_SCHEMAS | {
+SCHEMAS: dict[str, tuple[str, ...]] = ENGINE_SCHEMAS | {
     "aiter::fmha_v3_fwd": (
         "aiter::fmha_v3_fwd(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool is_causal, "
         "int window_size_left, int window_size_right, bool return_softmax_lse, bool return_dropout_randval, "
         "int how_v3_bf16_cvt, Tensor? extra_0=None, Tensor? extra_1=None, Tensor? extra_2=None, Tensor? extra_3=None, "
-        "Tensor? extra_4=None, Tensor? extra_5=None, Tensor? extra_6=None) -> Tensor[]"
+        "Tensor? extra_4=None, Tensor? extra_5=None, Tensor? extra_6=None) -> Tensor[]",
     ),
     "aiter::_groupnorm_run": (
-        "aiter::_groupnorm_run(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps) -> Tensor"
+        "aiter::_groupnorm_run(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps) -> Tensor",
     ),
 }
 
@@ -428,10 +429,12 @@ Rule = Callable[[RewrittenCalls, dict[str, Any], "list[Any] | None"], None]
 class Portable:
     """Rewrites calls, one at a time."""
 
-    def rewrite(self, kernel: Kernel, arguments: Arguments, results: list[Any] | None) -> Rewritten | str | None:
+    def rewrite(
+        self, kernel: Kernel, arguments: Arguments, results: list[Any] | None, step: Iteration | None = None
+    ) -> Rewritten | str | None:
         """The replacement of a call; None if the operator is on every device; a sentence if it has no replacement.
 
-        `results` are the recorded ones, None if they are unknown.
+        `results` are the recorded ones, None if they are unknown; `step` is the serving engine's that it is in.
         """
         given = dict(arguments)
         rule = _RULES.get(kernel.name) or _RULES.get(kernel.qualified_name)
@@ -441,7 +444,7 @@ class Portable:
             return _foreign(kernel) if pinned is None else pinned
         if not tensors:
             return f"{kernel.qualified_name}: a call without tensors"
-        calls = RewrittenCalls(tensors[0])
+        calls = RewrittenCalls(tensors[0], step)
         try:
             rule(calls, given, results)
         except CannotRewrite as error:
@@ -449,7 +452,7 @@ class Portable:
         except KeyError as error:
             return f"{kernel.qualified_name}: the trace does not have its argument {error}"
         instead = " + ".join(dict.fromkeys(made.name for made, _given, _results in calls.made))
-        return Rewritten(calls.made, "portable", f"{kernel.name} by {instead}")
+        return Rewritten(calls.made, "portable", "; ".join([f"{kernel.name} by {instead}", *calls.assumed]))
 
     def alone(self, name: str, described: str, tensors: Sequence[Tensor]) -> Rewritten:
         """A collective over one rank changes nothing: it is replaced with an alias of each tensor."""

@@ -15,10 +15,11 @@ from torch._ops import OpOverload
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch.overloads import find_overload, printed_schema
+from replayfmt.pytorch.traced_names import Iteration
 
 from ..common.arguments import TensorSpec
 from ..common.results import infer, realize
-from ..common.synthesis import Tensor
+from ..common.synthesis import Tensor, plain_tensor
 
 Arguments = Sequence[tuple[str, Any]]
 Call = tuple[Kernel, list[tuple[str, Any]], list[Any] | None]
@@ -56,12 +57,14 @@ def kernel(name: str, overload: str = "default") -> Kernel:
 class RewrittenCalls:
     """Calls composed one after the other. Each returns its results, which further calls may use.
 
-    `like` is a tensor on the device for new memory.
+    `like` is a tensor on the device for new memory; `step` is the serving engine's step that the call is in.
+    `assumed`: what a rule had to assume.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+    def __init__(self, like: Tensor, step: Iteration | None = None) -> None:
+        self._like, self.step = like, step
         self.made: list[Call] = []
+        self.assumed: list[str] = []
 
     def call(self, name: str, arguments: Mapping[str, Any], results: list[Any] | None = None) -> list[Any]:
         """Call `aten::mm`, or `aten::add.Tensor`. The results are those given, or new tensors of the right shape."""
@@ -79,9 +82,33 @@ class RewrittenCalls:
         assert isinstance(result, Tensor)
         return result
 
-    def filled(self, count: int) -> Tensor:
-        """Ones, as many as that."""
-        return self.one("aten::new_ones", self=self._like, size=[count], dtype=DType.int64)
+    def filled(self, count: int, value: int = 1) -> Tensor:
+        """A number, as many times as that."""
+        return self.one("aten::new_full", self=self._like, size=[count], fill_value=value, dtype=DType.int64)
+
+    def memory(self, sizes: tuple[int, ...], dtype: DType) -> Tensor:
+        """Memory from before the call, which the call had and its arguments do not show."""
+        return plain_tensor(dtype, sizes, None, self._like.meta.device)
+
+    def write(self, target: Tensor, content: Tensor) -> None:
+        """Copy to memory that the call was given."""
+        self.call("aten::copy_", {"self": target, "src": content}, [target])
+
+    def single(self, tensor: Tensor) -> Tensor:
+        return self.one("aten::_to_copy", self=tensor, dtype=DType.float32)
+
+    def cast(self, tensor: Tensor, dtype: DType) -> Tensor:
+        return tensor if tensor.meta.dtype is dtype else self.one("aten::_to_copy", self=tensor, dtype=dtype)
+
+    def count(self, end: int) -> Tensor:
+        """0, 1, 2 and so on, where the call's tensors are."""
+        return self.one("aten::sub.Scalar", self=self.one("aten::cumsum", self=self.filled(end), dim=0), other=1)
+
+    def slice(self, tensor: Tensor, dim: int, start: int, end: int, step: int = 1) -> Tensor:
+        return self.one("aten::slice.Tensor", self=tensor, dim=dim, start=start, end=end, step=step)
+
+    def times(self, one: Tensor, other: Tensor) -> Tensor:
+        return self.one("aten::mul.Tensor", self=one, other=other)
 
     def _inferred(self, found: Kernel, given: Arguments) -> list[Any]:
         tensors = [each for _name, value in given for each in tensors_in(value)]
@@ -109,6 +136,23 @@ class RewrittenCalls:
             )
             if zeros:
                 self.call("aten::zero_", {"self": recorded}, [recorded])
+
+
+def plain(what: str, given: Mapping[str, Any], **unset: Any) -> None:
+    """Refuse what the compositions do not have, by argument and the values that mean nothing."""
+    odd = [name for name, values in unset.items() if given.get(name) not in values]
+    if odd:
+        raise CannotRewrite(f"{what} with {', '.join(odd)}")
+
+
+def renamed(rule: Any, names: Mapping[str, str] | None = None, **more: Any) -> Any:
+    """A rule, by the names that another library has for its arguments, and arguments that are not given."""
+    names = names or {}
+
+    def renamed(calls: RewrittenCalls, given: Mapping[str, Any], results: list[Any] | None) -> None:
+        rule(calls, {names.get(name, name): value for name, value in given.items()} | more, results)
+
+    return renamed
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -1,0 +1,253 @@
+"""Caches of keys and values, and attention to them, as engines call it: compositions for engines.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from replayfmt.format.codes import DType
+from replayfmt.pytorch.traced_names import Requests
+
+from ..common.synthesis import Tensor
+from .rewriting import CannotRewrite, RewrittenCalls, plain, tensors_in
+
+_Results = list[Any] | None
+Given = dict[str, Any]
+
+
+def _put(calls: RewrittenCalls, cache: Tensor, slots: Tensor, block: int, new: Tensor) -> None:
+    """Put tokens into a cache of [blocks, block, ...]. A slot below zero is none: there the cache keeps what it has."""
+    if cache.meta.dtype is not new.meta.dtype:
+        raise CannotRewrite(f"a cache of {cache.meta.dtype.name} for tokens of {new.meta.dtype.name}")
+    new = calls.slice(new, 0, 0, slots.meta.sizes[0])
+    where = [
+        calls.one("aten::floor_divide.Scalar", self=slots, other=block),
+        calls.one("aten::remainder.Scalar", self=slots, other=block),
+    ]
+    kept = calls.one("aten::index.Tensor", self=cache, indices=where)
+    shape = [slots.meta.sizes[0]] + [1] * (len(new.meta.sizes) - 1)
+    real = calls.one("aten::view", self=calls.one("aten::ge.Scalar", self=slots, other=0), size=shape)
+    content = calls.one("aten::where.self", condition=real, self=new, other=kept)
+    calls.call("aten::index_put_", {"self": cache, "indices": where, "values": content}, [cache])
+
+
+def reshape_and_cache_flash(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    for name in ("key", "value"):
+        cache = given[f"{name}_cache"]
+        _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], given[name])
+
+
+def reshape_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    keys, values, slots = given["key_cache"], given["value_cache"], given["slot_mapping"]
+    tokens, heads = given["key"].meta.sizes[:2]
+    _blocks, _heads, parts, block, vector = keys.meta.sizes
+    new = calls.one("aten::reshape", self=given["key"], shape=[tokens, heads, parts, vector])
+    _put(calls, calls.one("aten::permute", self=keys, dims=[0, 3, 1, 2, 4]), slots, block, new)
+    _put(calls, calls.one("aten::permute", self=values, dims=[0, 3, 1, 2]), slots, block, given["value"])
+
+
+def concat_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    """A token's compressed key and value, and the part of its key that is turned, side by side."""
+    cache, turned = given["kv_cache"], given["k_pe"]
+    turned = calls.one("aten::reshape", self=turned, shape=[turned.meta.sizes[0], turned.meta.sizes[-1]])
+    both = calls.one("aten::cat", tensors=[given["kv_c"], turned], dim=-1)
+    _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], both)
+
+
+def cache_of_a_step(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    """vLLM's own: the cache is no argument, so the tokens go to other memory, as many bytes."""
+    for name in ("key", "value"):
+        calls.one("aten::clone", self=given[name])
+
+
+def _attend(
+    calls: RewrittenCalls,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float | None,
+    *,
+    causal: bool = False,
+    own: Tensor | None = None,
+    left: int | None = None,
+) -> Tensor:
+    """Attention of queries [sequences, queries, heads, width] to as many of the keys [sequences, keys, heads, width] as
+    each sequence has. Causal: the last query is at the end; `own` is how many each sequence has, if not all of them.
+    `left`: how many keys before its own a query sees."""
+    if query.meta.dtype is not keys.meta.dtype:
+        raise CannotRewrite(f"a cache of {keys.meta.dtype.name} for queries of {query.meta.dtype.name}")
+    places = calls.count(keys.meta.sizes[1])
+    ends = calls.one("aten::view", self=lengths, size=[-1, 1, 1, 1])
+    if causal:
+        count = query.meta.sizes[1]
+        rows = calls.one("aten::view", self=calls.count(count), size=[1, 1, -1, 1])
+        if own is None:
+            first = calls.one("aten::sub.Scalar", self=ends, other=count)
+        else:
+            first = calls.one(
+                "aten::sub.Tensor", self=ends, other=calls.one("aten::view", self=own, size=[-1, 1, 1, 1])
+            )
+        ends = calls.one("aten::add.Scalar", self=calls.one("aten::add.Tensor", self=first, other=rows), other=1)
+    seen = calls.one("aten::lt.Tensor", self=places, other=ends)
+    if left is not None and left >= 0:
+        begin = calls.one("aten::sub.Scalar", self=ends, other=left + 1)
+        seen = calls.one("aten::logical_and", self=seen, other=calls.one("aten::ge.Tensor", self=places, other=begin))
+    heads_first = [calls.one("aten::permute", self=each, dims=[0, 2, 1, 3]) for each in (query, keys, values)]
+    mixed = calls.one(
+        "aten::scaled_dot_product_attention",
+        query=heads_first[0],
+        key=heads_first[1],
+        value=heads_first[2],
+        attn_mask=seen,
+        scale=scale,
+        enable_gqa=query.meta.sizes[2] != keys.meta.sizes[2],
+    )
+    return calls.one("aten::permute", self=mixed, dims=[0, 2, 1, 3])
+
+
+def _pages(calls: RewrittenCalls, cache: Tensor, table: Tensor, longest: int | None) -> Tensor:
+    """The blocks of each sequence from a cache of [blocks, block, heads, width]: [sequences, tokens, heads, width]."""
+    _blocks, block, heads, width = cache.meta.sizes
+    if longest is not None:
+        table = calls.slice(table, 1, 0, min(table.meta.sizes[1], max(1, math.ceil(longest / block))))
+    pages = calls.one("aten::index.Tensor", self=cache, indices=[table])
+    sequences, count = table.meta.sizes
+    return calls.one("aten::reshape", self=pages, shape=[sequences, count * block, heads, width])
+
+
+def paged_attention(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    """One query for each sequence; keys are [blocks, heads, width / x, block, x], values [blocks, heads, width,
+    block]."""
+    plain("paged attention", given, alibi_slopes=(None,), fp8_out_scale=(None,), query_start_loc=(None,))
+    plain("paged attention", given, blocksparse_vert_stride=(None, 0, 1))
+    query, keys, values = given["query"], given["key_cache"], given["value_cache"]
+    blocks, heads, parts, block, vector = keys.meta.sizes
+    keys = calls.one("aten::permute", self=keys, dims=[0, 3, 1, 2, 4])
+    keys = calls.one("aten::reshape", self=keys, shape=[blocks, block, heads, parts * vector])
+    values = calls.one("aten::permute", self=values, dims=[0, 3, 1, 2])
+    table, longest = given["block_tables"], given["max_seq_len"]
+    mixed = _attend(
+        calls,
+        calls.one("aten::unsqueeze", self=query, dim=1),
+        _pages(calls, keys, table, longest),
+        _pages(calls, values, table, longest),
+        given["seq_lens"],
+        given["scale"],
+    )
+    calls.write(given["out"], calls.one("aten::reshape", self=mixed, shape=list(given["out"].meta.sizes)))
+
+
+class _Packed:
+    """Sequences one after the other, of which `starts` says where each begins, and where the last one ends."""
+
+    def __init__(self, calls: RewrittenCalls, starts: Tensor, most: int | None) -> None:
+        if most is None:
+            raise CannotRewrite("attention of sequences that are packed together, of unknown length")
+        self._calls, self._most, count = calls, most, starts.meta.sizes[0] - 1
+        self._first, self._end = calls.slice(starts, 0, 0, count), calls.slice(starts, 0, 1, count + 1)
+        self.lengths = calls.one("aten::sub.Tensor", self=self._end, other=self._first)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Each sequence in a row of its own, as long as the longest; what is beyond its end is not used."""
+        calls = self._calls
+        first = calls.one("aten::unsqueeze", self=self._first, dim=1)
+        places = calls.one("aten::add.Tensor", self=first, other=calls.count(self._most))
+        places = calls.one("aten::clamp", self=places, min=0, max=tensor.meta.sizes[0] - 1)
+        return calls.one("aten::index.Tensor", self=tensor, indices=[places])
+
+    def packed(self, rows: Tensor, count: int) -> Tensor:
+        """The other way round: `count` tokens."""
+        calls = self._calls
+        tokens = calls.count(count)
+        whose = calls.one(
+            "aten::searchsorted.Tensor", sorted_sequence=calls.cast(self._end, DType.int64), self=tokens, right=True
+        )
+        # Tokens beyond the last sequence fill a batch up.
+        whose = calls.one("aten::clamp", self=whose, min=None, max=rows.meta.sizes[0] - 1)
+        begun = calls.one("aten::index_select", self=self._first, dim=0, index=whose)
+        nth = calls.one("aten::sub.Tensor", self=tokens, other=begun)
+        nth = calls.one("aten::clamp", self=nth, min=None, max=self._most - 1)
+        return calls.one("aten::index.Tensor", self=rows, indices=[whose, nth])
+
+
+def flash(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+    """FlashAttention as engines call it, prefill and decode alike: queries are packed or of one length, keys are in
+    pages, packed, or of one length."""
+    plain("attention", given, alibi_slopes=(None,), leftpad_k=(None,), softcap=(None, 0.0), p_dropout=(None, 0.0))
+    plain("attention", given, k_new=(None,), v_new=(None,), q_v=(None,), rotary_cos=(None,), s_aux=(None,))
+    plain("attention", given, sinks=(None,), kv_batch_idx=(None,), attention_chunk=(None, 0), seqused_q=(None,))
+    plain("attention", given, window_size_right=(None, -1, 0))
+    query, keys, values = given["q"], given["k"], given["v"]
+    table, lengths = given.get("block_table", given.get("page_table")), given.get("seqused_k")
+    longest, starts, own = given.get("max_seqlen_k"), given.get("cu_seqlens_q"), None
+    rows, packed = query, None
+    if starts is not None:
+        packed = _Packed(calls, starts, given.get("max_seqlen_q"))
+        rows, own = packed.rows(query), packed.lengths
+    if table is not None:
+        if lengths is None:
+            raise CannotRewrite("attention to pages, without the lengths of the sequences")
+        keys, values = (_pages(calls, each, table, longest) for each in (keys, values))
+    elif given.get("cu_seqlens_k") is not None:
+        others = _Packed(calls, given["cu_seqlens_k"], longest)
+        keys, values = others.rows(keys), others.rows(values)
+        lengths = others.lengths if lengths is None else lengths
+    elif lengths is None:
+        lengths = calls.filled(keys.meta.sizes[0], keys.meta.sizes[1])
+    causal, left = bool(given["is_causal"] or given.get("window_size_right") == 0), given.get("window_size_left")
+    if left is not None and left >= 0 and not causal:
+        raise CannotRewrite("attention with a window that is not causal")
+    scale = given.get("softmax_scale")
+    found = _attend(calls, rows, keys, values, lengths, scale, causal=causal, own=own, left=left)
+    if packed is not None:
+        found = packed.packed(found, query.meta.sizes[0])
+    if isinstance(given.get("out"), Tensor):
+        calls.write(given["out"], found)
+    for place, recorded in enumerate(tensor for tensor in tensors_in(results or []) if tensor is not given.get("out")):
+        if place == 0 and not isinstance(given.get("out"), Tensor):
+            calls.fill(recorded, found)
+        else:
+            calls.allocate(recorded, zeros=True)
+
+
+def attention_of_a_step(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+    """vLLM's own: the cache is no argument. The step's annotation says how many requests decode (they come first) and
+    prefill, and how many keys they have together: each gets as many as the others."""
+    plain("attention", given, output_scale=(None,), output_block_scale=(None,))
+    query, key = given["query"], given["key"]
+    if len(query.meta.sizes) != 3 or len(key.meta.sizes) != 3:
+        raise CannotRewrite("attention of tensors that are not [tokens, heads, width]")
+    if calls.step is None:
+        raise CannotRewrite("attention whose cache is no argument, where no annotation says how many keys it has")
+    target = given.get("output")
+    if target is None:
+        target = calls.one("aten::zeros_like", self=query)
+    (tokens, heads, width), (_tokens, own, own_width) = query.meta.sizes, key.meta.sizes
+    target = calls.one("aten::view", self=target, size=[tokens, heads, width])
+    begin = 0
+    for group, decodes in ((calls.step.decode, True), (calls.step.prefill, False)):
+        if not group.requests:
+            continue
+        count, queries, keys = _lengths(group, tokens - begin, decodes)
+        end = begin + count * queries
+        rows = calls.one("aten::reshape", self=calls.slice(query, 0, begin, end), shape=[count, queries, heads, width])
+        caches = [calls.memory((count, keys, own, own_width), key.meta.dtype) for _each in "kv"]
+        mixed = _attend(calls, rows, caches[0], caches[1], calls.filled(count, keys), None, causal=queries > 1)
+        part = calls.one("aten::reshape", self=mixed, shape=[end - begin, heads, width])
+        calls.write(calls.slice(target, 0, begin, end), part)
+        begin = end
+    calls.assumed.append("each request has as many queries and keys as the others of its step, whose sums are noted")
+    if given.get("output") is None:
+        calls.fill((results or [None])[0], target)
+
+
+def _lengths(group: Requests, room: int, decodes: bool) -> tuple[int, int, int]:
+    """Requests, and the queries and keys of each. Without a word on them, keys of a prefill are its own tokens."""
+    count = group.requests or 1
+    queries = group.query_tokens or (count if decodes else room)
+    keys = group.key_tokens or (None if decodes else queries)
+    each = min(-(-queries // count), room // count)
+    if keys is None or each < 1:
+        raise CannotRewrite("attention whose cache is no argument, in a step whose annotation does not say the keys")
+    return count, each, max(-(-keys // count), each)

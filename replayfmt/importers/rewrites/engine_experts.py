@@ -1,0 +1,228 @@
+"""Mixtures of experts: routing, sorting by expert, grouped products. Compositions for engines.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from replayfmt.format.codes import DType
+
+from ..common.synthesis import Tensor
+from .rewriting import CannotRewrite, RewrittenCalls, plain, tensors_in
+
+_Results = list[Any] | None
+Given = dict[str, Any]
+
+LARGEST = {DType.float8_e4m3fn: 448.0, DType.float8_e5m2: 57344.0, DType.float8_e4m3fnuz: 240.0, DType.int8: 127.0}
+
+
+def dequantized(calls: RewrittenCalls, tensor: Tensor, scale: Tensor | None, dtype: DType) -> Tensor:
+    """A tensor times its scales, one for everything, for each row, or for each block."""
+    if tensor.meta.dtype not in {*LARGEST, DType.float16, DType.bfloat16, DType.float32}:
+        raise CannotRewrite(f"a product with a factor of {tensor.meta.dtype.name}")
+    if scale is None:
+        return calls.cast(tensor, dtype)
+    sizes, found = tensor.meta.sizes, list(scale.meta.sizes)
+    if math.prod(found) == 1:
+        scale = calls.one("aten::reshape", self=scale, shape=[1] * len(sizes))
+    elif len(found) < len(sizes):
+        scale = calls.one("aten::view", self=scale, size=[*found, *[1] * (len(sizes) - len(found))])
+    for dim, (own, all_of_it) in enumerate(zip(scale.meta.sizes, sizes, strict=True)):
+        if own not in (1, all_of_it):
+            scale = calls.one("aten::repeat_interleave.self_int", self=scale, repeats=-(-all_of_it // own), dim=dim)
+            scale = calls.slice(scale, dim, 0, all_of_it)
+    return calls.cast(calls.times(calls.single(tensor), scale), dtype)
+
+
+def gated(calls: RewrittenCalls, data: Tensor, function: str, *, last: bool = False, **options: Any) -> Tensor:
+    """An activation of one half of the last dimension, times the other half."""
+    width = data.meta.sizes[-1] // 2
+    halves = [calls.slice(data, -1, place * width, (place + 1) * width) for place in range(2)]
+    active, other = (halves[1], halves[0]) if last else halves
+    return calls.times(calls.one(f"aten::{function}", self=active, **options), other)
+
+
+def topk(scores: str = "softmax") -> Any:
+    """The most probable experts of each token."""
+
+    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+        plain("routing", given, moe_softcapping=(None, 0.0), correction_bias=(None,), bias=(None,))
+        plain("routing", given, num_shared_experts=(None, 0))
+        weights, indices = given["topk_weights"], given["topk_indices"]
+        gates = calls.single(given["gating_output"])
+        if scores == "softmax":
+            likely = calls.one("aten::_softmax", self=gates, dim=-1, half_to_float=False)
+        else:
+            likely = calls.one("aten::sigmoid", self=gates)
+        best, which = _best(calls, likely, weights.meta.sizes[-1])
+        if given.get("renormalize"):
+            best = _shares(calls, best)
+        calls.write(weights, best)
+        calls.write(indices, which)
+        if isinstance(given.get("token_expert_indices"), Tensor):
+            # Where each choice is among all of them, choice by choice.
+            target = given["token_expert_indices"]
+            tokens, chosen = target.meta.sizes
+            row = calls.one("aten::view", self=calls.count(tokens * chosen), size=[chosen, tokens])
+            calls.write(target, calls.one("aten::transpose.int", self=row, dim0=0, dim1=1))
+
+    return rule
+
+
+def _best(calls: RewrittenCalls, scores: Tensor, count: int) -> list[Tensor]:
+    return calls.call("aten::topk", {"self": scores, "k": count, "dim": -1, "largest": True, "sorted": True})
+
+
+def _shares(calls: RewrittenCalls, weights: Tensor) -> Tensor:
+    total = calls.one("aten::sum.dim_IntList", self=weights, dim=[-1], keepdim=True)
+    return calls.one("aten::div.Tensor", self=weights, other=total)
+
+
+def grouped_topk(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+    """DeepSeek's routing: biased sigmoids choose the best groups by their two best experts, and in those the experts;
+    weights are without the bias."""
+    plain("routing", given, num_fused_shared_experts=(None, 0), apply_routed_scaling_factor_on_output=(None, False))
+    plain("routing", given, scoring_func=(None, 1))
+    gates = calls.single(given["gates"])
+    groups, kept, (tokens, experts) = given["groups"], given["topk_group"], gates.meta.sizes
+    weights: Tensor | None = given.get("topk_weights")
+    chosen = given["topk"] if weights is None else weights.meta.sizes[-1]
+    scores = calls.one("aten::sigmoid", self=gates)
+    biased = calls.one("aten::add.Tensor", self=scores, other=calls.single(given["bias"]))
+    by_group = calls.one("aten::view", self=biased, size=[tokens, groups, experts // groups])
+    two = calls.one("aten::sum.dim_IntList", self=_best(calls, by_group, 2)[0], dim=[-1])
+    _value, best_groups = _best(calls, two, kept)
+    shut = calls.one(
+        "aten::scatter.value", self=calls.one("aten::ones_like", self=two), dim=1, index=best_groups, value=0
+    )
+    shut = calls.one("aten::unsqueeze", self=calls.cast(shut, DType.bool), dim=-1)
+    left = calls.one("aten::masked_fill.Scalar", self=by_group, mask=shut, value=-math.inf)
+    _value, which = _best(calls, calls.one("aten::view", self=left, size=[tokens, experts]), chosen)
+    best = calls.one("aten::gather", self=scores, dim=1, index=which)
+    if given.get("renormalize", True):
+        best = _shares(calls, best)
+        factor = given.get("routed_scaling_factor", 1.0) if weights is not None or "renormalize" in given else 1.0
+        best = calls.one("aten::mul.Scalar", self=best, other=factor) if factor != 1 else best
+    if weights is not None:
+        calls.write(weights, best)
+        calls.write(given["topk_ids"], which)
+    for recorded, content in zip(tensors_in(results or []), (best, which), strict=False):
+        calls.fill(recorded, content)
+
+
+def moe_align(first: int) -> Any:
+    """Which tokens each expert has, filled up to whole blocks. `first`: the expert of the first slot is that number;
+    SGLang has one slot more, for experts of other ranks (-1)."""
+
+    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+        ids, block, count = given["topk_ids"], given["block_size"], given["num_experts"]
+        target, experts = given["sorted_token_ids"], given["experts_ids"]
+        slots = calls.one("aten::reshape", self=calls.cast(ids, DType.int64), shape=[-1])
+        slots = calls.one("aten::sub.Scalar", self=slots, other=first) if first else slots
+        order, counts, ends = _by_expert(calls, slots, count)
+        whole = calls.one(
+            "aten::floor_divide.Scalar", self=calls.one("aten::add.Scalar", self=counts, other=block - 1), other=block
+        )
+        filled = calls.one("aten::mul.Scalar", self=whole, other=block)
+        filled_ends = calls.one("aten::cumsum", self=filled, dim=0)
+        # A token is as far behind its expert's first place as it is behind the expert's first token.
+        begun = calls.one("aten::sub.Tensor", self=filled_ends, other=filled)
+        ahead = calls.one("aten::sub.Tensor", self=begun, other=calls.one("aten::sub.Tensor", self=ends, other=counts))
+        own = calls.one(
+            "aten::index_select",
+            self=ahead,
+            dim=0,
+            index=calls.one("aten::index_select", self=slots, dim=0, index=order),
+        )
+        places = calls.one("aten::add.Tensor", self=own, other=calls.count(slots.meta.sizes[0]))
+        calls.call("aten::fill_.Scalar", {"self": target, "value": slots.meta.sizes[0]}, [target])
+        calls.call(
+            "aten::index_put_",
+            {"self": target, "indices": [places], "values": calls.cast(order, target.meta.dtype)},
+            [target],
+        )
+        begins = calls.one("aten::mul.Scalar", self=calls.count(experts.meta.sizes[0]), other=block)
+        whose = calls.one("aten::searchsorted.Tensor", sorted_sequence=filled_ends, self=begins, right=True)
+        whose = calls.one("aten::clamp", self=whose, min=None, max=count - 1)
+        calls.write(experts, calls.one("aten::add.Scalar", self=whose, other=first) if first else whose)
+        total = given["num_tokens_post_pad"]
+        last = calls.slice(filled_ends, 0, count - 1, count)
+        calls.write(total, calls.one("aten::expand", self=last, size=list(total.meta.sizes)))
+
+    return rule
+
+
+def _by_expert(calls: RewrittenCalls, slots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of tokens by expert, how many each expert has, and where its tokens end."""
+    order = calls.one("aten::argsort.stable", self=slots, stable=True)
+    is_own = calls.one(
+        "aten::eq.Tensor", self=calls.one("aten::unsqueeze", self=slots, dim=1), other=calls.count(count)
+    )
+    counts = calls.one("aten::sum.dim_IntList", self=is_own, dim=[0])
+    return order, counts, calls.one("aten::cumsum", self=counts, dim=0)
+
+
+def experts(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+    """Each token's experts, two grouped products with the activation between them, and their weighted sum."""
+    plain("experts", given, expert_map=(None,), expert_mask=(None,), w1_zp=(None,), w2_zp=(None,), gemm1_alpha=(None,))
+    plain("experts", given, no_combine=(None, False), use_int4_w4a16=(None, False), use_int8_w8a16=(None, False))
+    plain("experts", given, swiglu_limit=(None, 0.0), shared_w1=(None,), gate_mode=(None, ""), num_local_tokens=(None,))
+    activation = {0: "silu", 1: "gelu"}.get(given.get("activation"), given.get("activation", "silu"))  # type: ignore[arg-type]
+    if activation not in ("silu", "gelu"):
+        raise CannotRewrite(f"experts with the activation {activation}")
+    hidden, ids = given["hidden_states"], given["topk_ids"]
+    dtype, (tokens, chosen) = DType.bfloat16, ids.meta.sizes  # the one of grouped products
+    if hidden.meta.dtype is not dtype:
+        calls.assumed.append(f"products in bfloat16 for {hidden.meta.dtype.name}")
+    weights = [dequantized(calls, given[name], given.get(f"{name}_scale"), dtype) for name in ("w1", "w2")]
+    if weights[0].meta.sizes[2] != hidden.meta.sizes[1]:
+        raise CannotRewrite(f"experts of {list(weights[0].meta.sizes)} for tokens of {list(hidden.meta.sizes)}")
+    slots = calls.one("aten::reshape", self=calls.cast(ids, DType.int64), shape=[-1])
+    order, _counts, ends = _by_expert(calls, slots, weights[0].meta.sizes[0])
+    own = calls.one("aten::index_select", self=slots, dim=0, index=order)
+    ends = calls.cast(ends, DType.int32)
+    share = calls.one("aten::reshape", self=calls.cast(given["topk_weights"], dtype), shape=[-1, 1])
+    share = calls.one("aten::index_select", self=share, dim=0, index=order)
+    early = bool(given.get("apply_router_weight_on_input"))
+
+    def product(data: Tensor, place: int) -> Tensor:
+        turned = calls.one("aten::transpose.int", self=weights[place], dim0=1, dim1=2)
+        made = calls.one("aten::_grouped_mm", self=data, mat2=turned, offs=ends)
+        bias = given.get(f"w{place + 1}_bias")
+        if bias is not None:
+            of_each = calls.one("aten::index_select", self=calls.cast(bias, dtype), dim=0, index=own)
+            made = calls.one("aten::add.Tensor", self=made, other=of_each)
+        return made
+
+    rows = calls.one(
+        "aten::index_select",
+        self=calls.cast(hidden, dtype),
+        dim=0,
+        index=calls.one("aten::floor_divide.Scalar", self=order, other=chosen),
+    )
+    made = product(rows, 0)
+    made = calls.times(made, share) if early else made
+    if given.get("is_gated", True):
+        made = gated(calls, made, activation)
+    else:
+        made = calls.one(f"aten::{activation}", self=made)
+    made = product(made, 1)
+    made = made if early else calls.times(made, share)
+    back = calls.one(
+        "aten::index_select", self=made, dim=0, index=calls.one("aten::argsort.stable", self=order, stable=True)
+    )
+    back = calls.one("aten::view", self=back, size=[tokens, chosen, -1])
+    total = calls.one("aten::sum.dim_IntList", self=back, dim=[1])
+    factor = given.get("routed_scaling_factor")
+    total = calls.one("aten::mul.Scalar", self=total, other=factor) if factor not in (None, 1.0) else total
+    total = calls.cast(total, hidden.meta.dtype)
+    if given.get("inplace"):
+        calls.write(hidden, total)
+    else:
+        calls.fill((results or [None])[0], total)
+
+
+def moe_sum(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    total = calls.one("aten::sum.dim_IntList", self=given["input"], dim=[1])
+    factor = given.get("routed_scaling_factor", 1)
+    calls.write(given["output"], calls.one("aten::mul.Scalar", self=total, other=factor) if factor != 1 else total)
