@@ -108,6 +108,10 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return str(request.param)
 
 
+# Of a test that takes long and is about what comes after the recording.
+native_alone = pytest.mark.parametrize("recorder", ["native"], indirect=True)
+
+
 @pytest.fixture(autouse=True)
 def devices_as_they_were() -> Iterator[None]:
     sim = register()

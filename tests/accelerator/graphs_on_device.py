@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from device import devices_as_they_were, recorder, register  # noqa: F401 - fixtures of every test
+from device import devices_as_they_were, native_alone, recorder, register  # noqa: F401 - fixtures of every test
 from in_process import Tools, tools  # noqa: F401 - a fixture
 from replay.rewriting import rewrite
 
@@ -167,6 +167,7 @@ def test_the_flag_of_the_tools_chooses_and_a_wrong_value_is_refused(tmp_path: Pa
     assert done.code == 0 and "graph::captured_1" in done.out, done.err
 
 
+@native_alone
 def test_a_graph_is_reconciled_as_one_call_of_the_device(tmp_path: Path, tools: Tools) -> None:  # noqa: F811
     path, out = tmp_path / "a.opreplay", tmp_path / "a.json"
     with replayfmt.capture(path), replayfmt.scope("execute"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from device import devices_as_they_were, recorder, register  # noqa: F401 - fixtures of every test
+from device import devices_as_they_were, native_alone, recorder, register  # noqa: F401 - fixtures of every test
 from in_process import Tools
 from replay.rewriting import rewrite
 
@@ -164,6 +164,7 @@ def test_a_benchmark_measures_the_devices_time_by_events(tmp_path: Path, tools: 
     assert row["host_time"] > 0, "the events' time is the real time, and the host's stands beside it"
 
 
+@native_alone
 def test_ops_of_the_host_are_timed_by_the_hosts_clock_and_those_of_devices_by_events(
     tmp_path: Path, tools: Tools
 ) -> None:
@@ -445,6 +446,7 @@ def test_an_edge_that_is_taken_out_of_a_capture_is_missed(tmp_path: Path) -> Non
     assert racing[:2] == [True, True] and racing[3]
 
 
+@native_alone
 def test_a_benchmark_times_every_stream_by_events_of_its_own(tmp_path: Path, tools: Tools) -> None:
     path = tmp_path / "a.opreplay"
     with replayfmt.capture(path), replayfmt.scope("execute"):
@@ -534,6 +536,7 @@ def test_a_trimmed_capture_keeps_its_streams_and_what_orders_them(tmp_path: Path
         assert find_races(reader) == []
 
 
+@native_alone
 def test_a_replay_on_the_device_is_recorded_as_of_the_device_and_compared_with_the_host(tmp_path: Path) -> None:
     host, device = tmp_path / "host.opreplay", tmp_path / "device.opreplay"
     with replayfmt.capture(host, digests="ops"):
@@ -547,6 +550,7 @@ def test_a_replay_on_the_device_is_recorded_as_of_the_device_and_compared_with_t
     assert replayfmt.run(device, devices=["sim:0"], verify="bitwise").outcome == "ok"
 
 
+@native_alone
 def test_ops_run_on_two_devices_on_the_same_inputs_and_an_end_result_is_bisected_between_them(tmp_path: Path) -> None:
     host, device = tmp_path / "host.opreplay", tmp_path / "device.opreplay"
     for path, where in ((host, "cpu"), (device, "sim:1")):
