@@ -114,6 +114,8 @@ ranks: $(INSTALLED)
 	@echo
 	$(TWO) $(BIN)/opreplay-run build/ranks/ | fold -s -w 100
 	@echo
+	$(TWO) $(BIN)/opreplay-benchmark --benchmark-min-time=10x build/ranks/ | fold -s -w 100
+	@echo
 	$(BIN)/opreplay-benchmark --benchmark-min-time=5x build/ranks/rank1.opreplay | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-report --measure=5 --force -o build/ranks/report.html build/ranks/rank1.opreplay 2>&1 | fold -s -w 100

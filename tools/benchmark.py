@@ -20,6 +20,7 @@ from replayfmt.errors import UsageError
 from .command import reader_may_leave, run_tool, say, tool
 from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
 from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below
+from .ranks import collective_timeout_option, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
     guard_option,
@@ -403,6 +404,60 @@ def _unseen(_what: str, _done: int, _of: int | None) -> None:
     """Progress that is not shown."""
 
 
+# What the folder of all ranks is not measured with.
+_NOT_WITH_RANKS = (
+    "per_op",
+    "compare",
+    "reconcile",
+    "memory",
+    "guard",
+    "energy",
+    "energy_windows",
+    "cuda_graph",
+    "benchmark_precision",
+    "baseline",
+    "noise_floor",
+    "device_profiling_mode",
+    "device_profiling_output",
+)
+
+
+def run_ranks(
+    context: click.Context,
+    folder: str,
+    flags: ReplayFlags,
+    options: Options,
+    form: str,
+    out: tuple[str | None, bool],
+    timeout_s: float,
+) -> int:
+    """Measure this rank's file of a folder while the others measure theirs; rank 0 prints. `out`: the values of
+    --benchmark-out and --force."""
+    for name in _NOT_WITH_RANKS:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with the folder of all ranks; give it one file")
+    from replayfmt.benchmark.ranks import TimedRanks, lines, measure_ranks
+    from replayfmt.benchmark.result_files import output_file
+
+    def work(ranks: TimedRanks) -> int:
+        path = out[0] if ranks.rank == 0 else None
+        with ExitStack() as stack:
+            file = None if path is None else stack.enter_context(output_file(_OUT, path, out[1]))
+            plan = stack.enter_context(flags.plan(ranks.path))
+            report = measure_ranks(plan, ranks, options, stack.enter_context(_progress()) if ranks.rank == 0 else None)
+            if report is not None:
+                if file is not None:
+                    file.write(report.json())
+                with reader_may_leave():
+                    _show(report, form)
+                    if form == "console":
+                        for line in lines(report.sections["ranks"]):
+                            say(line)
+        return 0
+
+    return on_all_ranks(lambda: TimedRanks(folder, timeout_s), work)
+
+
 _OUT = "--benchmark-out"
 _REDRAW_S = 0.2
 
@@ -473,6 +528,7 @@ _REDRAW_S = 0.2
 @energy_options
 @per_op_options
 @profiling_options
+@collective_timeout_option
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
 @click.pass_context
 def cli(
@@ -509,11 +565,12 @@ def cli(
     device_profiling_mode: str | None,
     device_profiling_output: str | None,
     force: bool,
+    collective_timeout: float,
     **_others: object,
 ) -> int:
     """Replay CAPTURE repeatedly and report how long it takes.
 
-    Verifies before and after timing.
+    CAPTURE is a file, or the folder of all ranks, which torchrun measures together. Verifies before and after timing.
 
     With --per-op, measure each of its ops on its own instead; with --compare, substituted kernels against the
     original ones.
@@ -559,6 +616,11 @@ def cli(
             inputs or "hot",
             cuda_graph,
         )
+    if os.path.isdir(capture):
+        if per_op is not None:
+            raise UsageError("--per-op does not go with the folder of all ranks; give it one file")
+        out_file = benchmark_out, force
+        return run_ranks(context, capture, flags, options, benchmark_format, out_file, collective_timeout)
     check_reconcile(context, replay_scope)
     against = BaselineFlags.of(baseline, fail_above, noise_floor)
     if benchmark_out is not None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from replayfmt.errors import OpReplayError, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.errors import ReplayMismatch, UsageError
 from replayfmt.format.output import check_place, same_file
 from replayfmt.format.validation import counted, printable
 
 from .command import reader_may_leave, record_bar, report, run_tool, say, tool
+from .ranks import collective_timeout_option, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
     guard_option,
@@ -58,14 +57,7 @@ if TYPE_CHECKING:
     help="For an imported trace, on a CUDA device: run each op once more under the profiler, compare its device "
     "kernels and their grids with the trace's, and print MATCH or DIFFERENT. Implies --keep-going.",
 )
-@click.option(
-    "--collective-timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=300,
-    show_default=True,
-    metavar="SECONDS",
-    help="For the folder of all ranks: how long to wait for other ranks.",
-)
+@collective_timeout_option
 @guard_option
 @click.option(
     "--record",
@@ -151,7 +143,12 @@ def cli(
             ctx=context, param=next(each for each in context.command.params if each.name == "capture")
         )
     if os.path.isdir(capture):
-        return _together(context, capture, collective_timeout)
+        from replayfmt.replay.ranks import Together
+
+        def replay(ranks: Together) -> int:
+            return context.invoke(cli, **(context.params | {"capture": ranks.path})) or 0
+
+        return on_all_ranks(lambda: Together(capture, collective_timeout), replay)
     if repeat is not None:
         return _repeat(capture, flags, repeat, processes, form)
     if processes:
@@ -198,35 +195,6 @@ def cli(
                 for verdict in profiling.compare_kernels(plan, kernels):
                     click.echo(json.dumps(verdict.row()) if form == "jsonl" else printable(str(verdict)))
     return _judge(capture, result)
-
-
-def _together(context: click.Context, folder: str, timeout_s: float) -> int:
-    """Replay this rank's file of a folder while the others replay theirs. Rank 0 prints, and so does whoever fails.
-    Returns the exit code of all."""
-    from replayfmt.pytorch.collectives import played_by
-    from replayfmt.replay.ranks import Together
-
-    try:
-        ranks = Together(folder, timeout_s)
-    except ReplayRefused:
-        if int(os.environ["RANK"]):
-            return ReplayRefused.exit_code  # rank 0 prints the findings of all
-        raise
-    printed = io.StringIO()
-    with nullcontext() if ranks.rank == 0 else redirect_stdout(printed):
-        try:
-            with played_by(ranks):
-                code = context.invoke(cli, **(context.params | {"capture": ranks.path})) or 0
-                ranks.finish()
-        except OpReplayError as error:
-            report(error)
-            code = error.exit_code
-    if code and printed.getvalue():
-        sys.stderr.write(printed.getvalue())
-    together = ranks.end(code)
-    if together and not code and ranks.rank == 0:
-        say("failed: another rank did not match, was refused or failed")
-    return together
 
 
 def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form: str) -> int:

@@ -240,10 +240,12 @@ def measure(
     progress: Progress | None = None,
     meters: Sequence[MakeMeter] = METERS,
     plan_of_scope: PlanOfScope | None = None,
+    align: Callable[[], None] | None = None,
 ) -> Run:
     """Benchmark a plan.
 
-    `clock` replaces the host's clocks, `meters` the list of meters; graphs of scopes need `plan_of_scope`. Raises
+    `clock` replaces the host's clocks, `meters` the list of meters; graphs of scopes need `plan_of_scope`. `align` is
+    called, untimed, right before each replay, also before those that warm up. Raises
     UsageError and ReplayRefused for scopes that cannot be measured and for devices without graphs, before anything
     runs; ReplayFailed if a replay fails; ReplayMismatch if a verified replay does not match.
     """
@@ -251,7 +253,14 @@ def measure(
     if options.cuda_graph:
         require_graphs(plan.devices)
     runner = _Runner(
-        plan, whole_capture(plan.reader), regions, options, timed_by(plan, clock), progress or _no_progress, meters
+        plan,
+        whole_capture(plan.reader),
+        regions,
+        options,
+        timed_by(plan, clock),
+        progress or _no_progress,
+        meters,
+        align=align,
     )
     before = runner.verify("before")
     gpus = GpuWatch(plan.devices)
@@ -319,6 +328,7 @@ class _Runner:
         progress: Progress,
         meters: Sequence[MakeMeter],
         graph: WholeGraph | None = None,
+        align: Callable[[], None] | None = None,
     ) -> None:
         """With `graph` that is launched instead of replaying op by op."""
         self.plan, self.options, self.clock, self.progress = plan, options, clock, progress
@@ -328,7 +338,8 @@ class _Runner:
         self.watches = [ScopeWatch(region, stopwatch_for(plan.devices, clock, meters)) for region in regions]
         flush = CacheFlush(plan.devices) if options.inputs == "cold" else None
         self.inputs = describe_inputs(options.inputs, flush, "replays")
-        self._timer = ReplayTimer(stopwatch_for(plan.devices, clock, meters), self.watches, prepare=flush)
+        before = [each for each in (flush, align) if each is not None]
+        self._timer = ReplayTimer(stopwatch_for(plan.devices, clock, meters), self.watches, before)
         self.samples: list[list[Sample]] = [[] for _ in regions]
 
     def meters(self) -> tuple[float | None, list[dict[str, Any]]]:

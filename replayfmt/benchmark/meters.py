@@ -479,9 +479,9 @@ class ReplayTimer:
     """
 
     def __init__(
-        self, stopwatch: Stopwatch, watches: Sequence[ScopeWatch] = (), prepare: Callable[[], None] | None = None
+        self, stopwatch: Stopwatch, watches: Sequence[ScopeWatch] = (), prepare: Sequence[Callable[[], None]] = ()
     ) -> None:
-        """`prepare` is called, untimed, when a replay has restored its state and is about to begin."""
+        """`prepare` are called, untimed, when a replay has restored its state and is about to begin."""
         self._prepare = prepare
         self.stopwatch = stopwatch
         self._watches = tuple(watches)
@@ -495,8 +495,8 @@ class ReplayTimer:
         self._running = False
 
     def start(self) -> None:
-        if self._prepare is not None:
-            self._prepare()
+        for prepare in self._prepare:
+            prepare()
         self._running = True
         self.stopwatch.start()
 

@@ -44,14 +44,16 @@ _IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_")  # of functiona
 class Together:
     """This rank's part of a replay by all ranks: a `Player` (pytorch/collectives.py)."""
 
+    tool = "opreplay-run"
+
     def __init__(self, folder: str, timeout_s: float) -> None:
         """Meets the other ranks. Raises CaptureNotFound for a folder without captures, UsageError outside of
         torchrun, ReplayRefused with the findings of all."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             world_size(folder)
             raise UsageError(
-                f"{folder}: a folder is replayed by all ranks together: torchrun --nproc-per-node=N opreplay-run "
-                f"{folder}; one rank alone: opreplay-run {rank_file(folder, 0)}"
+                f"{folder}: a folder is replayed by all ranks together: torchrun --nproc-per-node=N {self.tool} "
+                f"{folder}; one rank alone: {self.tool} {rank_file(folder, 0)}"
             )
         self._timeout = timedelta(seconds=timeout_s)
         backend = None if torch.cuda.is_available() else "gloo"
@@ -95,10 +97,13 @@ class Together:
             raise ReplayFailed(f"no answer within {self._timeout.total_seconds():g} s ({what})") from None
         return json.loads(zlib.decompress(base64.b64decode(self._store.get(key))))
 
+    def group(self, call: Call) -> Any:
+        """The group that a collective is on."""
+        return self._groups[tuple(map(int, call.ranks.split(","))), call.instance]
+
     def launch(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        group = self._groups[tuple(map(int, call.ranks.split(","))), call.instance]
         try:
-            self._works[call.work] = call, issue(group, call, inputs, outputs), (inputs, outputs)
+            self._works[call.work] = call, issue(self.group(call), call, inputs, outputs), (inputs, outputs)
         except RuntimeError as error:
             raise self._failure(call, error) from None
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from replayfmt.format.rank_files import describe, judge
+from replayfmt.benchmark.ranks import bus_factor, combined, lines
+from replayfmt.format.rank_files import LAUNCH, describe, judge
+from replayfmt.format.reader import open_capture
 
 from . import launching
 from .test_one_rank import COLLECTIVES, WAITS
 
 
-def together(folder: Path, *flags: str, rank_1: str = "") -> list[tuple[int, str]]:
+def together(
+    folder: Path, *flags: str, rank_1: str = "", tool: str = "run", timeout_s: int = 5
+) -> list[tuple[int, str]]:
     """Replay the folder `out`; `rank_1`: more flags of that rank alone."""
-    flags = ("--verify=bitwise", "--collective-timeout=5", *flags, "out/")
-    run = f"exec {launching.BIN / 'opreplay-run'} {' '.join(flags)} $([ $RANK = 1 ] && echo {rank_1!r})"
+    flags = ("--verify=bitwise", f"--collective-timeout={timeout_s}", *flags, "out/")
+    run = f"exec {launching.BIN / f'opreplay-{tool}'} {' '.join(flags)} $([ $RANK = 1 ] && echo {rank_1!r})"
     return launching.launch(folder, "sh", "-c", run)
 
 
@@ -85,6 +90,82 @@ def test_a_rank_that_fails_ends_all_of_them(copy: Path) -> None:
     assert code == other != 0
     assert "c10d::allreduce_, collective 0 of the group of ranks 0,1, did not end" in text
     assert "ranks that have ended: 1" in text
+
+
+SLOW = """
+import os, time
+import torch
+
+def slow(a, b, *, alpha=1):
+    time.sleep(0.03 * int(os.environ["RANK"]))
+    return torch.ops.aten.add.Tensor(a, b, alpha=alpha)
+"""
+
+
+def test_all_ranks_are_measured_together_and_the_one_that_others_wait_for_is_named(copy: Path) -> None:
+    (copy / "slow.py").write_text(SLOW)
+    (code, text), (other, silent) = together(
+        copy,
+        "--benchmark-min-time=0.6s",  # they agree on a number of replays
+        "--benchmark-warmup=0",
+        "--benchmark-format=json",
+        "--benchmark-out=result.json",
+        "--replay-kernel-substitution=aten::add.Tensor=slow.py:slow",
+        tool="benchmark",
+        timeout_s=60,
+    )
+    assert (code, other) == (0, 0), text + silent
+    document = json.loads((copy / "result.json").read_text())
+    assert json.loads(text[text.index("{") : text.rindex("}") + 1]) == document and "{" not in silent
+    assert [row["name"] for row in document["benchmarks"]] == ["BM_replay/rank:0", "BM_replay/rank:1"]
+    ranks = document["ranks"]
+    assert [row["iterations"] for row in document["benchmarks"]] == [ranks["replays"]] * 2
+    fast, slow = ranks["by_rank"]
+    assert slow["waited_for_ns"] > fast["waited_for_ns"] and fast["blocked_ns"] > 30e6
+    calls = Counter({(each["operator"], each["bytes"]): each["calls"] for each in ranks["collectives"]})
+    assert calls["c10d::allreduce_", 1 << 16] == 1 and calls["c10d::send", 32] + calls["c10d::recv_", 32] == 2
+    with open_capture(copy / "out/rank0.opreplay") as reader:
+        launches = sum(
+            kernel is not None and kernel.name == LAUNCH
+            for record in reader.records()
+            for kernel in [reader.kernels[record.signature.kernel]]
+        )
+    assert calls.total() >= launches
+
+
+def test_what_ranks_say_of_their_times_is_put_together() -> None:
+    def said(number: int, time_ns: float, operator: str = "c10d::allreduce_", **more: Any) -> dict[str, Any]:
+        about = {"operator": operator, "ranks": [0, 1], "instance": 0, "number": number, "peer": None, "tag": 0}
+        return about | {"bytes": 1000, "time_ns": time_ns} | more
+
+    first = [said(0, 500.0), said(1, 100.0), said(0, 50.0, "c10d::send", peer=1)]
+    second = [said(0, 200.0), said(1, 900.0), said(0, 40.0, "c10d::recv_", peer=0)]
+    heard = [
+        {"real_ns": [1000.0, 1100.0, 1200.0], "blocked_ns": [650, 650, 650], "collectives": first},
+        {"real_ns": [1300.0, 1000.0, 1500.0], "blocked_ns": [1140, 1140, 1140], "collectives": second},
+    ]
+    found = combined(heard)
+    assert (found["slowest_ns"], found["skew_ns"]) == (1300, 300)
+    assert [row["slowest_of_replays"] for row in found["by_rank"]] == [1, 2]
+    assert [row["waited_for_ns"] for row in found["by_rank"]] == [800, 300 + 10]
+    assert found["by_rank"][0]["waited_for_at"] == "c10d::allreduce_, collective 1"
+    reduced, sent = found["collectives"]
+    # Of both all-reduces the rank that came last saw the time of the transfer alone; two ranks move each byte once.
+    assert (reduced["calls"], reduced["total_ns"], reduced["median_ns"]) == (2, 300, 150)
+    assert reduced["bus_bytes_per_second"] == pytest.approx(1000 / 150e-9)
+    assert (sent["calls"], sent["median_ns"]) == (1, 40)
+    assert bus_factor("_c10d_functional::all_reduce", 4) == 1.5 and bus_factor("c10d::broadcast_", 4) == 1
+    assert bus_factor("c10d::_reduce_scatter_base_", 4) == bus_factor("c10d::alltoall_", 4) == 0.75
+    unknown = combined([each | {"collectives": None, "blocked_ns": None} for each in heard])
+    assert unknown["by_rank"][0]["blocked_ns"] is None and "does not block" in unknown["collectives_reason"]
+    assert "not measured" in lines(unknown)[-1] and not any("blocked in" in line for line in lines(unknown))
+
+
+@pytest.mark.parametrize(("flags", "said"), [(["--per-op"], "--per-op does not go"), ([], "=N opreplay-benchmark")])
+def test_a_folder_is_measured_under_torchrun_and_as_a_whole(job: Path, flags: list[str], said: str) -> None:
+    command = [launching.BIN / "opreplay-benchmark", *flags, "out/"]
+    done = subprocess.run(command, cwd=job, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and said in done.stderr
 
 
 def event(operator: str, work: int, number: int = 0, peer: int = -1, ranks: str = "0,1", run: str = "a") -> Any:

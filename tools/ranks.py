@@ -1,0 +1,61 @@
+"""Tools that work on the folder of all ranks, one process each: what torchrun starts."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from replayfmt.errors import OpReplayError, ReplayRefused
+
+from .command import report, say
+
+if TYPE_CHECKING:
+    from replayfmt.replay.ranks import Together
+
+Ranks = TypeVar("Ranks", bound="Together")
+
+
+def collective_timeout_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --collective-timeout."""
+    return click.option(
+        "--collective-timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        default=300,
+        show_default=True,
+        metavar="SECONDS",
+        help="For the folder of all ranks: how long to wait for other ranks.",
+    )(function)
+
+
+def on_all_ranks(meet: Callable[[], Ranks], work: Callable[[Ranks], int]) -> int:
+    """Do this rank's part while the other ranks do theirs. Rank 0 prints, and so does whoever fails. Returns the exit
+    code of all."""
+    from replayfmt.pytorch.collectives import played_by
+
+    try:
+        ranks = meet()
+    except ReplayRefused:
+        if int(os.environ["RANK"]):
+            return ReplayRefused.exit_code  # rank 0 prints the findings of all
+        raise
+    printed = io.StringIO()
+    with nullcontext() if ranks.rank == 0 else redirect_stdout(printed):
+        try:
+            with played_by(ranks):
+                code = work(ranks)
+                ranks.finish()
+        except OpReplayError as error:
+            report(error)
+            code = error.exit_code
+    if code and printed.getvalue():
+        sys.stderr.write(printed.getvalue())
+    together = ranks.end(code)
+    if together and not code and ranks.rank == 0:
+        say("failed: another rank did not match, was refused or failed")
+    return together
