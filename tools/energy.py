@@ -350,14 +350,15 @@ def cli(
 ) -> int:
     """Integrate a power log over the windows of a measurement.
 
-    POWER is the log (CSV), WINDOWS the file that opreplay-benchmark --energy-windows wrote. Prints joules and watts of
+    POWER is the log (CSV), WINDOWS the file that opreplay-benchmark --energy-windows wrote, or one of
+    full_model_timing.json and isolated_kernels_timing.json with the other beside it. Prints joules and watts of
     idle, the whole model and each kernel, and what the kernels add up to. Needs neither PyTorch's devices nor the
     capture.
 
     Exits with 0 if it integrated, 1 if the output cannot be written, 2 for files that are not what they should be or
     do not belong together, 3 if the capture is missing, unreadable or not valid.
     """
-    from datetime import timedelta, timezone
+    from datetime import UTC, timedelta, timezone
 
     from replayfmt.benchmark.energy.energy_report import make_energy_report
     from replayfmt.benchmark.energy.power_log import read_power_log, zone_named
@@ -365,12 +366,14 @@ def cli(
     from replayfmt.benchmark.result_files import output_file, refuse_input, require_same_capture
     from replayfmt.format.reader import open_capture
 
-    measured = read_windows(windows)
+    measured = read_windows(windows, zone_named(zone) if zone else UTC)
     if capture is not None:
         with open_capture(capture) as reader:
             require_same_capture(windows, measured.context.get("capture_session"), reader)
     own = timezone(timedelta(seconds=measured.utc_offset_s))
-    text = zone or f"{own}, that of the machine that was measured"
+    text = zone or f"{own}, that of the " + (
+        "timings" if "timings" in measured.context else "machine that was measured"
+    )
     offset = None if clock_offset == "auto" else _seconds(clock_offset)
     # Local times on both sides of a change to daylight saving time need the zone's name.
     known = None if measured.context.get("utc_offset_changed") else own

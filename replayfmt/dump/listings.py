@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from replayfmt.errors import UsageError
-from replayfmt.format.attachments import device_kernel_rows
+from replayfmt.format.attachments import device_kernel_rows, kernel_tier
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_text import SignatureGroup, SignatureIndex
 from replayfmt.format.validation import printable
@@ -97,19 +97,6 @@ _COLLECTIVE = (
 _SHOWN_NAME = 100
 
 
-# Parts of the names that vendors' libraries give their kernels, in lower case.
-_COPIES = ("memcpy", "memset", "memmove", "copybuffer", "fillbuffer")
-_PRODUCTS = ("gemm", "gemv", "splitkreduce", "xmma", "nvjet", "cijk_", "maxwell_s", "volta_", "turing_", "ampere_")
-
-
-def tier_of(name: str) -> str:
-    """What a device kernel is, from its name: `copy` (and fill), `gemm` (a matrix product of a library), or `other`."""
-    lower = name.lower()
-    if any(part in lower for part in _COPIES):
-        return "copy"
-    return "gemm" if any(part in lower for part in _PRODUCTS) else "other"
-
-
 def device_kernels(reader: CaptureReader) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The streams, then the kernels, those with the most time first, as rows of docs/rows.md. Raises UsageError if the
     capture has no such table."""
@@ -125,7 +112,7 @@ def device_kernels(reader: CaptureReader) -> tuple[list[dict[str, Any]], list[di
         {"kind": "device_kernel"}
         | {name: row.get(name) for name in _COLUMNS}
         | {"communication_stream": communicates[row["device"], row["stream"]]}
-        | {"occupancy_percent": _occupancy(row), "tier": tier_of(row["name"])}
+        | {"occupancy_percent": _occupancy(row), "tier": kernel_tier(row["name"])}
         | {"collective": None if row["collective"] is None else {n: row["collective"].get(n) for n in _COLLECTIVE}}
         for row in found
     ]
@@ -168,10 +155,12 @@ def device_kernel_csv(reader: CaptureReader) -> Iterator[str]:
     """The kernels as CSV (RFC 4180 with newlines), in chunks; what is unknown is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_COLUMNS, *(f"collective_{name}" for name in _COLLECTIVE)])
+    writer.writerow([*_COLUMNS, "tier", *(f"collective_{name}" for name in _COLLECTIVE)])
     for row in device_kernels(reader)[1]:
         collective = row["collective"] or {}
-        writer.writerow([_cell(row[name]) for name in _COLUMNS] + [_cell(collective.get(n)) for n in _COLLECTIVE])
+        writer.writerow(
+            [_cell(row[name]) for name in (*_COLUMNS, "tier")] + [_cell(collective.get(n)) for n in _COLLECTIVE]
+        )
         if text.tell() > 1 << 20:
             yield text.getvalue()
             text.seek(0)

@@ -113,6 +113,19 @@ _TEXTS = ("device", "direction", "collective_by")
 _MEMBERS = {"name", "category", "collective", "count", "untimed", *_COUNTS, *_FIGURES, *_LISTS, *_TEXTS}
 
 
+# Parts of the names that vendors' libraries give their kernels, in lower case.
+_COPIES = ("memcpy", "memset", "memmove", "copybuffer", "fillbuffer")
+_PRODUCTS = ("gemm", "gemv", "splitkreduce", "xmma", "nvjet", "cijk_", "maxwell_s", "volta_", "turing_", "ampere_")
+
+
+def kernel_tier(name: str) -> str:
+    """What a device kernel is, from its name: `copy` (and fill), `gemm` (a matrix product of a library), or `other`."""
+    lower = name.lower()
+    if any(part in lower for part in _COPIES):
+        return "copy"
+    return "gemm" if any(part in lower for part in _PRODUCTS) else "other"
+
+
 def device_kernel_rows(reader: CaptureReader) -> list[dict[str, Any]] | None:
     """The rows, each with every member that FORMAT.md names, null where unknown; None if the capture has no table.
 

@@ -80,7 +80,7 @@ _FOREIGN = (
     ),
     (
         rb"\s*\{\s*\"end_timestamp\": [^\n]{1,80}\n?\s*\"(?:kernels|energy_joules|full_model_inference_ms)\"",
-        "a table of measured times (without PyTorch operators)",
+        "a table of measured times without PyTorch operators (opreplay-energy integrates power logs over such)",
     ),
     (rb'"?[\w-]+"?,[^\n]{0,400}"?Kernel_?Name"?', "rocprof's table of kernels (without PyTorch operators)"),
     (

@@ -172,6 +172,68 @@ def test_fewer_samples_count_where_that_is_asked_for_and_the_report_is_marked():
     jsonschema.validate(content, SCHEMA)
 
 
+def _timing_files(folder, **changes):
+    """As kernel_benchmark of the energy system that we follow writes them: 30 W for the whole, 60 W for each kernel."""
+
+    def moment(seconds):
+        return f"2026-02-06 18:32:{seconds:06.3f}"
+
+    def kernel(name, count, start, end, runs, tier):
+        times = {"start_timestamp": start and moment(start), "end_timestamp": end and moment(end)}
+        return {"name": name, "invocation_count": count, "benchmark_runs": runs, "tier": tier, **times}
+
+    whole = {"start_timestamp": moment(1), "end_timestamp": moment(3), "num_runs": 100}
+    kernels = [
+        kernel("maxwell_sgemm_fp16_128x32_tn", 48, 4, 5, 6000, 2),
+        kernel("Memcpy DtoD (Device -> Device)", 7, 5.1, 5.2, 600, 1),
+        kernel("void at::native::elementwise", 2, "", "", 10, 3),
+    ]
+    whole |= {"full_model_inference_us": 20000.0} | changes
+    (folder / "full_model_timing.json").write_text(json.dumps(whole, indent=2))
+    (folder / "isolated_kernels_timing.json").write_text(json.dumps({"kernels": kernels}))
+    power = "".join(f"{moment(t / 40)},0,{30 if t < 140 else 60}\n" for t in range(300))
+    (folder / "power.csv").write_text("timestamp,gpu,power_w\n" + power)
+
+
+@pytest.mark.parametrize("which", ["full_model_timing.json", "isolated_kernels_timing.json"])
+@pytest.mark.parametrize("zone", [[], ["--zone=Asia/Tokyo"]], ids=["", "zone"])
+def test_timings_of_the_whole_and_of_isolated_kernels_are_windows_whose_classes_are_tiers(tools, tmp_path, which, zone):
+    _timing_files(tmp_path)
+    out = tmp_path / "report.json"
+    ran = tools("energy", *zone, "--min-samples=0", tmp_path / which, tmp_path / "power.csv", "-o", out)
+    assert ran.code == 0, ran.err
+    content = json.loads(out.read_text())
+    jsonschema.validate(content, SCHEMA)
+    assert content["comparison"]["whole_joules_per_run"] == pytest.approx(30 * 2 / 100)
+    assert content["comparison"]["predicted_joules_per_run"] == pytest.approx(48 * 60 / 6000 + 7 * 6 / 600)
+    assert {name: part["calls"] for name, part in content["by_class"].items()} == {"gemm": 48, "copy": 7}
+    assert any("--min-samples=0" in warning for warning in content["warnings"]), "a window of 0.1 s has 4 samples"
+    (left,) = [each for each in content["kernels"] if each["joules_per_run"] is None]
+    assert left["count"] == 2 and left["reason"] == "its timing has no times"
+    strict = tools("energy", tmp_path / which, tmp_path / "power.csv")
+    assert "1 of 3 distinct kernels measured" in strict.out and "10 are needed" in strict.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_runs": "many"}, "a window of it is damaged"),
+        ({"num_runs": -1}, "a window of it is damaged"),
+        ({"start_timestamp": "yesterday"}, "is damaged: Invalid isoformat"),
+        ({"start_timestamp": None}, "is damaged"),
+        ({"end_timestamp": "2026-02-06 18:32:00"}, "does not end after it begins"),
+        ({"end_timestamp": "2026-02-06 18:32:04.900"}, "begins 0.900 s before"),
+    ],
+)
+def test_damaged_timings_are_one_line(tools, tmp_path, changes, words):
+    _timing_files(tmp_path, **changes)
+    ran = tools("energy", tmp_path / "isolated_kernels_timing.json", tmp_path / "power.csv")
+    assert ran.code == 2 and words in ran.err and "Traceback" not in ran.err
+    (tmp_path / "full_model_timing.json").unlink()
+    ran = tools("energy", tmp_path / "isolated_kernels_timing.json", tmp_path / "power.csv")
+    assert ran.code == 2 and "full_model_timing.json is not beside it" in ran.err
+
+
 def test_the_report_says_on_the_console_what_is_in_it():
     report = make_energy_report(a_file(distinct_ops=9, selected_ops=4), log_of(every(0.1, 100, levels)), offset_s=0.5)
     text = "\n".join(report.lines())

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from in_process import Tools
 
-from replayfmt.dump.listings import tier_of
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.attachments import DEVICE_KERNELS_ROLE, device_kernel_rows
+from replayfmt.format.attachments import DEVICE_KERNELS_ROLE, device_kernel_rows, kernel_tier
 from replayfmt.format.model import Attachment
 from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import CaptureWriter
@@ -120,7 +119,7 @@ def test_each_distinct_kernel_has_a_row_with_what_the_trace_says_of_it(imported:
     ],
 )
 def test_a_kernel_has_the_tier_of_its_name(name: str, tier: str) -> None:
-    assert tier_of(name) == tier
+    assert kernel_tier(name) == tier
 
 
 def test_an_occupancy_that_the_profiler_failed_to_estimate_is_null_and_a_small_one_is_not(
@@ -185,6 +184,7 @@ def test_csv_has_the_same_rows_and_quotes_names(imported: Import, tools: Tools) 
     found = list(csv.DictReader(io.StringIO(out)))
     assert [each["name"] for each in found] == [row["name"] for row in rows]
     assert found[0]["grid"] == "4x1x1" and found[0]["bytes"] == "" and found[1]["communication_stream"] == "true"
+    assert [row["tier"] for row in found] == [kernel_tier(row["name"]) for row in found]
     assert found[1]["collective_name"] == "allreduce" and found[1]["collective_out_elements"] == ""
     assert sum(int(each["count"]) for each in found) == 6
 

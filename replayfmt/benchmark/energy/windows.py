@@ -14,11 +14,13 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 
 from replayfmt.errors import UsageError
+from replayfmt.format.attachments import kernel_tier
 from replayfmt.format.validation import require_regular_file
 
 from ..machine import are_gpu_rows
@@ -28,6 +30,7 @@ FORMAT = "opreplay-energy-windows"
 VERSION = 1
 Role = Literal["idle", "whole", "scope", "op", "restore", "program"]
 _MOST_DRIFT_NS = 50_000_000
+_HEAD = 4096
 _DAY_S = 24 * 60 * 60
 _MOST = 2**63 - 1
 
@@ -89,15 +92,16 @@ class WindowsFile:
         return "".join(f"{line}\n" for line in self.lines())
 
 
-def read_windows(path: str | os.PathLike[str]) -> WindowsFile:
-    """Read a file of windows. Raises UsageError for one that is damaged, cut off, or something else, and for windows
-    during which the clock was set."""
+def read_windows(path: str | os.PathLike[str], zone: tzinfo = UTC) -> WindowsFile:
+    """Read a file of windows, or timings of the energy system that we follow, whose times are in `zone`. Raises
+    UsageError for one that is damaged, cut off, or something else, and for windows during which the clock was set."""
+    text = _text_of(path)
     try:
-        require_regular_file(path)
-        with open(path, encoding="utf-8") as file:
-            rows = [json.loads(line, parse_constant=_no_number) for line in file if line.strip()]
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+        if FORMAT not in text[:_HEAD]:
+            timings = json.loads(text, parse_constant=_no_number)
+            if isinstance(timings, dict) and ("kernels" in timings or "full_model_inference_us" in timings):
+                return _timings(str(path), timings, zone)
+        rows = [json.loads(line, parse_constant=_no_number) for line in text.splitlines() if line.strip()]
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: is not a file of windows: not every line of it is JSON") from error
     if not rows or not all(isinstance(row, dict) for row in rows) or rows[0].get("format") != FORMAT:
@@ -118,6 +122,58 @@ def read_windows(path: str | os.PathLike[str]) -> WindowsFile:
     windows = [_window(row, str(path)) for row in body[:-1]]
     _require_forward(windows, str(path))
     return WindowsFile(context, offset_s, windows, not_run)
+
+
+def _text_of(path: str | os.PathLike[str]) -> str:
+    try:
+        require_regular_file(path)
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: is not a file of windows: it is not text") from error
+
+
+_WHOLE, _ISOLATED = "full_model_timing.json", "isolated_kernels_timing.json"
+
+
+def _timings(path: str, given: dict[str, Any], zone: tzinfo) -> WindowsFile:
+    """The timings that kernel_benchmark of piep_kernel_execution_graph writes: one file for the whole model, and one
+    for its kernels, of which the other is taken from beside the given one. The classes of kernels are its tiers."""
+    name = _WHOLE if "kernels" in given else _ISOLATED
+    other = os.path.join(os.path.dirname(path), name)
+    if not os.path.exists(other):
+        raise UsageError(f"{path}: {name} is not beside it: both were written by one measurement")
+    try:
+        beside = json.loads(_text_of(other), parse_constant=_no_number)
+        whole, isolated = (beside, given) if "kernels" in given else (given, beside)
+        windows = [_timed("whole", "whole model", whole, whole["num_runs"], zone)]
+        not_run = []
+        for each in isolated["kernels"]:
+            if each["start_timestamp"] and each["end_timestamp"]:
+                windows.append(_timed("op", each["name"], each, each["benchmark_runs"], zone))
+            else:
+                count = {"role": "op", "name": each["name"], "count": each["invocation_count"]}
+                not_run.append(count | {"reason": "its timing has no times"})
+        rows = [_window(asdict(window), path) for window in windows]
+        if not all(isinstance(each["name"], str) and _is_count(each["count"]) for each in not_run):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(f"{path}: it or {name} is damaged: {error or 'a kernel without a name or a count'}") from error
+    _require_forward(rows, path)
+    return WindowsFile({"timings": [os.path.basename(path), name]}, 0, rows, not_run)
+
+
+def _timed(role: Role, name: str, timing: dict[str, Any], runs: int, zone: tzinfo) -> EnergyWindow:
+    def at(key: str) -> int:
+        moment = datetime.fromisoformat(timing[key])
+        moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=zone)
+        return (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000
+
+    start, end = at("start_timestamp"), at("end_timestamp")
+    tier = kernel_tier(name) if role == "op" else ""
+    return EnergyWindow(role, name, runs, start, end, start, end, timing.get("invocation_count", 1), name, tier)
 
 
 def _no_number(name: str) -> NoReturn:
