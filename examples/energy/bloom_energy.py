@@ -1,11 +1,13 @@
 """The energy of a BLOOM-560m's generation, as a whole and kernel by kernel: from the capture to a report with pictures.
 
-    python examples/energy/bloom_energy.py DIRECTORY [--small] [--tokens N] [--recorded] [-- FLAGS]
+    python examples/energy/bloom_energy.py DIRECTORY [--small] [--tokens N] [--model FILE] [--recorded] [-- FLAGS]
 
 Runs the tools that a person would, and prints each command: it captures `bloom_generate.py`, measures the capture with
 `opreplay-benchmark --energy` (FLAGS are for it: `--op-limit=20`), makes a page with `opreplay-report`, and pictures
-with matplotlib. With --recorded, and where PyTorch finds no GPU, no power is measured: it runs the windows, makes a log
-of power up, and integrates that with `opreplay-energy`. The figures are then those of the log, and of no device.
+with matplotlib. With --model, the work is one inference of a model file, TorchScript (FILE.pt) or an exported program
+(FILE.pt2), which is exported first if it is not there. With --recorded, and where PyTorch finds no GPU, no power is
+measured: it runs the windows, makes a log of power up, and integrates that with `opreplay-energy`. The figures are then
+those of the log, and of no device.
 """
 
 import argparse
@@ -102,6 +104,7 @@ def main() -> None:
     parser.add_argument("directory", metavar="DIRECTORY", type=Path)
     parser.add_argument("--small", action="store_true", help="a toy of the same kind")
     parser.add_argument("--tokens", type=int, default=8, metavar="N")
+    parser.add_argument("--model", type=Path, metavar="FILE", help="TorchScript (.pt) or an exported program (.pt2)")
     parser.add_argument("--recorded", action="store_true", help="make the power log up, even if there is a GPU")
     asked = parser.parse_args(own)
 
@@ -110,6 +113,7 @@ def main() -> None:
     capture, windows, power = folder / "bloom.opreplay", folder / "windows.jsonl", folder / "power.csv"
     energy, page = folder / "gpu_energy_report.json", folder / "report.html"
     program = [HERE / "bloom_generate.py", f"--tokens={asked.tokens}", *(["--small"] if asked.small else [])]
+    program += [f"--model={asked.model}"] if asked.model else []
     run("capture", "--force", "--start-scope=generate", "--stop-scope=generate", "-o", capture, *program)
     made_up = asked.recorded or not torch.cuda.is_available()
     if made_up:
@@ -124,7 +128,8 @@ def main() -> None:
     run("report", "--force", f"--energy={energy}", capture, "-o", page)
     report = json.loads(energy.read_text())
     about = "made-up power log, of no device" if made_up else report["power_log"]["source"]
-    pictures = draw(report, folder, f"BLOOM, {asked.tokens} tokens: {about}")
+    what = asked.model.name if asked.model else "BLOOM"
+    pictures = draw(report, folder, f"{what}, {asked.tokens} tokens: {about}")
     comparison = report["comparison"]
     if comparison["ratio"] is None:
         print(f"not compared: {comparison['reason']}")

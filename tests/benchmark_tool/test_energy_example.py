@@ -13,13 +13,29 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
-def test_the_example_goes_from_a_capture_to_a_report_with_pictures(tools, tmp_path, monkeypatch, capsys):
-    script = ROOT / "examples/energy/bloom_energy.py"
-    spec = importlib.util.spec_from_file_location("bloom_energy", script)
+def _example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/energy/{name}.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["bloom.pt", "bloom.pt2"])
+def test_an_exported_file_computes_what_the_model_does(name, tmp_path):
+    example = _example("bloom_generate")
+    model, ids = example.Logits(example.bloom(True, "cpu")).eval(), torch.tensor([[4, 5, 6]])
+    example.export(model, ids, tmp_path / name)
+    with torch.no_grad():
+        assert torch.equal(example.load(tmp_path / name, "cpu")(ids), model(ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["", "bloom.pt", pytest.param("bloom.pt2", marks=pytest.mark.sweep)])
+def test_the_example_goes_from_a_model_to_a_report_with_pictures(model, tools, tmp_path, monkeypatch, capsys):
+    script, example = ROOT / "examples/energy/bloom_energy.py", _example("bloom_energy")
     as_a_process, ran = example.run, []
 
     def run(tool, *arguments):
@@ -32,7 +48,10 @@ def test_the_example_goes_from_a_capture_to_a_report_with_pictures(tools, tmp_pa
 
     monkeypatch.setattr(example, "run", run)
     flags = ["--power-interval=0.001", "--power-averaging=0.01", "--op-filter=aten::addmm"]
-    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), "--small", "--tokens=2", "--recorded", "--", *flags])
+    file = [f"--model={tmp_path / model}"] if model else []
+    monkeypatch.setattr(
+        sys, "argv", [str(script), str(tmp_path), "--small", "--tokens=2", "--recorded", *file, "--", *flags]
+    )
     example.main()
     assert ran == ["capture", "benchmark", "energy", "report"]
     report = json.loads((tmp_path / "gpu_energy_report.json").read_text())
@@ -42,6 +61,7 @@ def test_the_example_goes_from_a_capture_to_a_report_with_pictures(tools, tmp_pa
     assert [each["name"] for each in report["scopes"]] == ["generate"]
     assert set(report["by_class"]) == {"matrix product or convolution"}
     assert "of a made-up power log" in capsys.readouterr().out
+    assert not model or (tmp_path / model).stat().st_size > 100_000, "the model was exported to the file that is named"
     assert (tmp_path / "energy.svg").read_text().count("<svg") == 1
     assert (tmp_path / "energy.png").read_bytes().startswith(b"\x89PNG")
     assert "aten::addmm" in (tmp_path / "report.html").read_text(encoding="utf-8")
