@@ -52,6 +52,13 @@ def compiled():
     torch._dynamo.reset()
 
 
+def compiled_ahead(function, x):
+    compiled = torch.compile(function, fullgraph=True)
+    if not hasattr(compiled, "aot_compile"):
+        pytest.skip("this PyTorch compiles functions ahead of time only if its config says so")
+    return compiled.aot_compile(((x,), {}))
+
+
 @pytest.mark.slow
 def test_eager_is_not_advised_for_what_was_compiled_ahead_of_time(recorder):
     def function(x):
@@ -59,7 +66,7 @@ def test_eager_is_not_advised_for_what_was_compiled_ahead_of_time(recorder):
 
     x = torch.randn(4)
     with recorder.paused():
-        ahead = torch.compile(function, fullgraph=True).aot_compile(((x,), {}))
+        ahead = compiled_ahead(function, x)
     recorder.log.clear()
     for stance in ("default", "force_eager"):
         with torch.compiler.set_stance(stance):
@@ -77,7 +84,7 @@ def test_a_backward_pass_is_not_told_that_eager_helps_where_its_forward_was_comp
 
     x = torch.randn(4, requires_grad=True)
     with recorder.paused():
-        ahead = torch.compile(function, fullgraph=True).aot_compile(((x,), {}))
+        ahead = compiled_ahead(function, x)
     recorder.log.clear()
     ahead(x).backward()
     compiled[1](torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.zeros(3)).backward()

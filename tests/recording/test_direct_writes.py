@@ -30,6 +30,11 @@ def _raising(x: torch.Tensor) -> None:
         x.apply_(lambda _value: next(values))
 
 
+swaps = pytest.mark.skipif(
+    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="this PyTorch swaps no storages"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "write",
@@ -39,7 +44,9 @@ def _raising(x: torch.Tensor) -> None:
         lambda x: x.detach().map_(torch.full((4,), 3.0), lambda a, b: a + b),
         lambda x: x.map2_(torch.full((4,), 3.0), torch.full((4,), 2.0), lambda a, b, c: a + b * c),
         lambda x: x.untyped_storage().byteswap(torch.float32),
-        lambda x: x.untyped_storage()._swap_data_ptr_(torch.full((4,), 9.0).untyped_storage()),
+        pytest.param(
+            lambda x: x.untyped_storage()._swap_data_ptr_(torch.full((4,), 9.0).untyped_storage()), marks=swaps
+        ),
         _file,
         _raising,
     ],
@@ -65,7 +72,7 @@ def test_a_write_without_an_operator_is_an_import(
         captured.replays()
 
 
-@pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="this PyTorch swaps no storages")
+@swaps
 def test_both_storages_of_a_swap_enter_again(capture: Capture) -> None:
     def program() -> Any:
         x, y = torch.ones(4) * 2, torch.ones(4) * 3
