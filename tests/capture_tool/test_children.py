@@ -32,7 +32,8 @@ def in_child(queue):
 
 def sleeping(queue):
     queue.put("ready")
-    time.sleep(600)
+    while True:
+        time.sleep(0.05)
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # PyTorch warns of more workers than processors, where there is only one

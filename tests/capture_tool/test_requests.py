@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -37,7 +38,7 @@ def work(number):
 pool.submit(work, 0).result()
 replayfmt.request_capture("{number}.opreplay", digests="ops", %s)
 print("ready", flush=True)
-for line in iter(sys.stdin.readline, ""):
+for line in filter(str.strip, iter(sys.stdin.readline, "")):
     print(pool.submit(work, int(line)).result(), flush=True)
 """
 
@@ -64,6 +65,15 @@ class Server:
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
         assert float(self.process.stdout.readline()) == 6.0 * number
+
+    def signal(self, number: int) -> None:
+        """Python looks for signals before it reads; one that comes in between is seen once there was something to
+        read."""
+        assert self.process.stdin is not None
+        self.process.send_signal(number)
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
 
     def says(self, text: str) -> None:
         """Wait for a line on stderr, where others may write, too."""
@@ -103,23 +113,23 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
 def test_a_signal_starts_a_capture_and_another_one_ends_it(server: Server) -> None:
     server.ask(1)
     for number, asked in enumerate(([2, 3], [5])):
-        server.process.send_signal(signal.SIGUSR1)
+        server.signal(signal.SIGUSR1)
         server.says(f"capture to {number}.opreplay begins")
         for each in asked:
             server.ask(each)
-        server.process.send_signal(signal.SIGUSR1)
+        server.signal(signal.SIGUSR1)
         server.says(f"capture to {number}.opreplay is complete")
         server.ask(4)
         assert server.requests(f"{number}.opreplay") == asked
-    server.process.send_signal(signal.SIGUSR1)
+    server.signal(signal.SIGUSR1)
     server.says("capture to 2.opreplay begins")
-    server.process.send_signal(signal.SIGUSR1)
+    server.signal(signal.SIGUSR1)
     server.says(
         "2.opreplay: no op was captured; this process ran no PyTorch operator; the empty file was removed".replace(
             "2.opreplay", str(server.folder / "2.opreplay"), 1
         )
     )
-    server.process.send_signal(signal.SIGUSR1)
+    server.signal(signal.SIGUSR1)
     server.says("capture to 3.opreplay begins")
     server.ask(7)
     assert server.close() == 0
@@ -142,7 +152,7 @@ def test_a_capture_runs_while_the_file_is_there_and_sigterm_completes_it(server:
     (server.folder / "please").touch()
     server.says("capture to 1.opreplay begins")
     server.ask(4)
-    server.process.terminate()
+    server.signal(signal.SIGTERM)
     server.says("capture to 1.opreplay is complete")
     assert server.process.wait(600) == 128 + signal.SIGTERM
     assert server.requests("1.opreplay") == [4]

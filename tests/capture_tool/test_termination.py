@@ -135,7 +135,8 @@ def handler(number, frame):
     sys.exit(5)
 previous = signal.signal(signal.SIGTERM, handler)
 ready()
-time.sleep(600)
+while True:
+    time.sleep(0.05)
 """
     )
     process = started(tmp_path, "-o", "own.opreplay", "own.py")
