@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from replayfmt.probes.counts import LAYOUTS
 from replayfmt.probes.recordings import BLOCK_SCHED, DMAT, LaunchShape, write_recording
 
 SMS, SLOTS = 132, 16
@@ -68,6 +69,23 @@ def write_attention(folder: Path) -> None:
         for number, (name, pages) in enumerate(tensors)
     ]
     (folder / "attention" / "tensor.trace").write_text("\n".join(lines) + "\n")
+
+
+def write_counts(folder: Path) -> None:
+    """A product of matrices in tiles, as threads count it: every fourth block, at the edge, has half of the work."""
+    random = np.random.default_rng(5)
+    turns = np.where(np.arange(256) % 4 == 3, 16, 32)[:, None, None]
+    for kind, (layout, *_neutrinos) in LAYOUTS.items():
+        records = np.zeros((256, 128, 32 if kind == "progress" else 1), layout.dtype)
+        if kind == "progress":
+            clocks = 500 + np.cumsum(300 + random.integers(0, 80, records.shape), axis=2)
+            records["clock"] = np.where(np.arange(32) < turns, clocks, 0)
+        elif kind == "gmem_bytes":
+            records["sync_bytes"], records["async_bytes"] = 64, 32 * turns
+        else:
+            records["count"] = 8 * turns
+        (folder / "counts").mkdir(parents=True, exist_ok=True)
+        write_recording(folder / "counts" / f"{kind}.bin", LaunchShape((16, 16, 1), (128, 1, 1)), [records], force=True)
 
 
 KERNELS = ("fill_kernel", "softmax_kernel", "matmul_kernel", "attention_kernel")
@@ -131,6 +149,7 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "recordings")
     write_fill(folder)
     write_attention(folder)
+    write_counts(folder)
     write_costs(folder)
     (folder / "latency.csv").write_text(LATENCY)
     print(f"{folder}: {sum(path.is_file() for path in folder.rglob('*'))} files")

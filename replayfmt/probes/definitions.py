@@ -40,6 +40,7 @@ import numpy as np
 
 from replayfmt.errors import CaptureNotFound, UsageError
 
+from .neutrino import as_own, is_neutrinos
 from .recordings import Level, RecordLayout
 
 # Where instructions may be put, and what is meant.
@@ -136,7 +137,7 @@ def parse_probe(text: str, path: str) -> ProbeDefinition:
         said = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: expected TOML: {error}") from None
-    return _Parser(path).probe(said)
+    return _Parser(path).probe(as_own(said, path, Path(path).stem) if is_neutrinos(said) else said)
 
 
 def probe_row(probe: ProbeDefinition) -> dict[str, Any]:

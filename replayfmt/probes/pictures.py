@@ -18,8 +18,10 @@ import numpy as np
 from replayfmt.errors import LibraryMissing
 
 from .costs import PARTS, LatencyResult, MemoryResult, OverheadResult
+from .counts import CountsResult
 from .dmat import OTHER, UNKNOWN, WINDOWS, DmatResult
 from .schedule import ScheduleResult, WarpActivity, WarpsResult
+from .tables import Distribution
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -306,17 +308,30 @@ def _draw_working_set(result: DmatResult, axes: Axes) -> None:
 
 def _draw_distances(result: DmatResult, axes: Axes) -> None:
     axes.set_title("Reuse distance")
-    if not result.distances.count:
-        empty(axes, "no page was accessed\nat two clocks")
-        return
-    values = result.distances.values
-    bins = np.unique(np.linspace(0, int(values[-1]) + 1, min(40, int(values[-1]) + 1) + 1))
-    counts, _ = np.histogram(values, bins, weights=result.distances.counts)
-    axes.stairs(counts, bins, color=BLUE, fill=True, alpha=0.7)
+    _draw_distribution(result.distances, axes, "no page was accessed\nat two clocks")
     axes.set(xlabel="other pages since the last access", ylabel="accesses")
+
+
+def _draw_distribution(found: Distribution, axes: Axes, none: str) -> None:
+    if not found.count:
+        empty(axes, none)
+        return
+    values = found.values
+    bins = np.unique(np.linspace(0, int(values[-1]) + 1, min(40, int(values[-1]) + 1) + 1))
+    counts, _ = np.histogram(values, bins, weights=found.counts)
+    axes.stairs(counts, bins, color=BLUE, fill=True, alpha=0.7)
     axes.locator_params(axis="x", nbins=5, integer=True)
     thousands(axes.xaxis)
     thousands(axes.yaxis)
+
+
+def draw_counts(result: CountsResult, figure: Figure) -> None:
+    """A distribution for each thing that threads counted."""
+    every = figure.subplots(1, len(result.distributions), squeeze=False)[0]
+    for axes, (title, found) in zip(every, result.distributions.items(), strict=True):
+        axes.set_title(title)
+        _draw_distribution(found, axes, "nothing was recorded")
+        axes.set(xlabel=title if "cycles" in title else f"{title} of a thread", ylabel="how many")
 
 
 SCHEDULE_WIDTH_INCHES, SCHEDULE_HEIGHT_INCHES = 10.0, 8.5

@@ -14,6 +14,7 @@ from replayfmt.format.output import check_place
 
 from . import pictures
 from .costs import PredictedLaunch, evaluate_latency, evaluate_memory, evaluate_overhead
+from .counts import LAYOUTS, evaluate_counts
 from .dmat import evaluate_dmat
 from .pictures import pictures_of
 from .recordings import AccessMap, ProbeRecording, ProbeSection, TensorAddresses, TraceFolder, new_file, read_tensors
@@ -74,7 +75,7 @@ def evaluate(
     for flag, value, of in (("--tensors", given.tensors, "dmat"), ("--predict", given.predictions, "memory")):
         if value and kind != of:
             raise UsageError(f"{flag} is an option of report {of}; report {kind} does not use it")
-    if given.section and kind not in ("schedule", "dmat", "warps"):
+    if given.section and kind not in ("schedule", "dmat", "warps", *LAYOUTS):
         raise UsageError(f"--section chooses records of a recording; report {kind} has none")
     if len(files) < (0 if given.predictions else least) or (most is not None and len(files) > most):
         wanted = f"{least}" if least == most else f"at least {least}" if most is None else f"{least} or {most}"
@@ -152,6 +153,14 @@ def _warps(files: list[NamedFile], options: ReportOptions, progress: Progress) -
     )
 
 
+def _counts(kind: str) -> ReportKind:
+    def evaluated(files: list[NamedFile], options: ReportOptions, progress: Progress) -> Evaluated:
+        return evaluate_counts(kind, _section(files[0], options), progress)
+
+    what = f"a recording of {kind}, or the folder of a run with one"
+    return ReportKind(evaluated, pictures.draw_counts, _BARS, (1, 1), what)
+
+
 def _overhead(files: list[NamedFile], _options: ReportOptions, _progress: Progress) -> Evaluated:
     return evaluate_overhead([(file.label, file.path) for file in files])
 
@@ -194,4 +203,5 @@ KINDS: dict[str, ReportKind] = {
         (1, 2),
         "a recording of block_sched, or two to compare, as NAME=PATH",
     ),
+    **{kind: _counts(kind) for kind in LAYOUTS},
 }

@@ -19,6 +19,7 @@ REPORTS = {
     "memory": ["gpt2/decode=costs/dmat", "--predict=fill:32768,1,1:128,1,1:16:warp"],
     "latency": ["latency.csv"],
     "warps": ["alone=exclusive", "beside=shared"],
+    **{kind: [f"counts/{kind}.bin"] for kind in ("gmem_bytes", "tensorop_count", "progress")},
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replayfmt.probes.definitions import parse_probe, shipped_probes
+from replayfmt.probes.definitions import ProbeDefinition, parse_probe, shipped_probes
 from replayfmt.probes.ptx import PtxError, parse_ptx, probed_ptx
 
 from .interpreter import SM, Device, launch
@@ -164,10 +164,10 @@ def texts(case: Case) -> list[str]:
     return [ptx(case.file, each) for each in (80, 90)] if case.file.startswith("triton") else [ptx(case.file)]
 
 
-def recorded(case: Case, text: str, name: str) -> tuple[Any, Any, dict[str, Any]]:
+def recorded(case: Case, text: str, name: str | ProbeDefinition) -> tuple[Any, Any, dict[str, Any]]:
     """What the kernel computes with a probe in it, its records, and what the interpreter counted. A probe that saves
     each time runs twice, first to count."""
-    probe, module = PROBES[name], parse_ptx(text)
+    probe, module = PROBES[name] if isinstance(name, str) else name, parse_ptx(text)
     device, capacity = Device(), 1
     more: list[int] = []
     if probe.each_site:
