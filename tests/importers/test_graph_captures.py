@@ -17,7 +17,7 @@ from replayfmt.importers.kineto.importer import KinetoOptions, import_kineto
 from .conftest import Import, Imported
 from .observed import RELU as RELU_SCHEMA
 from .observed import Traced, Written
-from .traces import ADD, H100, MM, annotation, kernel, launch, op, tensor, trace
+from .traces import ADD, H100, MM, NONE, annotation, kernel, launch, op, tensor, trace
 
 RELU = [tensor("float", 4, 3)]
 EAGER = [op("aten::relu", 10, 20, RELU), launch(1, 12), kernel(1, 50, 5), op("aten::add", 40, 10, ADD)]
@@ -123,14 +123,14 @@ def paired(tmp_path: Path) -> Iterator[Paired]:
     """Imports the execution of graphs with the traces of their captures."""
     readers = []
 
-    def make(execution: list[dict[str, Any]], *captures: list[dict[str, Any]], unique: bool = False) -> Imported:
+    def make(execution: list[dict[str, Any]], *captures: list[dict[str, Any]], **options: Any) -> Imported:
         files = [trace(tmp_path / f"capture {number}.json", events) for number, events in enumerate(captures)]
         out = tmp_path / "out.opreplay"
         report = import_kineto(
             trace(tmp_path / "execution.json", execution),
             out,
             force=True,
-            options=KinetoOptions(unique=unique, graph_captures=files),
+            options=KinetoOptions(graph_captures=files, **options),
         )
         readers.append(open_capture(out))
         records = [readers[-1].record(ordinal) for ordinal in range(readers[-1].record_count)]
@@ -191,6 +191,29 @@ def test_each_graph_launchs_kernels_get_their_operators(paired: Paired) -> None:
     assert inside.annotation["within"] == ["graph launch"] and result.scope(inside) == "step"
     assert [each["name"] for each in inside.annotation["device_kernels"]] == ["gemm"]
     assert {record.thread for record in result.of("op")} == {0}, "a graph launch is no thread of its own"
+
+
+def test_the_attention_of_an_engine_has_as_many_keys_as_the_step_that_launched_it_says(paired: Paired) -> None:
+    """The capture shows the call, with neither its cache nor a batch; the launch is inside of the step."""
+    query, own = tensor("float", 4, 4, 8), tensor("float", 4, 2, 8)
+    attention = op("vllm::unified_attention_with_output", 110, 30, [query, own, own, query, NONE])
+    execution = [
+        annotation("execute_4_context_0(sq0sk0sqsq0sqsk0)_generation_4(sq4sk40sqsq4sqsk40)", 90, 300),
+        *launched(2, 100, "unified_attention"),
+        *launched(3, 600, "unified_attention"),
+    ]
+    capture = [begin(100), attention, node(20, 120, "unified_attention"), end(200)]
+    result = paired(execution, capture, rewrite="portable")
+    keys = [
+        each.argument("key").meta.sizes
+        for each in result.of("op")
+        if result.name(each).startswith("aten::scaled_dot_product_attention")
+    ]
+    assert keys == [(4, 2, 10, 8)], "of the launch in the step; the other one is in none"
+    text = "\n".join(result.report.lines())
+    assert "1.0 us (50.0%) by replacements" in text
+    (left,) = [line for line in text.splitlines() if line.startswith("incomplete    vllm")]
+    assert "1 time, 1.0 us (50.0%) on the device: no_schema" in left and "no annotation says how many keys" in left
 
 
 def test_alike_calls_of_several_launches_are_one_with_their_count(paired: Paired) -> None:

@@ -223,9 +223,7 @@ class ImportReport:
         total = self.device_time.total_ns
         calls, rest = self.device_shares()
 
-        def shown(nanoseconds: int) -> str:
-            return f"{nanoseconds / 1000:.1f} us" + (f" ({nanoseconds / total:.1%})" if total else "")
-
+        shown = self._share
         yield f"device time   {total / 1000:.1f} us in the trace; the calls account for {shown(calls)}"
         rewritten = self._rewritten_ns()
         if rewritten:
@@ -235,6 +233,10 @@ class ImportReport:
             yield f"device rest   {shown(nanoseconds)}: {_REST.get(reason, reason)}"
         if self.device_time.untimed:
             yield f"device rest   {self.device_time.untimed} kernels and copies without a duration, counted nowhere"
+
+    def _share(self, nanoseconds: int) -> str:
+        total = self.device_time.total_ns if self.device_time is not None else 0
+        return f"{nanoseconds / 1000:.1f} us" + (f" ({nanoseconds / total:.1%})" if total else "")
 
     def warnings(self) -> list[str]:
         """What may well be wrong and must be checked: guesses, and options that had no effect."""
@@ -276,6 +278,7 @@ class ImportReport:
     def _grouped(self) -> Iterator[str]:
         assumed: Counter[tuple[str, str]] = Counter()
         missing: Counter[tuple[str, str, str]] = Counter()
+        took: Counter[tuple[str, str, str]] = Counter()
         for entry in self.entries.values():
             for sentence in entry.assumed:
                 if isinstance(sentence, Guess):
@@ -283,10 +286,14 @@ class ImportReport:
                 assumed[entry.op, sentence] += entry.calls
             if entry.status == "incomplete":
                 missing[entry.op, entry.reason, entry.detail] += entry.calls
+                took[entry.op, entry.reason, entry.detail] += entry.device_ns or 0
         for (op, sentence), count in assumed.most_common():
             yield f"assumed       {op}, {counted(count, 'time')}: {sentence}"
-        for (op, reason, detail), count in missing.most_common():
-            yield f"incomplete    {op}, {counted(count, 'time')}: {reason}: {detail}"
+        # Those with the most device time first: what is missing matters as much as that.
+        for (op, reason, detail), count in sorted(missing.most_common(), key=lambda each: -took[each[0]]):
+            time = took[op, reason, detail]
+            on_device = f", {self._share(time)} on the device" if time else ""
+            yield f"incomplete    {op}, {counted(count, 'time')}{on_device}: {reason}: {detail}"
 
 
 def most(counted: Counter[str], shown: int = 6) -> str:
