@@ -6,11 +6,13 @@ What it wrote is replayed in a child process: an op that kills the process is a 
 from __future__ import annotations
 
 import getpass
+import io
 import json
 import os
 import re
 import signal
 import subprocess
+from contextlib import redirect_stdout
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -145,7 +147,10 @@ def check_apart(path: str, flags: ReplayFlags) -> ReplayCheck:
 @replay_options
 @click.argument("capture", metavar="IN", type=click.Path())
 @click.argument("out", metavar="[OUT]", type=click.Path(), required=False)
+@click.pass_context
 def cli(
+    context: click.Context,
+    /,
     capture: str,
     out: str | None,
     ops: str | None,
@@ -162,7 +167,7 @@ def cli(
     force: bool,
     flags: ReplayFlags,
 ) -> None:
-    """Write a part of the capture IN to OUT.
+    """Write a part of the capture IN to OUT. Of the folder of all ranks, the same part of each, to another folder.
 
     OUT replays on its own and produces the same results. The part's inputs are computed by replaying IN up to the
     part's end, and verified. Selections of several kinds keep what all of them select. Without any, everything is kept,
@@ -186,6 +191,11 @@ def cli(
     for flag, given in (("--redact", redact), ("--no-sources", no_sources)):
         if given and out is None:
             raise UsageError(f"{flag} is for captures")
+    if os.path.isdir(capture):
+        if out is None:
+            raise UsageError(f"{capture}: of the folder of all ranks, a part is captures in another folder; name OUT")
+        _trim_ranks(context, capture, out, force)
+        return
     if vectors is not None:
         if payload != "full":
             raise UsageError(f"--payload={payload} is for captures; test vectors are content")
@@ -219,6 +229,35 @@ def cli(
         part = os.path.join(folder, os.path.basename(out))
         trimmed = _trim(capture, part, wanted, force, flags)
         _report(_copy(part, out, less, force, allow_incomplete=False), trimmed)
+
+
+def _trim_ranks(context: click.Context, folder: str, out: str, force: bool) -> None:
+    """The same part of every rank's file, if the parts belong together."""
+    from replayfmt.format.rank_files import MANIFEST, rank_file, world_size, write_manifest
+
+    ranks = range(world_size(folder))
+    made = not os.path.exists(out)
+    os.makedirs(out, exist_ok=True)
+    try:
+        for path in (*(rank_file(out, rank) for rank in ranks), os.path.join(out, MANIFEST)):
+            check_place(path, force)
+        with TemporaryDirectory(prefix=".trim-", dir=out) as parts:
+            for rank in ranks:
+                say(f"rank {rank}")
+                given = {"capture": rank_file(folder, rank), "out": rank_file(parts, rank)}
+                with redirect_stdout(io.StringIO()) as printed:
+                    context.invoke(cli, **(context.params | given))
+                for line in printed.getvalue().replace(parts, out.rstrip("/")).splitlines():
+                    say(line)
+            problems = write_manifest(parts)["problems"]
+            if problems:
+                raise ReplayRefused(f"{out}: was not written: the parts of the ranks do not belong together", problems)
+            for name in os.listdir(parts):
+                os.replace(os.path.join(parts, name), os.path.join(out, name))
+    finally:
+        if made and not os.listdir(out):
+            os.rmdir(out)
+    say(f"{out}: {len(ranks)} ranks")
 
 
 _DEFAULTS = (("verify", "auto"), ("streams", "captured"), ("graphs", "captured"))

@@ -102,7 +102,7 @@ def judge(ranks: list[dict[str, Any]]) -> list[str]:
     named = {run: members for run, members in runs.items() if run}
     if len(named) > 1:
         return ["the files are of several runs: " + "; ".join(f"ranks {_listed(each)}" for each in named.values())]
-    return _sequences(ranks) or _pairs(ranks) or _deadlock(ranks)
+    return _waits(ranks) or _sequences(ranks) or _pairs(ranks) or _deadlock(ranks)
 
 
 def _listed(ranks: list[int]) -> str:
@@ -115,6 +115,19 @@ def _is_paired(event: Event) -> bool:
 
 def group_of(event: Event) -> tuple[tuple[int, ...], int]:
     return tuple(map(int, event["ranks"].split(","))), event["instance"]
+
+
+def _waits(ranks: list[dict[str, Any]]) -> list[str]:
+    """Whether what is waited for is launched in the same file."""
+    found = []
+    for rank, each in enumerate(ranks):
+        launched = {event["work"] for event in each["events"] if "wait" not in event}
+        strays = {event["wait"] for event in each["events"] if "wait" in event} - launched
+        if strays:
+            found.append(
+                f"rank {rank}: waits for collectives that are not launched in its file: {_listed(sorted(strays))}"
+            )
+    return found
 
 
 def _sequences(ranks: list[dict[str, Any]]) -> list[str]:

@@ -92,6 +92,46 @@ def test_a_rank_that_fails_ends_all_of_them(copy: Path) -> None:
     assert "ranks that have ended: 1" in text
 
 
+SCOPES = """
+import replayfmt
+weights, flying = torch.randn(8), None
+for step in range(3):
+    with replayfmt.scope("step"):
+        for _ in range(step + 1 + rank):      # the ranks' ordinals differ
+            weights = weights * 0.5
+        dist.all_reduce(weights)
+        if step == 1:
+            flying = dist.all_reduce(torch.ones(4), async_op=True)
+with replayfmt.scope("late"):
+    flying.wait()
+    out("weights", weights * 2)
+"""
+
+
+@pytest.mark.slow
+def test_the_same_part_of_every_rank_is_trimmed_and_replays_together(tmp_path: Path) -> None:
+    launching.captured(tmp_path, SCOPES)
+    trim = [launching.BIN / "opreplay-trim", "out/", "part/"]
+    late = [*trim, "--scope=late", "--verify=none"]
+    refused = subprocess.run(late, cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 1 and "waits for collectives that are not launched" in refused.stderr
+    assert not (tmp_path / "part").exists()
+    for code in (0, 1):  # the second time the files are there
+        done = subprocess.run([*trim, "--scope=step"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert ("part/rank1.opreplay: " in done.stdout) is not bool(code)
+    assert sorted(each.name for each in (tmp_path / "part").iterdir()) == [
+        "manifest.json",
+        "rank0.opreplay",
+        "rank1.opreplay",
+    ]
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "part").rename(tmp_path / "out")
+    (code, text), (other, silent) = together(tmp_path)
+    assert (code, other) == (0, 0), text + silent
+    assert "verified: bitwise" in text
+
+
 SLOW = """
 import os, time
 import torch
@@ -102,6 +142,7 @@ def slow(a, b, *, alpha=1):
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_are_measured_together_and_the_one_that_others_wait_for_is_named(copy: Path) -> None:
     (copy / "slow.py").write_text(SLOW)
     (code, text), (other, silent) = together(
@@ -189,6 +230,7 @@ def test_sequences_that_would_hang_are_refused() -> None:
     send, receive = event("send", 0, peer=1), event("recv_", 0, peer=0)
     assert judge(job_of([send, wait], [receive, wait])) == []
     assert "0 sends and 1 receives" in judge(job_of([], [receive]))[0]
+    assert "rank 0: waits for collectives that are not launched in its file: 3" in judge(job_of([{"wait": 3}], []))[0]
     one, two = event("allreduce_", 0), event("allreduce_", 1) | {"instance": 1}
     waits = {"wait": 0}, {"wait": 1}
     crossed = job_of([one, waits[0], two, waits[1]], [two, waits[1], one, waits[0]])
