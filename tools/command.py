@@ -45,7 +45,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",
         "--whole", "--compiled", "--collective-results", "--collective-timeout", "--native",
         "--recorder", "--from", "--level", "--rewrite", "--op-alias",
-        "--string-default", "--number-default", "--graph-capture",
+        "--string-default", "--number-default", "--graph-capture", "--inductor-cache",
     ),
     "Devices": ("--device", "--streams", "--graphs", "--threads", "--replay-options"),
     "Verification": (

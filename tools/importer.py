@@ -136,6 +136,12 @@ _LEVELS = ("auto", "leaf", "launching", "root")
     "those launches are assigned to its operators. Repeatable.",
 )
 @click.option(
+    "--inductor-cache",
+    metavar="DIR",
+    help="The Inductor cache of the traced program: Triton kernels whose source there has the hash that the trace "
+    "gives become kernels that a replay launches, with --allow-code.",
+)
+@click.option(
     "--rank",
     metavar="N|all",
     help="TRACE is an archive or a directory with the traces of several ranks: import that of rank N, or all of "
@@ -168,6 +174,7 @@ def cli(
     string_defaults: tuple[str, ...],
     number_defaults: tuple[str, ...],
     graph_captures: tuple[str, ...],
+    inductor_cache: str | None,
     rank: str | None,
     form: str,
     report_file: str | None,
@@ -194,6 +201,7 @@ def cli(
             "steps": steps,
             "scopes": scopes,
             "time": time,
+            "inductor_cache": inductor_cache,
             "rewrite": rewrite,
             "libraries": _libraries(allowed, op_libraries),
             "names": _names(aliases, string_defaults, number_defaults),

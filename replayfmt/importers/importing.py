@@ -44,6 +44,7 @@ from replayfmt.format.validation import (
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
+from .common.inductor_cache import InductorCache
 from .common.json_stream import JsonStream
 from .common.report import ImportReport
 from .common.synthesis import PRODUCER
@@ -398,6 +399,7 @@ class _Options:
     on_record: Callable[[int, int], None] | None
     graph_captures: Sequence[str | PathLike[str]]
     wanted: TraceRange
+    inductor: InductorCache | None
 
 
 def import_trace(
@@ -418,6 +420,7 @@ def import_trace(
     steps: Sequence[int] = (),
     scopes: Sequence[str] = (),
     time: str = "",
+    inductor_cache: str | PathLike[str] | None = None,
 ) -> ImportReport:
     """Make the capture `out` of another tool's trace, and report what in it is exact, inferred or missing.
 
@@ -427,15 +430,18 @@ def import_trace(
     imported, `names` which operators traced names mean, and what replaces strings that the trace dropped.
     `graph_captures` are profiler traces of the captures of the graphs that this one launches: their operators get the
     graphs' kernels. `steps` (of the profiler), `scopes` (annotations by name) and `time` (A:B in milliseconds) select
-    what is imported of a profiler trace. `progress(bytes read, bytes)` and `on_record(records written, records)` report
-    progress. `rank` chooses one of several ranks' traces in an archive or directory, and `{rank}` in `out` is replaced
-    with its number; without it, an archive's first trace is imported.
+    what is imported of a profiler trace. `inductor_cache` is a directory of Inductor's with the sources of the trace's
+    Triton kernels, which then can be replayed. `progress(bytes read, bytes)` and `on_record(records written, records)`
+    report progress. `rank` chooses one of several ranks' traces in an archive or directory, and `{rank}` in `out` is
+    replaced with its number; without it, an archive's first trace is imported.
 
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
     kind does not have and for missing ranks, OutputExists and CaptureFailed if `out` cannot be written.
     """
     wanted = _wanted(steps, scopes, time)
-    options = _options(level, unique, rewrite, libraries, names, progress, on_record, graph_captures, wanted)
+    options = _options(
+        level, unique, rewrite, libraries, names, progress, on_record, graph_captures, wanted, inductor_cache
+    )
     _check_kind(kind)
     path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
     if rank is not None:
@@ -480,6 +486,7 @@ def import_ranks(
     steps: Sequence[int] = (),
     scopes: Sequence[str] = (),
     time: str = "",
+    inductor_cache: str | PathLike[str] | None = None,
 ) -> dict[int, ImportReport]:
     """Make one capture for each rank whose trace is in an archive or a directory, and report on each, by rank.
 
@@ -488,7 +495,7 @@ def import_ranks(
     """
 
     wanted = _wanted(steps, scopes, time)
-    options = _options(level, unique, rewrite, libraries, names, progress, on_record, (), wanted)
+    options = _options(level, unique, rewrite, libraries, names, progress, on_record, (), wanted, inductor_cache)
     _check_kind(kind)
     path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
     if "{rank}" not in out:
@@ -533,6 +540,7 @@ def _options(
     on_record: Callable[[int, int], None] | None,
     graph_captures: Sequence[str | PathLike[str]],
     wanted: TraceRange,
+    inductor_cache: str | PathLike[str] | None,
 ) -> _Options:
     for name, value, allowed in (("level", level, LEVELS), ("rewrite", rewrite, REWRITES)):
         choice_of(name, value, allowed)
@@ -551,6 +559,7 @@ def _options(
         on_record,
         paths_of("graph_captures", graph_captures),
         wanted,
+        None if inductor_cache is None else InductorCache(path_of("inductor_cache", inductor_cache)),
     )
 
 
@@ -601,7 +610,7 @@ def _import(
             path,
             out,
             options=KinetoOptions(
-                options.level, options.unique, options.rewrite, options.graph_captures, options.wanted
+                options.level, options.unique, options.rewrite, options.graph_captures, options.wanted, options.inductor
             ),
             libraries=options.libraries,
             names=options.names,
@@ -628,10 +637,13 @@ def _import(
             force=force,
             progress=options.progress,
             place=place,
+            inductor=options.inductor,
         )
     from .tracelens import import_tracelens
 
-    for flag, value, default in (("level", options.level, "auto"), ("rewrite", options.rewrite, "none")):
+    cache = options.inductor.folder if options.inductor is not None else ""
+    given = (("level", options.level, "auto"), ("rewrite", options.rewrite, "none"), ("inductor-cache", cache, ""))
+    for flag, value, default in given:
         if value != default:
             raise UsageError(
                 f"--{flag}={value} is for traces; {fspath(path)} is TraceLens IR, which lists single calls"

@@ -8,15 +8,18 @@ few thousand records until it writes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from replayfmt.format.codes import (
     ITEM_BYTES,
     DType,
+    KernelKind,
     Layout,
     MemoryFormat,
     OpStatus,
@@ -29,6 +32,7 @@ from replayfmt.format.model import CaptureInfo, Device, Generator, Kernel, Node,
 from replayfmt.format.signature_layout import argument_nodes
 from replayfmt.format.writer import CaptureWriter, Moment, RecordBuilder, RecordSlots
 from replayfmt.pytorch.environment import session_fields
+from replayfmt.pytorch.overloads import printed_schema
 
 from .arguments import DefaultGenerator, DeviceName
 
@@ -222,6 +226,12 @@ class ImportedSession:
     def attachment(self, role: str, name: str, content: bytes) -> None:
         """Keep bytes that belong to no kernel. Raises ValueError for a role that is no identifier."""
         self._writer.attach([(role, name, content)])
+
+    def code_kernel(self, schema: torch.FunctionSchema, attached: Iterable[tuple[str, str, bytes]]) -> Kernel:
+        """A Triton kernel with its attachments."""
+        overload = schema.overload_name or "default"
+        kept = self._writer.attach(attached)
+        return Kernel(schema.name, overload, printed_schema(schema), KernelKind.triton, kept)
 
     def _device_or_refuse(self, name: str | None) -> int:
         if name is None:

@@ -25,6 +25,7 @@ from replayfmt.format.model import Recipe, Statistics
 from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
 
 from ..common.arguments import dtype_of
+from ..common.inductor_cache import InductorCache, NoKernel
 from ..common.synthesis import TracedStorage, contiguous
 from ..common.trace_files import archive_texts
 from .nodes import TracedTensor
@@ -289,9 +290,9 @@ class TracedContent:
     """The resources of one trace: Triton sources by file name, saved tensors by node and number. `problems` are
     sentences about resources that could not be read."""
 
-    def __init__(self, path: str, member: str = "") -> None:
-        """`member` is the trace's file in an archive."""
-        self._path, self._member = path, member
+    def __init__(self, path: str, member: str = "", inductor: InductorCache | None = None) -> None:
+        """`member` is the trace's file in an archive, `inductor` has further sources."""
+        self._path, self._member, self._inductor = path, member, inductor
         self.problems: list[str] = []
 
     @cached_property
@@ -319,10 +320,14 @@ class TracedContent:
         folder = path.with_name(_folder_name(path.name))
         return folder if folder.is_dir() else None
 
-    def source(self, name: str) -> str | None:
-        """A Triton kernel's source, by its file's name."""
+    def source(self, name: str) -> str:
+        """A Triton kernel's source, by its file's name. Raises NoKernel if it is nowhere."""
         data = self._files.get(name)
-        return None if data is None else data.decode(errors="replace")
+        if data is not None:
+            return data.decode(errors="replace")
+        if self._inductor is None:
+            raise NoKernel("it is not beside the trace")
+        return self._inductor.text("", name)
 
     def number(self, operator: str, dtype: DType, storage: TracedStorage) -> FoundContent | None:
         """A value for a Python number, which no trace records: the operator's neutral element, if it has one."""

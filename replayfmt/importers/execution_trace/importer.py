@@ -27,6 +27,7 @@ from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.arguments import RETURNED_STORAGE, DeviceName, TensorSpec, dtype_of, wrapped
+from ..common.inductor_cache import InductorCache, NoKernel
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators
 from ..common.report import ImportReport, ReportEntry, most
@@ -310,7 +311,11 @@ class GraphWriter:
 
     def _triton(self, step: NodeStep, moment: Moment) -> None:
         node = step.node
-        source = self._content.source(node.kernel_file) if node.kernel_file else None
+        try:
+            source = self._content.source(node.kernel_file) if node.kernel_file else None
+            where = "" if source is None else f", source {node.kernel_file}"
+        except NoKernel as problem:
+            source, where = None, f", source {node.kernel_file} not found: {problem}"
         grids = [value for value, kind in zip(node.inputs.values, node.inputs.types, strict=False) if kind == "String"]
         row: dict[str, Any] = {
             "kernel": node.name,
@@ -318,11 +323,6 @@ class GraphWriter:
             "grid": next(iter(grids), None),
             "source": source,
         }
-        where = (
-            f", source {node.kernel_file}"
-            if source is not None
-            else (f", source {node.kernel_file} not found beside the trace" if node.kernel_file else "")
-        )
         self._unsupported(step, moment, "triton_launch", f"the Triton kernel {node.name}{where}", {"triton": row})
 
 
@@ -396,13 +396,14 @@ def import_execution_trace(
     rewrite: str = "none",
     level: str = "deepest",
     place: RankTrace | None = None,
+    inductor: InductorCache | None = None,
 ) -> ImportReport:
     """Make a capture of an execution trace: plain, gzip, or in a tar archive with its resources.
 
     `place` says which file of an archive it is and which rank's, if that was chosen. `rewrite="portable"` replaces
     operators that only the traced device has with operators that every device has. `level="root"` imports the outermost
     operators instead of the deepest ones that cover all of the work. `progress` is called with the bytes done and the
-    total.
+    total. `inductor` has sources of Triton kernels that are not beside the trace.
 
     Raises CaptureNotFound and InvalidCapture for the file, UnsupportedVersion for an unknown schema, OutputExists and
     CaptureFailed for the capture.
@@ -428,7 +429,7 @@ def import_execution_trace(
         **rank_fields(trace.rank, trace.world_size, place),
         policies={"schema": trace.schema, "traced": trace.time, "rewrite": rewrite},
     )
-    content = TracedContent(trace.path, trace.member)
+    content = TracedContent(trace.path, trace.member, inductor)
     with ImportedSession(out, session, force=force) as capture:
         writer = GraphWriter(capture, report, calls, content, Portable() if rewrite in REWRITES else None, trace.groups)
         marks = _Marks(capture)

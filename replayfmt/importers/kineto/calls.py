@@ -18,6 +18,7 @@ import torch
 from replayfmt.format.codes import ITEM_BYTES, DType
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+from replayfmt.pytorch.triton.kernels import KernelCode
 
 from ..common.arguments import (
     HIDDEN_LIST,
@@ -277,6 +278,7 @@ class ResolvedCall:
     reason: str = ""
     detail: str = ""
     signature: str = ""
+    code: KernelCode | None = None  # of a Triton kernel
 
     @property
     def status(self) -> Status:

@@ -25,6 +25,7 @@ from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.operators import operator_named, tells_allocator
 from replayfmt.pytorch.traced_names import TracedNames
 
+from ..common.inductor_cache import InductorCache
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators, collective_layer, only_moves, without_overload
 from ..common.report import ImportReport, most
@@ -120,13 +121,15 @@ _MOST_NAMED = 8
 class KinetoOptions:
     """How to import. `level`: which operators represent the work; `unique`: one record for each different call;
     `rewrite`: `portable` replaces operators that only the traced device has with operators that every device has;
-    `graph_captures`: traces of the captures of the graphs that this one launches; `wanted`: which part of it."""
+    `graph_captures`: traces of the captures of the graphs that this one launches; `wanted`: which part of it;
+    `inductor`: the sources of its Triton kernels."""
 
     level: Level = "auto"
     unique: bool = False
     rewrite: Literal["none", "portable"] = "none"
     graph_captures: Sequence[str | PathLike[str]] = ()
     wanted: TraceRange = TraceRange()
+    inductor: InductorCache | None = None
 
 
 def import_kineto(
@@ -224,6 +227,7 @@ def import_kineto(
         level,
         graphs,
         lambda times: inside_windows(events, annotations, options.wanted, times) if options.wanted else times == times,
+        options.inductor,
     )
     session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options, place))
     with ImportedSession(out, session, force=force) as writing:

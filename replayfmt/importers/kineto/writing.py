@@ -19,12 +19,14 @@ import numpy as np
 from replayfmt.format.attachments import DEVICE_KERNELS_ROLE
 from replayfmt.format.model import Device
 from replayfmt.format.writer import Moment
+from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.traced_names import Iteration, parse_iteration
 
 from ..common.arguments import DefaultGenerator, TensorSpec
-from ..common.operators import REPLACED, is_generated_kernel
+from ..common.inductor_cache import InductorCache, NoKernel, fill_integers
+from ..common.operators import REPLACED, FoundOperator, is_generated_kernel
 from ..common.report import DeviceTime, ImportReport, ReportEntry
-from ..common.results import realize
+from ..common.results import Results, realize
 from ..common.synthesis import ImportedSession, Tensor, TracedStorage, plain_tensor
 from ..rewrites.portable import Portable
 from ..rewrites.rewriting import CannotRewrite, Rewritten, tensors_in
@@ -143,7 +145,8 @@ _SHOWN_KERNELS = 256  # per record; the others are only counted
 @dataclass
 class Trace:
     """What is written: events, their tree and the choice among them. `devices` by the number that events give them,
-    `portable` where operators of one device alone are to be replaced; `selects` says which times are imported."""
+    `portable` where operators of one device alone are to be replaced; `selects` says which times are imported;
+    `inductor` has the sources of Triton kernels, if any are given."""
 
     events: TraceEvents
     tree: CallTree
@@ -156,6 +159,7 @@ class Trace:
     level: Level
     captured: GraphCaptured | None = None
     selects: Callable[[np.ndarray], np.ndarray] = lambda times: times == times
+    inductor: InductorCache | None = None
 
 
 @dataclass
@@ -358,19 +362,7 @@ class _Writing:
         if self.trace.traits[number].role is EventRole.collective:
             call = self._collective(index, kind)
         elif self.trace.traits[number].role is EventRole.wrapper:
-            generated = is_generated_kernel(kind.name)
-            triton = generated or kind.triton is not None
-            call = ResolvedCall(
-                kind.name,
-                None,
-                reason="triton_launch" if triton else "outside_operator",
-                detail="a kernel that torch.compile generated"
-                if generated
-                else "a Triton kernel that torch.compile did not generate: one of the program's or of a library"
-                if triton
-                else "device work without an operator was launched in it",
-                signature=signature_text(read_arguments(kind).arguments) if triton else "",
-            )
+            call = self._outside(kind, placement, work)
         else:
             launched = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
             called = self._called(index) if has_lists(kind) else []
@@ -379,6 +371,40 @@ class _Writing:
                 call = replace(call, assumed=(*call.assumed, "it ran on the host: it launched no device work"))
         self._resolved[number, placement] = call
         return call
+
+    def _outside(self, kind: OpKind, placement: Placement, work: list[int]) -> ResolvedCall:
+        """Device work that no operator launched: a Triton kernel's, if its source is at hand, can be launched again."""
+        generated = is_generated_kernel(kind.name)
+        if not generated and kind.triton is None:
+            detail = "device work without an operator was launched in it"
+            return ResolvedCall(kind.name, None, reason="outside_operator", detail=detail)
+        read = read_arguments(kind)
+        signature = signature_text(read.arguments)
+        detail = (
+            "a kernel that torch.compile generated"
+            if generated
+            else "a Triton kernel that torch.compile did not generate: one of the program's or of a library"
+        )
+        if self.trace.inductor is not None:
+            kinds = [self.events.work_kinds[self.events.work.kind[each]] for each in work]
+            try:
+                if read.missing:
+                    raise NoKernel(read.missing)
+                grid = kinds[0].grid if len(kinds) == 1 else None
+                made = self.trace.inductor.launch(kind.name, kind.triton or {}, read.arguments, grid, placement.device)
+            except NoKernel as problem:
+                detail += f"; not replayable: {problem}"
+            else:
+                return ResolvedCall(
+                    kind.name,
+                    FoundOperator(parse_schema(made.code.schema), "the Inductor cache"),
+                    made.arguments,
+                    Results(()),
+                    (*read.assumed, *made.assumed),
+                    signature=signature,
+                    code=made.code,
+                )
+        return ResolvedCall(kind.name, None, reason="triton_launch", detail=detail, signature=signature)
 
     def _called(self, index: int) -> list[OpKind]:
         """The kinds of a chosen event's callees."""
@@ -459,7 +485,11 @@ class _Writing:
         where = next((tensor.meta.device for tensor in tensors if tensor.meta.sizes), None)
         where = where if where is not None else tensors[0].meta.device if tensors else self._factory_device(call)
         results = realize(call.results, tensors, where)
-        kernel = call.operator.kernel
+        if call.code is None:
+            kernel = call.operator.kernel
+        else:
+            kernel = self.session.code_kernel(call.operator.schema, call.code.attached)
+            fill_integers(tensors, self.session.records)
         portable = self.trace.portable
         rewritten = None if portable is None else portable.rewrite(kernel, arguments, results, step)
         if isinstance(rewritten, str) and call.operator.found == REPLACED:

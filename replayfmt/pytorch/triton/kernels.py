@@ -11,6 +11,7 @@ import hashlib
 import json
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from keyword import iskeyword
@@ -98,13 +99,11 @@ class LaunchForm:
 class FormMaker:
     """Lays out the launches of one kernel."""
 
-    def __init__(self, function: KernelFunction, source: StandaloneSource) -> None:
-        self._function, self._source = function, source
-        self._parameters = tuple(function.signature.parameters)
+    def __init__(self, parameters: Iterable[str], constexprs: Iterable[str], source: StandaloneSource) -> None:
+        self._parameters, self._constexprs, self._source = tuple(parameters), frozenset(constexprs), source
         for name in self._parameters:
             if not _IDENTIFIER.match(name):
                 raise NotRepresentable(f"the name of its parameter {name!a} is none that a schema can have")
-        self._constexprs = {name for name, kind in function.parameter_types.items() if kind == "constexpr"}
 
     def lay_out(self, bound: Values, options: Values, grid: tuple[int, ...]) -> LaunchForm:
         """One launch. Raises NotRepresentable."""
@@ -361,6 +360,7 @@ def _checked(kind: Any) -> str:
 VERSION = 1
 INTERPRETER = "interpreter"
 INDUCTOR = "inductor"  # compiled it, and kept the binary for itself
+TRACED = "traced"  # Inductor compiled it where a trace was made; its source was found later
 _ARITHMETIC = ("enable_fp_fusion", "default_dot_input_precision", "sanitize_overflow", "debug")
 
 
@@ -399,8 +399,6 @@ class KernelCode:
         """The kernel of a launch. `configuration`: what an autotuner chose, "" if none did. `compiled`: what Triton
         compiled for it; without it, `target` says what ran it. `binary`: whether Triton launches its binary for such
         arguments. Raises NotRepresentable."""
-        import triton
-
         identity: dict[str, Any] = {
             "kind": "triton",
             "version": VERSION,
@@ -428,7 +426,7 @@ class KernelCode:
                 (written, stored, read, makes_pointers), found_in = found, "ir"
         if makes_pointers:
             raise NotRepresentable("it turns integers into pointers, so that what it reads and writes is not known")
-        details["triton"] = triton.__version__
+        details["triton"] = "" if target == TRACED else sys.modules["triton"].__version__
         if configuration:
             details["configuration"] = configuration
         tensors = form.tensors

@@ -191,7 +191,8 @@ class KnownKernel(NamedTuple):
     def of(cls, kernel: Any, functions: tuple[Any, ...]) -> KnownKernel:
         """As they are now. Raises NotStandalone, NotRepresentable."""
         function, source = KernelFunction.of(kernel), standalone_source(kernel, functions)
-        return cls((kernel, *functions), function, source, FormMaker(function, source))
+        constexprs = [name for name, kind in function.parameter_types.items() if kind == "constexpr"]
+        return cls((kernel, *functions), function, source, FormMaker(function.signature.parameters, constexprs, source))
 
 
 class KnownKernels:
