@@ -387,6 +387,71 @@ def test_ragged_attention_is_that_of_each_sequence(name: str, counts: tuple[int,
         _close(out[own], _attention(query[own], *own_keys[each], 0.3, left), 1e-5)
 
 
+@pytest.mark.parametrize("name", ["aiter::mha_varlen_fwd", "aiter::fmha_v3_varlen_fwd", "aiter::mha_batch_prefill"])
+def test_aiters_attention_of_packed_queries_is_that_of_each_sequence(name: str) -> None:
+    counts, lengths = (2, 4), (5, 6)
+    query, out = torch.randn(6, 4, 8), torch.zeros(6, 4, 8)
+    keys, values = torch.randn(11, 2, 8), torch.randn(11, 2, 8)
+    ends = torch.tensor([0, 5, 11], dtype=torch.int32)
+    own_keys = [[each[:5], each[5:]] for each in (keys, values)]
+    where: dict[str, Any] = {"cu_seqlens_k": ends, "min_seqlen_q": 2}
+    if "batch" in name:  # pages of one token, in another order
+        order = torch.randperm(11)
+        own_keys = [[each[order[:5]], each[order[5:]]] for each in (keys, values)]
+        where = {"kv_indptr": ends, "kv_page_indices": order.int()}
+    if "v3" in name:
+        where["how_v3_bf16_cvt"] = 1
+    else:
+        where["sink_size"] = 0
+    run(
+        name,
+        q=query,
+        k=keys,
+        v=values,
+        cu_seqlens_q=torch.tensor([0, 2, 6], dtype=torch.int32),
+        max_seqlen_q=max(counts),
+        max_seqlen_k=max(lengths),
+        dropout_p=0.0,
+        softmax_scale=0.3,
+        logits_soft_cap=0.0,
+        zero_tensors=False,
+        is_causal=True,
+        window_size_left=-1,
+        window_size_right=0,
+        return_softmax_lse=False,
+        return_dropout_randval=False,
+        out=out,
+        **where,
+    )
+    for each, own in enumerate((slice(0, 2), slice(2, 6))):
+        _close(out[own], _attention(query[own], own_keys[0][each], own_keys[1][each], 0.3), 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_aiters_decoding_reads_listed_pages_to_the_end_of_each_sequence(layout: str) -> None:
+    query, out = torch.randn(2, 4, 8), torch.zeros(2, 4, 8)
+    keys, values = torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 8)
+    listed = torch.tensor([3, 1, 5, 4, 2], dtype=torch.int32)
+    caches = [each.transpose(1, 2).contiguous() if layout == "HND" else each for each in (keys, values)]
+    run(
+        "aiter::paged_attention_ragged",
+        out=out,
+        workspace_buffer=torch.zeros(8, dtype=torch.uint8),
+        query=query,
+        key_cache=caches[0],
+        value_cache=caches[1],
+        scale=0.3,
+        kv_indptr=torch.tensor([0, 2, 5], dtype=torch.int32),
+        kv_page_indices=listed,
+        kv_last_page_lens=torch.tensor([1, 4], dtype=torch.int32),
+        block_size=4,
+        max_num_partitions=1,
+    )
+    for each, (own, length) in enumerate((([3, 1], 5), ([5, 4, 2], 12))):
+        pages = [cache[own].reshape(-1, 2, 8)[:length] for cache in (keys, values)]
+        _close(out[each : each + 1], _attention(query[each : each + 1], *pages, 0.3), 1e-5)
+
+
 @pytest.mark.parametrize("text", [
     "execute_2_context_0(sq0sk0sqsq0sqsk0)_generation_2(sq2sk14sqsq2sqsk14)",
     "execute_6_context_1(sq5sk9sqsq25sqsk45)_generation_2(sq2sk14sqsq2sqsk14)",

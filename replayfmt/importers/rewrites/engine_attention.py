@@ -176,6 +176,7 @@ def flash(calls: RewrittenCalls, given: Given, results: _Results) -> None:
     pages, packed, or of one length."""
     plain("attention", given, alibi_slopes=(None,), leftpad_k=(None,), softcap=(None, 0.0), p_dropout=(None, 0.0))
     plain("attention", given, k_new=(None,), v_new=(None,), q_v=(None,), rotary_cos=(None,), s_aux=(None,))
+    plain("attention", given, bias=(None,), sink_ptr=(None,), sink_size=(None, 0))
     plain("attention", given, sinks=(None,), kv_batch_idx=(None,), attention_chunk=(None, 0), seqused_q=(None,))
     plain("attention", given, window_size_right=(None, -1, 0))
     query, keys, values = given["q"], given["k"], given["v"]
@@ -209,6 +210,53 @@ def flash(calls: RewrittenCalls, given: Given, results: _Results) -> None:
             calls.fill(recorded, found)
         else:
             calls.allocate(recorded, zeros=True)
+
+
+def _lengths_in_pages(calls: RewrittenCalls, pages: Tensor, block: int, last: Tensor | None) -> Tensor:
+    """How many tokens sequences of so many pages have."""
+    if block == 1:
+        return pages
+    if last is None:
+        raise CannotRewrite("attention to pages, without how full the last ones are")
+    whole = calls.one("aten::mul.Scalar", self=calls.one("aten::sub.Scalar", self=pages, other=1), other=block)
+    return calls.one("aten::add.Tensor", self=whole, other=last)
+
+
+def listed_pages(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+    """AITER's attention of packed queries to pages that are listed one sequence after the other."""
+    plain("attention", given, bias=(None,), block_table=(None,), sink_ptr=(None,), sink_size=(None, 0))
+    keys, values = given["k"], given["v"]
+    if len(keys.meta.sizes) == 3:
+        keys, values = (calls.one("aten::unsqueeze", self=each, dim=1) for each in (keys, values))
+    block = keys.meta.sizes[1]
+    pages = _Packed(calls, given["kv_indptr"], -(-given["max_seqlen_k"] // block))
+    listed = {"block_table": pages.rows(given["kv_page_indices"]), "k": keys, "v": values}
+    lengths = _lengths_in_pages(calls, pages.lengths, block, given.get("kv_last_page_lens"))
+    flash(calls, given | listed | {"seqused_k": lengths}, results)
+
+
+def decode_of_listed_pages(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    """AITER's attention of one query for each sequence. How long a sequence may be says the step, if any does."""
+    plain("paged attention", given, alibi_slopes=(None,), logits_soft_cap=(None, 0.0), fp8_out_scale=(None,))
+    plain("paged attention", given, mtp=(None, 1))
+    keys, values, block = given["key_cache"], given["value_cache"], given["block_size"]
+    if len(keys.meta.sizes) != 4 or block not in keys.meta.sizes[1:3]:
+        raise CannotRewrite(f"paged attention to caches of {list(keys.meta.sizes)}")
+    if keys.meta.sizes[1] != block:
+        keys, values = (calls.one("aten::transpose.int", self=each, dim0=1, dim1=2) for each in (keys, values))
+    listed = given["kv_page_indices"]
+    longest = min(given["max_num_partitions"] * (given.get("partition_size") or 256), listed.meta.sizes[0] * block)
+    step = None if calls.step is None else calls.step.decode
+    if step is not None and step.requests and step.key_tokens:
+        longest = min(longest, -(-step.key_tokens // step.requests))
+        calls.assumed.append("each request has at most as many keys as those of its step have on average")
+    pages = _Packed(calls, given["kv_indptr"], -(-longest // block))
+    table = pages.rows(listed)
+    lengths = _lengths_in_pages(calls, pages.lengths, block, given["kv_last_page_lens"])
+    rows = calls.one("aten::unsqueeze", self=given["query"], dim=1)
+    caches = [_pages(calls, each, table, None) for each in (keys, values)]
+    mixed = _attend(calls, rows, caches[0], caches[1], lengths, given["scale"])
+    calls.write(given["out"], calls.one("aten::reshape", self=mixed, shape=list(given["out"].meta.sizes)))
 
 
 def attention_of_a_step(calls: RewrittenCalls, given: Given, results: _Results) -> None:

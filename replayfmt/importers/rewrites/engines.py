@@ -18,7 +18,9 @@ from .engine_attention import (
     attention_of_a_step,
     cache_of_a_step,
     concat_and_cache,
+    decode_of_listed_pages,
     flash,
+    listed_pages,
     paged_attention,
     reshape_and_cache,
     reshape_and_cache_flash,
@@ -329,6 +331,17 @@ _FLASH3, _CHUNKED = (
     "Tensor? cp_tot_seqused_k=None) -> Tensor[]"
     for chunk, sinks in (("", "sinks"), ("int attention_chunk=0, ", "s_aux"))
 )
+_AITER_NAMES = {"dropout_p": "p_dropout", "logits_soft_cap": "softcap"}
+_AITER_LIMITS = (
+    "int max_seqlen_q, int max_seqlen_k, {}float dropout_p, float softmax_scale, float logits_soft_cap, "
+    "bool zero_tensors, bool is_causal, int window_size_left, int window_size_right, {}bool return_softmax_lse, "
+    "bool return_dropout_randval, "
+)
+_AITER_OUT = "Tensor(a!)? out=None, {}Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? q_descale=None, "
+_AITER_OUT += "Tensor? k_descale=None, Tensor? v_descale=None, "
+_AITER_TABLE, _AITER_RESULTS = "Tensor? block_table=None, ", "-> (Tensor, Tensor, Tensor, Tensor)"
+_AITER_PADDED = "Generator? gen=None, Tensor? cu_seqlens_q_padded=None, Tensor? cu_seqlens_k_padded=None"
+_AITER_PACKED = "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, "
 _STEP = (
     '(Tensor query, Tensor key, Tensor value, {}str layer_name="", Tensor? output_scale=None, '
     "Tensor? output_block_scale=None, Tensor? kv_cache_dummy_dep=None) -> {}"
@@ -468,6 +481,37 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "_vllm_fa2_C::varlen_fwd": (flash, _VARLEN),
     "_vllm_fa3_C::fwd": (flash, _FLASH3, _CHUNKED),
     "sgl_kernel::fwd": (flash, _FLASH3, _CHUNKED),
+    "aiter::mha_varlen_fwd": (
+        renamed(flash, _AITER_NAMES),
+        *(
+            f"{_AITER_PACKED}{_AITER_LIMITS.format('int min_seqlen_q, ', sinks)}{_AITER_OUT.format(_AITER_TABLE)}"
+            f"{_AITER_PADDED}, Tensor? sink_ptr=None) {_AITER_RESULTS}"
+            for sinks in ("int sink_size, ", "")
+        ),
+    ),
+    "aiter::fmha_v3_varlen_fwd": (
+        renamed(flash, _AITER_NAMES),
+        f"{_AITER_PACKED}{_AITER_LIMITS.format('int min_seqlen_q, ', '')}int how_v3_bf16_cvt, "
+        f"{_AITER_OUT.format(_AITER_TABLE)}{_AITER_PADDED}) {_AITER_RESULTS}",
+    ),
+    "aiter::mha_batch_prefill": (
+        renamed(listed_pages, _AITER_NAMES),
+        *(
+            "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor kv_indptr, Tensor kv_page_indices, "
+            f"{_AITER_LIMITS.format('', sinks)}{_AITER_OUT.format('')}Tensor? kv_block_descale=None, "
+            "Tensor? kv_last_page_lens=None, Tensor? block_table=None, Tensor? seqlen_k=None, "
+            f"Tensor? sink_ptr=None, Generator? gen=None) {_AITER_RESULTS}"
+            for sinks in ("int sink_size, ", "")
+        ),
+    ),
+    "aiter::paged_attention_ragged": (
+        decode_of_listed_pages,
+        "(Tensor(a!) out, Tensor workspace_buffer, Tensor query, Tensor key_cache, Tensor value_cache, float scale, "
+        "Tensor kv_indptr, Tensor kv_page_indices, Tensor kv_last_page_lens, int block_size, int max_num_partitions, "
+        'Tensor? alibi_slopes=None, str kv_cache_dtype="auto", str kv_cache_layout="NHD", float logits_soft_cap=0.0, '
+        "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? fp8_out_scale=None, int partition_size=256, int mtp=1) "
+        "-> Tensor",
+    ),
     "vllm::unified_attention_with_output": (attention_of_a_step, _STEP.format("Tensor(a!) output, ", "()")),
     "vllm::unified_attention": (attention_of_a_step, _STEP.format("", "Tensor")),
     "_moe_C::topk_softmax": (
