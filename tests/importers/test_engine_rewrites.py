@@ -117,6 +117,19 @@ def test_aiters_norm_with_add_has_results_of_its_own() -> None:
     _close(out, _norm(data + residual, weight, 1e-6))
 
 
+def test_vllms_norm_with_aiter_of_a_sum_returns_both() -> None:
+    machine = Machine()
+    data, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    results = [machine.new((3, 8)), machine.new((3, 8))]
+    given = {"x": data, "residual": residual, "weight": weight, "variance_epsilon": 1e-6}
+    machine.run(rewrite(machine, "vllm::rocm_aiter_rmsnorm2d_fwd_with_add", given, results))
+    _close(machine.values[id(results[0])], _norm(data + residual, weight, 1e-6))
+    _close(machine.values[id(results[1])], data + residual)
+    single = {"x": data, "weight": weight, "variance_epsilon": 1e-6}
+    machine.run(rewrite(machine, "vllm::rocm_aiter_rms_norm", single, [results[0]]))
+    _close(machine.values[id(results[0])], _norm(data, weight, 1e-6))
+
+
 def test_aiters_norm_returns_its_result() -> None:
     machine = Machine()
     data, weight, result = torch.randn(3, 8), torch.randn(8), machine.new((3, 8))
@@ -488,6 +501,11 @@ def test_attention_without_its_cache_has_as_many_keys_as_the_annotation_of_the_s
     assert not out[-1].any(), "tokens that fill the batch up have no request"
     assert "each request has as many queries and keys" in rewritten.note
     assert "no annotation says" in refusal("vllm::unified_attention_with_output", **given)
+    if text.startswith("execute_5"):
+        sglang = {**given, "save_kv_cache": True, "layer_id": 3}
+        short = parse_iteration("step[EXTEND bs=1 toks=5]")
+        rewritten = rewrite(Machine(), "sglang::unified_attention_with_output", sglang, None, short)
+        assert "a prefill has those of its own tokens alone" in rewritten.note
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -602,7 +620,7 @@ def test_experts_that_a_composition_does_not_have_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["_moe_C::grouped_topk", "sgl_kernel::moe_fused_gate", "aiter::biased_grouped_topk_hip"]
+    "name", ["_moe_C::grouped_topk", "sgl_kernel::moe_fused_gate", "vllm::rocm_aiter_biased_grouped_topk"]
 )
 def test_routing_by_groups_takes_experts_of_the_best_groups_and_weights_without_the_bias(name: str) -> None:
     gates, bias = torch.randn(4, 8), torch.randn(8)
@@ -618,13 +636,13 @@ def test_routing_by_groups_takes_experts_of_the_best_groups_and_weights_without_
             "input": gates, "bias": bias, "num_expert_group": 4, "topk_group": 2, "topk": 3,
             "num_fused_shared_experts": 0, "routed_scaling_factor": 2.5,
         },
-        "aiter::biased_grouped_topk_hip": {
+        "vllm::rocm_aiter_biased_grouped_topk": {
             "gating_output": gates, "correction_bias": bias, "topk_weights": weights, "topk_ids": indices,
             "num_expert_group": 4, "topk_grp": 2, "need_renorm": True, "routed_scaling_factor": 2.5,
         },
     }[name]  # fmt: skip
     machine.run(rewrite(machine, name, given, results))
-    if not name.startswith("aiter"):
+    if "aiter" not in name:
         weights, indices = (machine.values[id(each)] for each in results)
     for token in range(4):
         scores = gates[token].sigmoid()
@@ -679,7 +697,8 @@ def test_a_norm_is_quantized_with_a_scale_for_each_token(name: str, result: str,
     _close(out.float() * scales, normal, 0.02)
 
 
-def test_products_of_quantized_factors_have_their_scales() -> None:
+@pytest.mark.parametrize("name", ["aiter::gemm_a8w8_blockscale", "vllm::rocm_aiter_gemm_a8w8_blockscale"])
+def test_products_of_quantized_factors_have_their_scales(name: str) -> None:
     a, b = torch.randn(4, 16), torch.randn(16, 8)
     quantized = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     rows, columns, bias = torch.rand(4, 1), torch.rand(1, 8), torch.randn(8)
@@ -691,7 +710,9 @@ def test_products_of_quantized_factors_have_their_scales() -> None:
     result = machine.new((4, 8), torch.bfloat16)
     blocks = torch.rand(4, 2), torch.rand(1, 2)
     given = {"XQ": quantized[0], "WQ": weight, "x_scale": blocks[0], "w_scale": blocks[1]}
-    machine.run(rewrite(machine, "aiter::gemm_a8w8_blockscale", given, [result]))
+    if name.startswith("vllm"):
+        given = dict(zip(("A", "B", "As", "Bs"), given.values(), strict=True))
+    machine.run(rewrite(machine, name, given, [result]))
     wide = [each.repeat_interleave(8, 1) for each in blocks]
     expected = (quantized[0].float() * wide[0]) @ (weight.float() * wide[1]).t()
     _close(machine.values[id(result)], expected.bfloat16(), 0.05)

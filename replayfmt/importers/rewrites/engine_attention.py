@@ -260,9 +260,10 @@ def decode_of_listed_pages(calls: RewrittenCalls, given: Given, _results: _Resul
 
 
 def attention_of_a_step(calls: RewrittenCalls, given: Given, results: _Results) -> None:
-    """vLLM's own: the cache is no argument. The step's annotation says how many requests decode (they come first) and
-    prefill, and how many keys they have together: each gets as many as the others."""
+    """vLLM's and SGLang's own: the cache is no argument. The step's annotation says how many requests decode (they come
+    first) and prefill, and how many keys they have together: each gets as many as the others."""
     plain("attention", given, output_scale=(None,), output_block_scale=(None,))
+    plain("attention", given, q_rope=(None,), k_rope=(None,), sinks=(None,))
     query, key = given["query"], given["key"]
     if len(query.meta.sizes) != 3 or len(key.meta.sizes) != 3:
         raise CannotRewrite("attention of tensors that are not [tokens, heads, width]")
@@ -278,6 +279,8 @@ def attention_of_a_step(calls: RewrittenCalls, given: Given, results: _Results) 
         if not group.requests:
             continue
         count, queries, keys = _lengths(group, tokens - begin, decodes)
+        if group.key_tokens is None:
+            calls.assumed.append("the annotation does not say the keys: a prefill has those of its own tokens alone")
         end = begin + count * queries
         rows = calls.one("aten::reshape", self=calls.slice(query, 0, begin, end), shape=[count, queries, heads, width])
         caches = [calls.memory((count, keys, own, own_width), key.meta.dtype) for _each in "kv"]

@@ -76,6 +76,14 @@ def _norm_with_add(calls: RewrittenCalls, given: Given, _results: _Results) -> N
     calls.write(given["out"], _normalized(calls, given["residual_out"], given["weight"], given["epsilon"], plus))
 
 
+def _norm_of_sum(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+    """The norm of a sum, and the sum."""
+    total = calls.one("aten::add.Tensor", self=given["x"], other=given["residual"])
+    normal = _normalized(calls, total, given["weight"], given["variance_epsilon"])
+    for recorded, content in zip(results or (), (normal, total), strict=False):
+        calls.fill(recorded, content)
+
+
 def _norm_dynamic_quant(out: str = "result", scale: str = "scale") -> Any:
     """The norm of a sum, if there is a residual, quantized with a scale for each token."""
     quantize = _dynamic_quant(out, scale, by_token=True)
@@ -518,11 +526,18 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         topk(),
         f"{_ROUTES}Tensor(c!) token_expert_indices, {_ROUTED}Tensor? bias=None, Tensor? is_padding=None) -> ()",
     ),
-    "aiter::topk_softmax": (
-        topk(),
-        f"{_ROUTES}Tensor(c!) token_expert_indices, {_ROUTED}int num_shared_experts=0, "
-        'str shared_expert_scoring_func="") -> ()',
-    ),
+    **{
+        f"{library}topk_softmax": (
+            topk(),
+            f"{_ROUTES}Tensor(c!) token_expert_indices, {_ROUTED}int num_shared_experts=0, "
+            'str shared_expert_scoring_func="") -> ()',
+        )
+        for library in ("aiter::", "vllm::rocm_aiter_")
+    },
+    **{
+        f"{library}topk_sigmoid": (topk("sigmoid"), f"{_ROUTES}Tensor gating_output) -> ()")
+        for library in ("aiter::", "vllm::rocm_aiter_")
+    },
     "sgl_kernel::topk_softmax": (
         topk(),
         f"{_ROUTES}{_ROUTED}float moe_softcapping=0.0, Tensor? correction_bias=None) -> ()",
@@ -539,11 +554,18 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         "(Tensor input, Tensor bias, int num_expert_group, int topk_group, int topk, int num_fused_shared_experts, "
         "float routed_scaling_factor, bool apply_routed_scaling_factor_on_output=False) -> Tensor[]",
     ),
-    "aiter::biased_grouped_topk_hip": (
-        renamed(grouped_topk, _GROUPED),
-        "(Tensor gating_output, Tensor correction_bias, Tensor(a!) topk_weights, Tensor(b!) topk_ids, "
-        "int num_expert_group, int topk_grp, bool need_renorm, float routed_scaling_factor=1.0) -> ()",
-    ),
+    **{
+        name: (
+            renamed(grouped_topk, _GROUPED),
+            "(Tensor gating_output, Tensor correction_bias, Tensor(a!) topk_weights, Tensor(b!) topk_ids, "
+            "int num_expert_group, int topk_grp, bool need_renorm, float routed_scaling_factor=1.0) -> ()",
+        )
+        for name in (
+            "aiter::biased_grouped_topk_hip",
+            "aiter::biased_grouped_topk",
+            "vllm::rocm_aiter_biased_grouped_topk",
+        )
+    },
     "_moe_C::moe_align_block_size": (moe_align(0), f"{_ALIGN}, Tensor? expert_map=None) -> ()"),
     "_moe_C::sgl_moe_align_block_size": (moe_align(0), f"{_ALIGN}) -> ()"),
     "sgl_kernel::moe_align_block_size": (
@@ -621,6 +643,33 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "aiter::gemm_a8w8_blockscale": (
         _product("XQ", "WQ", "x_scale", "w_scale", by_rows=True),
         f"{_WEIGHTED}{_DTYPE}, bool isBpreshuffled=False) -> Tensor",
+    ),
+    **{
+        f"vllm::rocm_aiter_{name}": (
+            renamed(_product("A", "B", "As", "Bs", by_rows=True), {"output_dtype": "dtype"}),
+            f"(Tensor A, Tensor B, Tensor As, Tensor Bs, {more}ScalarType? output_dtype=None) -> Tensor",
+        )
+        for name, more in (
+            ("w8a8_gemm", "Tensor? bias=None, "),
+            ("gemm_w8a8", "Tensor? bias=None, "),
+            ("gemm_a8w8", "Tensor? bias=None, "),
+            ("gemm_w8a8_blockscale", "int[]? block_size=None, "),
+            ("gemm_a8w8_blockscale", ""),
+            ("triton_gemm_a8w8_blockscale", ""),
+        )
+    },
+    "vllm::rocm_aiter_rms_norm": (
+        renamed(_rms_norm("", "variance_epsilon"), {"x": "input"}),
+        "(Tensor x, Tensor weight, float variance_epsilon) -> Tensor",
+    ),
+    "vllm::rocm_aiter_rmsnorm2d_fwd_with_add": (
+        _norm_of_sum,
+        "(Tensor x, Tensor residual, Tensor weight, float variance_epsilon) -> (Tensor, Tensor)",
+    ),
+    "sglang::unified_attention_with_output": (
+        attention_of_a_step,
+        "(Tensor query, Tensor key, Tensor value, Tensor(a!) output, bool save_kv_cache, int layer_id, "
+        "Tensor? q_rope=None, Tensor? k_rope=None, Tensor? sinks=None) -> ()",
     ),
     **{
         f"sgl_kernel::{'gemma_' * gemma}{name}": (rule("eps", gemma), f"{schema} eps, bool enable_pdl=False) -> ()")
