@@ -12,7 +12,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader, open_capture
 
 from .command import record_bar, run_tool, say, tool
-from .replay_flags import ReplayFlags, flag_of, replay_options
+from .replay_flags import ReplayFlags, flag_of, replay_options, selection_options
 
 if TYPE_CHECKING:
     from replayfmt.export.replay_zip import Exported
@@ -81,30 +81,7 @@ _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     "capture.",
 )
 @click.option("--zone", metavar="ZONE", help="With --power-log: the zone of times that name none: UTC, +02:00.")
-@click.option(
-    "--ops", metavar="A:B", help="Only records with ordinals from A up to, not including, B. Either may be missing."
-)
-@click.option(
-    "--scope",
-    "scopes",
-    multiple=True,
-    metavar="NAME",
-    help="Only what is inside the scopes of this name or full path. Repeatable: in any of them.",
-)
-@click.option(
-    "--kernel",
-    "kernels",
-    multiple=True,
-    metavar="PATTERN",
-    help="Only operators that match, such as 'aten::mm' or 'aten::*norm*'. Repeatable: any of them.",
-)
-@click.option(
-    "--signature",
-    "signatures",
-    multiple=True,
-    metavar="TEXT",
-    help="Only ops of this signature, as opreplay-dump --signatures prints it. Repeatable: of any of them.",
-)
+@selection_options
 @click.option(
     "--inputs",
     type=click.Choice(["captured", "synthesized", "none"]),
@@ -143,10 +120,7 @@ def cli(
     benchmark: str | None,
     power_log: str | None,
     zone: str | None,
-    ops: str | None,
-    scopes: tuple[str, ...],
-    kernels: tuple[str, ...],
-    signatures: tuple[str, ...],
+    wanted: TrimSelection,
     unique: bool,
     partial: bool,
     force: bool,
@@ -164,9 +138,7 @@ def cli(
         given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if given and form not in formats:
             raise UsageError(f"{flag_of(name)} is for --format={' and '.join(formats)}")
-    from replayfmt.trim.selection import TrimSelection
 
-    wanted = TrimSelection(ops, scopes or None, kernels or None, signatures or None)
     if form in _TASKS:
         _kernel_task(capture, out, wanted, inputs, size_limit, flags, force, form, benchmark)
         return

@@ -367,6 +367,50 @@ def options_of_plans(function: Callable[..., Any]) -> Callable[..., Any]:
     return bundled
 
 
+def selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --ops, --scope, --kernel and --signature; the function receives them as `wanted`, a TrimSelection."""
+
+    @wraps(function)
+    def bundled(*args: Any, **kwargs: Any) -> Any:
+        from replayfmt.trim.selection import TrimSelection
+
+        given = [kwargs.pop(name) or None for name in ("ops", "scopes", "kernels", "signatures")]
+        return function(*args, wanted=TrimSelection(*given), **kwargs)
+
+    for option in (
+        click.option(
+            "--signature",
+            "signatures",
+            multiple=True,
+            metavar="TEXT",
+            help="Only ops of this signature, as opreplay-dump --signatures prints it. Repeatable: of any of them.",
+        ),
+        click.option(
+            "--kernel",
+            "kernels",
+            multiple=True,
+            metavar="PATTERN",
+            help="Only ops whose operator matches, such as 'aten::mm', 'aten::mm.default' or 'aten::*norm*'. "
+            "Repeatable: any of them.",
+        ),
+        click.option(
+            "--scope",
+            "scopes",
+            multiple=True,
+            metavar="NAME",
+            help="Only records inside the scopes of this name or full path, every time they are entered. Repeatable: "
+            "in any of them.",
+        ),
+        click.option(
+            "--ops",
+            metavar="A:B",
+            help="Only records with ordinals from A up to, not including, B. Either may be omitted.",
+        ),
+    ):
+        bundled = option(bundled)
+    return bundled
+
+
 _PLURALS = {
     "allow_imports": "allow-import",
     "allow_operators": "allow-operator",

@@ -36,7 +36,7 @@ from replayfmt.trim.trimming import (
 )
 
 from .command import reader_may_leave, record_bar, run_tool, say, tool
-from .replay_flags import ReplayFlags, flag_of, replay_options, worker_command
+from .replay_flags import ReplayFlags, flag_of, replay_options, selection_options, worker_command
 
 _STATUS = re.compile(r"[A-Z_]+: ")
 
@@ -79,32 +79,7 @@ def check_apart(path: str, flags: ReplayFlags) -> ReplayCheck:
     ("opreplay-trim --kernel=aten::mm --ops=:100 step.opreplay --script mm.py", "A script that needs torch alone:"),
     ("opreplay-trim --payload=none step.opreplay shared.opreplay", "Without content, safe to share:"),
 )
-@click.option(
-    "--ops", metavar="A:B", help="Keep records with ordinals from A up to, not including, B. Either may be omitted."
-)
-@click.option(
-    "--scope",
-    "scopes",
-    multiple=True,
-    metavar="NAME",
-    help="Keep records inside the scopes of this name or "
-    "full path, every time they are entered. Repeatable: in any of them.",
-)
-@click.option(
-    "--kernel",
-    "kernels",
-    multiple=True,
-    metavar="PATTERN",
-    help="Keep ops whose operator matches, such as "
-    "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.",
-)
-@click.option(
-    "--signature",
-    "signatures",
-    multiple=True,
-    metavar="TEXT",
-    help="Keep ops of this signature, as opreplay-dump --signatures prints it. Repeatable: of any of them.",
-)
+@selection_options
 @click.option(
     "--payload",
     type=click.Choice(["full", "integers", "none"]),
@@ -153,10 +128,7 @@ def cli(
     /,
     capture: str,
     out: str | None,
-    ops: str | None,
-    scopes: tuple[str, ...],
-    kernels: tuple[str, ...],
-    signatures: tuple[str, ...],
+    wanted: TrimSelection,
     payload: str,
     redact: bool,
     no_sources: bool,
@@ -176,7 +148,6 @@ def cli(
     Exits with 0 if OUT was written and verified as asked, 1 if the replay was refused, failed or did not match, 2 for
     wrong usage, 3 if IN is missing, unreadable or not valid.
     """
-    wanted = TrimSelection(ops, scopes or None, kernels or None, signatures or None)
     if flags.replay_kernel_substitution:
         raise UsageError(
             "--replay-kernel-substitution: kept content comes from the captured kernels; substitute when you "
