@@ -287,17 +287,46 @@ def test_paged_attentions_caches_hold_tokens_in_their_own_layout() -> None:
     assert torch.equal(keys[1, :, :, 2].reshape(2, 8), key[0]) and torch.equal(values[0, :, :, 1], value[1])
 
 
-def test_a_cache_of_another_dtype_stays_as_it_is() -> None:
-    key, cache = torch.randn(2, 2, 8), torch.zeros(4, 4, 2, 8, dtype=torch.uint8)
-    said = refusal(
-        "_C_cache_ops::reshape_and_cache_flash",
-        key=key,
-        value=key,
-        key_cache=cache,
-        value_cache=cache,
-        slot_mapping=torch.tensor([6, 1]),
+@pytest.mark.parametrize("bits", [torch.float8_e4m3fn, torch.uint8])
+def test_a_quantized_cache_holds_tokens_over_their_scale_and_attention_reads_them_times_it(bits: torch.dtype) -> None:
+    keys, values = torch.zeros(2, 4, 2, 8, dtype=bits), torch.zeros(2, 4, 2, 8, dtype=bits)
+    new, scales = (torch.randn(5, 2, 8), torch.randn(5, 2, 8)), (torch.tensor([0.5]), torch.tensor([0.25]))
+    caches = {"key_cache": keys, "value_cache": values}
+    given = {"key": new[0], "value": new[1], **caches, "slot_mapping": torch.arange(5)}
+    assert "unscaled" in refusal("_C_cache_ops::reshape_and_cache_flash", **given)
+    run("_C_cache_ops::reshape_and_cache_flash", **given, k_scale=scales[0], v_scale=scales[1])
+    held = [
+        each.view(torch.float8_e4m3fn).float().reshape(8, 2, 8)[:5] * scale
+        for each, scale in zip((keys, values), scales, strict=True)
+    ]
+    for found, token in zip(held, new, strict=True):
+        _close(found, token, 0.07)
+    query, out = torch.randn(1, 4, 8), torch.zeros(1, 4, 8)
+    others = dict.fromkeys(
+        ("k_new", "v_new", "q_v", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k",
+         "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale")
+    )  # fmt: skip
+    run(
+        "sgl_kernel::fwd",
+        q=query,
+        k=keys,
+        v=values,
+        out=out,
+        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+        seqused_k=torch.tensor([5], dtype=torch.int32),
+        max_seqlen_q=1,
+        max_seqlen_k=8,
+        page_table=torch.tensor([[0, 1]], dtype=torch.int32),
+        k_descale=scales[0].expand(1, 2),
+        v_descale=scales[1].expand(1, 2),
+        softmax_scale=0.3,
+        is_causal=True,
+        **others,
     )
-    assert "a cache of uint8 for tokens of float32" in said
+    _close(out, _attention(query, held[0], held[1], 0.3), 1e-5)
+    assert "a cache of int64" in refusal(
+        "_C_cache_ops::reshape_and_cache_flash", **given | {"key_cache": keys.long(), "value_cache": values.long()}
+    )
 
 
 def _attention(

@@ -9,16 +9,32 @@ from replayfmt.format.codes import DType
 from replayfmt.pytorch.traced_names import Requests
 
 from ..common.synthesis import Tensor
+from .engine_experts import LARGEST, dequantized, quantized
 from .rewriting import CannotRewrite, RewrittenCalls, plain, tensors_in
 
 _Results = list[Any] | None
 Given = dict[str, Any]
 
 
-def _put(calls: RewrittenCalls, cache: Tensor, slots: Tensor, block: int, new: Tensor) -> None:
+def _float8(calls: RewrittenCalls, cache: Tensor, dtype: DType) -> Tensor:
+    """A quantized cache for tokens of another dtype; bytes are taken for the most frequent one."""
+    if cache.meta.dtype is DType.uint8:
+        calls.assumed.append("the bytes of the cache are float8_e4m3fn")
+        return calls.one("aten::view.dtype", self=cache, dtype=DType.float8_e4m3fn)
+    if cache.meta.dtype not in LARGEST:
+        raise CannotRewrite(f"a cache of {cache.meta.dtype.name} for tokens of {dtype.name}")
+    return cache
+
+
+def _put(
+    calls: RewrittenCalls, cache: Tensor, slots: Tensor, block: int, new: Tensor, scale: Tensor | None = None
+) -> None:
     """Put tokens into a cache of [blocks, block, ...]. A slot below zero is none: there the cache keeps what it has."""
     if cache.meta.dtype is not new.meta.dtype:
-        raise CannotRewrite(f"a cache of {cache.meta.dtype.name} for tokens of {new.meta.dtype.name}")
+        cache = _float8(calls, cache, new.meta.dtype)
+        if scale is None:
+            raise CannotRewrite(f"a cache of {cache.meta.dtype.name} for tokens of {new.meta.dtype.name}, unscaled")
+        new = quantized(calls, new, scale, cache.meta.dtype)
     new = calls.slice(new, 0, 0, slots.meta.sizes[0])
     where = [
         calls.one("aten::floor_divide.Scalar", self=slots, other=block),
@@ -34,7 +50,7 @@ def _put(calls: RewrittenCalls, cache: Tensor, slots: Tensor, block: int, new: T
 def reshape_and_cache_flash(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
     for name in ("key", "value"):
         cache = given[f"{name}_cache"]
-        _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], given[name])
+        _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], given[name], given.get(f"{name[0]}_scale"))
 
 
 def reshape_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
@@ -42,8 +58,15 @@ def reshape_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) -
     tokens, heads = given["key"].meta.sizes[:2]
     _blocks, _heads, parts, block, vector = keys.meta.sizes
     new = calls.one("aten::reshape", self=given["key"], shape=[tokens, heads, parts, vector])
-    _put(calls, calls.one("aten::permute", self=keys, dims=[0, 3, 1, 2, 4]), slots, block, new)
-    _put(calls, calls.one("aten::permute", self=values, dims=[0, 3, 1, 2]), slots, block, given["value"])
+    _put(calls, calls.one("aten::permute", self=keys, dims=[0, 3, 1, 2, 4]), slots, block, new, given.get("k_scale"))
+    _put(
+        calls,
+        calls.one("aten::permute", self=values, dims=[0, 3, 1, 2]),
+        slots,
+        block,
+        given["value"],
+        given.get("v_scale"),
+    )
 
 
 def concat_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
@@ -51,7 +74,7 @@ def concat_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) ->
     cache, turned = given["kv_cache"], given["k_pe"]
     turned = calls.one("aten::reshape", self=turned, shape=[turned.meta.sizes[0], turned.meta.sizes[-1]])
     both = calls.one("aten::cat", tensors=[given["kv_c"], turned], dim=-1)
-    _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], both)
+    _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], both, given.get("scale"))
 
 
 def cache_of_a_step(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
@@ -106,14 +129,22 @@ def _attend(
     return calls.one("aten::permute", self=mixed, dims=[0, 2, 1, 3])
 
 
-def _pages(calls: RewrittenCalls, cache: Tensor, table: Tensor, longest: int | None) -> Tensor:
-    """The blocks of each sequence from a cache of [blocks, block, heads, width]: [sequences, tokens, heads, width]."""
+def _pages(
+    calls: RewrittenCalls, cache: Tensor, table: Tensor, longest: int | None, dtype: DType, scale: Tensor | None = None
+) -> Tensor:
+    """The blocks of each sequence from a cache of [blocks, block, heads, width]: [sequences, tokens, heads, width]. Of
+    a quantized cache times their scale, which there is for everything, or for each sequence and head."""
     _blocks, block, heads, width = cache.meta.sizes
     if longest is not None:
         table = calls.slice(table, 1, 0, min(table.meta.sizes[1], max(1, math.ceil(longest / block))))
     pages = calls.one("aten::index.Tensor", self=cache, indices=[table])
     sequences, count = table.meta.sizes
-    return calls.one("aten::reshape", self=pages, shape=[sequences, count * block, heads, width])
+    found = calls.one("aten::reshape", self=pages, shape=[sequences, count * block, heads, width])
+    if found.meta.dtype is dtype:
+        return found
+    if scale is not None and scale.meta.sizes == (sequences, heads):
+        scale = calls.one("aten::reshape", self=scale, shape=[sequences, 1, heads, 1])
+    return dequantized(calls, _float8(calls, found, dtype), scale, dtype)
 
 
 def paged_attention(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
@@ -130,8 +161,8 @@ def paged_attention(calls: RewrittenCalls, given: Given, _results: _Results) -> 
     mixed = _attend(
         calls,
         calls.one("aten::unsqueeze", self=query, dim=1),
-        _pages(calls, keys, table, longest),
-        _pages(calls, values, table, longest),
+        _pages(calls, keys, table, longest, query.meta.dtype, given.get("k_scale")),
+        _pages(calls, values, table, longest, query.meta.dtype, given.get("v_scale")),
         given["seq_lens"],
         given["scale"],
     )
@@ -189,7 +220,10 @@ def flash(calls: RewrittenCalls, given: Given, results: _Results) -> None:
     if table is not None:
         if lengths is None:
             raise CannotRewrite("attention to pages, without the lengths of the sequences")
-        keys, values = (_pages(calls, each, table, longest) for each in (keys, values))
+        keys, values = (
+            _pages(calls, each, table, longest, query.meta.dtype, given.get(f"{name}_descale"))
+            for name, each in (("k", keys), ("v", values))
+        )
     elif given.get("cu_seqlens_k") is not None:
         others = _Packed(calls, given["cu_seqlens_k"], longest)
         keys, values = others.rows(keys), others.rows(values)
@@ -254,7 +288,10 @@ def decode_of_listed_pages(calls: RewrittenCalls, given: Given, _results: _Resul
     table = pages.rows(listed)
     lengths = _lengths_in_pages(calls, pages.lengths, block, given["kv_last_page_lens"])
     rows = calls.one("aten::unsqueeze", self=given["query"], dim=1)
-    caches = [_pages(calls, each, table, None) for each in (keys, values)]
+    caches = [
+        _pages(calls, each, table, None, rows.meta.dtype, given.get(f"{name}_scale"))
+        for name, each in (("k", keys), ("v", values))
+    ]
     mixed = _attend(calls, rows, caches[0], caches[1], lengths, given["scale"])
     calls.write(given["out"], calls.one("aten::reshape", self=mixed, shape=list(given["out"].meta.sizes)))
 

@@ -16,6 +16,18 @@ Given = dict[str, Any]
 LARGEST = {DType.float8_e4m3fn: 448.0, DType.float8_e5m2: 57344.0, DType.float8_e4m3fnuz: 240.0, DType.int8: 127.0}
 
 
+def quantized(calls: RewrittenCalls, data: Tensor, scale: Tensor, dtype: DType) -> Tensor:
+    """Data divided by a scale, as a quantized dtype: beyond its range are its limits."""
+    most = LARGEST.get(dtype)
+    if most is None:
+        raise CannotRewrite(f"quantization to {dtype.name}")
+    scaled = calls.one("aten::div.Tensor", self=calls.single(data), other=scale)
+    if dtype is DType.int8:
+        scaled = calls.one("aten::round", self=scaled)
+    least = -128.0 if dtype is DType.int8 else -most
+    return calls.cast(calls.one("aten::clamp", self=scaled, min=least, max=most), dtype)
+
+
 def dequantized(calls: RewrittenCalls, tensor: Tensor, scale: Tensor | None, dtype: DType) -> Tensor:
     """A tensor times its scales, one for everything, for each row, or for each block."""
     if tensor.meta.dtype not in {*LARGEST, DType.float16, DType.bfloat16, DType.float32}:

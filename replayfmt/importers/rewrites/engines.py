@@ -3,7 +3,7 @@
 Each composition has the shapes and dtypes of the original and computes what that is defined as. Lengths of sequences
 are content, which no trace has: attention reads as many keys as the longest sequence may have, and masks those beyond a
 sequence's end. Where the caches are no arguments (vLLM's own attention), the annotation of the engine's step says how
-many keys there are. Caches in another dtype than their tokens, and attention with slopes or sinks, stay as they are.
+many keys there are. Attention with slopes or sinks stays as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .engine_attention import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
-from .engine_experts import LARGEST, dequantized, experts, gated, grouped_topk, moe_align, moe_sum, topk
+from .engine_experts import LARGEST, dequantized, experts, gated, grouped_topk, moe_align, moe_sum, quantized, topk
 from .rewriting import CannotRewrite, RewrittenCalls, plain, renamed
 
 Given = dict[str, Any]
@@ -104,7 +104,7 @@ def _norm_dynamic_quant(out: str = "result", scale: str = "scale") -> Any:
 
 def _norm_static_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
     normal = _normalized(calls, given["input"], given["weight"], given["epsilon"])
-    calls.write(given["result"], _quantized(calls, normal, given["scale"], given["result"].meta.dtype))
+    calls.write(given["result"], quantized(calls, normal, given["scale"], given["result"].meta.dtype))
 
 
 def _fused_add_norm_static_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
@@ -116,22 +116,10 @@ def _fused_add_norm_static_quant(calls: RewrittenCalls, given: Given, _results: 
 # --------------------------------------------------------------------------------------------------------- quantization
 
 
-def _quantized(calls: RewrittenCalls, data: Tensor, scale: Tensor, dtype: DType) -> Tensor:
-    """Data divided by a scale, as a quantized dtype: beyond its range are its limits."""
-    most = LARGEST.get(dtype)
-    if most is None:
-        raise CannotRewrite(f"quantization to {dtype.name}")
-    scaled = calls.one("aten::div.Tensor", self=calls.single(data), other=scale)
-    if dtype is DType.int8:
-        scaled = calls.one("aten::round", self=scaled)
-    least = -128.0 if dtype is DType.int8 else -most
-    return calls.cast(calls.one("aten::clamp", self=scaled, min=least, max=most), dtype)
-
-
 def _static_quant(out: str = "result", scale: str = "scale") -> Any:
     def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
         plain("quantization", given, azp=(None,))
-        calls.write(given[out], _quantized(calls, given["input"], given[scale], given[out].meta.dtype))
+        calls.write(given[out], quantized(calls, given["input"], given[scale], given[out].meta.dtype))
 
     return rule
 
@@ -151,7 +139,7 @@ def _dynamic_quant(out: str = "result", scale: str = "scale", *, by_token: bool)
             most = calls.one("aten::amax", self=size, dim=list(range(len(size.meta.sizes))))
         found = calls.one("aten::div.Scalar", self=most, other=LARGEST[dtype])
         calls.write(target, calls.one("aten::reshape", self=found, shape=list(target.meta.sizes)))
-        calls.write(given[out], _quantized(calls, given["input"], found, dtype))
+        calls.write(given[out], quantized(calls, given["input"], found, dtype))
 
     return rule
 
@@ -171,7 +159,7 @@ def _group_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> Non
     most = calls.one("aten::clamp", self=most, min=given.get("eps", 1e-10))
     found = calls.one("aten::div.Scalar", self=most, other=LARGEST[target.meta.dtype])
     calls.write(scales, calls.one("aten::reshape", self=found, shape=list(scales.meta.sizes)))
-    content = _quantized(calls, groups, found, target.meta.dtype)
+    content = quantized(calls, groups, found, target.meta.dtype)
     calls.write(target, calls.one("aten::reshape", self=content, shape=list(target.meta.sizes)))
 
 
@@ -245,7 +233,7 @@ def _swiglu_oai(calls: RewrittenCalls, given: Given, _results: _Results) -> None
 
 def _silu_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
     content = gated(calls, calls.single(given["input"]), "silu")
-    calls.write(given["result"], _quantized(calls, content, given["scale"], given["result"].meta.dtype))
+    calls.write(given["result"], quantized(calls, content, given["scale"], given["result"].meta.dtype))
 
 
 # --------------------------------------------------------------------------------------------------------------- rotary
