@@ -21,6 +21,7 @@ from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch.traced_names import Iteration
 
+from ..common.results import Results
 from ..common.synthesis import Tensor
 from .engines import ENGINE_SCHEMAS, ENGINES
 from .rewriting import Arguments, CannotRewrite, Rewritten, RewrittenCalls, tensors_in
@@ -427,7 +428,10 @@ Rule = Callable[[RewrittenCalls, dict[str, Any], "list[Any] | None"], None]
 
 
 class Portable:
-    """Rewrites calls, one at a time."""
+    """Rewrites calls, one at a time. Layers make the same calls again: each is tried without data once."""
+
+    def __init__(self) -> None:
+        self._tried: dict[str, Results] = {}
 
     def rewrite(
         self, kernel: Kernel, arguments: Arguments, results: list[Any] | None, step: Iteration | None = None
@@ -444,7 +448,7 @@ class Portable:
             return _foreign(kernel) if pinned is None else pinned
         if not tensors:
             return f"{kernel.qualified_name}: a call without tensors"
-        calls = RewrittenCalls(tensors[0], step)
+        calls = RewrittenCalls(tensors[0], step, self._tried)
         try:
             rule(calls, given, results)
         except CannotRewrite as error:
