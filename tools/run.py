@@ -232,7 +232,14 @@ def _judge(capture: str, result: ReplayResult) -> int:
     """Report a mismatch on stderr; returns the exit code."""
     if result.divergence is not None:
         mismatch = ReplayMismatch(f"{capture}: the replay differs from the capture: {result.divergence}")
-        mismatch.findings = tuple(f"results differ between two runs: {text}" for text in result.nondeterministic)
+        findings = [f"results differ between two runs: {text}" for text in result.nondeterministic]
+        if result.divergence.written_by is not None:
+            findings.append(
+                "the capture has no digest of every op's results, so an earlier op may be the first that differs: "
+                f"capture with --digests=ops to find it; opreplay-run --repeat=2 {capture} says which ops differ from "
+                "run to run here"
+            )
+        mismatch.findings = tuple(findings)
         report(mismatch)
     return 0 if result.outcome == "ok" else 1
 

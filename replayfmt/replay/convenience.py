@@ -211,6 +211,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "got": divergence.got,
             "distance": divergence.distance,
             "found_at": divergence.found_at,
+            "written_by": divergence.written_by,
         },
         "nondeterministic": list(result.nondeterministic),
         "opaque_results": [

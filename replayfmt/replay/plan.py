@@ -13,6 +13,7 @@ from os import PathLike
 from typing import Any, Unpack
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
+from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import check_function, check_kind, choice_of, counted, flag_of
 from replayfmt.pytorch.collectives import plays_ranks
@@ -240,10 +241,19 @@ class Plan(Preparation):
                 if learned:  # once more: what differs may be what cannot be compared, or only within tolerances
                     stack.close()
                     return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times, only)
+        if result.divergence is not None:
+            result.divergence = self._with_writer(result.divergence)
         found = name_nondeterministic(self._unsteady.values(), self.describe)
         result.nondeterministic = (*found, *gaps) if kept_going is None else found
         self._tell_tolerance(verification)
         return result
+
+    def _with_writer(self, found: Divergence) -> Divergence:
+        """A difference that no op showed, with the op that wrote what differs."""
+        if self.reader.record(found.ordinal).kind is RecordKind.op:
+            return found
+        writer = self.last_writer(found.ordinal)
+        return found if writer is None else replace(found, written_by=writer, writer=self.describe(writer)[0])
 
     def _explain(self, stop: int, *, tolerant: bool) -> tuple[bool, tuple[str, ...]]:
         """Run the ops before an ordinal twice, or more often; whether that explains a difference, and what the search

@@ -27,7 +27,7 @@ from .planning.devices import map_devices, map_generators
 from .planning.external_files import ExternalFiles
 from .planning.findings import Findings
 from .planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of, effects_of_missing
-from .planning.records import Slice, Slicer, Work, count_work, describe
+from .planning.records import Slice, Slicer, Work, count_work, describe, tensors_of
 from .planning.scan import Scan
 from .planning.synthesis import CapturedContent, Synthesis
 from .resolution.graph_kernels import PreparedGraphs
@@ -36,6 +36,7 @@ from .results import OpaqueResult
 from .substitution.table import load_requests
 
 _SHOWN_KERNELS = 5
+_LOOKED_BACK = 20_000  # records that are searched for the op that wrote what differs
 
 
 class Preparation:
@@ -269,6 +270,25 @@ class Preparation:
         """The tensor slots that an op of this signature may write, announced or not."""
         effects = self.effects(signature_id, self.scan(checks=False).layout(signature_id))
         return effects.writes + effects.unsure
+
+    def last_writer(self, ordinal: int) -> int | None:
+        """The ordinal of the last op before a record that wrote what the record's first tensor is in; None if there is
+        none among the `_LOOKED_BACK` records before."""
+        storage = next((each.storage for each in tensors_of(self.reader.record(ordinal).args)), None)
+        for earlier in range(ordinal - 1, max(ordinal - _LOOKED_BACK, 0) - 1, -1) if storage is not None else ():
+            record = self.reader.record(earlier)
+            if record.kind is not RecordKind.op:
+                continue
+            taken = [each.storage for each in tensors_of(record.args)]
+            if storage not in taken:
+                if any(each.storage == storage for each in tensors_of(record.results)):
+                    return earlier
+                continue
+            frame = self.reader.frame(self.reader.frame_of(earlier))
+            written = self.writes(int(frame.signature[earlier - frame.first_ordinal]))
+            if any(taken[slot] == storage for slot in written):
+                return earlier
+        return None
 
     def findings_before(self, scan: Scan) -> tuple[str, ...]:
         """The reasons against replaying what a scan of the first records covers."""

@@ -26,7 +26,8 @@ class Divergence:
 
     `ordinal` is the op's whose result differs (of a host read: the read's own), `result` the index of the result, None
     if the difference is in none. `distance` says how far the samples are apart, None if there is nothing to measure.
-    `found_at` is the ordinal of the record that showed it.
+    `found_at` is the ordinal of the record that showed it. `written_by` is the last op that wrote what differs, by
+    ordinal, where the record is none of an op; None: not found near it.
     """
 
     ordinal: int
@@ -37,6 +38,8 @@ class Divergence:
     got: str
     distance: str | None = None
     found_at: int | None = None
+    written_by: int | None = None
+    writer: str = ""  # that op's operator
 
     @property
     def seen_at(self) -> int:
@@ -54,6 +57,8 @@ class Divergence:
             text += f"; {self.distance}"
         if self.found_at is not None and self.found_at != self.ordinal:
             text += f" (seen at ordinal {self.found_at})"
+        if self.written_by is not None:
+            text += f"; last written by ordinal {self.written_by} ({self.writer})"
         return text
 
 

@@ -64,6 +64,28 @@ def test_one_flipped_bit_of_content_is_named_at_the_first_op_that_reads_it(captu
     assert executed(changed, "close").outcome == "ok"  # one bit is within float32's tolerance
 
 
+def test_what_differs_at_the_end_is_named_with_the_op_that_wrote_it_last(captured: Captured, tmp_path: Path) -> None:
+    first, kept = torch.randn(8), []
+
+    def program() -> None:
+        with replayfmt.scope("execute"):
+            made = first * 2
+            made.view(2, 4).add_(1)
+            kept.append(made.view(4, 2))  # a view writes nothing
+            first.exp()
+
+    source = captured(program, digests="live")
+    changed = rewrite(
+        source,
+        tmp_path / "changed.opreplay",
+        payload=lambda _number, content: content[:2] + bytes([content[2] ^ 0x40]) + content[3:],
+    )
+    divergence = executed(changed).divergence
+    assert divergence is not None and divergence.what == "a tensor that is alive here"
+    assert divergence.written_by == ordinal_of(changed, "aten::add_")
+    assert f"last written by ordinal {divergence.written_by} (aten::add_" in str(divergence)
+
+
 def test_a_lost_generator_state_is_noticed(captured: Captured, tmp_path: Path) -> None:
     source = captured(lambda: torch.randn(16))
     changed = rewrite(
