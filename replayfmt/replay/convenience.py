@@ -194,6 +194,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "structures": verification.structures,
             "inexact": verification.inexact,
             "tolerances": verification.tolerances,
+            "largest": verification.largest,
         },
         "streams": None
         if plan.context.streams is None

@@ -65,7 +65,9 @@ class Divergence:
 @dataclass
 class Verification:
     """What was compared with the capture, and how. `mode` is what `asked` came to; `reasons` say why. `inexact` counts
-    the comparisons that differed within the `tolerances`, which are stated by the dtypes that were compared that way.
+    the comparisons that differed within the `tolerances`, which are stated by the dtypes that were compared that way;
+    `largest` are the largest relative distances among them, by dtype, of what digests hold: sampled elements, extremes
+    and means.
     """
 
     asked: VerifyMode
@@ -77,6 +79,7 @@ class Verification:
     structures: int = 0
     inexact: int = 0
     tolerances: dict[str, float] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -106,6 +109,8 @@ class Verification:
             return " and ".join(parts) or scalars
         digests = f"{counted(self.digests, 'digest')}, {counted(self.host_reads, 'host read')}, {scalars}"
         inexact = f"; {self.inexact:,} of these differ within the tolerances" if self.inexact else ""
+        if self.largest:
+            inexact += ", at most by " + ", ".join(f"{dtype} {far:.2g}" for dtype, far in sorted(self.largest.items()))
         return f"{digests}, the shapes of {_results(self.structures)}{inexact}"
 
     def __str__(self) -> str:

@@ -134,6 +134,10 @@ class Judge:
             if difference is None:
                 self.verification.inexact += 1
                 self._state_tolerance(tensor)
+                code = DTYPE_CODE[tensor.dtype]
+                far, largest = relative_distance(expected, got, code), self.verification.largest
+                if far is not None:
+                    largest[code.name] = max(far, largest.get(code.name, 0.0))
             else:
                 self.diverged(where, *difference, sample_distance(expected, got))
         self._clock.resume()
@@ -227,6 +231,21 @@ def digests_differ(expected: TensorDigest, got: TensorDigest, dtype: DType) -> t
         if not _close(mine, theirs, tolerance, scale):
             return f"sample[{position}] {mine!r}", f"sample[{position}] {theirs!r}"
     return None
+
+
+def relative_distance(expected: TensorDigest, got: TensorDigest, dtype: DType) -> float | None:
+    """The largest distance between numbers that two digests hold, relative as the tolerances are; None: no number."""
+    scale = _scale(expected, LARGEST[dtype])
+    pairs = [
+        (mine, theirs)
+        for mine, theirs in (
+            *((getattr(expected, name), getattr(got, name)) for name in ("min", "max", "mean")),
+            *zip(expected.sample, got.sample, strict=True),
+        )
+        if mine is not None and theirs is not None and cmath.isfinite(mine) and cmath.isfinite(theirs)
+    ]
+    apart = [abs(mine - theirs) / max(abs(mine), scale) for mine, theirs in pairs if mine != theirs]
+    return max(apart, default=0.0) if pairs else None
 
 
 def _scale(digest: TensorDigest, largest: float) -> float:

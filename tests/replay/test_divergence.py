@@ -272,3 +272,16 @@ def test_auto_is_close_elsewhere_and_says_why(
     assert verification.mode == "close"
     assert any(reason in each for each in verification.reasons)
     assert verification.text.startswith("close (")
+
+
+def test_the_largest_distance_is_told_where_close_is_close_enough(captured: Captured, tmp_path: Path) -> None:
+    numbers = torch.tensor([1.0, 2.0, 4.0])
+    source = captured(lambda: numbers.mul(1.0))
+    off = bytes(torch.tensor([1.0, 2.0001, 4.0]).view(torch.uint8).tolist())
+    changed = rewrite(source, tmp_path / "changed.opreplay", payload=lambda _number, _content: off)
+    found = executed(changed, "close")
+    assert found.outcome == "ok" and found.verification.inexact
+    rms = (21 / 3) ** 0.5
+    assert found.verification.largest["float32"] == pytest.approx(0.0001 / rms, rel=0.05)
+    assert "within the tolerances, at most by float32 3.8e-05" in found.verification.text
+    assert executed(source).verification.largest == {}
