@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from os import PathLike
 from typing import Any, Unpack
@@ -27,7 +27,7 @@ from .op_tensors import CapturedValues, replayed_values
 from .options import PlanOptions
 from .plan import Plan
 from .planning.records import python_values
-from .results import Divergence, PeakMemory, ReplayResult, VerifyMode
+from .results import Divergence, PeakMemory, ReplayResult, SampleDistance, VerifyMode
 
 _SHOWN_VERDICTS = 20
 _SHOWN_INITIALIZERS = 12
@@ -210,7 +210,8 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "scope": divergence.scope,
             "expected": divergence.expected,
             "got": divergence.got,
-            "distance": divergence.distance,
+            "distance": None if divergence.distance is None else str(divergence.distance),
+            "sample": asdict(divergence.distance) if isinstance(divergence.distance, SampleDistance) else None,
             "found_at": divergence.found_at,
             "written_by": divergence.written_by,
         },

@@ -21,13 +21,32 @@ class UnexpectedBehaviour(Exception):
 
 
 @dataclass(frozen=True)
+class SampleDistance:
+    """How far apart two samples are: elements, those that differ, and the largest absolute and relative distances of
+    finite ones (None: there are none, or no captured one that is not 0)."""
+
+    elements: int
+    differing: int
+    absolute: float | None
+    relative: float | None
+
+    def __str__(self) -> str:
+        if not self.differing:
+            return f"the sample of {self.elements} elements is equal"
+        text = f"{self.differing} of {self.elements} sampled elements differ"
+        if self.absolute is not None:
+            text += f", by at most {self.absolute:.3g}"
+        return text if self.relative is None else f"{text} (relative {self.relative:.3g})"
+
+
+@dataclass(frozen=True)
 class Divergence:
     """Where a replay first differs from its capture.
 
     `ordinal` is the op's whose result differs (of a host read: the read's own), `result` the index of the result, None
-    if the difference is in none. `distance` says how far the samples are apart, None if there is nothing to measure.
-    `found_at` is the ordinal of the record that showed it. `written_by` is the last op that wrote what differs, by
-    ordinal, where the record is none of an op; None: not found near it.
+    if the difference is in none. `distance` says how far the samples are apart, or the scalars as text; None if there
+    is nothing to measure. `found_at` is the ordinal of the record that showed it. `written_by` is the last op that
+    wrote what differs, by ordinal, where the record is none of an op; None: not found near it.
     """
 
     ordinal: int
@@ -36,7 +55,7 @@ class Divergence:
     scope: str
     expected: str
     got: str
-    distance: str | None = None
+    distance: SampleDistance | str | None = None
     found_at: int | None = None
     written_by: int | None = None
     writer: str = ""  # that op's operator

@@ -28,7 +28,7 @@ from replayfmt.pytorch.tensors.metadata import DTYPE_CODE
 
 from .operations import Pausable, View
 from .planning.devices import DeviceMap
-from .results import Divergence, Verification, VerifyMode
+from .results import Divergence, SampleDistance, Verification, VerifyMode
 
 # How far close values may be apart, relative as described above. These tolerances are wider than for a single op,
 # because a model's result carries the rounding of every op before it: float32 leaves room for TF32 against full
@@ -89,7 +89,9 @@ class Judge:
         self.tolerant = tolerant
         self.found = []
 
-    def diverged(self, where: CompareLocation, expected: str, got: str, distance: str | None = None) -> None:
+    def diverged(
+        self, where: CompareLocation, expected: str, got: str, distance: SampleDistance | str | None = None
+    ) -> None:
         """Record a divergence; raises StopReplay if the replay is to stop at the first one."""
         what, scope = self._describe(where.ordinal)
         self.found.append(Divergence(where.ordinal, what, where.result, scope, expected, got, distance, where.found_at))
@@ -167,7 +169,9 @@ class NotingJudge(Judge):
         super().__init__(clock, describe)
         self._notes = notes
 
-    def diverged(self, where: CompareLocation, expected: str, got: str, distance: str | None = None) -> None:
+    def diverged(
+        self, where: CompareLocation, expected: str, got: str, distance: SampleDistance | str | None = None
+    ) -> None:
         what, _scope = self._describe(where.ordinal)
         raise ReplayMismatch(
             f"ordinal {where.ordinal} ({what}) computes something of another form: expected {expected}, got {got}"
@@ -258,23 +262,16 @@ def _scale(digest: TensorDigest, largest: float) -> float:
     return (digest.l2 or 0.0) / math.sqrt(finite) if finite > 0 else 0.0
 
 
-def sample_distance(expected: TensorDigest, got: TensorDigest) -> str | None:
-    """How far apart two samples are, as text for people; None if they cannot be compared."""
+def sample_distance(expected: TensorDigest, got: TensorDigest) -> SampleDistance | None:
+    """How far apart two samples are; None if they cannot be compared."""
     if len(expected.sample) != len(got.sample) or not expected.sample:
         return None
     pairs = list(zip(expected.sample, got.sample, strict=True))
     differing = [(a, b) for a, b in pairs if not _same_scalar(a, b)]
-    if not differing:
-        return f"the sample of {len(pairs)} elements is equal"
     finite = [(a, b) for a, b in differing if cmath.isfinite(a) and cmath.isfinite(b)]
-    text = f"{len(differing)} of {len(pairs)} sampled elements differ"
-    if finite:
-        largest = max(abs(a - b) for a, b in finite)
-        text += f", by at most {largest:.3g}"
-        relative = [abs(a - b) / abs(a) for a, b in finite if a]
-        if relative:
-            text += f" (relative {max(relative):.3g})"
-    return text
+    absolute = max((abs(a - b) for a, b in finite), default=None)
+    relative = max((abs(a - b) / abs(a) for a, b in finite if a), default=None)
+    return SampleDistance(len(pairs), len(differing), absolute, relative)
 
 
 def _summary(digest: TensorDigest) -> str:

@@ -12,7 +12,7 @@ from replayfmt.format.codes import OpStatus, RecordKind, ValueKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.results import ReplayResult
+from replayfmt.replay.results import ReplayResult, SampleDistance
 
 from .conftest import Captured
 from .rewriting import rewrite
@@ -58,7 +58,9 @@ def test_one_flipped_bit_of_content_is_named_at_the_first_op_that_reads_it(captu
     assert divergence is not None
     assert (divergence.ordinal, divergence.what) == (ordinal_of(changed, "aten::mul"), "aten::mul.Tensor")
     assert (divergence.result, divergence.scope) == (0, "execute")
-    assert divergence.distance is not None and "1 of 8 sampled elements differ" in divergence.distance
+    assert "1 of 8 sampled elements differ" in str(divergence)
+    assert isinstance(divergence.distance, SampleDistance) and divergence.distance.differing == 1
+    assert 0 < (divergence.distance.absolute or 0) < 1e-5 and 0 < (divergence.distance.relative or 0) < 1e-6
     place = f"ordinal {divergence.ordinal} (aten::mul.Tensor), result 0, scope execute: expected 8 elements"
     assert place in str(divergence)
     assert executed(changed, "close").outcome == "ok"  # one bit is within float32's tolerance
