@@ -17,7 +17,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ _LENGTHS = re.compile(r"\[\s*(\d+)")
 _LONG_NUMBER = re.compile(r"\d{41}")
 
 
+@lru_cache(1 << 12)  # texts come from a file, most of them often
 def parse_schema(text: str) -> torch.FunctionSchema:
     """The schema that `text` says. Raises ValueError for one that no operator has, RuntimeError as the parser does."""
     if len(text) > _LONGEST:

@@ -6,6 +6,7 @@ import copy
 import gzip
 import io
 import json
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -282,3 +283,35 @@ def test_an_operator_that_python_handled_without_calling_any_stands_for_itself(t
     trace.node("aten::add_", ADD_, [x, x, 1], [x], number=900)
     import_execution_trace(trace.save(tmp_path / "t.json"), tmp_path / "out.opreplay")
     assert names(tmp_path / "out.opreplay") == ["aten::add_"]
+
+
+def test_the_work_of_placing_tensors_grows_with_their_number_also_where_all_tensors_are_on_one_memory(
+    tmp_path: Path,
+) -> None:
+    def steps(nodes: int) -> int:
+        trace, count = Written(), 0
+        for index in range(nodes):
+            given, returned = (Traced(place, 5, [index + 3]) for place in (index + 1, index + 9000))
+            trace.node("aten::relu_", "aten::relu_(Tensor(a!) self) -> Tensor(a!)", [given], [returned])
+        path = trace.save(tmp_path / "t.json")
+        path.write_text(json.dumps(as_schema(json.loads(path.read_text()), "1.1.0-chakra.0.0.4")))  # without strides
+
+        def count_instructions(frame: Any, _event: str, _about: Any) -> Any:
+            nonlocal count
+            count += 1
+            frame.f_trace_opcodes = True
+            return count_instructions
+
+        def in_allocations(frame: Any, event: str, about: Any) -> Any:
+            here = frame.f_code.co_filename.endswith("execution_trace/allocations.py")
+            return count_instructions(frame, event, about) if here else None
+
+        before = sys.gettrace()
+        sys.settrace(in_allocations)
+        try:
+            import_execution_trace(path, tmp_path / "out.opreplay", force=True)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert 0 < steps(240) < 2.2 * steps(120)

@@ -55,7 +55,6 @@ class _Seen(NamedTuple):
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int
     known: bool
 
 
@@ -63,12 +62,14 @@ class _Seen(NamedTuple):
 class _Live:
     """The allocation that is currently at an address. `exact`: an operator made it, exactly as long as its result;
     `returned`: an operator returned it, or wrote to it; `blank`: it has not been written since it was allocated.
-    `flags` are those of tensors by id, `flagged` says whether any tensor ever had one."""
+    `alike`: the latest strides by sizes and offset. `flags` are those of tensors by id, `flagged` says whether any
+    tensor ever had one."""
 
     number: int
     exact: bool
     end: int
     tensors: dict[int, _Seen] = field(default_factory=dict)
+    alike: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = field(default_factory=dict)
     types: set[str] = field(default_factory=set)
     returned: bool = False
     blank: bool = False
@@ -119,7 +120,7 @@ class MemoryMap:
             live = self._live.get(_address(tensor))
             if live is not None and live.blank:
                 new = self._live[_address(tensor)] = self._new(tensor.device, made=False)
-                new.tensors, new.types, new.returned = live.tensors, live.types, True
+                new.tensors, new.alike, new.types, new.returned = live.tensors, live.alike, live.types, True
                 new.flags, new.flagged = live.flags, live.flagged
                 self.unseen.add(new.number)
         for tensor in written:
@@ -210,15 +211,11 @@ class MemoryMap:
         those that it was passed) is assumed to have the strides of the last one with its sizes."""
         if tensor.strides is not None:
             return tensor.strides, True
-        tensors = live.tensors if live is not None else {}
-        seen = tensors.get(tensor.id)
+        seen = live.tensors.get(tensor.id) if live is not None else None
         if seen is not None and seen.sizes == tensor.sizes:
             return seen.strides, seen.known
-        alike = (
-            each for each in reversed(tensors.values()) if (each.sizes, each.offset) == (tensor.sizes, tensor.offset)
-        )
-        last = next(alike, None)
-        return (contiguous(tensor.sizes) if last is None else last.strides), False
+        last = live.alike.get((tensor.sizes, tensor.offset)) if live is not None else None
+        return (contiguous(tensor.sizes) if last is None else last), False
 
     def _returned_empty(self, tensor: TracedTensor, alias: bool) -> _Live:
         address = _address(tensor)
@@ -239,8 +236,8 @@ class MemoryMap:
     def _note(self, live: _Live, tensor: TracedTensor, strides: tuple[int, ...], *, known: bool) -> PlacedTensor:
         end = tensor.end(strides)
         live.end = max(live.end, end)
-        live.tensors.pop(tensor.id, None)  # keep the latest one last
-        live.tensors[tensor.id] = _Seen(tensor.sizes, strides, tensor.offset, known)
+        live.tensors[tensor.id] = _Seen(tensor.sizes, strides, known)
+        live.alike[tensor.sizes, tensor.offset] = strides
         live.types.add(tensor.type_name)
         flags = live.flags.get(tensor.id, _NO_FLAGS)
         live.flagged |= bool(flags)

@@ -95,19 +95,18 @@ def _uses_of(schema: torch.FunctionSchema | None) -> _OperatorUse:
 
 
 class NodeCalls:
-    """The calls of a trace, in order. With the `allocations` of a first pass, arguments are read as well."""
+    """The calls of a trace, in order. With the `first` pass, whose allocations are complete, arguments are read as
+    well."""
 
-    def __init__(
-        self, operators: Operators, allocations: Allocations | None = None, inferred: InferredResults | None = None
-    ) -> None:
+    def __init__(self, operators: Operators, first: NodeCalls | None = None) -> None:
         self._operators = operators
         self._reader = ArgumentReader(operators.names)
-        self._full = allocations is not None
-        self.memory = MemoryMap(allocations)
-        self.inferred = inferred or InferredResults()
+        self._full = first is not None
+        self.memory = MemoryMap(first.allocations if first else None)
+        self.inferred: InferredResults = first.inferred if first else InferredResults()
         self._changed: dict[str, bool] = {}
-        self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = {}
-        self._uses: dict[str, _OperatorUse] = {}
+        self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = first._choices if first else {}
+        self._uses: dict[str, _OperatorUse] = first._uses if first else {}
 
     @property
     def allocations(self) -> Allocations:

@@ -422,7 +422,7 @@ def import_execution_trace(
             first.step(node)
         else:
             first.inside(node)
-    calls = NodeCalls(operators, first.allocations, first.inferred)
+    calls = NodeCalls(operators, first)
     session = imported_session(
         KIND,
         report.source,

@@ -117,8 +117,11 @@ def kind_of(node: TraceNode) -> NodeKind:
         return NodeKind.idle if communication(node).get("collective_name") in ("wait", "init") else NodeKind.collective
     if node.schema:
         kind = _operator_kind(node.schema)
-        devices = {tensor.device for _position, tensor in (*node.inputs.tensors, *node.outputs.tensors)}
-        return NodeKind.idle if devices == {"meta"} else kind
+        tensors = node.inputs.tensors or node.outputs.tensors
+        if not tensors or tensors[0][1].device != "meta":  # nearly always
+            return kind
+        everything = (*node.inputs.tensors, *node.outputs.tensors)
+        return NodeKind.idle if all(tensor.device == "meta" for _position, tensor in everything) else kind
     if _ROOTS.match(node.name):
         return NodeKind.container
     if COMPILED_CODE.match(node.name):
