@@ -8,11 +8,12 @@ default) a launch does nothing and a wait copies the recorded results to where t
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,8 +33,7 @@ class Group:
     backend: str
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective: the arguments of `opreplay::collective`, without its tensors."""
 
     operator: str
@@ -49,11 +49,6 @@ class Call:
     number: int  # among the collectives of its group; of sends and receives, among those with the same peer and tag
     work: int  # among all of the capture
     run: str  # of the first: the same for all ranks that ran together; "": not known, and of all others
-
-    @property
-    def pairs(self) -> bool:
-        """Whether it is one of a pair, of a sender and a receiver."""
-        return "send" in self.operator or "recv" in self.operator
 
 
 class Player(Protocol):
@@ -121,8 +116,7 @@ class Unknown(Exception):
     """A collective whose meaning is not known, with the reason."""
 
 
-@dataclass(frozen=True)
-class Meaning:
+class Meaning(NamedTuple):
     """What a call of one of PyTorch's operators asks for. `outputs`: those that it is given; it may return others."""
 
     operator: str
@@ -134,6 +128,11 @@ class Meaning:
     output_splits: tuple[int, ...]
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
+
+    @property
+    def pairs(self) -> bool:
+        """Whether it is one of a pair, of a sender and a receiver."""
+        return "send" in self.operator or "recv" in self.operator
 
 
 _KNOWN = frozenset(
@@ -150,51 +149,69 @@ _UNKNOWN_FUNCTIONAL = ("batch_p2p_ops",)
 _PEERS = ("root_rank", "src", "dst")
 
 
+class _Roles:
+    """What the arguments of one operator are for."""
+
+    def __init__(self, name: str, arguments: tuple[str, ...]) -> None:
+        """Raises Unknown."""
+        namespace, _, base = name.partition("::")
+        if name not in _KNOWN and (namespace != _FUNCTIONAL or base in _UNKNOWN_FUNCTIONAL):
+            raise Unknown(f"what {name} does is not known")
+        sends = base in ("send", "isend")
+        receives = base in ("recv_", "recv_any_source_", "irecv")
+        both = [each for each in arguments if each == "tensors" and not (sends or receives)]
+        self.inputs = [each for each in arguments if each.startswith("input") or sends or each in both]
+        self.outputs = [each for each in arguments if each.startswith("out") or receives or each in both]
+        self.broadcasts = base == "broadcast_" and bool(both)  # one rank reads them, the others write them
+        self.peer = next((each for each in _PEERS if each in arguments), "")
+        self.splits = [f"{way}_split_sizes" for way in ("input", "output")]
+        if base == "shard_dim_alltoall":
+            self.splits = ["gather_dim", "shard_dim"]
+
+
+_roles = functools.cache(_Roles)
+
+
 def meaning_of(name: str, given: Mapping[str, Any]) -> Meaning:
     """What a call means; `given` are its arguments by name. Raises Unknown."""
-    namespace, _, base = name.partition("::")
-    if name not in _KNOWN and (namespace != _FUNCTIONAL or base in _UNKNOWN_FUNCTIONAL):
-        raise Unknown(f"what {name} does is not known")
-    group = next((found for value in given.values() if (found := group_of(value)) is not None), None)
+    roles = _roles(name, tuple(given))
+    named = (value for value in given.values() if not isinstance(value, torch.Tensor | list))
+    group = next((found for value in named if (found := group_of(value)) is not None), None)
     if group is None:
         raise Unknown("its process group is not known")
-    inputs: list[torch.Tensor] = []
-    outputs: list[torch.Tensor] = []
-    peer = next((int(given[each]) for each in _PEERS if each in given), -1)
-    for argument, value in given.items():
-        tensors = list(_tensors(value))
-        if argument.startswith("input") or base in ("send", "isend"):
-            inputs += tensors
-        if argument.startswith("out") or base in ("recv_", "recv_any_source_", "irecv"):
-            outputs += tensors
-        elif argument == "tensors" and base != "send":
-            if base != "broadcast_" or group.rank() == peer:
-                inputs += tensors
-            if base != "broadcast_" or group.rank() != peer:
-                outputs += tensors
-        elif argument == "sparse_indices" and value is not None:
-            raise Unknown("it reduces sparse tensors")
+    if "sparse_indices" in given:
+        raise Unknown("it reduces sparse tensors")
+    inputs, outputs = (_tensors([given[each] for each in names]) for names in (roles.inputs, roles.outputs))
+    peer = int(given[roles.peer]) if roles.peer else -1
+    if roles.broadcasts and group.rank() == peer:
+        outputs = []
+    elif roles.broadcasts:
+        inputs = []
     if any(tensor.layout is not torch.strided for tensor in (*inputs, *outputs)):
         raise Unknown("its tensors are not strided")
     reduction = given.get("reduce_op", "")
     if not isinstance(reduction, str):
-        reduction = str(torch.distributed.ReduceOp.RedOpType(reduction.op())).rpartition(".")[2]
-    splits = [_integers(given.get(f"{way}_split_sizes")) for way in ("input", "output")]
-    if base == "shard_dim_alltoall":
-        splits = [(int(given["gather_dim"]),), (int(given["shard_dim"]),)]
+        reduction = _reduction_named(_call(reduction.op))
+    splits = [_integers(given.get(each)) for each in roles.splits]
     return Meaning(name, group, reduction, peer, int(given.get("tag", 0)), splits[0], splits[1], inputs, outputs)
 
 
+_call = torch._C.ScriptMethod.__call__  # past what a capture puts in its place
+
+
+@functools.cache
+def _reduction_named(number: int) -> str:
+    return str(torch.distributed.ReduceOp.RedOpType(number)).rpartition(".")[2]
+
+
 def _integers(value: Any) -> tuple[int, ...]:
-    return tuple(int(each) for each in value or ())
+    return (value,) if isinstance(value, int) else tuple(int(each) for each in value or ())
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
 def group_of(value: Any) -> Any:
@@ -203,8 +220,6 @@ def group_of(value: Any) -> Any:
         return None
     from torch.distributed import distributed_c10d as c10d
 
-    if isinstance(value, c10d.ProcessGroup):
-        return value
     if isinstance(value, torch.ScriptObject):
         try:
             return c10d.ProcessGroup.unbox(value)
@@ -215,7 +230,7 @@ def group_of(value: Any) -> Any:
             return c10d._resolve_process_group(c10d.GroupName(value))
         except (RuntimeError, ValueError):
             return None  # not the name of a group: that of the reduction, for instance
-    return None
+    return value if isinstance(value, c10d.ProcessGroup) else None
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,12 @@ class TensorUse(NamedTuple):
     tracker: Tracker
     number: int  # tensor id
     meta: int
+
+
+class EmbeddedCopy(NamedTuple):
+    """A copy of a tensor that the recorder made: the capture has it, and the program does not."""
+
+    number: int  # tensor id
 
 
 class CallValues:
@@ -82,6 +89,12 @@ _FALSE, _TRUE = Token(ValueKind.bool, 0), Token(ValueKind.bool, 1)
 _INT, _FLOAT, _COMPLEX = Token(ValueKind.int), Token(ValueKind.float), Token(ValueKind.complex)
 _TENSOR, _STORAGE, _GENERATOR = Token(ValueKind.tensor), Token(ValueKind.storage), Token(ValueKind.generator)
 
+
+@functools.lru_cache(1024)
+def _string(value: str) -> Token:
+    return Token(ValueKind.string, value)
+
+
 _PACKED_BY_MKL = (
     "a tensor in MKL's own layout, which cannot be read: Inductor packed it when it froze the model (freezing); "
     "torch._inductor.config.cpp.weight_prepack=False keeps it plain, from before the first model is frozen"
@@ -124,7 +137,12 @@ class Encoder:
         elif kind is float:
             values.key.append(_FLOAT)
             values.floats.append(value)
-        elif kind in (list, tuple, torch.Size) or isinstance(value, (list, tuple)):
+        elif kind is str:
+            values.key.append(_string(value))
+        elif kind is EmbeddedCopy:
+            values.key.append(_TENSOR)
+            values.tensors.append(value.number)
+        elif isinstance(value, (list, tuple)):
             values.key.append(Token(ValueKind.tuple if isinstance(value, tuple) else ValueKind.list, None, len(value)))
             for item in value:
                 self.add(item, values, call)
@@ -145,7 +163,7 @@ class Encoder:
     def _add_constant(self, value: Any, values: CallValues, call: OpCall) -> None:
         key = values.key
         if isinstance(value, str):
-            key.append(Token(ValueKind.string, value))
+            key.append(_string(value))
         elif isinstance(value, torch.dtype):
             if value not in DTYPE_CODE:
                 raise Unrepresentable("opaque_argument", f"the format has no code for {value}")

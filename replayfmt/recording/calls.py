@@ -477,11 +477,12 @@ class CallRecorder:
                 length = use.storage.nbytes()
                 if length != (use.tracker.size if state is None else state.length):
                     self._storages.resized(use.tracker, length, sample(use.storage))
-        self._storages.unexplained.pass_on(
-            kernel,
-            [(use.argument, use.tracker) for use in call.values.uses],
-            [(use.argument, use.tracker) for use in values.uses],
-        )
+        if kernel.elementwise or kernel.operator.copies >= 0:
+            self._storages.unexplained.pass_on(
+                kernel,
+                [(use.argument, use.tracker) for use in call.values.uses],
+                [(use.argument, use.tracker) for use in values.uses],
+            )
 
     def wrote(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A recorded op wrote its arguments, which is not noted yet."""

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -37,8 +36,7 @@ from replayfmt.pytorch.operators import COLLECTIVES
 from replayfmt.pytorch.tensors.memory import call_undispatched, make_view
 from replayfmt.pytorch.tensors.metadata import storage_of
 
-from .arguments import OpCall
-from .content.coverage import ByteRegion
+from .arguments import EmbeddedCopy, OpCall
 from .kernels import CapturedKernel, tensors_in
 from .patches import HookHost, Patch, PatchSet
 from .storages.trackers import Tracker
@@ -46,7 +44,6 @@ from .stream.records import Unrepresentable
 from .undispatched import tensors_of
 
 _MOST_RANKS = 16
-_NOT_REPLAYED = "collectives are not replayed yet"
 
 
 def describe_collective(name: str, args: Iterable[Any]) -> str:
@@ -74,12 +71,12 @@ class _Output:
         self._layout = tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
     def view(self) -> torch.Tensor | None:
-        """The tensor as it is now; None if its memory is gone."""
+        """The tensor as it is now; None if its memory is gone. For `call_undispatched`."""
         storage = self.tracker()
         if storage is None:
             return None
         try:
-            return call_undispatched(make_view, storage, *self._layout)
+            return make_view(storage, *self._layout)
         except RuntimeError:  # made shorter meanwhile
             return None
 
@@ -134,7 +131,7 @@ class InFlight:
             about = describe_collective(kernel.name, (*args, *kwargs.values()))
             return Unrepresentable("collective", f"{problem}; {about}")
         launch.made = self._number(launch.meaning)
-        call = self._begin(self._launch, self._arguments(launch, launch.meaning.outputs))
+        call = self._begin(self._launch, (*launch.made, launch.meaning.inputs, launch.meaning.outputs))
         if isinstance(call, Unrepresentable):
             return call
         launch.call = call
@@ -146,7 +143,9 @@ class InFlight:
         if group is None:
             group = self._groups[name] = describe_group(meaning.group)
         ranks = ",".join(map(str, group.ranks))
-        call = Call(
+        key = (ranks, group.instance, *((meaning.operator, meaning.peer, meaning.tag) if meaning.pairs else ()))
+        number, self._numbers[key], self.count = self._numbers[key], self._numbers[key] + 1, self.count + 1
+        return Call(
             meaning.operator,
             name,
             ranks,
@@ -155,23 +154,12 @@ class InFlight:
             meaning.reduction,
             meaning.peer,
             meaning.tag,
-            meaning.input_splits,
-            meaning.output_splits,
-            0,
-            self.count,
-            run_identity() if not self.count else "",
+            list(meaning.input_splits),
+            list(meaning.output_splits),
+            number,
+            self.count - 1,
+            "" if self.count > 1 else run_identity(),
         )
-        key = (ranks, group.instance, *((meaning.operator, meaning.peer, meaning.tag) if call.pairs else ()))
-        number, self._numbers[key], self.count = self._numbers[key], self._numbers[key] + 1, self.count + 1
-        return replace(call, number=number)
-
-    @staticmethod
-    def _arguments(launch: Launch, outputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        made, meaning = launch.made, launch.meaning
-        assert made is not None and meaning is not None
-        values = [getattr(made, each.name) for each in fields(made)]
-        values = [list(value) if isinstance(value, tuple) else value for value in values]
-        return (*values, meaning.inputs, outputs)
 
     def _begin(self, kernel: CapturedKernel, args: tuple[Any, ...]) -> OpCall | Unrepresentable | None:
         return self._session.begin(kernel, args, {})
@@ -190,7 +178,8 @@ class InFlight:
             if meaning.operator.rpartition("::")[2] not in ("isend", "irecv"):
                 outputs += returned
             self._produced(returned)
-            call = self._begin(self._launch, self._arguments(launch, outputs))  # with what it returned
+            assert launch.made is not None
+            call = self._begin(self._launch, (*launch.made, meaning.inputs, outputs))  # with what it returned
             launch.call = call if isinstance(call, OpCall) else None
         if launch.call is None:
             return
@@ -227,10 +216,9 @@ class InFlight:
     # ----------------------------------------------------------------------------------------------------- in flight
 
     def _mark(self, launch: Launch, tensor: torch.Tensor, tracker: Tracker) -> None:
-        item = tensor.element_size()
-        strides = tuple(stride * item for stride in tensor.stride())
-        region = ByteRegion(int(tensor.storage_offset()) * item, tuple(tensor.shape), strides, item)
-        begin, end = region.start, region.end
+        item, begin = tensor.element_size(), int(tensor.storage_offset())
+        last = begin + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin, end = begin * item, (last + 1) * item
         if tracker.state is not None and tracker.state.alias_of is not None:
             delta, tracker = tracker.state.delta, tracker.state.alias_of
             begin, end = begin + delta, end + delta
@@ -275,16 +263,24 @@ class InFlight:
             self.waited(list(dict.fromkeys(launch for _, _, launch in self._writing.get(tracker.id, ()))))
 
     def _land(self, launch: Launch) -> None:
-        """Record what arrived. It is copied first: others may write that memory while it is hashed."""
+        """Record what arrived."""
         self._unmark(launch)
         made = launch.made
         assert made is not None
-        outputs = [view for output in launch.outputs if (view := output.view()) is not None]
-        results = [call_undispatched(torch.clone, view) for view in outputs] if self._keeps_results else []
+        outputs, results = call_undispatched(self._what_arrived, launch.outputs)
         call = self._begin(self._wait, (made.work, outputs, results))
         if isinstance(call, OpCall):
             now = time.perf_counter_ns()
             self._session.returned(call, None, now, now)
+
+    def _what_arrived(self, outputs: list[_Output]) -> tuple[list[torch.Tensor], list[torch.Tensor | EmbeddedCopy]]:
+        """The tensors that a collective wrote, and copies of them."""
+        views = [view for output in outputs if (view := output.view()) is not None]
+        return views, [self._copy(view) for view in views] if self._keeps_results else []
+
+    def _copy(self, view: torch.Tensor) -> torch.Tensor | EmbeddedCopy:
+        embedded = self._session.storages.embed_copy(view)
+        return torch.clone(view) if embedded is None else EmbeddedCopy(embedded)
 
 
 CollectiveFunction = Callable[..., Any]

@@ -345,9 +345,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in a value and its lists."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
+    found: list[torch.Tensor] = []
+    for item in value if isinstance(value, (list, tuple)) else ():
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found += tensors_in(item)
+    return found
 
 
 def devices_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:

@@ -33,6 +33,10 @@ for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer), dist.P2POp(
     work.wait()
 out("ring", got + t)
 objects = [None, None]; dist.all_gather_object(objects, {"rank": rank}); print(rank, "objects", objects)
+laid_out = {"turned": torch.randn(4, 6).t(), "holes": torch.randn(8, 8)[:, :4], "values": torch.arange(6) // 2}
+laid_out["negated"] = torch.randn(4, dtype=torch.complex64).conj().imag
+for name, a in laid_out.items():
+    dist.all_reduce(a, dist.ReduceOp.MAX); out(name, a + 1)
 small = dist.new_group([0, 1]); c = t.clone(); dist.all_reduce(c, group=small); out("subgroup", c + 1)
 dist.barrier()
 """
@@ -95,11 +99,11 @@ def files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("recorder", ["native", "python"])
 def test_a_rank_replays_alone_bit_for_bit_and_its_program_computes_what_it_would(tmp_path: Path, recorder: str) -> None:
-    """Collectives in every form, waited for at once, late, twice, in another order, by a future, by asking, never, or
-    first used as a view."""
+    """Collectives in every form, on tensors of any layout, waited for at once, late, twice, in another order, by a
+    future, by asking, never, or first used as a view."""
     program = COLLECTIVES + WAITS
     said = launching.captured(tmp_path, program, f"--recorder={recorder}")
-    assert len(said) == 36 and said == launching.plain(tmp_path, program)
+    assert len(said) == 44 and said == launching.plain(tmp_path, program)
     for path in files(tmp_path):
         assert replayfmt.run(path, verify="bitwise").outcome == "ok"
 

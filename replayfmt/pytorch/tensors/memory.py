@@ -133,7 +133,8 @@ def make_view(
     if lent is not None:
         tensor = tensor.view(dtype)
     tensor.set_(storage, offset, tuple(sizes), tuple(strides))
-    mark_view(tensor, flags)
+    if flags:
+        mark_view(tensor, flags)
     return tensor
 
 

@@ -168,8 +168,12 @@ class FileBackedStorages:
 
     # ------------------------------------------------------------------------------------------------------ by content
 
+    def may_know(self, length: int) -> bool:
+        """Whether a file that the user named holds content of so many bytes."""
+        return self._known_files.has_length(length)
+
     def _named(self, storage: torch.UntypedStorage, length: int) -> tuple[KnownFile, int] | None:
-        if not self._known_files.has_length(length):
+        if not self.may_know(length):
             return None
         if self._policy == "fail" and is_monotonous(storage):
             return None  # a counter at zero could come from anywhere
@@ -367,6 +371,14 @@ class FirstContents:
                 return ABSENT  # these bytes may be floats, and there is no way left to tell
             dtype = loaded or dtype
         return self.again(storage, dtype, private)
+
+    def embeds(self, length: int) -> bool:
+        """Whether new content of so many bytes is embedded, whatever it is."""
+        return self.exact and (self._files is None or not self._files.may_know(length))
+
+    def embedded(self, content: memoryview) -> FirstContent:
+        """The content, as it is now, embedded. Raises CaptureFailed."""
+        return FirstContent(StorageOrigin.payload, ValueKind.payload, self._writer.payload(content))
 
     def again(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, private: bool = False) -> FirstContent:
         """The content after a write from outside. UNREADABLE if its memory cannot be read. Raises CaptureFailed."""

@@ -41,7 +41,7 @@ def is_readable(storage: torch.UntypedStorage) -> bool:
 
 def content_hash(storage: torch.UntypedStorage) -> int:
     """The XXH3-128 of all its bytes; if they cannot be read, a value that no content has."""
-    return call_undispatched(_hash, storage)
+    return _hash(storage) if storage.device.type == "cpu" else call_undispatched(_hash, storage)
 
 
 def content_of(storage: torch.UntypedStorage) -> int | None:
@@ -81,7 +81,7 @@ def _sample_step(length: int) -> int:
 
 def embed(writer: CaptureWriter, storage: torch.UntypedStorage) -> int:
     """The payload id of all its bytes. Raises CaptureFailed if they cannot be written."""
-    return call_undispatched(_embed, writer, storage)
+    return _embed(writer, storage) if storage.device.type == "cpu" else call_undispatched(_embed, writer, storage)
 
 
 def is_monotonous(storage: torch.UntypedStorage) -> bool:

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from replayfmt.format.codes import StorageOrigin
+from replayfmt.pytorch.tensors.memory import host_view
+from replayfmt.pytorch.tensors.metadata import offset_of, storage_of
 
 from ..content.coverage import ByteRegion
 from ..content.first_content import UNREADABLE, FirstContent, FirstContents
@@ -84,6 +86,7 @@ class Storages:
         self.digest_written: Callable[[Tracker, torch.UntypedStorage], None] = lambda _tracker, _storage: None
         # Some bytes of a storage are about to be used that a collective may have written.
         self.arrived: Callable[[Tracker, int, int], None] = lambda _tracker, _begin, _end: None
+        self._copies: list[int] = []  # storages of the capture alone, not released yet
         self._aliases: dict[int, list[Tracker]] = {}  # by storage id: others on the same memory
         self.watches_natively = native is not None  # whether the hot path may compare the content of watched storages
 
@@ -246,6 +249,23 @@ class Storages:
         self._note_content(tracker, content)
         self.synchronize(tracker, storage)
         return tracker
+
+    def embed_copy(self, tensor: torch.Tensor) -> int | None:
+        """The tensor id of a copy as it is now, in a storage that the program does not have. None if that takes a real
+        copy: it has holes, another device has it, or its content does not enter as it is."""
+        meta, offset, storage = self._metas.of(tensor), int(offset_of(tensor)), storage_of(tensor)
+        params = self._metas.params[meta]
+        dense = None if params.flags or storage.device.type != "cpu" else params.region(offset).dense()
+        if dense is None or not self._contents.embeds(dense[1] - dense[0]):
+            return None
+        content = self._contents.embedded(host_view(storage)[dense[0] : dense[1]])
+        number, tensor_id = next(self._buffer.next_storage), next(self._buffer.next_tensor)
+        device = self._records.device(storage.device)
+        self._buffer.new_storages.append(pack_storage(number, dense[1] - dense[0], device, content.origin, content.id))
+        self._copies.append(number)
+        self._buffer.definitions.append(pack_definition(tensor_id, number, 0, meta))
+        self._records.storage_import(number, content, 0, "first_use")
+        return tensor_id
 
     def _note_content(self, tracker: Tracker, content: FirstContent) -> None:
         """Remember what is needed of imported content."""
@@ -614,6 +634,8 @@ class Storages:
         for number in ids:
             self.live.pop(number, None)
             self._memory.forget(number)
+        ids += self._copies
+        self._copies.clear()
         if ids:
             self._records.storage_releases(ids)
             if self._native is not None:

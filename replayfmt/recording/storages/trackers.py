@@ -476,11 +476,9 @@ class Unexplained:
     def pass_on(
         self, kernel: CapturedKernel, given: Iterable[tuple[int, Tracker]], results: Iterable[tuple[int, Tracker]]
     ) -> None:
-        """After a call, with its tensors by argument and by result: mark what it computed element by element, or
-        copied."""
+        """After a call that computes element by element, or copies, with its tensors by argument and by result: mark
+        what it made."""
         copies = kernel.operator.copies
-        if not kernel.elementwise and copies < 0:
-            return
         given = list(given)
         for index, tracker in given:
             state = _owner(tracker).state

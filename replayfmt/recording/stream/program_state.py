@@ -17,6 +17,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 
 from replayfmt.format.model import Generator
 from replayfmt.pytorch.accelerators import default_generator, is_accelerator
+from replayfmt.pytorch.collectives import NAMESPACE as COLLECTIVE_RECORDS
 from replayfmt.pytorch.environment import guarded, read_settings
 from replayfmt.pytorch.tensors.memory import call_undispatched, host_view
 
@@ -84,8 +85,10 @@ WATCHED = _WATCHED + _WATCHED_CUDA  # native/session.h relies on these indices
 @functools.cache
 def watched_indices(kernel: str) -> tuple[int, ...]:
     """The settings to check before a call of a kernel (`aten::mm`), besides the guard, as indices into WATCHED. A
-    custom kernel may depend on anything."""
+    custom kernel may depend on anything; those of a collective compute nothing."""
     namespace, _, base = kernel.partition("::")
+    if namespace == COLLECTIVE_RECORDS:
+        return ()
     watched = len(WATCHED) if torch.backends.cuda.is_built() else len(_WATCHED)
     return tuple(
         index
