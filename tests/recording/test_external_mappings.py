@@ -141,6 +141,7 @@ def test_an_address_is_told_from_a_number(query: int, monkeypatch: pytest.Monkey
 def test_small_arrays_in_ordinary_memory_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where the system cannot be asked about an address.
     monkeypatch.setattr(file_mappings, "_ADDRESS_MAPS", "/nonexistent")
+    file_mappings._heap_begin.cache_clear()
     mappings, looked = FileMappings(), []
     original = read_mappings
     monkeypatch.setattr(file_mappings, "read_mappings", lambda: looked.append(1) or original())
@@ -148,6 +149,22 @@ def test_small_arrays_in_ordinary_memory_are_looked_up_once(monkeypatch: pytest.
     for batch in range(20):
         assert mappings.find(whole[batch * PAGE + 100 :].ctypes.data, 200) is None
     assert len(looked) == 1
+
+
+def test_memory_of_the_heap_is_known_to_be_of_no_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What malloc hands out is not looked up."""
+    try:
+        begin, end = file_mappings._heap_begin(), file_mappings._sbrk(0)
+    except OSError:
+        pytest.skip("this system cannot be asked about an address")
+    assert begin < end and file_mappings.holds_no_file(begin, end - begin)
+    monkeypatch.setattr(file_mappings, "_ADDRESS_MAPS", "/nonexistent")
+    assert file_mappings.holds_no_file(begin, end - begin)
+    assert not file_mappings.holds_no_file(end - 8, 16)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        view = (ctypes.c_char * 8).from_buffer(mapped)
+        assert not file_mappings.holds_no_file(ctypes.addressof(view), 8)
+        del view
 
 
 @pytest.mark.parametrize("maps", ["/proc/self/maps", "/nonexistent"])

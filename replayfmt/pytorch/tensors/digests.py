@@ -25,7 +25,7 @@ from replayfmt.format.codes import DType, TensorFlag
 from replayfmt.format.model import Sample, TensorDigest, sample_positions, signed
 from replayfmt.native.building import NotAvailable, library, say
 
-from .memory import fetched, host_view, make_view, row_major_pieces
+from .memory import call_undispatched, fetched, host_view, make_view, row_major_pieces
 from .metadata import DTYPE_CODE, TORCH_DTYPE
 
 BLOCK_ELEMENTS = 1 << 16  # as doubles they fit the L2 cache; in smaller blocks NumPy's calls cost more
@@ -235,9 +235,13 @@ def reader(code: DType) -> Callable[[np.ndarray], np.ndarray]:
         return lambda bits: bits.view(np.float16).astype(np.float32).view(np.complex64)
     if code is DType.float16:  # NumPy converts it sooner than it computes with it
         return lambda bits: bits.view(np.float16).astype(np.float32)
-    values = torch.arange(256, dtype=torch.uint8).view(TORCH_DTYPE[code]).to(torch.float64)
-    table = np.array(values.tolist())
+    table = np.array(call_undispatched(_all_values, TORCH_DTYPE[code]))
     return lambda bits: table[bits]
+
+
+def _all_values(dtype: torch.dtype) -> Any:
+    """The numbers of a dtype of one byte, by their bits."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float64).tolist()
 
 
 def statistics(array: np.ndarray, code: DType) -> Statistics:
@@ -328,12 +332,16 @@ def digest_view(
     offset: int,
     flags: TensorFlag,
 ) -> TensorDigest:
-    """`digest_tensor` of a view on a storage; strides and offset are in elements. Raises ValueError or RuntimeError if
-    it does not fit into it."""
+    """`digest_tensor` of a view on a storage, in the middle of a program; strides and offset are in elements. Raises
+    ValueError or RuntimeError if it does not fit into it."""
     code = DTYPE_CODE[dtype]
     if flags or storage.device.type != "cpu" or code in _PACKED:
-        return digest_tensor(make_view(storage, dtype, sizes, strides, offset, flags))
+        return call_undispatched(_digest_of, storage, dtype, sizes, strides, offset, flags)
     return _digest(storage, code, sizes, strides, offset)
+
+
+def _digest_of(*view: Any) -> TensorDigest:
+    return digest_tensor(make_view(*view))
 
 
 def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:

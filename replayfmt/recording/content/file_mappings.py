@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import re
@@ -62,9 +63,24 @@ def holds_no_file(address: int, length: int) -> bool:
     """Whether nothing in [address, address + length) is mapped from a file, or shared with another process; False if
     the system does not say."""
     try:
-        return _mapping_from(address, _COVERING_OR_NEXT | _OF_A_FILE_ONLY)[0] >= address + length
+        in_heap = _heap_begin() <= address and address + length <= _sbrk(0)
+        return in_heap or _mapping_from(address, _COVERING_OR_NEXT | _OF_A_FILE_ONLY)[0] >= address + length
     except OSError:
         return False
+
+
+_sbrk = ctypes.PyDLL(None).sbrk
+_sbrk.restype = ctypes.c_size_t
+
+
+@functools.cache
+def _heap_begin() -> int:
+    """From here to the program break there is memory that malloc hands out, and it never gives that back for a mapping
+    to take its place. Raises OSError if the system cannot be asked."""
+    end = int(_sbrk(0))
+    begin, _end = _mapping_from(end - 1, _COVERING_OR_NEXT)
+    file, _end = _mapping_from(begin, _COVERING_OR_NEXT | _OF_A_FILE_ONLY)
+    return begin if file >= end else end
 
 
 def _mapping_from(address: int, flags: int) -> tuple[int, int]:

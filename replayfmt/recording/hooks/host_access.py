@@ -255,9 +255,8 @@ class _Read(StandIn):
         # A __torch_function__ override or mode comes first, and may call back here with another tensor to read.
         if (
             getattr(_inside, "depth", 0)
-            or not self._recorder.recording()
             or _has_torch_function_unary(tensor)
-            or not self._recorder.attempt(_has_values, tensor)
+            or not self._recorder.attempt(self._is_recorded, tensor)
         ):
             return self._original(tensor, *args, **kwargs)
         _inside.depth = 1
@@ -265,8 +264,11 @@ class _Read(StandIn):
             values = self._original(tensor, *args, **kwargs)
         finally:
             _inside.depth = 0
-        self._recorder.attempt(self._recorder.host_read, self._method, tensor)
+        self._recorder.host_read(self._method, tensor)
         return values
+
+    def _is_recorded(self, tensor: Any) -> bool:
+        return self._recorder.recording() and _has_values(tensor)
 
 
 class _Address(StandIn):

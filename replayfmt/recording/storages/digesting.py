@@ -15,7 +15,6 @@ import torch
 from replayfmt.format.codes import TensorFlag
 from replayfmt.format.model import TensorDigest
 from replayfmt.pytorch.tensors.digests import digest_view
-from replayfmt.pytorch.tensors.memory import call_undispatched
 from replayfmt.pytorch.tensors.metadata import is_zerotensor, offset_of, storage_of
 
 from ..content.coverage import Coverage
@@ -145,13 +144,10 @@ class Digests:
         if storage.device.type == "meta" or params.flags & TensorFlag.zero:
             return None
         region = params.region(offset)
-        span = sum((n - 1) * s for n, s in zip(region.sizes, region.strides, strict=True)) + region.item
-        if not region.empty and region.start + span > storage.nbytes():
+        if region.end > storage.nbytes() and not region.empty:
             return None
         try:
-            return call_undispatched(
-                digest_view, storage, params.dtype, params.sizes, params.strides, offset, params.flags
-            )
+            return digest_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags)
         except TypeError:
             return None
 
@@ -223,13 +219,15 @@ class Outside:
                 continue
             meta, offset = self._metas.of(plain), int(offset_of(plain))
             params = self._metas.params[meta]
+            region = params.region(offset)
             if tracker.size != storage.nbytes():
                 reads = method not in _SHARING
-                tracker = self._storages.use(tracker, storage, reads, method, region=params.region(offset))
+                tracker = self._storages.use(tracker, storage, reads, method, region=region)
                 self._storages.unexplained.report(tracker, method)
-            number, digest = self._storages.view(tracker, meta, offset, params.item), None
-            if self._digests is not None and tracker.reproducible(params.region(offset)):
+            if self._digests is not None and tracker.reproducible(region):
                 number, digest = self._digests.of_view(tracker, storage, meta, offset)
+            else:
+                number, digest = self._storages.view(tracker, meta, offset, params.item), None
             self._records.host_read(method, number, digest)
             if method in _SHARING:
                 self._storages.watch(tracker, windowed=True)

@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -286,6 +286,7 @@ def _digest_key(digest: TensorDigest) -> tuple[Any, ...]:
     return (*(value is None for value in statistics), *map(type, digest.sample))
 
 
+_REGIONS = 16  # of one metadata that are kept
 Key = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, int]
 
 
@@ -299,11 +300,17 @@ class MetaParams:
     flags: TensorFlag
     item: int  # bytes per element
     elements: int
+    _regions: dict[int, ByteRegion] = field(default_factory=dict, compare=False, repr=False)  # by offset
 
     def region(self, offset: int) -> ByteRegion:
         """The bytes of a view with this metadata, `offset` elements into its storage."""
-        item = self.item
-        return ByteRegion(offset * item, self.sizes, tuple(stride * item for stride in self.strides), item)
+        region = self._regions.get(offset)
+        if region is None:
+            if len(self._regions) >= _REGIONS:
+                self._regions.clear()
+            strides = tuple(stride * self.item for stride in self.strides)
+            region = self._regions[offset] = ByteRegion(offset * self.item, self.sizes, strides, self.item)
+        return region
 
 
 class _Params(dict[int, MetaParams]):
