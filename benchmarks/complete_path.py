@@ -1,7 +1,7 @@
 """The cost of programs whose calls are not all alike: they make new shapes, arrays and scratch memory all the time.
 
 Such calls take the complete path, which is Python. Programs of real packages show the cost for each operator. Measured
-alone: batches that NumPy makes, tensors read as arrays, the start of the first capture of a process. The steadiness of
+alone: batches that NumPy makes, tensors read as arrays, collectives, the first start in a process. The steadiness of
 a loop's steps shows whether writing the file stalls the program.
 """
 
@@ -128,31 +128,70 @@ def measure_arrays(path: Path, count: int, rounds: int) -> None:
             tensors[:] = [tensor + 1 for tensor in tensors]
             return seconds(work)
 
-    for what, work, at_most in (
-        ("a batch that NumPy made: added", batches, 100),
-        ("a tensor read as an array: added", reads, 10),
-    ):
-        turns = {"eager": lambda work=work: seconds(work), "captured": lambda work=work: captured(work)}
-        taken = in_turns(turns, rounds)
-        added = median_of(lambda eager, captured: captured - eager, *taken.values())
-        row(f"capture, {what}", added / count * 1e6, "us", at_most=at_most)
+    measure_each("a batch that NumPy made", batches, captured, count, rounds, at_most=100)
+    measure_each("a tensor read as an array", reads, captured, count, rounds, at_most=10)
+
+
+def measure_collectives(path: Path, count: int, rounds: int) -> None:
+    if not torch.distributed.is_available():
+        row("capture, a small all-reduce: added", None, "us", reason="this PyTorch has no distributed package")
+        return
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path.parent}/store", rank=0, world_size=1)
+    try:
+        tensor = torch.ones(16)
+
+        def reduces() -> None:
+            for _ in range(count):
+                torch.distributed.all_reduce(tensor)
+
+        def captured(work: Callable[[], None]) -> float:
+            with replayfmt.capture(path, force=True):
+                work()  # what is new
+                return seconds(work)
+
+        measure_each("a small all-reduce", reduces, captured, count, rounds, at_most=5)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def measure_each(
+    what: str,
+    work: Callable[[], None],
+    captured: Callable[[Callable[[], None]], float],
+    count: int,
+    rounds: int,
+    at_most: float,
+) -> None:
+    """What a capture adds to each of the `count` things that `work` does."""
+    work()
+    taken = in_turns({"eager": lambda: seconds(work), "captured": lambda: captured(work)}, rounds)
+    added = median_of(lambda eager, captured: captured - eager, *taken.values()) / count * 1e6
+    times_eager = median_of(lambda eager, captured: captured / eager, *taken.values())
+    row(f"capture, {what}: added", added, "us", at_most=at_most, times_eager=times_eager)
 
 
 def measure_steadiness(path: Path, steps: int) -> None:
-    """By the wall clock, whatever the others go by: a stall is a wait."""
+    """By the wall clock, whatever the others go by: a stall is a wait. Other processes stall both programs."""
     run = tiny_gpt2.forward()
-    times_s = []
-    with replayfmt.capture(path, force=True, payload="none"):
+
+    def settled() -> np.ndarray:
+        times_s = []
         for _ in range(steps):
             begin = time.perf_counter()
             run()
             times_s.append(time.perf_counter() - begin)
-    settled = times_s[len(times_s) // 10 :]
+        return np.array(times_s[len(times_s) // 10 :])
+
+    alone = settled()
+    with replayfmt.capture(path, force=True, payload="none"):
+        captured = settled()
+    spread = {name: float(np.percentile(each, 95) / np.median(each)) for name, each in (("a", alone), ("c", captured))}
     row(
         "capture, metadata only, forward: 95th percentile of a step / median",
-        float(np.percentile(settled, 95)) / statistics.median(settled),
+        spread["c"],
         at_most=1.3,
-        median_us=statistics.median(settled) * 1e6,
+        without_a_capture=spread["a"],
+        median_us=float(np.median(captured)) * 1e6,
     )
 
 
@@ -188,6 +227,7 @@ def main() -> None:
             progress(package.__name__)
             measure_package(package, path, 1 if quick else 10, 1 if quick else 5)
         measure_arrays(path, 20 if quick else 1000, 1 if quick else 5)
+        measure_collectives(path, 20 if quick else 1000, 1 if quick else 5)
         measure_steadiness(path, 20 if quick else 3000)
         measure_start(path, 1 if quick else 5)
 
