@@ -50,6 +50,16 @@ class Call(NamedTuple):
     work: int  # among all of the capture
     run: str  # of the first: the same for all ranks that ran together; "": not known, and of all others
 
+    @property
+    def pairs(self) -> bool:
+        """Whether it is one of a pair, of a sender and a receiver."""
+        return come_in_pairs(self.operator)
+
+
+def come_in_pairs(operator: str) -> bool:
+    """Whether calls of an operator have a sender and a receiver each."""
+    return "send" in operator or "recv" in operator
+
 
 class Player(Protocol):
     """What a replay does at launches and waits."""
@@ -128,11 +138,6 @@ class Meaning(NamedTuple):
     output_splits: tuple[int, ...]
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
-
-    @property
-    def pairs(self) -> bool:
-        """Whether it is one of a pair, of a sender and a receiver."""
-        return "send" in self.operator or "recv" in self.operator
 
 
 _KNOWN = frozenset(

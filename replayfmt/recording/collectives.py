@@ -26,6 +26,7 @@ from replayfmt.pytorch.collectives import (
     Call,
     Group,
     Meaning,
+    come_in_pairs,
     describe_group,
     group_of,
     meaning_of,
@@ -143,7 +144,11 @@ class InFlight:
         if group is None:
             group = self._groups[name] = describe_group(meaning.group)
         ranks = ",".join(map(str, group.ranks))
-        key = (ranks, group.instance, *((meaning.operator, meaning.peer, meaning.tag) if meaning.pairs else ()))
+        key = (
+            ranks,
+            group.instance,
+            *((meaning.operator, meaning.peer, meaning.tag) if come_in_pairs(meaning.operator) else ()),
+        )
         number, self._numbers[key], self.count = self._numbers[key], self._numbers[key] + 1, self.count + 1
         return Call(
             meaning.operator,
