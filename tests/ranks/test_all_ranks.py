@@ -132,26 +132,14 @@ def test_the_same_part_of_every_rank_is_trimmed_and_replays_together(tmp_path: P
     assert "verified: bitwise" in text
 
 
-SLOW = """
-import os, time
-import torch
-
-def slow(a, b, *, alpha=1):
-    time.sleep(0.03 * int(os.environ["RANK"]))
-    return torch.ops.aten.add.Tensor(a, b, alpha=alpha)
-"""
-
-
 @pytest.mark.slow
-def test_all_ranks_are_measured_together_and_the_one_that_others_wait_for_is_named(copy: Path) -> None:
-    (copy / "slow.py").write_text(SLOW)
+def test_all_ranks_are_measured_together(copy: Path) -> None:
     (code, text), (other, silent) = together(
         copy,
-        "--benchmark-min-time=0.6s",  # they agree on a number of replays
+        "--benchmark-min-time=0.1s",  # they agree on a number of replays
         "--benchmark-warmup=0",
         "--benchmark-format=json",
         "--benchmark-out=result.json",
-        "--replay-kernel-substitution=aten::add.Tensor=slow.py:slow",
         tool="benchmark",
         timeout_s=60,
     )
@@ -161,8 +149,9 @@ def test_all_ranks_are_measured_together_and_the_one_that_others_wait_for_is_nam
     assert [row["name"] for row in document["benchmarks"]] == ["BM_replay/rank:0", "BM_replay/rank:1"]
     ranks = document["ranks"]
     assert [row["iterations"] for row in document["benchmarks"]] == [ranks["replays"]] * 2
-    fast, slow = ranks["by_rank"]
-    assert slow["waited_for_ns"] > fast["waited_for_ns"] and fast["blocked_ns"] > 30e6
+    assert [row["rank"] for row in ranks["by_rank"]] == [0, 1]
+    assert all(row["median_real_time"] > row["blocked_ns"] > 0 for row in ranks["by_rank"])
+    assert sum(row["slowest_of_replays"] for row in ranks["by_rank"]) == ranks["replays"]
     calls = Counter({(each["operator"], each["bytes"]): each["calls"] for each in ranks["collectives"]})
     assert calls["c10d::allreduce_", 1 << 16] == 1 and calls["c10d::send", 32] + calls["c10d::recv_", 32] == 2
     with open_capture(copy / "out/rank0.opreplay") as reader:
