@@ -45,8 +45,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture(autouse=True)
-def no_capture_is_left() -> Iterator[None]:
-    """A capture ends with the test that began it: one that fails in the middle of it costs no other test."""
+def nothing_is_left() -> Iterator[None]:
+    """A capture ends with the test that began it, and gradients are on: a test that fails costs no other one."""
     yield
     recording = sys.modules.get("replayfmt.recording.recorder")  # None: this test has no need of PyTorch
     left = None if recording is None else recording._active
@@ -54,6 +54,10 @@ def no_capture_is_left() -> Iterator[None]:
         with suppress(Exception):  # what the capture says of itself is not what went wrong
             left.close()
         pytest.fail(f"the test left a capture open: {left.path}")
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("the test left gradients switched off")
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist is not everywhere that these tests run

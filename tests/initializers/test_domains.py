@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import replayfmt
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.environment import preserved_settings
 from replayfmt.trim.script import synthesized_script
 from replayfmt.trim.selection import TrimSelection
 
@@ -81,8 +82,9 @@ def _run_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, obje
     with CaptureReader(folder / "c.opreplay") as reader:
         synthesized_script(reader, str(folder / "script.py"), TrimSelection())
     monkeypatch.setattr(sys, "argv", ["script.py"])
-    module = runpy.run_path(str(folder / "script.py"))
-    assert module["main"]() == 0
+    with preserved_settings():  # a script sets those of its capture for its whole process
+        module = runpy.run_path(str(folder / "script.py"))
+        assert module["main"]() == 0
     return module
 
 
