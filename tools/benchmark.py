@@ -616,13 +616,13 @@ def cli(
             inputs or "hot",
             cuda_graph,
         )
+    check_reconcile(context, replay_scope)
+    against = BaselineFlags.of(baseline, fail_above, noise_floor)
     if os.path.isdir(capture):
         if per_op is not None:
             raise UsageError("--per-op does not go with the folder of all ranks; give it one file")
         out_file = benchmark_out, force
         return run_ranks(context, capture, flags, options, benchmark_format, out_file, collective_timeout)
-    check_reconcile(context, replay_scope)
-    against = BaselineFlags.of(baseline, fail_above, noise_floor)
     if benchmark_out is not None:
         refuse_input(_OUT, benchmark_out, capture)
     with ExitStack() as stack:

@@ -207,6 +207,8 @@ def _trim_ranks(context: click.Context, folder: str, out: str, force: bool) -> N
     from replayfmt.format.rank_files import MANIFEST, rank_file, world_size, write_manifest
 
     ranks = range(world_size(folder))
+    if os.path.realpath(folder) == os.path.realpath(out):
+        raise UsageError(f"{out}: is the folder to trim; name another one")
     made = not os.path.exists(out)
     os.makedirs(out, exist_ok=True)
     try:

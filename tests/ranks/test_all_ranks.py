@@ -116,6 +116,8 @@ def test_the_same_part_of_every_rank_is_trimmed_and_replays_together(tmp_path: P
     refused = subprocess.run(late, cwd=tmp_path, capture_output=True, text=True)
     assert refused.returncode == 1 and "waits for collectives that are not launched" in refused.stderr
     assert not (tmp_path / "part").exists()
+    itself = subprocess.run([*trim[:2], "out", "--scope=step", "--force"], cwd=tmp_path, capture_output=True, text=True)
+    assert itself.returncode == 2 and "name another" in itself.stderr
     for code in (0, 1):  # the second time the files are there
         done = subprocess.run([*trim, "--scope=step"], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
@@ -191,7 +193,14 @@ def test_what_ranks_say_of_their_times_is_put_together() -> None:
     assert "not measured" in lines(unknown)[-1] and not any("blocked in" in line for line in lines(unknown))
 
 
-@pytest.mark.parametrize(("flags", "said"), [(["--per-op"], "--per-op does not go"), ([], "=N opreplay-benchmark")])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--per-op"], "--per-op does not go"),
+        (["--fail-above=5%"], "--fail-above=5% needs --baseline"),
+        ([], "=N opreplay-benchmark"),
+    ],
+)
 def test_a_folder_is_measured_under_torchrun_and_as_a_whole(job: Path, flags: list[str], said: str) -> None:
     command = [launching.BIN / "opreplay-benchmark", *flags, "out/"]
     done = subprocess.run(command, cwd=job, capture_output=True, text=True, timeout=60)
