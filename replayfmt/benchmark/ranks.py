@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from replayfmt.errors import ReplayFailed
+from replayfmt.format.rank_files import come_in_pairs
 from replayfmt.format.validation import counted
 from replayfmt.pytorch.collectives import Call
 from replayfmt.replay.plan import Plan
@@ -217,7 +218,7 @@ def _collectives(heard: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 def _meeting(rank: int, said: dict[str, Any]) -> Any:
     """What the parts of one collective have in common on all ranks."""
-    if "send" not in said["operator"] and "recv" not in said["operator"]:
+    if not come_in_pairs(said["operator"]):
         return tuple(said["ranks"]), said["instance"], said["number"]
     if said["peer"] is None:  # it takes what comes
         return rank, said["operator"], said["number"]

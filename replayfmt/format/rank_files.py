@@ -24,7 +24,6 @@ from .record_frames import decode_record
 
 LAUNCH, WAIT = "opreplay::collective", "opreplay::collective_wait"  # the operators that stand for collectives
 MANIFEST = "manifest.json"
-_PAIRED = ("send", "recv")
 
 Event = dict[str, Any]  # a launch, or {"wait": the work that is waited for}
 
@@ -109,8 +108,13 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
+def come_in_pairs(operator: str) -> bool:
+    """Whether calls of an operator have a sender and a receiver each."""
+    return "send" in operator or "recv" in operator
+
+
 def _is_paired(event: Event) -> bool:
-    return any(each in event["operator"] for each in _PAIRED)
+    return come_in_pairs(event["operator"])
 
 
 def group_of(event: Event) -> tuple[tuple[int, ...], int]:

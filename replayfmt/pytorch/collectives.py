@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from replayfmt.format.rank_files import LAUNCH, WAIT
+from replayfmt.format.rank_files import LAUNCH, WAIT, come_in_pairs
 
 __all__ = ["LAUNCH", "WAIT"]
 NAMESPACE = LAUNCH.partition("::")[0]
@@ -54,11 +54,6 @@ class Call(NamedTuple):
     def pairs(self) -> bool:
         """Whether it is one of a pair, of a sender and a receiver."""
         return come_in_pairs(self.operator)
-
-
-def come_in_pairs(operator: str) -> bool:
-    """Whether calls of an operator have a sender and a receiver each."""
-    return "send" in operator or "recv" in operator
 
 
 class Player(Protocol):

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.rank_files import come_in_pairs
 from replayfmt.pytorch import collectives
 from replayfmt.pytorch.collectives import (
     Call,
     Group,
     Meaning,
-    come_in_pairs,
     describe_group,
     group_of,
     meaning_of,
