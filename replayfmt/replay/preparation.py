@@ -268,7 +268,8 @@ class Preparation:
 
     def writes(self, signature_id: int) -> tuple[int, ...]:
         """The tensor slots that an op of this signature may write, announced or not."""
-        effects = self.effects(signature_id, self.scan(checks=False).layout(signature_id))
+        scan = next(iter(self._scans.values()), None) or self.scan(checks=False)  # layouts are the same in both
+        effects = self.effects(signature_id, scan.layout(signature_id))
         return effects.writes + effects.unsure
 
     def last_writer(self, ordinal: int) -> int | None:
