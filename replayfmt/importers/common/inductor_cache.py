@@ -57,9 +57,7 @@ _POINTERS = {
 }
 _NUMBERS = {"i": int, "u": int, "f": float, "b": float}  # by the first letter of a parameter's type
 _GRIDS = {"Grid1D": "x", "Grid2D": "xy", "Grid3D": "xyz"}
-_INTEGERS = frozenset({DType.uint8, DType.int8, DType.int16, DType.int32, DType.int64}) | {
-    each for each in DType if each.name in ("uint16", "uint32", "uint64")
-}
+_INTEGERS = frozenset(each for kind, each in _POINTERS.items() if kind[1] in "iu" and each is not DType.bool)
 ZEROS = "its integers are 0, so that no index leaves a tensor"
 
 
@@ -191,14 +189,8 @@ class InductorSource:
             raise NoKernel("its programs wait for each other, for which a replay would have to launch them all at once")
         calls = [each.value for each in self._tree.body if isinstance(each, ast.Expr)]
         unwanted = [each for each in calls if isinstance(each, ast.Call) and ast.unparse(each.func) == _DRIVER]
-        edits = [
-            (
-                each.lineno,
-                each.col_offset - (each is tuner),
-                each.end_lineno or 0,
-                each.end_col_offset or 0,
-                "",
-            )  # its @
+        edits = [  # with the @ of the decorator
+            (each.lineno, each.col_offset - (each is tuner), each.end_lineno or 0, each.end_col_offset or 0, "")
             for each in (tuner, *unwanted)
         ]
         names = (self._function.name, self._said("inductor_meta").get("kernel_name"))

@@ -223,14 +223,13 @@ class ImportReport:
         total = self.device_time.total_ns
         calls, rest = self.device_shares()
 
-        shown = self._share
-        yield f"device time   {total / 1000:.1f} us in the trace; the calls account for {shown(calls)}"
+        yield f"device time   {total / 1000:.1f} us in the trace; the calls account for {self._share(calls)}"
         rewritten = self._rewritten_ns()
         if rewritten:
-            own = f"{shown(calls - rewritten)} by the traced operators"
-            yield f"device ways   {own}, {shown(rewritten)} by replacements"
+            own = f"{self._share(calls - rewritten)} by the traced operators"
+            yield f"device ways   {own}, {self._share(rewritten)} by replacements"
         for reason, nanoseconds in rest.items():
-            yield f"device rest   {shown(nanoseconds)}: {_REST.get(reason, reason)}"
+            yield f"device rest   {self._share(nanoseconds)}: {_REST.get(reason, reason)}"
         if self.device_time.untimed:
             yield f"device rest   {self.device_time.untimed} kernels and copies without a duration, counted nowhere"
 

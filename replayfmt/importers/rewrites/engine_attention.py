@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from replayfmt.format.codes import DType
 from replayfmt.pytorch.traced_names import Requests
 
 from ..common.synthesis import Tensor
 from .engine_experts import LARGEST, dequantized, quantized
-from .rewriting import CannotRewrite, RewrittenCalls, plain, tensors_in
-
-_Results = list[Any] | None
-Given = dict[str, Any]
+from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, tensors_in
 
 
 def _float8(calls: RewrittenCalls, cache: Tensor, dtype: DType) -> Tensor:
@@ -47,13 +43,13 @@ def _put(
     calls.call("aten::index_put_", {"self": cache, "indices": where, "values": content}, [cache])
 
 
-def reshape_and_cache_flash(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def reshape_and_cache_flash(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     for name in ("key", "value"):
         cache = given[f"{name}_cache"]
         _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], given[name], given.get(f"{name[0]}_scale"))
 
 
-def reshape_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def reshape_and_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     keys, values, slots = given["key_cache"], given["value_cache"], given["slot_mapping"]
     tokens, heads = given["key"].meta.sizes[:2]
     _blocks, _heads, parts, block, vector = keys.meta.sizes
@@ -69,7 +65,7 @@ def reshape_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) -
     )
 
 
-def concat_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def concat_and_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """A token's compressed key and value, and the part of its key that is turned, side by side."""
     cache, turned = given["kv_cache"], given["k_pe"]
     turned = calls.one("aten::reshape", self=turned, shape=[turned.meta.sizes[0], turned.meta.sizes[-1]])
@@ -77,7 +73,7 @@ def concat_and_cache(calls: RewrittenCalls, given: Given, _results: _Results) ->
     _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], both, given.get("scale"))
 
 
-def cache_of_a_step(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def cache_of_a_step(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """vLLM's own: the cache is no argument, so the tokens go to other memory, as many bytes."""
     for name in ("key", "value"):
         calls.one("aten::clone", self=given[name])
@@ -147,7 +143,7 @@ def _pages(
     return dequantized(calls, _float8(calls, found, dtype), scale, dtype)
 
 
-def paged_attention(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def paged_attention(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """One query for each sequence; keys are [blocks, heads, width / x, block, x], values [blocks, heads, width,
     block]."""
     plain("paged attention", given, alibi_slopes=(None,), fp8_out_scale=(None,), query_start_loc=(None,))
@@ -202,7 +198,7 @@ class _Packed:
         return calls.one("aten::index.Tensor", self=rows, indices=[whose, nth])
 
 
-def flash(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+def flash(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """FlashAttention as engines call it, prefill and decode alike: queries are packed or of one length, keys are in
     pages, packed, or of one length."""
     plain("attention", given, alibi_slopes=(None,), leftpad_k=(None,), softcap=(None, 0.0), p_dropout=(None, 0.0))
@@ -256,7 +252,7 @@ def _lengths_in_pages(calls: RewrittenCalls, pages: Tensor, block: int, last: Te
     return calls.one("aten::add.Tensor", self=whole, other=last)
 
 
-def listed_pages(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+def listed_pages(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """AITER's attention of packed queries to pages that are listed one sequence after the other."""
     plain("attention", given, bias=(None,), block_table=(None,), sink_ptr=(None,), sink_size=(None, 0))
     keys, values = given["k"], given["v"]
@@ -269,7 +265,7 @@ def listed_pages(calls: RewrittenCalls, given: Given, results: _Results) -> None
     flash(calls, given | listed | {"seqused_k": lengths}, results)
 
 
-def decode_of_listed_pages(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def decode_of_listed_pages(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """AITER's attention of one query for each sequence. How long a sequence may be says the step, if any does."""
     plain("paged attention", given, alibi_slopes=(None,), logits_soft_cap=(None, 0.0), fp8_out_scale=(None,))
     plain("paged attention", given, mtp=(None, 1))
@@ -296,7 +292,7 @@ def decode_of_listed_pages(calls: RewrittenCalls, given: Given, _results: _Resul
     calls.write(given["out"], calls.one("aten::reshape", self=mixed, shape=list(given["out"].meta.sizes)))
 
 
-def attention_of_a_step(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+def attention_of_a_step(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """vLLM's and SGLang's own: the cache is no argument. The step's annotation says how many requests decode (they come
     first) and prefill, and how many keys they have together: each gets as many as the others."""
     plain("attention", given, output_scale=(None,), output_block_scale=(None,))

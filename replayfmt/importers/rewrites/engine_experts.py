@@ -8,10 +8,7 @@ from typing import Any
 from replayfmt.format.codes import DType
 
 from ..common.synthesis import Tensor
-from .rewriting import CannotRewrite, RewrittenCalls, plain, tensors_in
-
-_Results = list[Any] | None
-Given = dict[str, Any]
+from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, tensors_in
 
 LARGEST = {DType.float8_e4m3fn: 448.0, DType.float8_e5m2: 57344.0, DType.float8_e4m3fnuz: 240.0, DType.int8: 127.0}
 
@@ -57,7 +54,7 @@ def gated(calls: RewrittenCalls, data: Tensor, function: str, *, last: bool = Fa
 def topk(scores: str = "softmax") -> Any:
     """The most probable experts of each token."""
 
-    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         plain("routing", given, moe_softcapping=(None, 0.0), correction_bias=(None,), bias=(None,))
         plain("routing", given, num_shared_experts=(None, 0))
         weights, indices = given["topk_weights"], given["topk_indices"]
@@ -90,7 +87,7 @@ def _shares(calls: RewrittenCalls, weights: Tensor) -> Tensor:
     return calls.one("aten::div.Tensor", self=weights, other=total)
 
 
-def grouped_topk(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+def grouped_topk(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """DeepSeek's routing: biased sigmoids choose the best groups by their two best experts, and in those the experts;
     weights are without the bias."""
     plain("routing", given, num_fused_shared_experts=(None, 0), apply_routed_scaling_factor_on_output=(None, False))
@@ -126,7 +123,7 @@ def moe_align(first: int) -> Any:
     """Which tokens each expert has, filled up to whole blocks. `first`: the expert of the first slot is that number;
     SGLang has one slot more, for experts of other ranks (-1)."""
 
-    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         ids, block, count = given["topk_ids"], given["block_size"], given["num_experts"]
         target, experts = given["sorted_token_ids"], given["experts_ids"]
         slots = calls.one("aten::reshape", self=calls.cast(ids, DType.int64), shape=[-1])
@@ -174,7 +171,7 @@ def _by_expert(calls: RewrittenCalls, slots: Tensor, count: int) -> tuple[Tensor
     return order, counts, calls.one("aten::cumsum", self=counts, dim=0)
 
 
-def experts(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+def experts(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """Each token's experts, two grouped products with the activation between them, and their weighted sum."""
     plain("experts", given, expert_map=(None,), expert_mask=(None,), w1_zp=(None,), w2_zp=(None,), gemm1_alpha=(None,))
     plain("experts", given, no_combine=(None, False), use_int4_w4a16=(None, False), use_int8_w8a16=(None, False))
@@ -234,7 +231,7 @@ def experts(calls: RewrittenCalls, given: Given, results: _Results) -> None:
         calls.fill((results or [None])[0], total)
 
 
-def moe_sum(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def moe_sum(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     total = calls.one("aten::sum.dim_IntList", self=given["input"], dim=[1])
     factor = given.get("routed_scaling_factor", 1)
     calls.write(given["output"], calls.one("aten::mul.Scalar", self=total, other=factor) if factor != 1 else total)

@@ -26,11 +26,7 @@ from .engine_attention import (
     reshape_and_cache_flash,
 )
 from .engine_experts import LARGEST, dequantized, experts, gated, grouped_topk, moe_align, moe_sum, quantized, topk
-from .rewriting import CannotRewrite, RewrittenCalls, plain, renamed
-
-Given = dict[str, Any]
-_Results = list[Any] | None
-
+from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed
 
 # -------------------------------------------------------------------------------------------------------- normalization
 
@@ -48,7 +44,7 @@ def _normalized(calls: RewrittenCalls, data: Tensor, weight: Tensor, epsilon: fl
 
 
 def _rms_norm(out: str = "result", epsilon: str = "epsilon", plus: int = 0) -> Any:
-    def rule(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
         content = _normalized(calls, given["input"], given["weight"], given[epsilon], plus)
         if out:
             calls.write(given[out], content)
@@ -61,7 +57,7 @@ def _rms_norm(out: str = "result", epsilon: str = "epsilon", plus: int = 0) -> A
 def _fused_add_norm(epsilon: str = "epsilon", plus: int = 0) -> Any:
     """The sum goes to the residual, its norm to the input."""
 
-    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         data, residual = given["input"], given["residual"]
         calls.call("aten::add_.Tensor", {"self": residual, "other": data}, [residual])
         calls.write(data, _normalized(calls, residual, given["weight"], given[epsilon], plus))
@@ -69,14 +65,14 @@ def _fused_add_norm(epsilon: str = "epsilon", plus: int = 0) -> Any:
     return rule
 
 
-def _norm_with_add(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _norm_with_add(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     plus = int(given.get("gemma_norm") or 0)
     total = calls.one("aten::add.Tensor", self=given["input"], other=given["residual_in"])
     calls.write(given["residual_out"], total)
     calls.write(given["out"], _normalized(calls, given["residual_out"], given["weight"], given["epsilon"], plus))
 
 
-def _norm_of_sum(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+def _norm_of_sum(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """The norm of a sum, and the sum."""
     total = calls.one("aten::add.Tensor", self=given["x"], other=given["residual"])
     normal = _normalized(calls, total, given["weight"], given["variance_epsilon"])
@@ -88,7 +84,7 @@ def _norm_dynamic_quant(out: str = "result", scale: str = "scale") -> Any:
     """The norm of a sum, if there is a residual, quantized with a scale for each token."""
     quantize = _dynamic_quant(out, scale, by_token=True)
 
-    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         plain("a norm", given, group_size=(None, 0), shuffle_scale=(None, False), gemma_norm=(None, False))
         data, before, after = given["input"], given.get("residual_in"), given.get("residual_out")
         if given.get("residual") is not None:
@@ -102,12 +98,12 @@ def _norm_dynamic_quant(out: str = "result", scale: str = "scale") -> Any:
     return rule
 
 
-def _norm_static_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _norm_static_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     normal = _normalized(calls, given["input"], given["weight"], given["epsilon"])
     calls.write(given["result"], quantized(calls, normal, given["scale"], given["result"].meta.dtype))
 
 
-def _fused_add_norm_static_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _fused_add_norm_static_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     residual = given["residual"]
     calls.call("aten::add_.Tensor", {"self": residual, "other": given["input"]}, [residual])
     _norm_static_quant(calls, given | {"input": residual}, None)
@@ -117,7 +113,7 @@ def _fused_add_norm_static_quant(calls: RewrittenCalls, given: Given, _results: 
 
 
 def _static_quant(out: str = "result", scale: str = "scale") -> Any:
-    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         plain("quantization", given, azp=(None,))
         calls.write(given[out], quantized(calls, given["input"], given[scale], given[out].meta.dtype))
 
@@ -127,7 +123,7 @@ def _static_quant(out: str = "result", scale: str = "scale") -> Any:
 def _dynamic_quant(out: str = "result", scale: str = "scale", *, by_token: bool) -> Any:
     """The scale is the largest magnitude, of everything or of each token, over the dtype's largest number."""
 
-    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         plain("quantization", given, scale_ub=(None,), azp=(None,), num_rows=(None,), shuffle_scale=(None, False))
         target, dtype = given[scale], given[out].meta.dtype
         if dtype not in LARGEST:
@@ -144,7 +140,7 @@ def _dynamic_quant(out: str = "result", scale: str = "scale", *, by_token: bool)
     return rule
 
 
-def _group_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _group_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """A scale for each group of elements of a token: the group's largest magnitude over the dtype's largest number."""
     plain("quantization", given, scale_ue8m0=(None, False), masked_m=(None,), scale_ub=(None,))
     plain("quantization", given, is_scale_transposed=(None, False))
@@ -163,7 +159,7 @@ def _group_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> Non
     calls.write(target, calls.one("aten::reshape", self=content, shape=list(target.meta.sizes)))
 
 
-def _tensor_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _tensor_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     rule = _static_quant("output_q", "output_s") if given["is_static"] else _dynamic_quant(*_Q_S, by_token=False)
     rule(calls, given, None)
 
@@ -171,7 +167,7 @@ def _tensor_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> No
 def _product(a: str, b: str, scale_a: str = "", scale_b: str = "", out: str = "", *, by_rows: bool = False) -> Any:
     """A matrix product, of quantized factors with scales if those are named. By rows: of the second one transposed."""
 
-    def rule(calls: RewrittenCalls, given: Given, results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
         plain("a product", given, scale_c=(None,))
         one, other, bias = given[a], given[b], given.get("bias")
         dtype = given[out].meta.dtype if out else given.get("out_dtype") or given.get("dtype") or one.meta.dtype
@@ -199,7 +195,7 @@ def _product(a: str, b: str, scale_a: str = "", scale_b: str = "", out: str = ""
 
 
 def _activation(out: str, function: str, *, last: bool = False, **options: Any) -> Any:
-    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         plain("an activation", given, limit=(None, 0.0))
         calls.write(given[out], gated(calls, given["input"], function, last=last, **options))
 
@@ -209,7 +205,7 @@ def _activation(out: str, function: str, *, last: bool = False, **options: Any) 
 def _alone(**options: Any) -> Any:
     """GELU of everything, or its quick form."""
 
-    def rule(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         data = given["input"]
         if options:
             calls.write(given["out"], calls.one("aten::gelu", self=data, **options))
@@ -220,7 +216,7 @@ def _alone(**options: Any) -> Any:
     return rule
 
 
-def _swiglu_oai(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _swiglu_oai(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """Neighbours are pairs of a gate and a factor, and both are limited."""
     data, limit = given["input"], given["limit"]
     gate, factor = (calls.slice(data, -1, place, data.meta.sizes[-1], 2) for place in range(2))
@@ -231,7 +227,7 @@ def _swiglu_oai(calls: RewrittenCalls, given: Given, _results: _Results) -> None
     calls.write(given["out"], calls.times(calls.one("aten::add.Scalar", self=factor, other=1), active))
 
 
-def _silu_quant(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _silu_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     content = gated(calls, calls.single(given["input"]), "silu")
     calls.write(given["result"], quantized(calls, content, given["scale"], given["result"].meta.dtype))
 
@@ -259,7 +255,7 @@ def _turn(calls: RewrittenCalls, source: Tensor, target: Tensor, table: Tensor, 
         calls.write(calls.slice(target, 2, turned, width), calls.slice(source, 2, turned, width))
 
 
-def _rotary(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _rotary(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     positions = calls.one("aten::reshape", self=given["positions"], shape=[-1])
     table = calls.one("aten::index_select", self=given["cos_sin_cache"], dim=0, index=positions)
     for name in ("query", "key"):
@@ -267,7 +263,7 @@ def _rotary(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
             _turn(calls, given[name], given[name], table, given["head_size"], bool(given["is_neox"]))
 
 
-def _rope_by_positions(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _rope_by_positions(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """FlashInfer's: queries and keys of [tokens, heads, width], with results of their own."""
     plain("a rotary embedding", given, k_buffer=(None,), v_buffer=(None,))
     positions = calls.one("aten::reshape", self=given["pos_ids"], shape=[-1])
@@ -277,7 +273,7 @@ def _rope_by_positions(calls: RewrittenCalls, given: Given, _results: _Results) 
         _turn(calls, source, given[f"{name}_rope"], table, source.meta.sizes[-1], not given["interleave"])
 
 
-def _norm_and_rotary(calls: RewrittenCalls, given: Given, _results: _Results) -> None:
+def _norm_and_rotary(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """The heads of queries and of keys, which lie one after the other, normalized one by one and turned."""
     qkv, width = given["qkv"], given["head_dim"]
     positions = calls.one("aten::reshape", self=given["position_ids"], shape=[-1])

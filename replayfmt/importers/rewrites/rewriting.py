@@ -22,6 +22,8 @@ from ..common.results import Results, infer, realize
 from ..common.synthesis import Tensor, plain_tensor
 
 Arguments = Sequence[tuple[str, Any]]
+Given = dict[str, Any]  # the arguments of a call by name
+Recorded = list[Any] | None  # the results that a trace has of it
 Call = tuple[Kernel, list[tuple[str, Any]], list[Any] | None]
 
 
