@@ -11,10 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +24,11 @@ from replayfmt.benchmark.candidates import check_script
 from replayfmt.benchmark.candidates.judged import check_text
 from replayfmt.benchmark.per_op.groups import work_of
 from replayfmt.dump.kernel_skeleton import BINDINGS, kernel_skeleton
-from replayfmt.errors import CaptureFailed, OutputExists, ReplayRefused, UsageError
+from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import DType, KernelKind, RecordKind, TensorFlag
 from replayfmt.format.model import Kernel, Record, StorageValue, TensorValue, Value
-from replayfmt.format.output import check_folder
+from replayfmt.format.output import new_folder
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.format.signature_text import signature_of
@@ -156,33 +154,16 @@ def write_task(plan: Plan, out: str, wanted: TrimSelection, options: TaskOptions
     """
     refuse_incomplete(plan.reader, False)
     task = _KernelTask(plan, wanted, options) if wanted.kernel is not None else _FusionTask(plan, wanted, options)
-    with _new_folder(Path(out), options.force) as folder:
+    with new_folder(out, options.force, "a kernel task", _is_task) as folder:
         return task.write(folder, out)
 
 
-@contextmanager
-def _new_folder(final: Path, force: bool) -> Iterator[Path]:
-    """Where to write; becomes `final` when everything has succeeded."""
-    partial = final.with_name(f"{final.name}.partial")
-    if final.exists() and any(final.iterdir() if final.is_dir() else [final]):
-        if not force:
-            raise OutputExists(f"{final}: exists already; remove it, write elsewhere, or use --force")
-        try:
-            check_script.load_task(final)
-        except (OSError, ValueError):
-            raise UsageError(f"{final}: is not a kernel task, and is not replaced; name another folder") from None
-    check_folder(str(final))
+def _is_task(folder: Path) -> bool:
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        yield partial
-        if final.is_dir():
-            shutil.rmtree(final)
-        partial.rename(final)
-    except OSError as error:
-        raise CaptureFailed(f"{error.filename or final}: cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        check_script.load_task(folder)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 class _Task:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from replayfmt.errors import CaptureFailed, OutputExists
+from replayfmt.errors import CaptureFailed, OutputExists, UsageError
 
 _VECTORS = 1000  # below every system's IOV_MAX
 _FIRST_FREE = 3  # the descriptors below are standard streams, open or not
@@ -67,6 +69,53 @@ def check_folder(name: str) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         reason = "the file system is read-only" if _is_read_only(folder) else "permission denied"
         raise CaptureFailed(f"{name}: files cannot be created in {folder}: {reason}")
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike[str], force: bool, what: str, is_one: Callable[[Path], bool]) -> Iterator[Path]:
+    """Where to write a folder; it gets its name when everything inside has succeeded, and is removed otherwise.
+
+    With `force` it replaces one that `is_one` knows: `what`, for people. Raises OutputExists, UsageError for a place
+    that must not be replaced, and CaptureFailed if something cannot be written.
+    """
+    final = Path(path)
+    if not final.name:
+        raise UsageError(f"{os.fspath(path) or 'nothing'}: expected the name of a folder")
+    partial = final.with_name(f"{final.name}.partial")
+    try:
+        _check_new_folder(final, force, what, is_one)
+        check_folder(str(final))
+        partial.mkdir()
+    except FileExistsError:
+        raise OutputExists(
+            f"{partial}: exists already, from a run that is still in progress or was interrupted; remove it"
+        ) from None
+    except OSError as error:
+        raise CaptureFailed(f"{partial}: cannot be created: {error.strerror}") from None
+    try:
+        yield partial
+        _check_new_folder(final, force, what, is_one)
+        if final.is_dir():
+            shutil.rmtree(final)
+        os.rename(partial, final)
+    except OSError as error:
+        raise CaptureFailed(f"{error.filename or final}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_new_folder(folder: Path, force: bool, what: str, is_one: Callable[[Path], bool]) -> None:
+    """Raise if a folder cannot get this name."""
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise UsageError(f"{folder}: is not a folder; name a new one")
+    if not any(folder.iterdir()):
+        return
+    if not force:
+        raise OutputExists(f"{folder}: exists already; remove it, write elsewhere, or use --force")
+    if not is_one(folder):
+        raise UsageError(f"{folder}: is not {what}, and is not replaced; name another folder")
 
 
 def _is_read_only(folder: str) -> bool:

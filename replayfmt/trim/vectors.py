@@ -11,16 +11,14 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from replayfmt.errors import CaptureFailed, OutputExists, ReplayRefused, UsageError
+from replayfmt.errors import CaptureFailed, ReplayRefused
 from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, OpStatus, RecordKind
 from replayfmt.format.model import (
     CompositeValue,
@@ -34,7 +32,7 @@ from replayfmt.format.model import (
     TensorValue,
     Value,
 )
-from replayfmt.format.output import check_folder
+from replayfmt.format.output import new_folder
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.format.signature_text import signature_text
@@ -113,60 +111,10 @@ FORMAT = "opreplay-vectors"
 _ENDINGS = {".json", ".safetensors"}
 
 
-@contextmanager
-def new_folder(path: str, force: bool) -> Iterator[Path]:
-    """Where to write; the directory is renamed when everything inside has succeeded, and removed otherwise. It must
-    then contain an INDEX.
-
-    Raises OutputExists for an existing directory without `force`, UsageError for one that must not be replaced, and
-    CaptureFailed if something cannot be written.
-    """
-    final = Path(path)
-    partial = final.with_name(f"{final.name}.partial") if final.name else final
-    if not final.name:
-        raise UsageError(f"--vectors={path}: expected the name of a directory")
-    try:
-        _check(final, force)
-        check_folder(str(final))
-        if partial.is_dir() and not partial.is_symlink() and force:
-            _check(partial, force=True, index=False)
-            shutil.rmtree(partial)
-        partial.mkdir()
-    except FileExistsError:
-        raise OutputExists(
-            f"{partial}: exists already, from a run that is still in progress or was interrupted; remove it, or "
-            f"use --force"
-        ) from None
-    except OSError as error:
-        raise CaptureFailed(f"{partial}: cannot be created: {error.strerror}") from None
-    try:
-        yield partial
-        _check(final, force)
-        if final.is_dir():
-            shutil.rmtree(final)
-        os.rename(partial, final)
-    except OSError as error:
-        raise CaptureFailed(f"{error.filename or final}: cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _check(folder: Path, force: bool, index: bool = True) -> None:
-    """Raise if a directory cannot get this name."""
-    if not os.path.lexists(folder):
-        return
-    if folder.is_symlink() or not folder.is_dir():
-        raise UsageError(f"{folder}: is not a directory; name a new one")
-    names = [each.name for each in folder.iterdir()]
-    if not names:
-        return
-    if not force:
-        raise OutputExists(f"{folder}: exists already; remove it, write elsewhere, or use --force")
-    ours = all(Path(name).suffix in _ENDINGS for name in names) and (not index or _is_index(folder / INDEX))
-    if not ours:
-        raise UsageError(
-            f"{folder}: contains something other than test vectors, and is not replaced; name another directory"
-        )
+def _is_vectors(folder: Path) -> bool:
+    """Whether a folder holds test vectors, and nothing else."""
+    ours = all(each.suffix in _ENDINGS for each in folder.iterdir())
+    return ours and _is_index(folder / INDEX)
 
 
 def _is_index(path: Path) -> bool:
@@ -303,7 +251,7 @@ def write_vectors(
     refuse_incomplete(reader, allow_incomplete)
     kept = resolve_selection(reader, wanted)
     records = [record for ordinal in kept.ordinals.tolist() if (record := reader.record(ordinal)).kind is RecordKind.op]
-    with new_folder(out, force) as folder:
+    with new_folder(out, force, "a folder of test vectors", _is_vectors) as folder:
         writers: list[_VectorWriter] = []
 
         def make() -> _VectorWriter:

@@ -233,11 +233,11 @@ def test_only_an_earlier_directory_of_vectors_is_replaced(captured: Captured, tm
     written(path, out, kernel="aten::mm", force=True)
     assert set(cases(out)) == {"aten::mm.default"} and list(tmp_path.glob("vectors*")) == [out]
     (out / "thesis.txt").write_text("years of work")
-    with pytest.raises(UsageError, match="contains something other than test vectors"):
+    with pytest.raises(UsageError, match="is not a folder of test vectors"):
         written(path, out, kernel="aten::mm", force=True)
     assert (out / "thesis.txt").exists() and (out / "index.json").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is not a directory"):
+    with pytest.raises(UsageError, match="is not a folder; name"):
         written(path, tmp_path / "file", kernel="aten::mm", force=True)
     empty = tmp_path / "empty"
     empty.mkdir()
