@@ -26,7 +26,7 @@ _ONLY_FOR = {
     "partial": ("replay-zip",),
     "table": _TABLE_FORMATS,
     "replayed": ("perfetto",),
-    "benchmark": ("perfetto", *_TASKS),
+    "benchmark": ("perfetto", "chakra", *_TASKS),
     "power_log": ("perfetto",),
     "zone": ("perfetto",),
     "inputs": _TASKS,
@@ -41,18 +41,20 @@ _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     ("opreplay-export step.opreplay step.zip", "TraceLens EventReplay IR and a script that replays it:"),
     ("opreplay-export --format=perfetto step.opreplay step.json", "A timeline for Perfetto and chrome://tracing:"),
     ("opreplay-export --format=kernel-task --kernel=aten::addmm step.opreplay task", "A task for authors of kernels:"),
+    ("opreplay-export --format=chakra out/ traces", "Chakra traces of all ranks, for ASTRA-sim:"),
     ("opreplay-export --format=csv --table=kernels step.opreplay kernels.csv", "A row for each kernel:"),
 )
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["replay-zip", *_TASKS, "perfetto", *_TABLE_FORMATS]),
+    type=click.Choice(["replay-zip", *_TASKS, "perfetto", "chakra", *_TABLE_FORMATS]),
     default="replay-zip",
     show_default=True,
     help="replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, a README. "
     "kernel-task: a folder with the calls of a --kernel, or the ops of a --scope or of --ops as one function, with "
     "inputs, expected outputs, the reference and a judge that needs only PyTorch. flashinfer-bench, kernelbench: also "
-    "in that form. perfetto: a timeline, as Chrome's JSON. csv, parquet: a table.",
+    "in that form. perfetto: a timeline, as Chrome's JSON. chakra: execution traces of all ranks, for simulators. csv, "
+    "parquet: a table.",
 )
 @click.option(
     "--table",
@@ -72,7 +74,8 @@ _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     "--benchmark",
     metavar="FILE",
     help="With --format=perfetto: also show the times of isolated calls, one after the other in capture order, from "
-    "the file that opreplay-benchmark --per-op --benchmark-out wrote. With a kernel task: the share of each workload.",
+    "the file that opreplay-benchmark --per-op --benchmark-out wrote. With a kernel task: the share of each workload. "
+    "With --format=chakra: the times of ops; {rank} in the name stands for each rank.",
 )
 @click.option(
     "--power-log",
@@ -139,6 +142,9 @@ def cli(
         if given and form not in formats:
             raise UsageError(f"{flag_of(name)} is for --format={' and '.join(formats)}")
 
+    if form == "chakra":
+        _chakra(capture, out, wanted, benchmark, force)
+        return
     if form in _TASKS:
         _kernel_task(capture, out, wanted, inputs, size_limit, flags, force, form, benchmark)
         return
@@ -192,6 +198,30 @@ def _kernel_task(
     for sentence in done.left_out:
         say(f"left out  {sentence}")
     say(f"{out}: {done.workloads:,} workloads of {done.calls:,} calls, {done.bytes:,} bytes")
+
+
+def _chakra(source: str, out: str, wanted: TrimSelection, benchmark: str | None, force: bool) -> None:
+    from replayfmt.export.chakra import export_chakra
+    from replayfmt.report.measurements import IsolatedTimes, read_benchmark, read_isolated
+
+    if not wanted.everything:
+        raise UsageError("--format=chakra takes whole files: cut the part out first, with opreplay-trim")
+
+    def times(reader: CaptureReader) -> IsolatedTimes | None:
+        if benchmark is None:
+            return None
+        path = benchmark.replace("{rank}", str(reader.session.rank))
+        return read_isolated(f"--benchmark={path}", read_benchmark("--benchmark", path, reader))
+
+    counts = export_chakra(source, out, times=times, force=force)
+    for reason, count in counts.unknown.items():
+        say(f"left out  {count:,} {reason}")
+    if counts.untimed:
+        say(f"note      {counts.untimed:,} ops have no known duration, and take none in a simulation")
+    for operator, count in counts.unsimulated.items():
+        say(f"note      ASTRA-sim does not simulate {operator} ({count:,})")
+    nodes = ", ".join(f"{count:,} {kind}" for kind, count in counts.nodes.items())
+    say(f"{out}: {counts.ranks} ranks, {nodes}; {counts.views:,} ops that only view memory are left out")
 
 
 def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: TrimSelection, force: bool) -> None:

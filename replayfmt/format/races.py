@@ -45,7 +45,7 @@ _WAITING = frozenset(
     )
 )
 _WAITING_FOR_MASKS = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
-_MASKS = (DType.bool, DType.uint8)
+MASKS = (DType.bool, DType.uint8)
 _SCALARS = frozenset({ValueKind.bool, ValueKind.int, ValueKind.float, ValueKind.complex})
 _NO_STREAMS = StreamPlacement(())
 
@@ -91,7 +91,7 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class _Accesses:
+class Accesses:
     """What the records of a signature do: tensor slots that they read and write, and of results. The host waits for
     them in any case (`waits`), or where a tensor is on the host (`blocks`) or a mask (`masks`)."""
 
@@ -167,7 +167,7 @@ class _Pass:
         self._events: dict[int, Clock] = {}
         self._storages: dict[int, _Storage] = {}
         self._racing: set[int] = set()
-        self._shapes: dict[int, _Accesses] = {}
+        self._shapes: dict[int, Accesses] = {}
         self._accelerators = {
             number
             for number, device in enumerate(reader.devices)
@@ -208,7 +208,9 @@ class _Pass:
                         f"from ordinal {frame.first_ordinal + row:,} on nothing is looked at: the streams and events "
                         "before it take too much time or memory"
                     )
-                shape = self._shapes.get(signature) or self._shape(signature)
+                shape = self._shapes.get(signature) or self._shapes.setdefault(
+                    signature, accesses_of(reader, signature)
+                )
                 if shape.kind is RecordKind.op:
                     yield from self._op(frame, row, shape)
                 elif shape.kind in _HANDLED:
@@ -218,28 +220,7 @@ class _Pass:
 
     # -------------------------------------------------------------------------------------------------------------- ops
 
-    def _shape(self, number: int) -> _Accesses:
-        layout = self._reader.layouts[number]
-        signature = layout.signature
-        device = next((each.node.constant for each in layout.args if each.node.name == "device"), 0)
-        reads: tuple[int, ...] = ()
-        writes: tuple[int, ...] = ()
-        results: tuple[int, ...] = ()
-        waits = blocks = masks = False
-        if signature.kind is RecordKind.op:
-            kernel = self._reader.kernels[signature.kernel]
-            assert kernel is not None
-            reads, writes = accesses(layout, kernel.schema)
-            results = tuple(slot for each in layout.results for slot in each.tensors)
-            waits = kernel.name in _WAITING or any(each.node.kind in _SCALARS for each in layout.results)
-            masks = kernel.name in _WAITING_FOR_MASKS
-            blocks = not any(each.node.name == "non_blocking" and each.node.constant for each in layout.args)
-        number_of_device = device if isinstance(device, int) else 0
-        shape = _Accesses(signature.kind, reads, writes, results, waits, blocks, masks, number_of_device)
-        self._shapes[number] = shape
-        return shape
-
-    def _op(self, frame: RecordFrame, row: int, shape: _Accesses) -> Iterator[Race]:
+    def _op(self, frame: RecordFrame, row: int, shape: Accesses) -> Iterator[Race]:
         first = int(frame.tensor_first[row])
         slots = frame.tensor_slots[first : int(frame.tensor_first[row + 1])].tolist()
         if not slots:
@@ -275,7 +256,7 @@ class _Pass:
                 if race is not None and storage not in self._racing:
                     self._racing.add(storage)
                     yield race
-        masked = shape.masks and any(metas[int(frame.tensor_meta[slot])].dtype in _MASKS for slot in slots[1:])
+        masked = shape.masks and any(metas[int(frame.tensor_meta[slot])].dtype in MASKS for slot in slots[1:])
         if shape.waits or masked or (shape.blocks and any(each not in self._accelerators for each in devices)):
             self._host = self._merged(self._host, clock)
 
@@ -315,31 +296,53 @@ class _Pass:
         self._kept += len(clock) - (len(before) if before is not None else -_ENTRIES_OF_A_CLOCK)
         clocks[key] = clock
 
-    def _event_record(self, shape: _Accesses, ints: list[int]) -> None:
+    def _event_record(self, shape: Accesses, ints: list[int]) -> None:
         event, number = ints
         self._keep(self._events, event, self._clocks.get((shape.device, number), _START))
 
-    def _event_wait(self, shape: _Accesses, ints: list[int]) -> None:
+    def _event_wait(self, shape: Accesses, ints: list[int]) -> None:
         event, number = ints
         lane = shape.device, number
         clock = self._merged(self._clocks.get(lane, _START), self._events.get(event, _START))
         if clock:
             self._keep(self._clocks, lane, clock)
 
-    def _synchronize(self, shape: _Accesses, _ints: list[int]) -> None:
+    def _synchronize(self, shape: Accesses, _ints: list[int]) -> None:
         self.steps += len(self._clocks)
         for lane, clock in self._clocks.items():
             if lane[0] == shape.device:
                 self._host = self._merged(self._host, clock)
 
-    def _synchronize_stream(self, shape: _Accesses, ints: list[int]) -> None:
+    def _synchronize_stream(self, shape: Accesses, ints: list[int]) -> None:
         self._host = self._merged(self._host, self._clocks.get((shape.device, ints[0]), _START))
 
-    def _synchronize_event(self, _shape: _Accesses, ints: list[int]) -> None:
+    def _synchronize_event(self, _shape: Accesses, ints: list[int]) -> None:
         self._host = self._merged(self._host, self._events.get(ints[0], _START))
 
-    def _forget(self, _shape: _Accesses, ints: list[int]) -> None:
+    def _forget(self, _shape: Accesses, ints: list[int]) -> None:
         self._storages.pop(ints[0], None)
+
+
+def accesses_of(reader: CaptureReader, number: int) -> Accesses:
+    """What the records of a signature do, by its number."""
+    layout = reader.layouts[number]
+    signature = layout.signature
+    device = next((each.node.constant for each in layout.args if each.node.name == "device"), 0)
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    waits = blocks = masks = False
+    if signature.kind is RecordKind.op:
+        kernel = reader.kernels[signature.kernel]
+        assert kernel is not None
+        reads, writes = accesses(layout, kernel.schema)
+        results = tuple(slot for each in layout.results for slot in each.tensors)
+        waits = kernel.name in _WAITING or any(each.node.kind in _SCALARS for each in layout.results)
+        masks = kernel.name in _WAITING_FOR_MASKS
+        blocks = not any(each.node.name == "non_blocking" and each.node.constant for each in layout.args)
+    return Accesses(
+        signature.kind, reads, writes, results, waits, blocks, masks, device if isinstance(device, int) else 0
+    )
 
 
 def accesses(layout: SlotLayout, schema_text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
