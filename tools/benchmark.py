@@ -20,7 +20,7 @@ from replayfmt.errors import UsageError
 from .command import reader_may_leave, run_tool, say, tool
 from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
 from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below
-from .ranks import collective_timeout_option, on_all_ranks
+from .ranks import choose_collectives, collective_options, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
     guard_option,
@@ -528,7 +528,7 @@ _REDRAW_S = 0.2
 @energy_options
 @per_op_options
 @profiling_options
-@collective_timeout_option
+@collective_options
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
 @click.pass_context
 def cli(
@@ -566,6 +566,7 @@ def cli(
     device_profiling_output: str | None,
     force: bool,
     collective_timeout: float,
+    collectives: str | None,
     **_others: object,
 ) -> int:
     """Replay CAPTURE repeatedly and report how long it takes.
@@ -587,6 +588,7 @@ def cli(
                 f"--{name.replace('_', '-')} needs a kernel task, which opreplay-export --format=kernel-task "
                 f"writes, in place of {capture}"
             )
+    choose_collectives(context, collectives, capture)
     from replayfmt.benchmark.precision import parse_min_time, whole_precision
 
     min_time = parse_min_time(benchmark_min_time)

@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Operators and kernels": (
         "--replay-kernel-substitution", "--substitution-rtol", "--substitution-atol", "--op-library", "--inside",
-        "--whole", "--compiled", "--collective-results", "--collective-timeout", "--native",
+        "--whole", "--compiled", "--collective-results", "--collective-timeout", "--collectives", "--native",
         "--recorder", "--from", "--level", "--rewrite", "--op-alias",
         "--string-default", "--number-default", "--graph-capture", "--inductor-cache",
     ),

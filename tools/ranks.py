@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from replayfmt.errors import OpReplayError, ReplayRefused
+from replayfmt.errors import OpReplayError, ReplayRefused, UsageError
 
 from .command import report, say
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 Ranks = TypeVar("Ranks", bound="Together")
 
 
-def collective_timeout_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --collective-timeout."""
-    return click.option(
+def collective_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --collectives and --collective-timeout."""
+    function = click.option(
         "--collective-timeout",
         type=click.FloatRange(min=0, min_open=True),
         default=300,
@@ -31,12 +31,29 @@ def collective_timeout_option(function: Callable[..., Any]) -> Callable[..., Any
         metavar="SECONDS",
         help="For the folder of all ranks: how long to wait for other ranks.",
     )(function)
+    return click.option(
+        "--collectives",
+        type=click.Choice(["recorded", "real", "none"]),
+        help="recorded: what they brought is in the file (the default for one file); real: they are done, by all ranks "
+        "together (the default for a folder); none: left out, for timing alone: nothing is verified.",
+    )(function)
+
+
+def choose_collectives(context: click.Context, mode: str | None, capture: str) -> None:
+    """What --collectives asks for, while the command runs. Raises UsageError if the capture is none for it."""
+    if mode == "none":
+        from replayfmt.pytorch.collectives import LeftOut, played_by
+
+        context.with_resource(played_by(LeftOut()))
+    elif mode is not None and (mode == "real") != os.path.isdir(capture):
+        takes = "the folder of all ranks, under torchrun" if mode == "real" else "the file of one rank"
+        raise UsageError(f"--collectives={mode} takes {takes}; {capture} is not that")
 
 
 def on_all_ranks(meet: Callable[[], Ranks], work: Callable[[Ranks], int]) -> int:
     """Do this rank's part while the other ranks do theirs. Rank 0 prints, and so does whoever fails. Returns the exit
     code of all."""
-    from replayfmt.pytorch.collectives import played_by
+    from replayfmt.pytorch.collectives import are_left_out, played_by
 
     try:
         ranks = meet()
@@ -47,7 +64,7 @@ def on_all_ranks(meet: Callable[[], Ranks], work: Callable[[Ranks], int]) -> int
     printed = io.StringIO()
     with nullcontext() if ranks.rank == 0 else redirect_stdout(printed):
         try:
-            with played_by(ranks):
+            with nullcontext() if are_left_out() else played_by(ranks):
                 code = work(ranks)
                 ranks.finish()
         except OpReplayError as error:

@@ -15,7 +15,7 @@ from replayfmt.format.output import check_place, same_file
 from replayfmt.format.validation import counted, printable
 
 from .command import reader_may_leave, record_bar, report, run_tool, say, tool
-from .ranks import collective_timeout_option, on_all_ranks
+from .ranks import choose_collectives, collective_options, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
     guard_option,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     help="For an imported trace, on a CUDA device: run each op once more under the profiler, compare its device "
     "kernels and their grids with the trace's, and print MATCH or DIFFERENT. Implies --keep-going.",
 )
-@collective_timeout_option
+@collective_options
 @guard_option
 @click.option(
     "--record",
@@ -126,6 +126,7 @@ def cli(
     device_profiling_output: str | None,
     force: bool,
     collective_timeout: float,
+    collectives: str | None,
 ) -> int:
     """Replay CAPTURE without its program and verify the results.
 
@@ -142,11 +143,12 @@ def cli(
         raise click.MissingParameter(
             ctx=context, param=next(each for each in context.command.params if each.name == "capture")
         )
+    choose_collectives(context, collectives, capture)
     if os.path.isdir(capture):
         from replayfmt.replay.ranks import Together
 
         def replay(ranks: Together) -> int:
-            return context.invoke(cli, **(context.params | {"capture": ranks.path})) or 0
+            return context.invoke(cli, **(context.params | {"capture": ranks.path, "collectives": None})) or 0
 
         return on_all_ranks(lambda: Together(capture, collective_timeout), replay)
     if repeat is not None:
@@ -200,12 +202,14 @@ def cli(
 def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form: str) -> int:
     """Print how replays of the capture differ from each other; returns the exit code."""
     from replayfmt.compare.repeated import repeat_by, run_process
+    from replayfmt.pytorch.collectives import are_left_out
     from replayfmt.pytorch.environment import replayed_settings
     from replayfmt.trim.recorded import record_plan
 
     if processes:
+        left_out = ["--collectives=none"] if are_left_out() else []
         settings = [f"--set={name}={value}" for name, value in replayed_settings({}).items()]
-        given = [*replace(flags, verify="none").arguments(), *settings]
+        given = [*replace(flags, verify="none").arguments(), *settings, *left_out]
 
         def record(out: str) -> None:
             run_process(

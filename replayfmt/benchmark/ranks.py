@@ -20,7 +20,7 @@ import torch.distributed as dist
 from replayfmt.errors import ReplayFailed
 from replayfmt.format.rank_files import come_in_pairs
 from replayfmt.format.validation import counted
-from replayfmt.pytorch.collectives import Call
+from replayfmt.pytorch.collectives import LEFT_OUT, Call, are_left_out
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.ranks import Together
 
@@ -119,14 +119,17 @@ def measure_ranks(plan: Plan, ranks: TimedRanks, options: Options, progress: Pro
     report = make_report(run, plan)
     in_repetition = options.warmup + len(run.whole.samples[0].real)
     timed = [each for at, each in enumerate(ranks.replays) if at % in_repetition >= options.warmup]
-    blocking = all(ranks.blocks(span.call) for span in timed[0].values())
+    why_not = LEFT_OUT if are_left_out() else ""
+    if not all(ranks.blocks(span.call) for span in timed[0].values()):
+        why_not = _ASYNCHRONOUS
     heard = ranks.gather(
         "times",
         {
             "rows": report.rows,
             "real_ns": [float(each) for sample in run.whole.samples for each in sample.real],
-            "blocked_ns": [sum(span.blocked_ns for span in each.values()) for each in timed] if blocking else None,
-            "collectives": [_said(work, timed) for work in timed[0]] if blocking else None,
+            "blocked_ns": None if why_not else [sum(span.blocked_ns for span in each.values()) for each in timed],
+            "collectives": None if why_not else [_said(work, timed) for work in timed[0]],
+            "why_not": why_not,
         },
     )
     if not heard:
@@ -157,26 +160,27 @@ def _said(work: int, timed: Sequence[dict[int, _Span]]) -> dict[str, Any]:
 
 
 def combined(heard: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The section on ranks. `heard`: of each rank, `real_ns` and `blocked_ns` of each replay, and its `collectives`.
+    """The section on ranks. `heard`: of each rank, `real_ns` and `blocked_ns` of each replay, and its `collectives`, or
+    `why_not`.
 
     Of each replay the slowest rank counts, and `skew_ns` is how much sooner the fastest one was done. `waited_for_ns`
     of a rank is what all others together waited for it in one replay, at collectives that it reached last.
     """
     replays = list(zip(*(each["real_ns"] for each in heard), strict=True))
     slowest = Counter(times.index(max(times)) for times in replays)
-    blocking = all(each["collectives"] is not None for each in heard)
-    collectives, waited_for = _collectives(heard) if blocking else ([], [{} for _ in heard])
+    why_not = next((each["why_not"] for each in heard if each["why_not"]), "")
+    collectives, waited_for = _collectives(heard) if not why_not else ([], [{} for _ in heard])
     found: list[dict[str, Any]] = []
     for rank, each in enumerate(heard):
         median = summarize(each["real_ns"]).median
         row: dict[str, Any] = {"rank": rank, "median_real_time": median, "slowest_of_replays": slowest[rank]}
-        if blocking:
+        if not why_not:
             behind = waited_for[rank]
             row["blocked_ns"] = summarize([float(ns) for ns in each["blocked_ns"]]).median
             row["waited_for_ns"] = sum(behind.values())
             row["waited_for_at"] = max(behind, key=lambda at: behind[at]) if behind else None
         else:
-            row |= {"blocked_ns": None, "blocked_ns_reason": _ASYNCHRONOUS, "waited_for_ns": None}
+            row |= {"blocked_ns": None, "blocked_ns_reason": why_not, "waited_for_ns": None}
         found.append(row)
     return {
         "world_size": len(heard),
@@ -185,7 +189,7 @@ def combined(heard: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "skew_ns": summarize([max(times) - min(times) for times in replays]).median,
         "by_rank": found,
         "collectives": collectives,
-        **({} if blocking else {"collectives_reason": _ASYNCHRONOUS}),
+        **({"collectives_reason": why_not} if why_not else {}),
     }
 
 

@@ -30,6 +30,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
 from replayfmt.pytorch import accelerators
 from replayfmt.pytorch.accelerators import HOST, NOTHING, is_accelerator
+from replayfmt.pytorch.collectives import LEFT_OUT, are_left_out
 from replayfmt.pytorch.environment import cpu_capability, describe_device, replay_threads
 from replayfmt.replay.plan import Plan
 from replayfmt.version import own_version
@@ -103,7 +104,7 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
     """Reasons in the machine and the capture to doubt all figures of a run. `root` is where proc and sys are."""
     found = []
     if run.before is None or run.before.verification.mode == "none":
-        why = "--verify=none" if run.before is None else "; ".join(run.before.verification.reasons)
+        why = _not_asked_for() if run.before is None else "; ".join(run.before.verification.reasons)
         found.append(f"nothing was verified ({why}): the timed work may differ from the captured work")
     if run.cut_short is not None:
         found.append(
@@ -327,9 +328,13 @@ def _context(run: Run, plan: Plan) -> dict[str, Any]:
     }
 
 
+def _not_asked_for() -> str:
+    return f"--verify=none; {LEFT_OUT}" if are_left_out() else "--verify=none"
+
+
 def _verified(run: Run) -> str:
     if run.before is None:
-        return "not verified: --verify=none"
+        return f"not verified: {_not_asked_for()}"
     when = "" if run.before.verification.mode == "none" else "before and after timing, "
     return f"{when}{run.before.verification.text}"
 

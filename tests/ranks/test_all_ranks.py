@@ -173,8 +173,8 @@ def test_what_ranks_say_of_their_times_is_put_together() -> None:
     first = [said(0, 500.0), said(1, 100.0), said(0, 50.0, "c10d::send", peer=1)]
     second = [said(0, 200.0), said(1, 900.0), said(0, 40.0, "c10d::recv_", peer=0)]
     heard = [
-        {"real_ns": [1000.0, 1100.0, 1200.0], "blocked_ns": [650, 650, 650], "collectives": first},
-        {"real_ns": [1300.0, 1000.0, 1500.0], "blocked_ns": [1140, 1140, 1140], "collectives": second},
+        {"real_ns": [1000.0, 1100.0, 1200.0], "blocked_ns": [650, 650, 650], "why_not": "", "collectives": first},
+        {"real_ns": [1300.0, 1000.0, 1500.0], "blocked_ns": [1140, 1140, 1140], "why_not": "", "collectives": second},
     ]
     found = combined(heard)
     assert (found["slowest_ns"], found["skew_ns"]) == (1300, 300)
@@ -188,7 +188,9 @@ def test_what_ranks_say_of_their_times_is_put_together() -> None:
     assert (sent["calls"], sent["median_ns"]) == (1, 40)
     assert bus_factor("_c10d_functional::all_reduce", 4) == 1.5 and bus_factor("c10d::broadcast_", 4) == 1
     assert bus_factor("c10d::_reduce_scatter_base_", 4) == bus_factor("c10d::alltoall_", 4) == 0.75
-    unknown = combined([each | {"collectives": None, "blocked_ns": None} for each in heard])
+    unknown = combined(
+        [each | {"collectives": None, "why_not": "a wait does not block", "blocked_ns": None} for each in heard]
+    )
     assert unknown["by_rank"][0]["blocked_ns"] is None and "does not block" in unknown["collectives_reason"]
     assert "not measured" in lines(unknown)[-1] and not any("blocked in" in line for line in lines(unknown))
 
@@ -234,3 +236,35 @@ def test_sequences_that_would_hang_are_refused() -> None:
     crossed = job_of([one, waits[0], two, waits[1]], [two, waits[1], one, waits[0]])
     assert "wait for each other for ever" in judge(crossed)[0]
     assert judge(job_of([one, two, *waits], [two, one, *waits])) == []
+
+
+def test_without_collectives_the_rest_is_timed_and_every_output_says_so(job: Path, tmp_path: Path) -> None:
+    """Of one rank alone, whose file has no results of collectives, and of all of them."""
+    left_out = "the collectives were left out (--collectives=none)"
+    one = "out/rank0.opreplay"
+
+    def said(tool: str, *arguments: str) -> tuple[int, str]:
+        command = [launching.BIN / f"opreplay-{tool}", *arguments]
+        done = subprocess.run(command, cwd=job, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout + done.stderr
+
+    assert said("run", one)[0] == 1  # this file has no results of its collectives
+    code, text = said("run", "--collectives=none", one)
+    assert code == 0 and f"not verified: {left_out}" in text
+    code, text = said("run", "--collectives=none", "--format=jsonl", one)
+    assert code == 0 and left_out in text
+    code, text = said("run", "--collectives=none", "--verify=bitwise", one)
+    assert code == 1 and left_out in text
+    out = str(tmp_path / "times.json")
+    quick = ("--benchmark-min-time=2x", f"--benchmark-out={out}")
+    for verify in ("auto", "none"):
+        code, text = said("benchmark", "--collectives=none", f"--verify={verify}", *quick, "--force", one)
+        assert code == 0 and left_out in text and left_out in json.loads(Path(out).read_text())["context"]["verified"]
+    for mode, capture in (("real", one), ("recorded", "out/")):
+        code, text = said("run", f"--collectives={mode}", capture)
+        assert code == 2 and f"--collectives={mode} takes" in text
+    command = (launching.BIN / "opreplay-benchmark", "--collectives=none", *quick, "--force", "out/")
+    (code, text), (other, silent) = launching.launch(job, *command)
+    assert (code, other) == (0, 0), text + silent
+    section = json.loads(Path(out).read_text())["ranks"]
+    assert section["collectives_reason"] == left_out and section["by_rank"][0]["blocked_ns"] is None

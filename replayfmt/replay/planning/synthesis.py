@@ -23,6 +23,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.initializers import Call, Demand, Initializer, Registry, Request, Role, TensorInfo, Use
 from replayfmt.initializers.demands import Conflict, Unsatisfiable, combine, contradiction, pull_back
 from replayfmt.initializers.operator_rules import is_integral
+from replayfmt.pytorch.collectives import LEFT_OUT, are_left_out
 from replayfmt.pytorch.tensors.memory import byte_tensor, host_view, make_view, new_storage, undispatched
 from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
 
@@ -231,6 +232,8 @@ class Synthesis:
             one = self._unsaved_states == 1
             states = "a random generator's state" if one else f"{self._unsaved_states} states of random generators"
             parts.append(f"{states}, which the capture lacks, {'was' if one else 'were'} seeded")
+        if are_left_out():
+            parts.append(LEFT_OUT)
         return " and ".join(parts)
 
     def chosen(self, storage: int) -> ChosenInitializer | None:
