@@ -17,7 +17,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import reader_may_leave, run_tool, say, tool
+from .command import is_given, option, reader_may_leave, refuse, run_tool, say, together, tool
 from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
 from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below
 from .ranks import choose_collectives, collective_options, on_all_ranks
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 # Flags of other measurements.
-_NOT_WITH_MEMORY = (
+_NOT_WITH_MEMORY = [
     "per_op",
     "compare",
     "reconcile",
@@ -49,109 +49,84 @@ _NOT_WITH_MEMORY = (
     "energy_windows",
     "device_profiling_mode",
     "device_profiling_output",
+]
+
+
+memory_option = option(
+    "--memory",
+    "Also report the capture's memory: bytes alive on each device over the records, the peak with the ops "
+    "that made its storages, and what the devices' allocators report in one more replay. Storages from "
+    "outside count from their first use.",
 )
-
-
-def memory_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --memory."""
-    return click.option(
-        "--memory",
-        is_flag=True,
-        help="Also report the capture's memory: bytes alive on each device over the records, the peak with the ops "
-        "that made its storages, and what the devices' allocators report in one more replay. Storages from outside "
-        "count from their first use.",
-    )(function)
 
 
 def check_memory(context: click.Context) -> None:
     """Raises UsageError for flags that do not go with --memory."""
     if not context.params["memory"]:
         return
-    for name in _NOT_WITH_MEMORY:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --memory")
+    refuse(context, _NOT_WITH_MEMORY, "does not go with --memory")
     if (form := context.params["benchmark_format"]) in ("csv", "markdown"):
         raise UsageError(f"--memory has no rows for --benchmark-format={form}; use console or json")
 
 
-def precision_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags, as parameters benchmark_precision, benchmark_max_time and inputs."""
-    for option in (
-        click.option(
-            "--inputs",
-            type=click.Choice(["hot", "cold"]),
-            help="hot: the same buffers each time. cold: the caches are flushed before each replay, or with --per-op "
-            "each call, by rewriting a buffer larger than the last-level cache. Default: hot; with --per-op on "
-            "accelerators, cold.",
-        ),
-        click.option(
-            "--benchmark-max-time",
-            metavar="SECONDSs",
-            help="Stop after that many seconds even if the median is not known to --benchmark-precision; a warning "
-            "says so. Default: 10 times --benchmark-min-time, with --per-op twice that (5s and 0.1s if that is a "
-            "number of replays).",
-        ),
-        click.option(
-            "--benchmark-precision",
-            metavar="PERCENT|off",
-            help="Measure until the 95% confidence interval of the median is at most that far from it on either "
-            "side, for each row. Default: 2%; off if --benchmark-min-time is a number of replays.",
-        ),
-    ):
-        function = option(function)
-    return function
+precision_options = together(
+    option(
+        "--benchmark-precision PERCENT|off",
+        "Measure until the 95% confidence interval of the median is at most that far from it on either side, for "
+        "each row. Default: 2%; off if --benchmark-min-time is a number of replays.",
+    ),
+    option(
+        "--benchmark-max-time SECONDSs",
+        "Stop after that many seconds even if the median is not known to --benchmark-precision; a warning says "
+        "so. Default: 10 times --benchmark-min-time, with --per-op twice that (5s and 0.1s if that is a number of "
+        "replays).",
+    ),
+    option(
+        "--inputs",
+        "hot: the same buffers each time. cold: the caches are flushed before each replay, or with --per-op each "
+        "call, by rewriting a buffer larger than the last-level cache. Default: hot; with --per-op on "
+        "accelerators, cold.",
+        type=["hot", "cold"],
+    ),
+)
 
 
-def candidates_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags of kernel tasks."""
-    for option in (
-        click.option(
-            "--allow-reason",
-            multiple=True,
-            metavar="REASON",
-            help="With --candidates: accept this behaviour, such as 'calls the original'. Repeatable.",
-        ),
-        click.option(
-            "--candidate-memory",
-            type=click.IntRange(min=0),
-            default=8 << 30,
-            metavar="BYTES",
-            help="With --candidates: the memory that each may take beyond PyTorch's own. Default: 8 GiB; 0: any.",
-        ),
-        click.option(
-            "--candidate-timeout",
-            type=click.FloatRange(min=0.1),
-            default=120.0,
-            show_default=True,
-            metavar="SECONDS",
-            help="With --candidates: the time for each; three times that for sources that are built.",
-        ),
-        click.option(
-            "--end-to-end",
-            metavar="CAPTURE",
-            help="With --candidates: also replay this capture with each accepted candidate in place, and rank by that.",
-        ),
-        guard_option,
-        click.option(
-            "--variants",
-            is_flag=True,
-            help="With --candidates: also judge them with zeros, NaN, Inf, empty and odd sizes.",
-        ),
-        click.option(
-            "--candidates",
-            multiple=True,
-            metavar="DIR|FILE[:NAME]",
-            help="With --compare, and a kernel task in place of the capture: judge these kernels, each in a process of "
-            "its own, and rank them by the whole workload. Python, C++ or CUDA sources. Repeatable.",
-        ),
-    ):
-        function = option(function)
-    return function
+candidates_options = together(
+    option(
+        "--candidates DIR|FILE[:NAME]",
+        "With --compare, and a kernel task in place of the capture: judge these kernels, each in a process of its "
+        "own, and rank them by the whole workload. Python, C++ or CUDA sources. Repeatable.",
+        multiple=True,
+    ),
+    option("--variants", "With --candidates: also judge them with zeros, NaN, Inf, empty and odd sizes."),
+    guard_option,
+    option(
+        "--end-to-end CAPTURE",
+        "With --candidates: also replay this capture with each accepted candidate in place, and rank by that.",
+    ),
+    option(
+        "--candidate-timeout SECONDS",
+        "With --candidates: the time for each; three times that for sources that are built.",
+        type=click.FloatRange(min=0.1),
+        default=120.0,
+    ),
+    option(
+        "--candidate-memory BYTES",
+        "With --candidates: the memory that each may take beyond PyTorch's own. Default: 8 GiB; 0: any.",
+        type=click.IntRange(min=0),
+        default=8 << 30,
+        show_default=False,
+    ),
+    option(
+        "--allow-reason REASON",
+        "With --candidates: accept this behaviour, such as 'calls the original'. Repeatable.",
+        multiple=True,
+    ),
+)
 
 
-_FOR_TASKS = ("candidates", "variants", "guard", "end_to_end", "candidate_timeout", "candidate_memory", "allow_reason")
-_WITH_TASKS = (
-    *_FOR_TASKS,
+_FOR_TASKS = ["candidates", "variants", "guard", "end_to_end", "candidate_timeout", "candidate_memory", "allow_reason"]
+_WITH_TASKS = [
     "compare",
     "inputs",
     "benchmark_min_time",
@@ -159,7 +134,7 @@ _WITH_TASKS = (
     "benchmark_out",
     "force",
     "capture",
-)
+] + _FOR_TASKS
 
 
 def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
@@ -174,14 +149,11 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     from replayfmt.benchmark.result_files import output_file
 
     given = context.params
-    for name in context.params:
-        if name not in _WITH_TASKS and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with a kernel task")
+    refuse(context, [name for name in given if name not in _WITH_TASKS], "does not go with a kernel task")
     for reason in given["allow_reason"]:
         if reason not in check_script.REASONS:
             raise UsageError(f"--allow-reason={reason}: expected one of {', '.join(check_script.REASONS)}")
-    chosen = context.get_parameter_source("benchmark_min_time") is click.core.ParameterSource.COMMANDLINE
-    min_time = parse_min_time(given["benchmark_min_time"]) if chosen else None
+    min_time = parse_min_time(given["benchmark_min_time"]) if is_given(context, "benchmark_min_time") else None
     if min_time is not None and min_time.seconds is None:
         raise UsageError(f"--benchmark-min-time={min_time}: a kernel task takes seconds, such as 0.1s")
     candidates = find_candidates(given["candidates"])
@@ -250,7 +222,7 @@ def _end_to_end(capture: str, candidate: str, task: dict[str, Any]) -> dict[str,
 
 
 # Flags of measurements other than comparisons.
-_NOT_WITH_COMPARE = (
+_NOT_WITH_COMPARE = [
     "benchmark_repetitions",
     "benchmark_precision",
     "benchmark_max_time",
@@ -261,7 +233,7 @@ _NOT_WITH_COMPARE = (
     "noise_floor",
     "device_profiling_mode",
     "device_profiling_output",
-)
+]
 
 
 def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool) -> None:
@@ -270,9 +242,7 @@ def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool
         raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
     if per_op:
         raise UsageError("--compare and --per-op are two ways to measure; give one of them")
-    for name in _NOT_WITH_COMPARE:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --compare, which measures in rounds")
+    refuse(context, _NOT_WITH_COMPARE, "does not go with --compare, which measures in rounds")
 
 
 def run_compare(
@@ -294,7 +264,7 @@ def run_compare(
 
 
 # Flags of other measurements.
-_NOT_WITH_RECONCILE = (
+_NOT_WITH_RECONCILE = [
     "benchmark_repetitions",
     "inputs",
     "cuda_graph",
@@ -305,56 +275,37 @@ _NOT_WITH_RECONCILE = (
     "noise_floor",
     "device_profiling_mode",
     "device_profiling_output",
+]
+
+
+reconcile_options = together(
+    option(
+        "--reconcile",
+        "Measure each op on its own, with hot and with cold inputs, and the whole replay (or one --replay-scope); "
+        "print the sums, the replay's time and the captured time side by side, and what explains the difference.",
+    ),
+    option(
+        "--program COMMAND",
+        "With --reconcile, --energy or --energy-windows: the captured program, 'script.py args…' as after python. "
+        "It is run without a recorder, and its own time (with --replay-scope that of its scope of that name), or "
+        "the energy of the whole script again and again, stands beside the replay's.",
+    ),
+    option("--program-runs N", "With --program: how often the program runs.", type=click.IntRange(min=1), default=3),
 )
-
-
-def reconcile_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --reconcile, --program and --program-runs."""
-    for option in (
-        click.option(
-            "--program-runs",
-            type=click.IntRange(min=1),
-            default=3,
-            show_default=True,
-            metavar="N",
-            help="With --program: how often the program runs.",
-        ),
-        click.option(
-            "--program",
-            metavar="COMMAND",
-            help="With --reconcile, --energy or --energy-windows: the captured program, 'script.py args…' as after "
-            "python. It is run without a recorder, and its own time (with --replay-scope that of its scope of that "
-            "name), or the energy of the whole script again and again, stands beside the replay's.",
-        ),
-        click.option(
-            "--reconcile",
-            is_flag=True,
-            help="Measure each op on its own, with hot and with cold inputs, and the whole replay (or one "
-            "--replay-scope); print the sums, the replay's time and the captured time side by side, and what explains "
-            "the difference.",
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 def check_reconcile(context: click.Context, scopes: tuple[str, ...]) -> None:
     """Raises UsageError for flags that do not go with --reconcile, or that need it."""
 
-    def given(name: str) -> bool:
-        return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-    if not context.params["reconcile"]:
-        if given("program_runs"):
-            raise UsageError("--program-runs needs --reconcile")
-        if given("program") and not context.params["energy"] and context.params["energy_windows"] is None:
-            raise UsageError("--program needs --reconcile, --energy or --energy-windows")
+    values = context.params
+    if not values["reconcile"]:
+        refuse(context, ["program_runs"], "needs --reconcile")
+        if not values["energy"] and values["energy_windows"] is None:
+            refuse(context, ["program"], "needs --reconcile, --energy or --energy-windows")
         return
-    if given("program_runs") and not given("program"):
-        raise UsageError("--program-runs needs --program")
-    for name in _NOT_WITH_RECONCILE:
-        if given(name):
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --reconcile")
+    if values["program"] is None:
+        refuse(context, ["program_runs"], "needs --program")
+    refuse(context, _NOT_WITH_RECONCILE, "does not go with --reconcile")
     if len(scopes) > 1:
         raise UsageError("--reconcile takes one --replay-scope, or none for the whole replay")
 
@@ -405,7 +356,7 @@ def _unseen(_what: str, _done: int, _of: int | None) -> None:
 
 
 # What the folder of all ranks is not measured with.
-_NOT_WITH_RANKS = (
+_NOT_WITH_RANKS = [
     "per_op",
     "compare",
     "reconcile",
@@ -419,7 +370,7 @@ _NOT_WITH_RANKS = (
     "noise_floor",
     "device_profiling_mode",
     "device_profiling_output",
-)
+]
 
 
 def run_ranks(
@@ -433,9 +384,7 @@ def run_ranks(
 ) -> int:
     """Measure this rank's file of a folder while the others measure theirs; rank 0 prints. `out`: the values of
     --benchmark-out and --force."""
-    for name in _NOT_WITH_RANKS:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with the folder of all ranks; give it one file")
+    refuse(context, _NOT_WITH_RANKS, "does not go with the folder of all ranks; give it one file")
     from replayfmt.benchmark.ranks import TimedRanks, lines, measure_ranks
     from replayfmt.benchmark.result_files import output_file
 
@@ -473,54 +422,40 @@ _REDRAW_S = 0.2
 )
 @replay_options
 @threads_option
-@click.option(
-    "--replay-scope",
+@option(
+    "--replay-scope NAME",
+    "Report the time inside the scopes of this name or full path (execute/step 3), instead of the whole replay's; "
+    "everything still runs. Passes are summed, nested ones count once. With --per-op: measure only the ops inside "
+    "them. Repeatable.",
     multiple=True,
-    metavar="NAME",
-    help="Report the time inside the scopes of this name or full path (execute/step 3), instead of the whole "
-    "replay's; everything still runs. Passes are summed, nested ones count once. With --per-op: measure only "
-    "the ops inside them. Repeatable.",
 )
-@click.option(
-    "--benchmark-min-time",
-    default="0.5s",
-    show_default=True,
-    metavar="Nx|SECONDSs",
-    help="Time N replays (20x), or as many as take that many seconds in total (0.5s): with seconds, or with "
+@option(
+    "--benchmark-min-time Nx|SECONDSs",
+    "Time N replays (20x), or as many as take that many seconds in total (0.5s): with seconds, or with "
     "--benchmark-precision, more of them until the median is known well enough.",
+    default="0.5s",
 )
 @precision_options
-@click.option(
-    "--benchmark-warmup",
-    type=click.IntRange(min=0),
-    default=2,
-    show_default=True,
-    metavar="N",
-    help="Untimed replays before each repetition.",
-)
-@click.option(
-    "--benchmark-repetitions",
+@option("--benchmark-warmup N", "Untimed replays before each repetition.", type=click.IntRange(min=0), default=2)
+@option(
+    "--benchmark-repetitions N",
+    "Measure N times, and add rows with mean, median, standard deviation and variation.",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
-    metavar="N",
-    help="Measure N times, and add rows with mean, median, standard deviation and variation.",
 )
-@click.option(
+@option(
     "--benchmark-format",
-    type=click.Choice(["console", "json", "jsonl", "csv", "markdown"]),
+    "Format of stdout: a table, Google Benchmark's JSON or CSV, or JSON lines, with --per-op one for each op as soon "
+    "as it is measured, so that an interrupt loses none. markdown: a table for a pull request.",
+    type=["console", "json", "jsonl", "csv", "markdown"],
     default="console",
-    show_default=True,
-    help="Format of stdout: a table, Google Benchmark's JSON or CSV, or JSON lines, with --per-op one for each op as "
-    "soon as it is measured, so that an interrupt loses none. markdown: a table for a pull request.",
 )
-@click.option("--benchmark-out", metavar="FILE", help="Write the results to FILE as Google Benchmark's JSON.")
+@option("--benchmark-out FILE", "Write the results to FILE as Google Benchmark's JSON.")
 @baseline_options
-@click.option(
+@option(
     "--compare",
-    is_flag=True,
-    help="With --replay-kernel-substitution: measure original and substituted kernels in alternation, and "
-    "report for the whole replay, its scopes and each signature whether there is a difference.",
+    "With --replay-kernel-substitution: measure original and substituted kernels in alternation, and report for the "
+    "whole replay, its scopes and each signature whether there is a difference.",
 )
 @candidates_options
 @reconcile_options
@@ -537,37 +472,11 @@ def cli(
     capture: str,
     flags: ReplayFlags,
     replay_scope: tuple[str, ...],
-    benchmark_min_time: str,
-    benchmark_precision: str | None,
-    benchmark_max_time: str | None,
     inputs: Inputs | None,
-    cuda_graph: bool,
-    benchmark_warmup: int,
-    benchmark_repetitions: int,
     benchmark_format: str,
     benchmark_out: str | None,
-    baseline: str | None,
-    fail_above: str | None,
-    noise_floor: bool,
-    compare: bool,
-    reconcile: bool,
-    memory: bool,
-    guard: bool,
-    program: str | None,
-    program_runs: int,
-    energy: bool,
-    energy_source: str,
-    energy_out: str | None,
-    power_log_out: str | None,
-    energy_windows: str | None,
-    power_interval: float,
-    power_averaging: float,
-    device_profiling_mode: str | None,
-    device_profiling_output: str | None,
     force: bool,
-    collective_timeout: float,
-    collectives: str | None,
-    **_others: object,
+    **values: Any,
 ) -> int:
     """Replay CAPTURE repeatedly and report how long it takes.
 
@@ -582,84 +491,80 @@ def cli(
     """
     if os.path.isfile(os.path.join(capture, "task.json")):
         return run_task(context, capture, flags)
-    for name in _FOR_TASKS:
-        if name != "guard" and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(
-                f"--{name.replace('_', '-')} needs a kernel task, which opreplay-export --format=kernel-task "
-                f"writes, in place of {capture}"
-            )
-    choose_collectives(context, collectives, capture)
+    why = f"needs a kernel task, which opreplay-export --format=kernel-task writes, in place of {capture}"
+    refuse(context, [name for name in _FOR_TASKS if name != "guard"], why)
+    choose_collectives(context, values["collectives"], capture)
     from replayfmt.benchmark.precision import parse_min_time, whole_precision
 
-    min_time = parse_min_time(benchmark_min_time)
-    profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
+    min_time = parse_min_time(values["benchmark_min_time"])
+    profiling = profiling_request(values["device_profiling_mode"], values["device_profiling_output"], force, capture)
     if benchmark_out and profiling and os.path.realpath(benchmark_out) == os.path.realpath(profiling.output):
         raise UsageError(f"{_OUT} and --device-profiling-output are the same file: {benchmark_out}")
     check_energy_windows(context)
     check_memory(context)
     per_op = PerOpFlags.of(context, flags.verify)
-    if benchmark_format in ("jsonl", "markdown") and (compare or reconcile):
+    if benchmark_format in ("jsonl", "markdown") and (values["compare"] or values["reconcile"]):
         form = f"--benchmark-format={benchmark_format}"
         raise UsageError(f"{form} has no rows of --compare and --reconcile; use console, json or csv")
-    if compare:
+    if values["compare"]:
         refuse_with_compare(context, flags, per_op is not None)
     from replayfmt.benchmark.measure import Options
     from replayfmt.benchmark.result_files import output_file, refuse_input
 
     if per_op is None:
-        precision = whole_precision(benchmark_precision, benchmark_max_time, min_time)
+        precision = whole_precision(values["benchmark_precision"], values["benchmark_max_time"], min_time)
         options = Options(
             min_time,
-            benchmark_repetitions,
-            benchmark_warmup,
+            values["benchmark_repetitions"],
+            values["benchmark_warmup"],
             flags.verify,
             replay_scope,
             precision,
             inputs or "hot",
-            cuda_graph,
+            values["cuda_graph"],
         )
     check_reconcile(context, replay_scope)
-    against = BaselineFlags.of(baseline, fail_above, noise_floor)
+    against = BaselineFlags.of(values["baseline"], values["fail_above"], values["noise_floor"])
     if os.path.isdir(capture):
         if per_op is not None:
             raise UsageError("--per-op does not go with the folder of all ranks; give it one file")
         out_file = benchmark_out, force
-        return run_ranks(context, capture, flags, options, benchmark_format, out_file, collective_timeout)
+        return run_ranks(context, capture, flags, options, benchmark_format, out_file, values["collective_timeout"])
     if benchmark_out is not None:
         refuse_input(_OUT, benchmark_out, capture)
     with ExitStack() as stack:
         out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
-        if energy:
+        if values["energy"]:
             kept = []
-            for flag, path in (("--energy-out", energy_out), ("--power-log-out", power_log_out)):
+            for flag, path in (("--energy-out", values["energy_out"]), ("--power-log-out", values["power_log_out"])):
                 if path is not None:
                     refuse_input(flag, path, capture)
                 kept.append(None if path is None else stack.enter_context(output_file(flag, path, force)).write)
-            work = Work(capture, flags, replay_scope, program, context, stack.enter_context(_progress()))
+            work = Work(capture, flags, replay_scope, values["program"], context, stack.enter_context(_progress()))
             return run_energy(work, *kept)
-        if energy_windows is not None:
-            refuse_input("--energy-windows", energy_windows, capture)
-            file = stack.enter_context(output_file("--energy-windows", energy_windows, force))
-            work = Work(capture, flags, replay_scope, program, context, stack.enter_context(_progress()))
+        if values["energy_windows"] is not None:
+            refuse_input("--energy-windows", values["energy_windows"], capture)
+            file = stack.enter_context(output_file("--energy-windows", values["energy_windows"], force))
+            work = Work(capture, flags, replay_scope, values["program"], context, stack.enter_context(_progress()))
             return run_energy_windows(work, file.write)
-        if reconcile:
+        if values["reconcile"]:
             run_reconcile(
                 lambda keep_going: flags.plan(capture, keep_going=keep_going),
                 options,
                 benchmark_format,
                 stack.enter_context(_progress()),
                 out.write if out is not None else None,
-                program,
-                program_runs,
+                values["program"],
+                values["program_runs"],
             )
             return 0
         plan = stack.enter_context(flags.plan(capture, keep_going=per_op is not None))
-        if guard:
+        if values["guard"]:
             guarded(plan, err=benchmark_format != "console")
         if per_op is not None:
             progress = stack.enter_context(_progress())
             return run_per_op(plan, per_op, benchmark_format, progress, out.write if out is not None else None, against)
-        if compare:
+        if values["compare"]:
             progress = stack.enter_context(_progress())
             run_compare(plan, options, benchmark_format, progress, out.write if out is not None else None)
             return 0
@@ -667,7 +572,7 @@ def cli(
         report, below, code = against.apply(
             lambda: _measure(plan, options, lambda name: plan_of_scope(capture, flags, name))
         )
-        if memory:
+        if values["memory"]:
             from replayfmt.benchmark.memory_report import MemoryReport
 
             found = MemoryReport.of(plan)
@@ -676,7 +581,7 @@ def cli(
             out.write(report.json())
         with reader_may_leave():
             _show(report, benchmark_format)
-            if memory and benchmark_format == "console":
+            if values["memory"] and benchmark_format == "console":
                 for line in found.lines():
                     say(line)
             show_below(below, benchmark_format)

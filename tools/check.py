@@ -21,7 +21,7 @@ from replayfmt.format.rank_files import MANIFEST, write_manifest
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted
 
-from .command import reader_may_leave, run_tool, say, tool
+from .command import option, reader_may_leave, run_tool, say, tool
 
 
 @dataclass
@@ -86,29 +86,26 @@ def _print_report(report: CheckReport) -> None:
 )
 @click.argument("file", type=click.Path())
 @click.argument("output", metavar="[OUT]", type=click.Path(), required=False)
-@click.option(
-    "--recover",
-    "out",
-    metavar="OUT",
+@option(
+    "--recover OUT",
+    "Write the intact part of FILE to OUT as a valid capture, and verify that.",
+    name="out",
     type=click.Path(),
-    help="Write the intact part of FILE to OUT as a valid capture, and verify that.",
 )
-@click.option(
+@option(
     "--add-digests",
-    "adding",
-    is_flag=True,
-    help="Write FILE to OUT with the digest of every external file, and verify that. Each file must still be "
-    "the captured one.",
+    "Write FILE to OUT with the digest of every external file, and verify that. Each file must still be the captured "
+    "one.",
+    name="adding",
 )
-@click.option(
-    "--replay-file-remap",
-    "remaps",
-    metavar="CAPTURED=REPLAY",
+@option(
+    "--replay-file-remap CAPTURED=REPLAY",
+    "With --add-digests: where external files are now. CAPTURED is a path, or leading directories of it. Repeatable; "
+    "the longest match wins.",
+    name="remaps",
     multiple=True,
-    help="With --add-digests: where external files are now. CAPTURED is a path, or leading directories of "
-    "it. Repeatable; the longest match wins.",
 )
-@click.option("--force", is_flag=True, help="With --recover or --add-digests: replace OUT if it exists.")
+@option("--force", "With --recover or --add-digests: replace OUT if it exists.")
 def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tuple[str, ...], force: bool) -> None:
     """Verify everything in the capture FILE.
 

@@ -149,6 +149,47 @@ def agents_md_option(tool: str) -> Callable[[Any], Any]:
     )
 
 
+def option(
+    names: str, help: str, *, name: str | None = None, type: Any = None, default: Any = None, **more: Any
+) -> Callable[[Any], Any]:
+    """An option, by its names and a word for its value: `-o --output FILE`. Without such a word and a type it is a
+    switch. A default is shown; a list as `type` holds the choices; `name` is the parameter's, if not the option's."""
+    words = names.split()
+    options = [word for word in words if word.startswith("-")]
+    if len(words) > len(options):
+        more["metavar"] = words[-1]
+    elif type is None:
+        more["is_flag"] = True
+    if isinstance(type, list | tuple):
+        type = click.Choice(type)
+    if default is not None:
+        more = {"default": default, "show_default": True} | more
+    return click.option(*options, *([] if name is None else [name]), type=type, help=help, **more)
+
+
+def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Adds several options, in this order in the help."""
+
+    def add(function: Any) -> Any:
+        for each in reversed(options):
+            function = each(function)
+        return function
+
+    return add
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether a parameter is on the command line."""
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def refuse(context: click.Context, names: Iterable[str], why: str) -> None:
+    """Raises UsageError for the first of these parameters that is on the command line."""
+    for name in names:
+        if is_given(context, name):
+            raise UsageError(f"--{name.replace('_', '-')} {why}")
+
+
 class Seconds(click.FloatRange):
     """A number of seconds in a range. NaN lies in none: click lets it pass each comparison."""
 
@@ -238,9 +279,7 @@ def version_option(name: str) -> Callable[[Any], Any]:
             click.echo(f"{name}, version {own_version()}")
             context.exit()
 
-    return click.option(
-        "--version", is_flag=True, expose_value=False, is_eager=True, callback=show, help="Show the version and exit."
-    )
+    return option("--version", "Show the version and exit.", expose_value=False, is_eager=True, callback=show)
 
 
 def _takes_one_value(parameter: click.Parameter) -> bool:

@@ -8,13 +8,12 @@ from dataclasses import fields
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from replayfmt.compare.comparison import compare
 from replayfmt.dump.row_templates import encode
 from replayfmt.errors import UsageError
 
-from .command import record_bar, run_tool, say, tool
+from .command import is_given, option, record_bar, run_tool, say, tool
 from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
 
 
@@ -29,62 +28,47 @@ from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
     ),
     ("opreplay-compare --bisect --set=mkldnn=off step.opreplay", "Which of them move the end result:"),
 )
-@click.option(
-    "--tolerance",
-    default="exact",
-    show_default=True,
-    metavar="auto|exact|ulp:N|RTOL,ATOL|FILE.json",
-    help="How far results may be apart. auto: by what rounding and the inputs' own differences do to each op, learned "
-    "by a replay of A. ulp:N: units in the last place. RTOL,ATOL: ATOL + RTOL * |a|; DTYPE=RTOL,ATOL;… by dtype. "
+@option(
+    "--tolerance auto|exact|ulp:N|RTOL,ATOL|FILE.json",
+    "How far results may be apart. auto: by what rounding and the inputs' own differences do to each op, learned by a "
+    "replay of A. ulp:N: units in the last place. RTOL,ATOL: ATOL + RTOL * |a|; DTYPE=RTOL,ATOL;… by dtype. "
     "FILE.json: an object of these by kernel name. Without a replay, of the up to 64 elements that a digest holds.",
+    default="exact",
 )
-@click.option(
-    "--replay", is_flag=True, help="Compare results of replays made here, of both captures, which stay as they are."
-)
-@click.option("--times", is_flag=True, help="Also say what was faster or slower in B, by the captured times.")
-@click.option(
-    "--benchmark",
-    "benchmarks",
+@option("--replay", "Compare results of replays made here, of both captures, which stay as they are.")
+@option("--times", "Also say what was faster or slower in B, by the captured times.")
+@option(
+    "--benchmark FILE",
+    "The same by files of opreplay-benchmark --per-op --benchmark-out=FILE. Repeat it: of A, then of B.",
+    name="benchmarks",
     multiple=True,
-    metavar="FILE",
-    help="The same by files of opreplay-benchmark --per-op --benchmark-out=FILE. Repeat it: of A, then of B.",
 )
-@click.option(
+@option(
     "--isolate",
-    is_flag=True,
-    help="Of A alone: run each op in two ways on the same inputs, as the capture says and another way (--against, "
-    "--set, --replay-kernel-substitution), and compare; the table is by kernel, worst first.",
+    "Of A alone: run each op in two ways on the same inputs, as the capture says and another way (--against, --set, "
+    "--replay-kernel-substitution), and compare; the table is by kernel, worst first.",
 )
-@click.option(
+@option(
     "--bisect",
-    is_flag=True,
-    help="Of A alone: find a minimal set of kernels and calls that, run the other way, move the end result. Replays "
-    "A many times.",
+    "Of A alone: find a minimal set of kernels and calls that, run the other way, move the end result. Replays A many "
+    "times.",
 )
-@click.option(
-    "--judge",
-    metavar="digest|host_read|SCRIPT.py:FUNCTION",
-    help="With --bisect: what the end result is. The last digest, or the last value that the program read (default), "
-    "or with :ORDINAL another one; or a function that is given what two replays computed, by ordinal, and returns "
+@option(
+    "--judge digest|host_read|SCRIPT.py:FUNCTION",
+    "With --bisect: what the end result is. The last digest, or the last value that the program read (default), or "
+    "with :ORDINAL another one; or a function that is given what two replays computed, by ordinal, and returns "
     "whether the second is off.",
 )
-@click.option(
-    "--state",
-    metavar="FILE",
-    help="With --bisect: keep in FILE what was tried, and go on from there if the file exists.",
-)
-@click.option("--against", metavar="DEVICE", help="The other way: run ops on this device.")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="The other way: run ops under this setting, such as num_threads=1, mkldnn=off, deterministic=on, "
+@option("--state FILE", "With --bisect: keep in FILE what was tried, and go on from there if the file exists.")
+@option("--against DEVICE", "The other way: run ops on this device.")
+@option(
+    "--set NAME=VALUE",
+    "The other way: run ops under this setting, such as num_threads=1, mkldnn=off, deterministic=on, "
     "matmul_precision=medium, tf32=off, or any that a capture's session names. Repeatable.",
+    name="settings",
+    multiple=True,
 )
-@click.option(
-    "--format", "form", type=click.Choice(["text", "jsonl"]), default="text", show_default=True, help="How to print."
-)
+@option("--format", "How to print.", name="form", type=["text", "jsonl"], default="text")
 @options_of_plans
 @threads_option
 @click.argument("a", metavar="A", type=click.Path())
@@ -150,7 +134,7 @@ def _options(context: click.Context, flags: ReplayFlags, replay: bool, tolerance
     if replay or tolerance == "auto":
         return flags.options()
     for each in fields(ReplayFlags):
-        if context.get_parameter_source(each.name) is ParameterSource.COMMANDLINE:
+        if is_given(context, each.name):
             raise UsageError(f"{flag_of(each.name)} is for replays: add --replay or --tolerance=auto")
     return {}
 

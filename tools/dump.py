@@ -16,7 +16,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import printable
 
-from .command import run_tool, tool
+from .command import option, run_tool, tool
 
 
 @tool(
@@ -27,91 +27,70 @@ from .command import run_tool, tool
     ("opreplay-dump --jq 'select(.kind == \"op\") | .op' step.opreplay", "Rows for scripts:"),
 )
 @click.argument("capture", type=click.Path())
-@click.option(
+@option(
     "--format",
-    "form",
-    type=click.Choice(["text", "jsonl", "csv"]),
-    default=None,
-    help="text for people (the default), or one JSON object a line; with --device-kernels also csv.",
+    "text for people (the default), or one JSON object a line; with --device-kernels also csv.",
+    name="form",
+    type=["text", "jsonl", "csv"],
 )
-@click.option(
-    "--jq",
-    "query",
-    metavar="FILTER",
-    help="Apply a jq filter to each row and print its results, as `jq -c` does. Implies --format=jsonl.",
+@option(
+    "--jq FILTER",
+    "Apply a jq filter to each row and print its results, as `jq -c` does. Implies --format=jsonl.",
+    name="query",
 )
-@click.option(
-    "-r",
-    "--raw-output",
-    "raw",
-    is_flag=True,
-    help="With --jq: print strings as they are, without quotes, as `jq -r` does.",
+@option("-r --raw-output", "With --jq: print strings as they are, without quotes, as `jq -r` does.", name="raw")
+@option("-s --slurp", "With --jq: pass the filter all rows at once, as one array, as `jq -s` does.")
+@option(
+    "--ops A:B",
+    "Only records with ordinals from A up to, not including, B. Either may be omitted. Reads only the frames that "
+    "hold them.",
 )
-@click.option(
-    "-s", "--slurp", is_flag=True, help="With --jq: pass the filter all rows at once, as one array, as `jq -s` does."
-)
-@click.option(
-    "--ops",
-    metavar="A:B",
-    help="Only records with ordinals from A up to, not including, B. Either may be omitted. Reads only the "
-    "frames that hold them.",
-)
-@click.option(
-    "--scope",
-    "scopes",
+@option(
+    "--scope NAME",
+    "Only records inside the scopes of this name or full path. Repeatable: in any of them.",
+    name="scopes",
     multiple=True,
-    metavar="NAME",
-    help="Only records inside the scopes of this name or full path. Repeatable: in any of them.",
 )
-@click.option(
-    "--kernel",
-    "kernels",
+@option(
+    "--kernel PATTERN",
+    "Only ops whose operator matches, such as 'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of "
+    "them.",
+    name="kernels",
     multiple=True,
-    metavar="PATTERN",
-    help="Only ops whose operator matches, such as "
-    "'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: any of them.",
 )
-@click.option(
-    "--values",
+@option(
+    "--values N",
+    "Show the values of integer and bool arguments of at most N elements, if the capture holds them and no op has "
+    "overwritten them; 0 shows none.",
     type=click.IntRange(0, MOST_VALUES),
     default=SHOWN_VALUES,
-    show_default=True,
-    metavar="N",
-    help="Show the values of integer and bool arguments of at most N elements, if the capture holds them and no "
-    "op has overwritten them; 0 shows none.",
 )
-@click.option("--summary", is_flag=True, help="Only the file and its summary.")
-@click.option(
+@option("--summary", "Only the file and its summary.")
+@option(
     "--findings",
-    is_flag=True,
-    help="What stands out, in at most five sentences, each with the command that goes on: the most expensive kernel, "
-    "time in no op, what holds the memory at its peak, repeated work, small copies, waits for the device.",
+    "What stands out, in at most five sentences, each with the command that goes on: the most expensive kernel, time "
+    "in no op, what holds the memory at its peak, repeated work, small copies, waits for the device.",
 )
-@click.option(
+@option(
     "--signatures",
-    is_flag=True,
-    help="Only the distinct signatures of ops (docs/signatures.md), with their numbers of calls; limited by "
-    "--ops and --kernel if given.",
+    "Only the distinct signatures of ops (docs/signatures.md), with their numbers of calls; limited by --ops and "
+    "--kernel if given.",
 )
-@click.option(
+@option(
     "--device-kernels",
-    is_flag=True,
-    help="Only the distinct kernels, copies and fills that ran on devices, with their counts and times, and the "
-    "streams: of captures imported from profiler traces.",
+    "Only the distinct kernels, copies and fills that ran on devices, with their counts and times, and the streams: "
+    "of captures imported from profiler traces.",
 )
-@click.option(
-    "--kernel-skeleton",
-    metavar="ID|OPERATOR",
-    help="Print a Python file to start a replacement kernel from, for --replay-kernel-substitution of other "
-    "tools. The kernel is given by id or name (aten::mm, aten::mm.default).",
+@option(
+    "--kernel-skeleton ID|OPERATOR",
+    "Print a Python file to start a replacement kernel from, for --replay-kernel-substitution of other tools. The "
+    "kernel is given by id or name (aten::mm, aten::mm.default).",
 )
-@click.option(
-    "--attachment",
-    metavar="ID",
-    help="Write the attachment of a kernel with this id, unchanged: its source, a binary, or other data.",
+@option(
+    "--attachment ID", "Write the attachment of a kernel with this id, unchanged: its source, a binary, or other data."
 )
-@click.option("-o", "--output", metavar="FILE", help="With --attachment: write it to FILE instead of stdout.")
-@click.option("--force", is_flag=True, help="With --output: replace an existing FILE.")
+@option("-o --output FILE", "With --attachment: write it to FILE instead of stdout.")
+@option("--force", "With --output: replace an existing FILE.")
 def cli(
     capture: str,
     form: str | None,

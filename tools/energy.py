@@ -9,13 +9,13 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from replayfmt.errors import UsageError
 
-from .command import Seconds, reader_may_leave, run_tool, say, tool
+from .command import Seconds, option, reader_may_leave, refuse, run_tool, say, together, tool
 from .replay_flags import plan_of_scope
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _FLAG = "--energy-windows"
 # Flags of other measurements.
-_NOT_WITH_WINDOWS = (
+_NOT_WITH_WINDOWS = [
     "benchmark_min_time",
     "benchmark_precision",
     "benchmark_max_time",
@@ -51,85 +51,61 @@ _NOT_WITH_WINDOWS = (
     "noise_floor",
     "device_profiling_mode",
     "device_profiling_output",
+]
+
+
+energy_options = together(
+    option(
+        "--energy-windows FILE",
+        "Run nothing, then the whole replay, each scope (or --replay-scope), and each distinct op (--op-filter "
+        "and --op-limit choose some), each again and again in a window of its own, and write to FILE what ran "
+        "when. Log the power meanwhile; opreplay-energy integrates it.",
+    ),
+    option(
+        "--energy",
+        "Measure joules of the whole replay, of each scope (or --replay-scope), and of each distinct op "
+        "(--op-filter and --op-limit choose some), in windows as with --energy-windows, while a process of its "
+        "own samples power and energy counters through zeus. With --program also those of the program itself.",
+    ),
+    option(
+        "--energy-source",
+        "With --energy: whose energy. gpu: NVML or AMD SMI; soc: a system on a chip (Jetson, Apple); cpu: "
+        "processors and their memory (RAPL). auto: for a replay on an accelerator gpu or soc, for one without "
+        "cpu, soc or gpu, whichever is there.",
+        type=["auto", "gpu", "soc", "cpu"],
+        default="auto",
+    ),
+    option(
+        "--power-interval SECONDS",
+        "With --energy or --energy-windows: the time between two samples of power. Windows hold at least 10.",
+        type=Seconds(min=1e-4, max=60),
+        default=0.04,
+    ),
+    option(
+        "--power-averaging SECONDS",
+        "With --energy or --energy-windows: over how long the source averages power. Work runs for so long before "
+        "each window, and windows are no shorter.",
+        type=Seconds(min=0, max=60),
+        default=1.0,
+    ),
+    option("--energy-out FILE", "With --energy: write the report to FILE as JSON."),
+    option("--power-log-out FILE", "With --energy: keep the log of the sampled power (CSV) as FILE."),
 )
-
-
-def energy_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --energy, --energy-windows and the flags that go with them."""
-    for option in (
-        click.option(
-            "--power-log-out", metavar="FILE", help="With --energy: keep the log of the sampled power (CSV) as FILE."
-        ),
-        click.option("--energy-out", metavar="FILE", help="With --energy: write the report to FILE as JSON."),
-        click.option(
-            "--power-averaging",
-            type=Seconds(min=0, max=60),
-            default=1.0,
-            show_default=True,
-            metavar="SECONDS",
-            help="With --energy or --energy-windows: over how long the source averages power. Work runs for so long "
-            "before each window, and windows are no shorter.",
-        ),
-        click.option(
-            "--power-interval",
-            type=Seconds(min=1e-4, max=60),
-            default=0.04,
-            show_default=True,
-            metavar="SECONDS",
-            help="With --energy or --energy-windows: the time between two samples of power. Windows hold at least 10.",
-        ),
-        click.option(
-            "--energy-source",
-            type=click.Choice(["auto", "gpu", "soc", "cpu"]),
-            default="auto",
-            show_default=True,
-            help="With --energy: whose energy. gpu: NVML or AMD SMI; soc: a system on a chip (Jetson, Apple); cpu: "
-            "processors and their memory (RAPL). auto: for a replay on an accelerator gpu or soc, for one without cpu, "
-            "soc or gpu, whichever is there.",
-        ),
-        click.option(
-            "--energy",
-            is_flag=True,
-            help="Measure joules of the whole replay, of each scope (or --replay-scope), and of each distinct op "
-            "(--op-filter and --op-limit choose some), in windows as with --energy-windows, while a process of its own "
-            "samples power and energy counters through zeus. With --program also those of the program itself.",
-        ),
-        click.option(
-            "--energy-windows",
-            metavar="FILE",
-            help="Run nothing, then the whole replay, each scope (or --replay-scope), and each distinct op "
-            "(--op-filter and --op-limit choose some), each again and again in a window of its own, and write to FILE "
-            "what ran when. Log the power meanwhile; opreplay-energy integrates it.",
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 def check_energy_windows(context: click.Context) -> None:
     """Raises UsageError for flags that do not go with --energy-windows, or that need it."""
-
-    def given(name: str) -> bool:
-        return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
     energy, windows = context.params["energy"], context.params["energy_windows"] is not None
     if not energy:
-        for name in ("energy_out", "power_log_out", "energy_source"):
-            if given(name):
-                raise UsageError(f"--{name.replace('_', '-')} needs --energy")
+        refuse(context, ("energy_out", "power_log_out", "energy_source"), "needs --energy")
     if not energy and not windows:
-        for name in ("power_interval", "power_averaging"):
-            if given(name):
-                raise UsageError(f"--{name.replace('_', '-')} needs --energy or {_FLAG}")
-        return
+        return refuse(context, ("power_interval", "power_averaging"), f"needs --energy or {_FLAG}")
     if energy and windows:
         raise UsageError(f"--energy samples the power itself, {_FLAG} leaves that to another program; give one of them")
     report, log = context.params["energy_out"], context.params["power_log_out"]
     if report is not None and log is not None and os.path.realpath(report) == os.path.realpath(log):
         raise UsageError(f"--energy-out and --power-log-out are the same file: {report}")
-    for name in _NOT_WITH_WINDOWS:
-        if given(name):
-            raise UsageError(f"--{name.replace('_', '-')} does not go with {'--energy' if energy else _FLAG}")
+    refuse(context, _NOT_WITH_WINDOWS, f"does not go with {'--energy' if energy else _FLAG}")
 
 
 @dataclass(frozen=True)
@@ -300,40 +276,31 @@ def _scope(work: Work, region: MeasuredRegion, runner: WindowRunner) -> None:
     ),
     ("opreplay-energy --zone=Europe/Berlin --gpu=0 windows.jsonl power.csv", "A log in local time, one GPU of it:"),
 )
-@click.option("--output", "-o", "out", metavar="FILE", help="Write the report to FILE as JSON (docs/power.md).")
-@click.option(
-    "--capture", metavar="FILE", type=click.Path(), help="Refuse windows that were not measured on this capture."
+@option("-o --output FILE", "Write the report to FILE as JSON (docs/power.md).", name="out")
+@option("--capture FILE", "Refuse windows that were not measured on this capture.", type=click.Path())
+@option(
+    "--zone ZONE",
+    "The zone of times in the log that name none: UTC, Europe/Berlin, +02:00. Default: that of the machine that the "
+    "windows were measured on.",
 )
-@click.option(
-    "--zone",
-    metavar="ZONE",
-    help="The zone of times in the log that name none: UTC, Europe/Berlin, +02:00. Default: that of the machine that "
-    "the windows were measured on.",
-)
-@click.option("--gpu", "gpus", multiple=True, metavar="GPU", help="Only this GPU of the log; default: all. Repeatable.")
-@click.option(
-    "--clock-offset",
+@option("--gpu GPU", "Only this GPU of the log; default: all. Repeatable.", name="gpus", multiple=True)
+@option(
+    "--clock-offset SECONDS|auto",
+    "Add this to the times in the log; auto: find it from the first rise of power from idle to load.",
     default="0",
-    show_default=True,
-    metavar="SECONDS|auto",
-    help="Add this to the times in the log; auto: find it from the first rise of power from idle to load.",
 )
-@click.option(
-    "--power-averaging",
+@option(
+    "--power-averaging SECONDS",
+    "Over how long the source averages power (many boards: about a second); a WARNING says if windows are shorter.",
     type=Seconds(min=0),
-    metavar="SECONDS",
-    help="Over how long the source averages power (many boards: about a second); a WARNING says if windows are "
-    "shorter.",
 )
-@click.option(
-    "--min-samples",
+@option(
+    "--min-samples N",
+    "A window of fewer samples has no joules. Below 10 a WARNING marks the report.",
     type=click.IntRange(min=0),
     default=10,
-    show_default=True,
-    metavar="N",
-    help="A window of fewer samples has no joules. Below 10 a WARNING marks the report.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing file.")
+@option("--force", "Replace an existing file.")
 @click.argument("windows", metavar="WINDOWS", type=click.Path())
 @click.argument("power", metavar="POWER", type=click.Path())
 def cli(

@@ -11,7 +11,7 @@ import click
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader, open_capture
 
-from .command import record_bar, run_tool, say, tool
+from .command import is_given, option, record_bar, run_tool, say, tool
 from .replay_flags import ReplayFlags, flag_of, replay_options, selection_options
 
 if TYPE_CHECKING:
@@ -44,70 +44,58 @@ _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     ("opreplay-export --format=chakra out/ traces", "Chakra traces of all ranks, for ASTRA-sim:"),
     ("opreplay-export --format=csv --table=kernels step.opreplay kernels.csv", "A row for each kernel:"),
 )
-@click.option(
+@option(
     "--format",
-    "form",
-    type=click.Choice(["replay-zip", *_TASKS, "perfetto", "chakra", *_TABLE_FORMATS]),
+    "replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, a README. kernel-task: a "
+    "folder with the calls of a --kernel, or the ops of a --scope or of --ops as one function, with inputs, expected "
+    "outputs, the reference and a judge that needs only PyTorch. flashinfer-bench, kernelbench: also in that form. "
+    "perfetto: a timeline, as Chrome's JSON. chakra: execution traces of all ranks, for simulators. csv, parquet: a "
+    "table.",
+    name="form",
+    type=["replay-zip", *_TASKS, "perfetto", "chakra", *_TABLE_FORMATS],
     default="replay-zip",
-    show_default=True,
-    help="replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, a README. "
-    "kernel-task: a folder with the calls of a --kernel, or the ops of a --scope or of --ops as one function, with "
-    "inputs, expected outputs, the reference and a judge that needs only PyTorch. flashinfer-bench, kernelbench: also "
-    "in that form. perfetto: a timeline, as Chrome's JSON. chakra: execution traces of all ranks, for simulators. csv, "
-    "parquet: a table.",
 )
-@click.option(
+@option(
     "--table",
-    type=click.Choice(["ops", "signatures", "kernels"]),
+    "With --format=csv or parquet: a row for each op, for each distinct signature, or for each kernel.",
+    type=["ops", "signatures", "kernels"],
     default="ops",
-    show_default=True,
-    help="With --format=csv or parquet: a row for each op, for each distinct signature, or for each kernel.",
 )
-@click.option(
-    "--replayed",
-    multiple=True,
-    metavar="TRACE",
-    help="With --format=perfetto: also show a replay, from the trace that --device-profiling-output of opreplay-run or "
+@option(
+    "--replayed TRACE",
+    "With --format=perfetto: also show a replay, from the trace that --device-profiling-output of opreplay-run or "
     "opreplay-benchmark wrote; it begins with the capture's first op. Repeatable.",
+    multiple=True,
 )
-@click.option(
-    "--benchmark",
-    metavar="FILE",
-    help="With --format=perfetto: also show the times of isolated calls, one after the other in capture order, from "
-    "the file that opreplay-benchmark --per-op --benchmark-out wrote. With a kernel task: the share of each workload. "
+@option(
+    "--benchmark FILE",
+    "With --format=perfetto: also show the times of isolated calls, one after the other in capture order, from the "
+    "file that opreplay-benchmark --per-op --benchmark-out wrote. With a kernel task: the share of each workload. "
     "With --format=chakra: the times of ops; {rank} in the name stands for each rank.",
 )
-@click.option(
-    "--power-log",
-    metavar="FILE",
-    help="With --format=perfetto: also show the power of this log (CSV, docs/power.md), which was sampled during the "
+@option(
+    "--power-log FILE",
+    "With --format=perfetto: also show the power of this log (CSV, docs/power.md), which was sampled during the "
     "capture.",
 )
-@click.option("--zone", metavar="ZONE", help="With --power-log: the zone of times that name none: UTC, +02:00.")
+@option("--zone ZONE", "With --power-log: the zone of times that name none: UTC, +02:00.")
 @selection_options
-@click.option(
+@option(
     "--inputs",
-    type=click.Choice(["captured", "synthesized", "none"]),
+    "With --format=kernel-task: the inputs that the program had, from a verified replay; synthesized ones; or none, "
+    "which check.py then makes.",
+    type=["captured", "synthesized", "none"],
     default="captured",
-    show_default=True,
-    help="With --format=kernel-task: the inputs that the program had, from a verified replay; synthesized ones; or "
-    "none, which check.py then makes.",
 )
-@click.option(
-    "--size-limit",
+@option(
+    "--size-limit BYTES",
+    "With --format=kernel-task: inputs and outputs take so much at most (K, M, G). The calls that take the most time "
+    "come first.",
     default="256M",
-    show_default=True,
-    metavar="BYTES",
-    help="With --format=kernel-task: inputs and outputs take so much at most (K, M, G). The calls that take the most "
-    "time come first.",
 )
-@click.option("--unique", is_flag=True, help="One entry, with its count, for calls that have the same arguments.")
-@click.option(
-    "--partial",
-    is_flag=True,
-    help="Leave out calls that the format cannot express, instead of refusing; they are listed.",
-)
-@click.option("--force", is_flag=True, help="Replace an existing file or task.")
+@option("--unique", "One entry, with its count, for calls that have the same arguments.")
+@option("--partial", "Leave out calls that the format cannot express, instead of refusing; they are listed.")
+@option("--force", "Replace an existing file or task.")
 @replay_options
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
 @click.argument("out", metavar="OUT", type=click.Path())
@@ -138,8 +126,7 @@ def cli(
     CAPTURE is missing, unreadable or not valid.
     """
     for name, formats in _ONLY_FOR.items():
-        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and form not in formats:
+        if is_given(context, name) and form not in formats:
             raise UsageError(f"{flag_of(name)} is for --format={' and '.join(formats)}")
 
     if form == "chakra":

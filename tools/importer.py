@@ -16,7 +16,7 @@ import click
 from replayfmt.errors import CaptureFailed, UsageError
 from replayfmt.format.output import check_place
 
-from .command import run_tool, say, tool
+from .command import option, run_tool, say, tool
 
 if TYPE_CHECKING:
     from replayfmt.importers.common.report import ImportReport
@@ -36,127 +36,105 @@ _LEVELS = ("auto", "leaf", "launching", "root")
         "One of each call, with portable operators:",
     ),
 )
-@click.option("-o", "--output", required=True, metavar="FILE", help="Where to write the capture.")
-@click.option(
+@option("-o --output FILE", "Where to write the capture.", required=True)
+@option(
     "--from",
-    "kind",
-    type=click.Choice(_KINDS),
+    "The producer of the trace: the PyTorch profiler, its ExecutionTraceObserver, or TraceLens. auto inspects the "
+    "file.",
+    name="kind",
+    type=_KINDS,
     default="auto",
-    show_default=True,
-    help="The producer of the trace: the PyTorch profiler, its ExecutionTraceObserver, or TraceLens. auto "
-    "inspects the file.",
 )
-@click.option(
+@option(
     "--level",
-    type=click.Choice(_LEVELS),
+    "Which operators represent the work: the outermost (root), the deepest that do work themselves (leaf), or those "
+    "that launched device work (launching). auto: launching if the trace has device work, else leaf.",
+    type=_LEVELS,
     default="auto",
-    show_default=True,
-    help="Which operators represent the work: the outermost (root), the deepest that do work themselves (leaf), "
-    "or those that launched device work (launching). auto: launching if the trace has device work, else leaf.",
 )
-@click.option(
+@option(
     "--unique",
-    is_flag=True,
-    help="Keep one of each distinct call (operator, types, shapes, strides, values), with its count and its "
-    "mean times.",
+    "Keep one of each distinct call (operator, types, shapes, strides, values), with its count and its mean times.",
 )
-@click.option(
-    "--step",
-    "steps",
-    multiple=True,
+@option(
+    "--step N",
+    "Only what began in the profiler's step N (ProfilerStep#N). Repeatable.",
+    name="steps",
     type=click.IntRange(min=0),
-    metavar="N",
-    help="Only what began in the profiler's step N (ProfilerStep#N). Repeatable.",
-)
-@click.option(
-    "--scope",
-    "scopes",
     multiple=True,
-    metavar="NAME",
-    help="Only what began inside annotations of this name. Repeatable: in any of them.",
 )
-@click.option(
-    "--time",
+@option(
+    "--scope NAME",
+    "Only what began inside annotations of this name. Repeatable: in any of them.",
+    name="scopes",
+    multiple=True,
+)
+@option(
+    "--time A:B",
+    "Only what began between A and B milliseconds after the trace's beginning. Either may be omitted.",
     default="",
-    metavar="A:B",
-    help="Only what began between A and B milliseconds after the trace's beginning. Either may be omitted.",
+    show_default=False,
 )
-@click.option(
+@option(
     "--rewrite",
-    type=click.Choice(["none", "portable"]),
+    "Replace operators that only the traced device has (cuDNN, MIOpen, fused attention) with operators that every "
+    "device has, and report each.",
+    type=["none", "portable"],
     default="none",
-    show_default=True,
-    help="Replace operators that only the traced device has (cuDNN, MIOpen, fused attention) with operators "
-    "that every device has, and report each.",
 )
-@click.option(
-    "--op-library",
-    "op_libraries",
+@option(
+    "--op-library NAMESPACE=MODULE",
+    "Import MODULE if an operator of NAMESPACE is needed. Repeatable.",
+    name="op_libraries",
     multiple=True,
-    metavar="NAMESPACE=MODULE",
-    help="Import MODULE if an operator of NAMESPACE is needed. Repeatable.",
 )
-@click.option(
-    "--allow-import",
-    "allowed",
+@option(
+    "--allow-import NAME",
+    "Allow importing the known library NAME (a module, a package or an operator namespace) if an operator needs it. "
+    "Repeatable.",
+    name="allowed",
     multiple=True,
-    metavar="NAME",
-    help="Allow importing the known library NAME (a module, a package or an operator namespace) if an operator "
-    "needs it. Repeatable.",
 )
-@click.option(
-    "--op-alias",
-    "aliases",
+@option(
+    "--op-alias TRACED=OPERATOR",
+    "Use OPERATOR for the operator called TRACED in the trace. Repeatable.",
+    name="aliases",
     multiple=True,
-    metavar="TRACED=OPERATOR",
-    help="Use OPERATOR for the operator called TRACED in the trace. Repeatable.",
 )
-@click.option(
-    "--string-default",
-    "string_defaults",
+@option(
+    "--string-default OP.ARG=VALUE",
+    "Use VALUE for the string argument ARG of OP if the trace has none: profiler traces drop all strings. *.ARG=VALUE "
+    "applies to any operator. Each use is a warning. Repeatable.",
+    name="string_defaults",
     multiple=True,
-    metavar="OP.ARG=VALUE",
-    help="Use VALUE for the string argument ARG of OP if the trace has none: profiler traces drop all strings. "
-    "*.ARG=VALUE applies to any operator. Each use is a warning. Repeatable.",
 )
-@click.option(
-    "--number-default",
-    "number_defaults",
+@option(
+    "--number-default OP.ARG=NUMBER",
+    "Use NUMBER (or a list such as [2,3]) for the argument ARG of OP where the trace has no value: traces of PyTorch "
+    "before 2.0 have none. *.ARG=NUMBER applies to any operator. Each use is a warning. Repeatable.",
+    name="number_defaults",
     multiple=True,
-    metavar="OP.ARG=NUMBER",
-    help="Use NUMBER (or a list such as [2,3]) for the argument ARG of OP where the trace has no value: traces of "
-    "PyTorch before 2.0 have none. *.ARG=NUMBER applies to any operator. Each use is a warning. Repeatable.",
 )
-@click.option(
-    "--graph-capture",
-    "graph_captures",
+@option(
+    "--graph-capture FILE",
+    "A profiler trace taken while a CUDA or HIP graph that TRACE launches was captured: the kernels of those launches "
+    "are assigned to its operators. Repeatable.",
+    name="graph_captures",
     multiple=True,
-    metavar="FILE",
-    help="A profiler trace taken while a CUDA or HIP graph that TRACE launches was captured: the kernels of "
-    "those launches are assigned to its operators. Repeatable.",
 )
-@click.option(
-    "--inductor-cache",
-    metavar="DIR",
-    help="The Inductor cache of the traced program: Triton kernels whose source there has the hash that the trace "
-    "gives become kernels that a replay launches, with --allow-code.",
+@option(
+    "--inductor-cache DIR",
+    "The Inductor cache of the traced program: Triton kernels whose source there has the hash that the trace gives "
+    "become kernels that a replay launches, with --allow-code.",
 )
-@click.option(
-    "--rank",
-    metavar="N|all",
-    help="TRACE is an archive or a directory with the traces of several ranks: import that of rank N, or all of "
-    "them, each to its own capture (-o step.{rank}.opreplay). Default: an archive's first trace.",
+@option(
+    "--rank N|all",
+    "TRACE is an archive or a directory with the traces of several ranks: import that of rank N, or all of them, each "
+    "to its own capture (-o step.{rank}.opreplay). Default: an archive's first trace.",
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "jsonl"]),
-    default="text",
-    show_default=True,
-    help="How the report is printed.",
-)
-@click.option("--report", "report_file", metavar="FILE", help="Also write the report to FILE, as JSON lines.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
+@option("--format", "How the report is printed.", name="form", type=["text", "jsonl"], default="text")
+@option("--report FILE", "Also write the report to FILE, as JSON lines.", name="report_file")
+@option("--force", "Replace files that exist.")
 @click.argument("trace", metavar="TRACE", type=click.Path())
 def cli(
     trace: str,

@@ -13,7 +13,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import reader_may_leave, said_if_possible, say
+from .command import is_given, option, reader_may_leave, refuse, said_if_possible, say, together
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.baseline import BaselineComparison, Document
@@ -24,31 +24,24 @@ if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
 
 
-def baseline_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags, as parameters baseline, fail_above and noise_floor."""
-    for option in (
-        click.option(
-            "--noise-floor",
-            is_flag=True,
-            help="Measure everything twice, as if it were two versions, and print for each row how large a difference "
-            "may be that means nothing. --benchmark-out keeps that for --baseline.",
-        ),
-        click.option(
-            "--fail-above",
-            metavar="PERCENT",
-            help="With --baseline: exit with 1 if a row, or the total of ops, is slower than there by more than that "
-            "(5% or 5), with 4 if none is and one cannot be judged, or more than 10% has no partner there. If a row "
-            "fails, everything is measured once more, and it has to fail again.",
-        ),
-        click.option(
-            "--baseline",
-            metavar="FILE",
-            help="Compare each row with that of the same name in FILE, which --benchmark-out wrote: faster, slower, or "
-            "no measurable difference.",
-        ),
-    ):
-        function = option(function)
-    return function
+baseline_options = together(
+    option(
+        "--baseline FILE",
+        "Compare each row with that of the same name in FILE, which --benchmark-out wrote: faster, slower, or no "
+        "measurable difference.",
+    ),
+    option(
+        "--fail-above PERCENT",
+        "With --baseline: exit with 1 if a row, or the total of ops, is slower than there by more than that (5% "
+        "or 5), with 4 if none is and one cannot be judged, or more than 10% has no partner there. If a row "
+        "fails, everything is measured once more, and it has to fail again.",
+    ),
+    option(
+        "--noise-floor",
+        "Measure everything twice, as if it were two versions, and print for each row how large a difference may "
+        "be that means nothing. --benchmark-out keeps that for --baseline.",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -141,10 +134,8 @@ _DEFAULT_MIN_TIME = "0.05s"
 _INTERRUPTED = 130  # as shells say: ended by SIGINT
 # Flags for measuring whole replays.
 _WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode", "device_profiling_output")
-_CHOOSE_OPS = ("op_filter", "op_limit")  # also those that --energy and --energy-windows run
-_NEEDS_PER_OP = (
-    "op_filter",
-    "op_limit",
+_CHOOSE_OPS = ["op_filter", "op_limit"]  # also those that --energy and --energy-windows run
+_NEEDS_PER_OP = [
     "op_instances",
     "group_by",
     "top",
@@ -153,87 +144,69 @@ _NEEDS_PER_OP = (
     "roofline",
     "peak_flops",
     "peak_bandwidth",
+]
+
+
+per_op_options = together(
+    option(
+        "--per-op",
+        "Measure every op on its own, on its inputs in the replay, and estimate its share of the "
+        "workload, the most expensive first; with --replay-scope, only ops in these scopes. "
+        "--benchmark-min-time is then the minimum for each op; default "
+        f"{_DEFAULT_MIN_TIME}.",
+    ),
+    option(
+        "--op-filter PATTERN",
+        "With --per-op: only operators whose name (aten::mm or aten::mm.default) matches the shell pattern.",
+    ),
+    option("--op-limit N", "With --per-op: only the first N of those that match.", type=click.IntRange(min=1)),
+    option(
+        "--op-instances",
+        "With --per-op: measure ops with the same kernel, shapes, strides and numbers once and count them, or "
+        "measure each one.",
+        type=["unique", "all"],
+        default="unique",
+    ),
+    option(
+        "--cuda-graph",
+        "On a CUDA device, or another that has graphs: launch the whole replay, each scope of --replay-scope, or "
+        "with --per-op the calls of an op, as one graph, so that the device does not wait for the host between "
+        "ops; the time to issue them is reported separately. What cannot be put into a graph is measured as "
+        "without the flag, with the reason.",
+    ),
+    option(
+        "--roofline",
+        "With --per-op: print achieved FLOP/s and B/s of each op, the share of what its device can do for such an "
+        "op, and what bounds it. Peaks are measured once and kept in the user's cache, or given.",
+    ),
+    option(
+        "--peak-flops FLOPS",
+        "With --roofline: the floating-point operations a second that the device can do (19.5T), instead of "
+        "measuring it.",
+    ),
+    option(
+        "--peak-bandwidth BYTES",
+        "With --roofline: the bytes a second that the device can move (2.0T), instead of measuring it.",
+    ),
+    option(
+        "--group-by",
+        "With --per-op: one row for each operator, each signature, or each scope (the ops directly in it). "
+        "Default: a row for each op that is measured.",
+        type=["kernel", "signature", "scope"],
+    ),
+    option(
+        "--top N",
+        "With --per-op: the table shows only the N most expensive rows, and those that could not be measured. "
+        "JSON, CSV, --benchmark-out and --baseline have all rows.",
+        type=click.IntRange(min=1),
+    ),
+    option("--stop-on-error", "With --per-op: stop at the first op that fails."),
+    option(
+        "--verbose",
+        "With --per-op: print with each op on stderr, as soon as it is measured, each argument's name, schema "
+        "type and value, and each result.",
+    ),
 )
-
-
-def per_op_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --per-op and the flags that go with it."""
-    for option in (
-        click.option(
-            "--verbose",
-            is_flag=True,
-            help="With --per-op: print with each op on stderr, as soon as it is measured, each argument's "
-            "name, schema type and value, and each result.",
-        ),
-        click.option("--stop-on-error", is_flag=True, help="With --per-op: stop at the first op that fails."),
-        click.option(
-            "--top",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="With --per-op: the table shows only the N most expensive rows, and those that could not be measured. "
-            "JSON, CSV, --benchmark-out and --baseline have all rows.",
-        ),
-        click.option(
-            "--group-by",
-            type=click.Choice(["kernel", "signature", "scope"]),
-            help="With --per-op: one row for each operator, each signature, or each scope (the ops directly in "
-            "it). Default: a row for each op that is measured.",
-        ),
-        click.option(
-            "--peak-bandwidth",
-            metavar="BYTES",
-            help="With --roofline: the bytes a second that the device can move (2.0T), instead of measuring it.",
-        ),
-        click.option(
-            "--peak-flops",
-            metavar="FLOPS",
-            help="With --roofline: the floating-point operations a second that the device can do (19.5T), instead of "
-            "measuring it.",
-        ),
-        click.option(
-            "--roofline",
-            is_flag=True,
-            help="With --per-op: print achieved FLOP/s and B/s of each op, the share of what its device can do for "
-            "such an op, and what bounds it. Peaks are measured once and kept in the user's cache, or given.",
-        ),
-        click.option(
-            "--cuda-graph",
-            is_flag=True,
-            help="On a CUDA device, or another that has graphs: launch the whole replay, each scope of --replay-scope, "
-            "or with --per-op the calls of an op, as one graph, so that the device does not wait for the host between "
-            "ops; the time to issue them is reported separately. What cannot be put into a graph is measured as "
-            "without the flag, with the reason.",
-        ),
-        click.option(
-            "--op-instances",
-            type=click.Choice(["unique", "all"]),
-            default="unique",
-            show_default=True,
-            help="With --per-op: measure ops with the same kernel, shapes, strides and numbers once and count "
-            "them, or measure each one.",
-        ),
-        click.option(
-            "--op-limit",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="With --per-op: only the first N of those that match.",
-        ),
-        click.option(
-            "--op-filter",
-            metavar="PATTERN",
-            help="With --per-op: only operators whose name (aten::mm or aten::mm.default) matches the shell pattern.",
-        ),
-        click.option(
-            "--per-op",
-            is_flag=True,
-            help="Measure every op on its own, on its inputs in the replay, and estimate its share of the "
-            "workload, the most expensive first; with --replay-scope, only ops in these scopes. "
-            "--benchmark-min-time is then the minimum for each op; default "
-            f"{_DEFAULT_MIN_TIME}.",
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 @dataclass(frozen=True)
@@ -250,25 +223,17 @@ class PerOpFlags:
     def of(context: click.Context, verify: Any) -> PerOpFlags | None:
         """From the command's parameters; None without --per-op. Raises UsageError for flags that do not fit
         together."""
-        given = {
-            name
-            for name in context.params
-            if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        }
         values = context.params
         if not values["per_op"]:
-            for name in _NEEDS_PER_OP:
-                chooses_windows = (values["energy"] or values["energy_windows"] is not None) and name in _CHOOSE_OPS
-                if name in given and not chooses_windows:
-                    raise UsageError(f"{_flag(name)} needs --per-op")
+            windows = values["energy"] or values["energy_windows"] is not None
+            refuse(context, _NEEDS_PER_OP if windows else _CHOOSE_OPS + _NEEDS_PER_OP, "needs --per-op")
             return None
-        for name in _WHOLE_ONLY:
-            if name in given:
-                raise UsageError(f"{_flag(name)} is for whole replays; it does not go with --per-op")
+        refuse(context, _WHOLE_ONLY, "is for whole replays; it does not go with --per-op")
         from replayfmt.benchmark.per_op.results import OpOptions
         from replayfmt.benchmark.precision import op_precision, parse_min_time
 
-        floor = parse_min_time(values["benchmark_min_time"] if "benchmark_min_time" in given else _DEFAULT_MIN_TIME)
+        chosen = is_given(context, "benchmark_min_time")
+        floor = parse_min_time(values["benchmark_min_time"] if chosen else _DEFAULT_MIN_TIME)
         options = OpOptions(
             floor,
             verify,

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from replayfmt.errors import UsageError
 from replayfmt.probes.costs import PredictedLaunch
@@ -27,7 +26,7 @@ from replayfmt.probes.reporting import KINDS, NamedFile, ReportOptions, evaluate
 from replayfmt.probes.schedule import no_progress
 from replayfmt.probes.tables import as_json, as_text, plain, shown
 
-from .command import reader_may_leave, record_bar, run_tool, say, tool
+from .command import is_given, option, reader_may_leave, record_bar, run_tool, say, tool
 from .probe_run import run_probe
 
 
@@ -45,68 +44,50 @@ from .probe_run import run_probe
 )
 @click.argument("action", type=click.Choice(["report", "list", "instrument", "run"]))
 @click.argument("words", metavar="[KIND FILES… | PROBES… | FILE | CAPTURE]", nargs=-1)
-@click.option(
-    "-o", "--output", metavar="DIR", type=click.Path(), help="Write KIND.txt, .json, .svg and .png to this folder."
-)
-@click.option("--no-picture", "no_picture", is_flag=True, help="Leave out the picture, which needs matplotlib.")
-@click.option(
+@option("-o --output DIR", "Write KIND.txt, .json, .svg and .png to this folder.", type=click.Path())
+@option("--no-picture", "Leave out the picture, which needs matplotlib.", name="no_picture")
+@option(
     "--section",
+    "Whose records to evaluate, where a recording holds those of several probes.",
     type=click.IntRange(min=0),
     default=0,
-    show_default=True,
-    help="Whose records to evaluate, where a recording holds those of several probes.",
 )
-@click.option(
-    "--tensors",
-    metavar="FILE",
+@option(
+    "--tensors FILE",
+    "report dmat: which memory is which tensor's, a tensor.trace. Without it, that of the recording's run.",
     type=click.Path(),
-    help="report dmat: which memory is which tensor's, a tensor.trace. Without it, that of the recording's run.",
 )
-@click.option(
-    "--predict",
-    "predicted",
-    metavar="NAME:GX,GY,GZ:BX,BY,BZ:BYTES[:warp]",
-    multiple=True,
-    help="report memory: predict what a probe needs that saves BYTES for each thread, or each warp, of a launch. "
+@option(
+    "--predict NAME:GX,GY,GZ:BX,BY,BZ:BYTES[:warp]",
+    "report memory: predict what a probe needs that saves BYTES for each thread, or each warp, of a launch. "
     "Repeatable; needs no FILES.",
-)
-@click.option("--tool", "probe", metavar="PROBE", help="instrument, run: a probe of `list` by name, or a .toml file.")
-@click.option("--kernel", metavar="NAME", help="instrument, run: which kernel, where there are several.")
-@click.option(
-    "--launch",
-    metavar="GX,GY,GZ:BX,BY,BZ",
-    help="instrument: the grid and block of the launch, to tell how many bytes its records need.",
-)
-@click.option(
-    "--records",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="instrument: records of a row, for a probe that saves each time it is reached.",
-)
-@click.option(
-    "--max-bytes",
-    "most_bytes",
-    metavar="N",
-    type=click.IntRange(min=0),
-    help="instrument, run: refuse if the records need more; run: by default a gibibyte.",
-)
-@click.option("--launches", metavar="N", type=click.IntRange(min=1), help="run: the first N launches, by default all.")
-@click.option(
-    "--device", metavar="DEVICE", multiple=True, help="run: replay on this device, as in opreplay-run. Repeatable."
-)
-@click.option("--allow-code", is_flag=True, help="run: run the code that is in the capture: only if you trust it.")
-@click.option(
-    "--replay-file-remap",
-    "remaps",
-    metavar="CAPTURED=REPLAY",
+    name="predicted",
     multiple=True,
-    help="run: as in opreplay-run. Repeatable.",
 )
-@click.option("--target", metavar="SM", help="instrument, list: what nvcc compiles a .cu file for, by default sm_80.")
-@click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What is printed."
+@option("--tool PROBE", "instrument, run: a probe of `list` by name, or a .toml file.", name="probe")
+@option("--kernel NAME", "instrument, run: which kernel, where there are several.")
+@option(
+    "--launch GX,GY,GZ:BX,BY,BZ",
+    "instrument: the grid and block of the launch, to tell how many bytes its records need.",
 )
-@click.option("--force", is_flag=True, help="Replace files of DIR.")
+@option(
+    "--records N",
+    "instrument: records of a row, for a probe that saves each time it is reached.",
+    type=click.IntRange(min=1),
+)
+@option(
+    "--max-bytes N",
+    "instrument, run: refuse if the records need more; run: by default a gibibyte.",
+    name="most_bytes",
+    type=click.IntRange(min=0),
+)
+@option("--launches N", "run: the first N launches, by default all.", type=click.IntRange(min=1))
+@option("--device DEVICE", "run: replay on this device, as in opreplay-run. Repeatable.", multiple=True)
+@option("--allow-code", "run: run the code that is in the capture: only if you trust it.")
+@option("--replay-file-remap CAPTURED=REPLAY", "run: as in opreplay-run. Repeatable.", name="remaps", multiple=True)
+@option("--target SM", "instrument, list: what nvcc compiles a .cu file for, by default sm_80.")
+@option("--format", "What is printed.", name="form", type=["text", "json"], default="text")
+@option("--force", "Replace files of DIR.")
 def cli(action: str, words: tuple[str, ...], form: str, output: str | None, force: bool, **flags: Any) -> None:
     """Insert probes into GPU kernels and evaluate recordings.
 
@@ -146,8 +127,7 @@ def _check_flags(action: str) -> None:
     context = click.get_current_context()
     for parameter in context.command.params:
         name = parameter.name or ""
-        given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE
-        if given and isinstance(parameter, click.Option) and name not in _FLAGS[action]:
+        if is_given(context, name) and isinstance(parameter, click.Option) and name not in _FLAGS[action]:
             others = ", ".join(each for each, flags in _FLAGS.items() if name in flags)
             raise UsageError(f"{max(parameter.opts, key=len)} is an option of {others}; {action} does not use it")
 

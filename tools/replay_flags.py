@@ -28,7 +28,7 @@ import click
 from replayfmt.errors import OpReplayError, ReplayFailed, ReplayMismatch, SubstitutionRejected, UsageError
 from replayfmt.format.reader import open_capture
 
-from .command import record_bar, report, say
+from .command import option, record_bar, report, say, together
 
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
@@ -69,25 +69,21 @@ def threads_option(function: Any) -> Any:
 
             context.with_resource(settings_fixed({"num_threads": count}))
 
-    return click.option(
-        "--threads",
+    return option(
+        "--threads N",
+        "Run operators on N threads of the CPU instead of as many as during capture. Results may then differ "
+        "in rounding, which is allowed for.",
         type=click.IntRange(1, 4096),
         expose_value=False,
         callback=fix,
-        metavar="N",
-        help="Run operators on N threads of the CPU instead of as many as during capture. Results may then differ in "
-        "rounding, which is allowed for.",
     )(function)
 
 
-def guard_option(function: Any) -> Any:
-    """Add `--guard` to a tool."""
-    return click.option(
-        "--guard",
-        is_flag=True,
-        help="First call every kernel also between unreadable pages, and name the kernel, argument and side of each "
-        "access beside an argument. On the CPU; for a kernel task: each candidate.",
-    )(function)
+guard_option = option(
+    "--guard",
+    "First call every kernel also between unreadable pages, and name the kernel, argument and side of each "
+    "access beside an argument. On the CPU; for a kernel task: each candidate.",
+)
 
 
 def guarded(plan: Plan, *, err: bool) -> None:
@@ -107,26 +103,13 @@ def settings_option(function: Any) -> Any:
 
             context.with_resource(settings_fixed(dict(map(parse_setting, texts))))
 
-    return click.option(
-        "--set",
+    return option(
+        "--set NAME=VALUE",
+        "Replay under this setting instead of the captured one: mkldnn=off, deterministic=on, "
+        "matmul_precision=medium, tf32=off, or any that a capture's session names. Repeatable.",
         multiple=True,
         expose_value=False,
         callback=fix,
-        metavar="NAME=VALUE",
-        help="Replay under this setting instead of the captured one: mkldnn=off, deterministic=on, "
-        "matmul_precision=medium, tf32=off, or any that a capture's session names. Repeatable.",
-    )(function)
-
-
-def isolate_option(function: Any) -> Any:
-    """Add `--isolate` to a tool."""
-    return click.option(
-        "--isolate",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_isolate,
-        help="Work in a child process: if a kernel kills it, that is a failure with the op's name and exit code 1.",
     )(function)
 
 
@@ -147,6 +130,15 @@ def _isolate(context: click.Context, _parameter: click.Parameter, wanted: bool) 
             report(ReplayFailed(_obituary(-code, Path(notes))))
             code = 1
     context.exit(code)
+
+
+isolate_option = option(
+    "--isolate",
+    "Work in a child process: if a kernel kills it, that is a failure with the op's name and exit code 1.",
+    is_eager=True,
+    expose_value=False,
+    callback=_isolate,
+)
 
 
 def _stdout() -> int | None:
@@ -211,8 +203,7 @@ def _obituary(number: int, folder: Path) -> str:
         noted = json.loads(text)
     except ValueError:
         return f"{said}, before the first op"
-    fault = (folder / "fault").read_text()
-    line = re.search(r'File "<opreplay window>", line (\d+)', fault)
+    line = re.search(r'File "<opreplay window>", line (\d+)', (folder / "fault").read_text())
     if line is None:
         return f"{noted['capture']}: {said}, at ordinal {noted['first']} or later"
     ordinal = noted["lines"][int(line[1])]
@@ -234,15 +225,108 @@ _MODES = ("auto", "bitwise", "close", "none")
 
 def replay_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the flags; the function receives their values as its parameter `flags`, a ReplayFlags."""
-    verify = click.option(
+    verify = option(
         "--verify",
-        type=click.Choice(_MODES),
+        "Compare results with the captured digests: as closely as the machine allows, bit for bit, within "
+        "tolerances, or not at all.",
+        type=_MODES,
         default="auto",
-        show_default=True,
-        help="Compare results with the captured digests: as closely as the machine allows, bit for bit, "
-        "within tolerances, or not at all.",
     )
     return isolate_option(verify(options_of_plans(function)))
+
+
+_PLAN_OPTIONS = together(
+    option(
+        "--device DEVICE",
+        "Replay on this device; repeat it for each captured accelerator, in the order of their indices. Default: "
+        "the captured ones.",
+        multiple=True,
+    ),
+    option(
+        "--graphs",
+        "Capture device graphs (CUDA graphs) again where the device can, and replay them; or issue their ops one "
+        "by one at each replay.",
+        type=("captured", "issued"),
+        default="captured",
+    ),
+    option(
+        "--streams",
+        "Replay a device's work on as many streams as were captured, ordered by the captured events and waits, or "
+        "all of it on the default stream, in capture order.",
+        type=("captured", "serial"),
+        default="captured",
+    ),
+    option(
+        "--opaque-result OPERATOR[:INDEX]",
+        "Results of this operator, or the one with that index, hold bytes that cannot be reproduced (addresses, "
+        "unwritten memory): neither compare nor embed them. Repeatable.",
+        name="opaque_results",
+        multiple=True,
+    ),
+    option(
+        "--moe-routing uniform|zipf[:EXPONENT]",
+        "How initializers draw experts that were not captured: uniformly (the default) or by Zipf's law, by "
+        "default with exponent 1.2.",
+    ),
+    option(
+        "--replay-initializer FILE.py",
+        "Run FILE.py, and let the initializers it registers fill content that was not captured, before the "
+        "built-in ones; the first match wins. Repeatable.",
+        multiple=True,
+    ),
+    option(
+        "--replay-kernel-substitution SELECTOR[@FORMAT]=PATH[:NAME]",
+        "Run the function NAME of the Python file PATH, or an operator that a torch library registers, instead of "
+        "the selected kernels, after checking it against them. SELECTOR: a kernel id, an operator (aten::mm, "
+        "aten::mm.default), a signature, or all. Repeatable.",
+        multiple=True,
+    ),
+    option(
+        "--substitution-rtol R",
+        "Replace the relative tolerance R of every dtype when replacements are checked.",
+        type=float,
+    ),
+    option(
+        "--substitution-atol A",
+        "Allow a replacement's values to be off by A + R times the expected value, instead of R times the larger "
+        "of it and the tensor's root mean square.",
+        type=float,
+    ),
+    option(
+        "--replay-file-remap CAPTURED=REPLAY",
+        "External files whose captured path begins with CAPTURED are now under REPLAY. Whole path components "
+        "match, and the longest match wins. Repeatable.",
+        multiple=True,
+    ),
+    option(
+        "--op-library NAMESPACE=MODULE",
+        "Import MODULE if an operator of NAMESPACE is needed, also for plain functions that a trace shows as "
+        "operators. Repeatable.",
+        name="op_libraries",
+        multiple=True,
+    ),
+    option(
+        "--allow-operator NAMESPACE::OPERATOR",
+        "Run this operator although it does more than compute on tensors: opens files, prints, accesses devices "
+        "or other processes. Repeatable.",
+        name="allow_operators",
+        multiple=True,
+    ),
+    option(
+        "--allow-import NAME",
+        "Import the module NAME for the custom operators that it registers, or allow importing the known library "
+        "of the operator namespace NAME. NAMESPACE=MODULE also lets the capture call functions of MODULE under "
+        "operator names of NAMESPACE. A capture alone never causes an import. Repeatable.",
+        name="allow_imports",
+        multiple=True,
+    ),
+    option("--allow-incomplete", "Replay what there is of a capture that was never closed."),
+    option(
+        "--allow-code",
+        "Run the code that is in the capture: Triton kernels, generated C++ and other kernels that are not "
+        "operators. It has your rights, and nothing confines it: only for captures that you trust.",
+    ),
+)
 
 
 def options_of_plans(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,117 +338,32 @@ def options_of_plans(function: Callable[..., Any]) -> Callable[..., Any]:
         flags = ReplayFlags(**{field.name: kwargs.pop(field.name) for field in fields(ReplayFlags)})
         return function(*args, flags=flags, **kwargs)
 
-    for option in (
-        click.option(
-            "--allow-code",
-            is_flag=True,
-            help="Run the code that is in the capture: Triton kernels, generated C++ and other kernels that are not "
-            "operators. It has your rights, and nothing confines it: only for captures that you trust.",
-        ),
-        click.option(
-            "--allow-incomplete", is_flag=True, help="Replay what there is of a capture that was never closed."
-        ),
-        click.option(
-            "--allow-import",
-            "allow_imports",
-            multiple=True,
-            metavar="NAME",
-            help="Import the module NAME for the custom operators that it registers, or allow importing the "
-            "known library of the operator namespace NAME. NAMESPACE=MODULE also lets the capture call "
-            "functions of MODULE under operator names of NAMESPACE. A capture alone never causes an import. "
-            "Repeatable.",
-        ),
-        click.option(
-            "--allow-operator",
-            "allow_operators",
-            multiple=True,
-            metavar="NAMESPACE::OPERATOR",
-            help="Run this operator although it does more than compute on tensors: opens files, prints, "
-            "accesses devices or other processes. Repeatable.",
-        ),
-        click.option(
-            "--op-library",
-            "op_libraries",
-            multiple=True,
-            metavar="NAMESPACE=MODULE",
-            help="Import MODULE if an operator of NAMESPACE is needed, also for plain functions that a trace "
-            "shows as operators. Repeatable.",
-        ),
-        click.option(
-            "--replay-file-remap",
-            multiple=True,
-            metavar="CAPTURED=REPLAY",
-            help="External files whose captured path begins with CAPTURED are now under REPLAY. Whole path "
-            "components match, and the longest match wins. Repeatable.",
-        ),
-        click.option(
-            "--substitution-atol",
-            type=float,
-            metavar="A",
-            help="Allow a replacement's values to be off by A + R times the expected value, instead of R times "
-            "the larger of it and the tensor's root mean square.",
-        ),
-        click.option(
-            "--substitution-rtol",
-            type=float,
-            metavar="R",
-            help="Replace the relative tolerance R of every dtype when replacements are checked.",
-        ),
-        click.option(
-            "--replay-kernel-substitution",
-            multiple=True,
-            metavar="SELECTOR[@FORMAT]=PATH[:NAME]",
-            help="Run the function NAME of the Python file PATH, or an operator that a torch library "
-            "registers, instead of the selected kernels, after checking it against them. SELECTOR: "
-            "a kernel id, an operator (aten::mm, aten::mm.default), a signature, or all. Repeatable.",
-        ),
-        click.option(
-            "--replay-initializer",
-            multiple=True,
-            metavar="FILE.py",
-            help="Run FILE.py, and let the initializers it registers fill content that was not captured, before "
-            "the built-in ones; the first match wins. Repeatable.",
-        ),
-        click.option(
-            "--moe-routing",
-            metavar="uniform|zipf[:EXPONENT]",
-            help="How initializers draw experts that were not captured: uniformly (the default) or by Zipf's "
-            "law, by default with exponent 1.2.",
-        ),
-        click.option(
-            "--opaque-result",
-            "opaque_results",
-            multiple=True,
-            metavar="OPERATOR[:INDEX]",
-            help="Results of this operator, or the one with that index, hold bytes that cannot be reproduced "
-            "(addresses, unwritten memory): neither compare nor embed them. Repeatable.",
-        ),
-        click.option(
-            "--streams",
-            type=click.Choice(("captured", "serial")),
-            default="captured",
-            show_default=True,
-            help="Replay a device's work on as many streams as were captured, ordered by the captured events and "
-            "waits, or all of it on the default stream, in capture order.",
-        ),
-        click.option(
-            "--graphs",
-            type=click.Choice(("captured", "issued")),
-            default="captured",
-            show_default=True,
-            help="Capture device graphs (CUDA graphs) again where the device can, and replay them; or issue their ops "
-            "one by one at each replay.",
-        ),
-        click.option(
-            "--device",
-            multiple=True,
-            metavar="DEVICE",
-            help="Replay on this device; repeat it for each captured accelerator, in the order of their "
-            "indices. Default: the captured ones.",
-        ),
-    ):
-        bundled = option(bundled)
-    return bundled
+    return _PLAN_OPTIONS(bundled)
+
+
+_SELECTION = together(
+    option("--ops A:B", "Only records with ordinals from A up to, not including, B. Either may be omitted."),
+    option(
+        "--scope NAME",
+        "Only records inside the scopes of this name or full path, every time they are entered. Repeatable: in "
+        "any of them.",
+        name="scopes",
+        multiple=True,
+    ),
+    option(
+        "--kernel PATTERN",
+        "Only ops whose operator matches, such as 'aten::mm', 'aten::mm.default' or 'aten::*norm*'. Repeatable: "
+        "any of them.",
+        name="kernels",
+        multiple=True,
+    ),
+    option(
+        "--signature TEXT",
+        "Only ops of this signature, as opreplay-dump --signatures prints it. Repeatable: of any of them.",
+        name="signatures",
+        multiple=True,
+    ),
+)
 
 
 def selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -377,38 +376,7 @@ def selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
         given = [kwargs.pop(name) or None for name in ("ops", "scopes", "kernels", "signatures")]
         return function(*args, wanted=TrimSelection(*given), **kwargs)
 
-    for option in (
-        click.option(
-            "--signature",
-            "signatures",
-            multiple=True,
-            metavar="TEXT",
-            help="Only ops of this signature, as opreplay-dump --signatures prints it. Repeatable: of any of them.",
-        ),
-        click.option(
-            "--kernel",
-            "kernels",
-            multiple=True,
-            metavar="PATTERN",
-            help="Only ops whose operator matches, such as 'aten::mm', 'aten::mm.default' or 'aten::*norm*'. "
-            "Repeatable: any of them.",
-        ),
-        click.option(
-            "--scope",
-            "scopes",
-            multiple=True,
-            metavar="NAME",
-            help="Only records inside the scopes of this name or full path, every time they are entered. Repeatable: "
-            "in any of them.",
-        ),
-        click.option(
-            "--ops",
-            metavar="A:B",
-            help="Only records with ordinals from A up to, not including, B. Either may be omitted.",
-        ),
-    ):
-        bundled = option(bundled)
-    return bundled
+    return _SELECTION(bundled)
 
 
 _PLURALS = {
@@ -539,24 +507,18 @@ def _file_progress() -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
-def profiling_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags, as parameters device_profiling_mode, device_profiling_output and force."""
-    for option in (
-        click.option("--force", is_flag=True, help="Overwrite output files that exist."),
-        click.option(
-            "--device-profiling-output",
-            metavar="FILE",
-            help="Write a torch.profiler trace of one additional, untimed replay to FILE (Chrome JSON, "
-            "compressed if it ends in .gz), with the capture's scopes as annotations.",
-        ),
-        click.option(
-            "--device-profiling-mode",
-            metavar="LIST",
-            help="Contents of the trace, comma-separated: host-ops, device-kernels, memory, shapes, stacks.",
-        ),
-    ):
-        function = option(function)
-    return function
+profiling_options = together(
+    option(
+        "--device-profiling-mode LIST",
+        "Contents of the trace, comma-separated: host-ops, device-kernels, memory, shapes, stacks.",
+    ),
+    option(
+        "--device-profiling-output FILE",
+        "Write a torch.profiler trace of one additional, untimed replay to FILE (Chrome JSON, compressed if it "
+        "ends in .gz), with the capture's scopes as annotations.",
+    ),
+    option("--force", "Overwrite output files that exist."),
+)
 
 
 @dataclass(frozen=True)

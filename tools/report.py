@@ -18,7 +18,7 @@ from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted
 
-from .command import Seconds, reader_may_leave, run_tool, say, tool
+from .command import Seconds, option, reader_may_leave, run_tool, say, tool
 
 _SHORTEST_SECONDS = 0.0005  # for each op, however many there are
 _SHARE_OF_OPS = 0.6  # of the time to measure; the rest goes to whole replays
@@ -38,67 +38,56 @@ _SHARE_OF_OPS = 0.6  # of the time to measure; the rest goes to whole replays
     ),
     ("opreplay-report --plots=pictures step.opreplay -o report.html", "With its pictures as files of their own:"),
 )
-@click.option("--output", "-o", "out", metavar="FILE", required=True, help="Write the page to FILE.")
-@click.option(
-    "--benchmark",
-    "benchmarks",
-    multiple=True,
-    metavar="FILE",
-    help="Add times that opreplay-benchmark --benchmark-out wrote: of whole replays, or of single ops (--per-op). "
+@option("-o --output FILE", "Write the page to FILE.", name="out", required=True)
+@option(
+    "--benchmark FILE",
+    "Add times that opreplay-benchmark --benchmark-out wrote: of whole replays, or of single ops (--per-op). "
     "Repeatable: one of each.",
+    name="benchmarks",
+    multiple=True,
 )
-@click.option(
-    "--measure",
-    "measure_seconds",
-    type=Seconds(min=1, max=86_400),
-    metavar="SECONDS",
-    help="First measure here for about that long: whole replays, and each op on its own against what the device could "
+@option(
+    "--measure SECONDS",
+    "First measure here for about that long: whole replays, and each op on its own against what the device could "
     "reach. Starts opreplay-benchmark, which needs PyTorch.",
+    name="measure_seconds",
+    type=Seconds(min=1, max=86_400),
 )
-@click.option(
-    "--replay-options",
+@option(
+    "--replay-options OPTIONS",
+    "With --measure: options of opreplay-benchmark for it, such as '--device=cuda:0 --allow-code'.",
     default="",
-    metavar="OPTIONS",
-    help="With --measure: options of opreplay-benchmark for it, such as '--device=cuda:0 --allow-code'.",
+    show_default=False,
 )
-@click.option(
-    "--run",
-    "runs",
+@option(
+    "--run FILE",
+    "Say whether a replay was verified, as opreplay-run --format=jsonl > FILE printed. Repeatable.",
+    name="runs",
     multiple=True,
-    metavar="FILE",
-    help="Say whether a replay was verified, as opreplay-run --format=jsonl > FILE printed. Repeatable.",
 )
-@click.option(
-    "--replayed",
-    metavar="TRACE",
-    help="Show a replay in the timeline, below the capture, from the trace that --device-profiling-output of "
-    "opreplay-run or opreplay-benchmark wrote.",
+@option(
+    "--replayed TRACE",
+    "Show a replay in the timeline, below the capture, from the trace that --device-profiling-output of opreplay-run "
+    "or opreplay-benchmark wrote.",
 )
-@click.option("--energy", metavar="FILE", help="Add the joules of a report that opreplay-energy wrote.")
-@click.option(
-    "--baseline",
-    metavar="FILE",
-    help="Compare each row of --benchmark with that of the same name in FILE, which --benchmark-out wrote.",
+@option("--energy FILE", "Add the joules of a report that opreplay-energy wrote.")
+@option(
+    "--baseline FILE",
+    "Compare each row of --benchmark with that of the same name in FILE, which --benchmark-out wrote.",
 )
-@click.option(
-    "--compare",
-    "other",
-    metavar="B",
-    help="Add a section on where the capture B parts from this one, and on what is faster or slower there.",
+@option(
+    "--compare B",
+    "Add a section on where the capture B parts from this one, and on what is faster or slower there.",
+    name="other",
 )
-@click.option(
-    "--probes",
-    multiple=True,
-    metavar="DIR",
-    help="Add what a probe cost a kernel, and the schedules of block_sched, from a folder of opreplay-probe run. "
+@option(
+    "--probes DIR",
+    "Add what a probe cost a kernel, and the schedules of block_sched, from a folder of opreplay-probe run. "
     "Repeatable.",
+    multiple=True,
 )
-@click.option(
-    "--plots",
-    metavar="DIR",
-    help="Write each picture of the page to this folder as well, as SVG and PNG. Needs matplotlib.",
-)
-@click.option("--force", is_flag=True, help="Replace existing files.")
+@option("--plots DIR", "Write each picture of the page to this folder as well, as SVG and PNG. Needs matplotlib.")
+@option("--force", "Replace existing files.")
 @click.argument("capture", metavar="CAPTURE", type=click.Path())
 def cli(
     capture: str,

@@ -35,7 +35,7 @@ from replayfmt.trim.trimming import (
     used_remaps,
 )
 
-from .command import reader_may_leave, record_bar, run_tool, say, tool
+from .command import option, reader_may_leave, record_bar, run_tool, say, tool
 from .replay_flags import ReplayFlags, flag_of, replay_options, selection_options, worker_command
 
 _STATUS = re.compile(r"[A-Z_]+: ")
@@ -80,45 +80,38 @@ def check_apart(path: str, flags: ReplayFlags) -> ReplayCheck:
     ("opreplay-trim --payload=none step.opreplay shared.opreplay", "Without content, safe to share:"),
 )
 @selection_options
-@click.option(
+@option(
     "--payload",
-    type=click.Choice(["full", "integers", "none"]),
+    "Content of the result: everything its ops need (full); only integers, floating-point content being synthesized "
+    "from its statistics; or only metadata, safe to share (none).",
+    type=["full", "integers", "none"],
     default="full",
-    show_default=True,
-    help="Content of the result: everything its ops need (full); only integers, floating-point content being "
-    "synthesized from its statistics; or only metadata, safe to share (none).",
 )
-@click.option("--redact", is_flag=True, help="Leave out host name, user, command line, and the directories of files.")
-@click.option(
+@option("--redact", "Leave out host name, user, command line, and the directories of files.")
+@option(
     "--no-sources",
-    is_flag=True,
-    help="Leave out the source of kernels that are not operators, intermediate code that names files, and the paths in "
+    "Leave out the source of kernels that are not operators, intermediate code that names files, and the paths in "
     "their metadata: a replay needs binaries that fit its machine.",
 )
-@click.option(
-    "--script",
-    metavar="OUT.py",
-    help="Write the selected ops as a Python script that needs only torch, instead of a capture: one op per "
-    "line, and a timing loop. With --allow-code also Triton kernels, whose source from the capture is in the script.",
+@option(
+    "--script OUT.py",
+    "Write the selected ops as a Python script that needs only torch, instead of a capture: one op per line, and a "
+    "timing loop. With --allow-code also Triton kernels, whose source from the capture is in the script.",
 )
-@click.option(
-    "--script-data",
-    metavar="FILE",
-    help="With --script: write the inputs to FILE (safetensors), which the "
-    "script loads. Without it the script synthesizes them.",
+@option(
+    "--script-data FILE",
+    "With --script: write the inputs to FILE (safetensors), which the script loads. Without it the script synthesizes "
+    "them.",
 )
-@click.option(
-    "--vectors",
-    metavar="DIR",
-    help="Write each selected op's inputs and results into the new directory DIR "
-    "as test vectors for a kernel, instead of a capture: safetensors and JSON (docs/vectors.md).",
+@option(
+    "--vectors DIR",
+    "Write each selected op's inputs and results into the new directory DIR as test vectors for a kernel, instead of "
+    "a capture: safetensors and JSON (docs/vectors.md).",
 )
-@click.option(
-    "--partial",
-    is_flag=True,
-    help="With --vectors: leave out the ops that a vector cannot express, and list them, instead of refusing.",
+@option(
+    "--partial", "With --vectors: leave out the ops that a vector cannot express, and list them, instead of refusing."
 )
-@click.option("--force", is_flag=True, help="Replace an existing file, or an existing directory of test vectors.")
+@option("--force", "Replace an existing file, or an existing directory of test vectors.")
 @replay_options
 @click.argument("capture", metavar="IN", type=click.Path())
 @click.argument("out", metavar="[OUT]", type=click.Path(), required=False)
