@@ -445,8 +445,7 @@ def further_fields(means: Mapping[Quantity, float | NotMeasured]) -> dict[str, A
     """A row's fields for the meters other than clocks: each with its unit, or why there is none."""
     fields: dict[str, Any] = {}
     for quantity, mean in means.items():
-        missing = isinstance(mean, NotMeasured)
-        fields[quantity.name] = None if missing else mean
+        fields[quantity.name] = None if isinstance(mean, NotMeasured) else mean
         fields[f"{quantity.name}_unit"] = quantity.unit
         if isinstance(mean, NotMeasured):
             fields[f"{quantity.name}_reason"] = mean.reason

@@ -255,8 +255,7 @@ def _clustered(above: np.ndarray) -> bool:
         return False
     runs = 1 + int((sides[1:] != sides[:-1]).sum())
     expected = 1 + 2 * high * low / count
-    variance = (expected - 1) * (expected - 2) / (count - 1)
-    return runs < expected - _RARE * math.sqrt(variance)
+    return runs < expected - _RARE * math.sqrt((expected - 1) * (expected - 2) / (count - 1))
 
 
 def _correlation_time(above: np.ndarray) -> float:

@@ -143,8 +143,7 @@ def distance(
         if allowed.ulp and ulp is not None:
             far = ulp > allowed.ulp
         broken = ~finite & ~same
-        off = np.where(broken, np.inf, np.where(same, -1.0, apart))
-        worst = int(np.argmax(off))
+        worst = int(np.argmax(np.where(broken, np.inf, np.where(same, -1.0, apart))))
     return Distance(
         total,
         len(a),

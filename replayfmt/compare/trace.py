@@ -260,8 +260,7 @@ class _Reading:
         read_storage, read_id = take("read_storage", np.int64), take("read_id", np.int64)
         read_time = 2 * np.repeat(ordinal, read_count)
         geometry = take("read_geometry", U)
-        values = self._values(read_storage, read_time, write_count)
-        trace_values, order = values
+        trace_values, order = self._values(read_storage, read_time, write_count)
         at = _last(trace_values["storage"], trace_values["time"], read_storage, read_time)
         unseen = take("unseen", np.int64)
         observed = self._observed(ordinal, trace_values)
@@ -398,8 +397,7 @@ class _Reading:
         order = np.argsort(writer, kind="stable")
         slot, writer = slot[order], writer[order]
         once = np.ones(len(slot), bool)
-        pair = (writer << 32) + frame.tensor_storage[slot]
-        _, unique = np.unique(pair, return_index=True)
+        _, unique = np.unique((writer << 32) + frame.tensor_storage[slot], return_index=True)
         once[:] = False
         once[unique] = True
         slot, writer, fresh = slot[once], writer[once], (order >= len(in_place))[once]

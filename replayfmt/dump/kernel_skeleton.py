@@ -79,8 +79,7 @@ def docstring_text(text: str) -> str:
     """Text of a capture for a docstring: on one line, not too long, and nothing in it can end the docstring."""
     if len(text) > _LONGEST_LINE:
         text = text[: _LONGEST_LINE - 3] + "..."
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return printable(escaped)
+    return printable(text.replace("\\", "\\\\").replace('"', '\\"'))
 
 
 def printable(text: str) -> str:
@@ -247,7 +246,6 @@ def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
     flag = f"--kernel-skeleton={which}"
     kernel_id = _kernel_id(reader, which, flag)
     kernel = reader.kernels[kernel_id]
-    assert kernel is not None
     if kernel.kind not in (KernelKind.operator, *_OF_CODE):
         raise UsageError(
             f"{flag}: {kernel.qualified_name} is a {kernel.kind.name} kernel, of which no skeleton can be written"

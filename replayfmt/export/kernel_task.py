@@ -209,8 +209,7 @@ class _Task:
             workload.name = f"w{number:02d}"
         self._choose()
         verified = self._contents(folder)
-        text = self.reference() + self._make()
-        (folder / "reference.py").write_text(text, encoding="utf-8")
+        (folder / "reference.py").write_text(self.reference() + self._make(), encoding="utf-8")
         (folder / "check.py").write_text(check_text(), encoding="utf-8")
         facts = self._json(verified)
         (folder / "task.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -284,8 +283,7 @@ class _Task:
 
     def _array(self, storage: _Storage, data: bytes) -> Array:
         """A storage's content, with sizes where its first view is all of it."""
-        value = storage.tensors[0][1]
-        meta = value.meta
+        meta = storage.tensors[0][1].meta
         item = TORCH_DTYPE[meta.dtype].itemsize
         dense, step = True, 1
         for size, stride in zip(reversed(meta.sizes), reversed(meta.strides), strict=True):
@@ -528,8 +526,7 @@ class _Observer:
 
 
 def _bytes_of(tensor: torch.Tensor, storage: _Storage) -> bytes:
-    content = byte_tensor(tensor.untyped_storage())[storage.first : storage.end]
-    return row_major_bytes(content)
+    return row_major_bytes(byte_tensor(tensor.untyped_storage())[storage.first : storage.end])
 
 
 def _storages(values: Sequence[tuple[str, Value]], crop: bool, reader: CaptureReader) -> dict[int, _Storage]:
@@ -885,8 +882,7 @@ class _FusionTask(_Task):
                 value = list(tensors_of(record.args))[slot]
                 if value.storage in storages:
                     storages[value.storage].written = True
-        outputs = self._outputs(records, stop, created, last)
-        return _Call(records, storages, outputs, last)
+        return _Call(records, storages, self._outputs(records, stop, created, last), last)
 
     def _outputs(
         self, records: list[Record], stop: int, created: dict[int, TensorValue], last: dict[int, int]

@@ -81,9 +81,7 @@ class EntryMaker:
 
     def name(self, record: Record) -> str:
         """The operator of an op: `aten::mm.default`."""
-        kernel = self._reader.kernels[record.signature.kernel]
-        assert kernel is not None
-        return kernel.qualified_name
+        return self._reader.kernels[record.signature.kernel].qualified_name
 
     def devices(self) -> dict[str, dict[str, str]]:
         """The capture's device properties besides names."""
@@ -97,7 +95,6 @@ class EntryMaker:
     def entry(self, record: Record, count: int = 1) -> dict[str, Any]:
         """The entry of an op. Raises Inexpressible."""
         kernel = self._reader.kernels[record.signature.kernel]
-        assert kernel is not None
         if kernel.kind is not KernelKind.operator:
             raise Inexpressible(
                 f"it is not an operator but a kernel of the kind {kernel.kind.name}, which the IR has no form for"

@@ -238,7 +238,6 @@ def _grouped(reader: CaptureReader, table: TableName, ordinals: np.ndarray | Non
 def _first(reader: CaptureReader, rows: Rows, place: int) -> dict[str, Any]:
     """What the first op of a group says of all."""
     kernel = reader.kernels[rows["kernel"][place]]
-    assert kernel is not None
     found = {name: rows[name][place] for name in ("kernel", "op", "overload", "signature")}
     return found | {"kernel_kind": kernel.kind.name, "schema": kernel.schema, "first_ordinal": rows["ordinal"][place]}
 

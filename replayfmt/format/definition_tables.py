@@ -143,8 +143,7 @@ class InternedDefinitions:
     def slots(self) -> np.ndarray:
         """Slots of each signature by id, int64[3, signatures + 1] (tensors, ints, floats), 0 unused: what the columns
         of a frame must add up to."""
-        known = self._slots.shape[1] - 1
-        sizes = self.column("signature_nodes")[known:]
+        sizes = self.column("signature_nodes")[(self._slots.shape[1] - 1) :]
         if len(sizes):
             kinds = self.column("node_kind")
             kinds = kinds[len(kinds) - int(sizes.sum(dtype=np.int64)) :]

@@ -219,8 +219,7 @@ class Table:
         if not len(targets):
             return []
         data = self._buffer.data
-        words = np.frombuffer(data, "<u4", len(data) // 4)
-        lengths = words[targets // 4].astype(np.int64)
+        lengths = np.frombuffer(data, "<u4", len(data) // 4)[targets // 4].astype(np.int64)
         ends = targets + 4 + lengths
         if int(ends.max()) >= len(data):
             raise self._buffer.fail(f"{self._layout.name}.{name} has a string that runs past the end")

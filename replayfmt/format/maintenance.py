@@ -483,8 +483,7 @@ def add_digests(
             outside = sum(file.bytes for file in {file.path: file for file in files}.values() if not file.payload)
             started(3 * reader.length + outside)
             check_capture(path, None, progress)
-            digests = _digests(reader, files, remaps, progress)
-            _Copy(reader, digests, output, progress).run()
+            _Copy(reader, _digests(reader, files, remaps, progress), output, progress).run()
             report = check_capture(output.partial, CheckReport(output.path), progress)
             output.finish()
         except BaseException:

@@ -109,8 +109,7 @@ class Redaction:
 
     def file(self, file: ExternalFile) -> ExternalFile:
         """A reference that names the file without its directory; a replay finds it there or by a remap."""
-        name = re.split(r"[/\\]", file.path)[-1]
-        return replace(file, path=self.text(name) or REDACTED)
+        return replace(file, path=self.text(re.split(r"[/\\]", file.path)[-1]) or REDACTED)
 
 
 def has_path(text: str) -> bool:

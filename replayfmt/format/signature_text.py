@@ -50,8 +50,7 @@ def signature_of(record: Record, reader: CaptureReader, *, values: bool = False)
     """The signature of an op; with `values`, ints and floats stand for themselves instead of for their type."""
     kernel = reader.kernels[record.signature.kernel]
     placed = _placed(kernel.schema, [node.name for node in record.signature.args])
-    several = len(reader.devices) > 2
-    made = _SignatureMaker(reader, several, values)
+    made = _SignatureMaker(reader, len(reader.devices) > 2, values)
     return SignatureText(
         kernel.qualified_name,
         tuple(

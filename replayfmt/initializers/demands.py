@@ -240,8 +240,7 @@ def _distinct(random: np.random.Generator, elements: int, demand: Demand, low: i
     start = max(low, 0) if high >= 0 else low
     if count > elements or (elements and not count) or start + count - 1 > high:
         raise Unsatisfiable(f"{elements} elements from {low} to {high} cannot have {count} different values")
-    values = start + np.arange(elements, dtype=np.int64) % max(count, 1)
-    return random.permutation(values)
+    return random.permutation(start + np.arange(elements, dtype=np.int64) % max(count, 1))
 
 
 # The default where nothing is known: normal, and small enough that deep stacks of layers stay finite.
@@ -442,8 +441,7 @@ def synthesize(target: torch.Tensor, seed: int, statistics: Statistics | None = 
 
 def _parts(target: torch.Tensor) -> torch.Tensor:
     """Real and imaginary parts, as they alternate in memory."""
-    part = _COMPLEX_PART[target.dtype]
-    made = torch.empty((0,), dtype=part, device=target.device)
+    made = torch.empty((0,), dtype=_COMPLEX_PART[target.dtype], device=target.device)
     return made.set_(target.untyped_storage(), 2 * int(target.storage_offset()), (2 * target.numel(),), (1,))
 
 

@@ -172,8 +172,7 @@ def dispatch_hook() -> DispatchHook | NotAvailable:
     global _loaded
     try:
         _check_pytorch()
-        _loaded = DispatchHook(library("recorder.cpp"))
-        return _loaded
+        return DispatchHook(library("recorder.cpp"))
     except NotAvailable as problem:
         return problem
 

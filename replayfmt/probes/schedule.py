@@ -185,8 +185,7 @@ def _since_first(start: Numbers) -> tuple[Numbers, bool]:
         largest = int(gaps.argmax())
         if int(gaps[largest]) > around // 2:
             first, wrapped = ordered[largest + 1], True
-    since = start - first
-    return (since & np.uint64(around - 1)).astype(np.int64), wrapped
+    return ((start - first) & np.uint64(around - 1)).astype(np.int64), wrapped
 
 
 def _scratch(count: int, kind: str) -> Numbers:

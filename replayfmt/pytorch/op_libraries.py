@@ -206,8 +206,7 @@ class OpLibraries:
             or (self._own and module.startswith(_OWN))
         ):
             return True
-        package = module.partition(".")[0]
-        return bool(self._allowed & {namespace, module, package})
+        return bool(self._allowed & {namespace, module, module.partition(".")[0]})
 
     def callable(self, namespace: str, name: str) -> Callable[..., Any] | None:
         """A function that a library of a namespace has under an operator's name, where nothing is registered.

@@ -128,7 +128,6 @@ class CapturedValues:
             return storage
         if source.kind is ValueKind.range:
             captured = self._reader.file_ranges[source.id]
-            assert captured is not None
             findings = self._files.validate(ranges=(source.id,))
             if findings:
                 raise ExternalFileProblem(f"{path}: {name}: {findings[0]}")

@@ -204,7 +204,6 @@ class Preparation:
         """What an op of this signature does to its arguments."""
         if signature_id not in self._effects:
             resolved, captured = self.kernels[layout.signature.kernel], self.reader.kernels[layout.signature.kernel]
-            assert captured is not None
             self._effects[signature_id] = (
                 resolved.effects(layout)
                 if isinstance(resolved, ResolvedKernel)
@@ -241,8 +240,7 @@ class Preparation:
         calls: dict[tuple[str, int, str], int] = {}
         for number, signature in enumerate(self.reader.signatures):
             for index, why in self._opaque_of(signature).items():
-                kernel = self.reader.kernels[signature.kernel]
-                key = (kernel.qualified_name, index, why)
+                key = (self.reader.kernels[signature.kernel].qualified_name, index, why)
                 calls[key] = calls.get(key, 0) + int(self.scan(checks=False).signature_calls[number])
         return tuple(OpaqueResult(*key, count) for key, count in calls.items() if count)
 

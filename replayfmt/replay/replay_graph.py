@@ -95,9 +95,7 @@ class Admission:
 
     def _why_not(self, frame: RecordFrame, row: int, signature: int) -> str:
         """Why a record cannot be in a graph; "" if it can."""
-        described = self._plan.reader.signatures[signature]
-        assert described is not None
-        kind = described.kind
+        kind = self._plan.reader.signatures[signature].kind
         if kind is RecordKind.op:
             if signature not in self._of_signature:
                 self._of_signature[signature] = self._kernel_forbids(signature)

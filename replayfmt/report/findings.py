@@ -269,8 +269,7 @@ def _repeated_work(figures: KernelFigures, ops: CapturedOps, _memory: list[Devic
     chosen = np.isin(ops.ordinal, again)
     known = ops.device_ns if figures.clock == "device" else ops.duration_ns
     total = float(known[known >= 0].sum())
-    taken = float(known[chosen & (known >= 0)].sum())
-    share = taken / total if total else len(again) / len(ops)
+    share = float(known[chosen & (known >= 0)].sum()) / total if total else len(again) / len(ops)
     if len(again) < 2 or share < _NOTABLE:
         return None
     kernels = Counter(ops.kernel[chosen].tolist()).most_common(1)[0]

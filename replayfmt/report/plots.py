@@ -111,8 +111,7 @@ def _drawing(picture: Drawn) -> tuple[Callable[[Axes, Figure], None], float]:
 def _draw(plot: Plot, draw: Callable[[Axes, Figure], None], figure: Figure) -> None:
     axes = figure.subplots()
     draw(axes, figure)
-    more = axes.get_title(loc="left")
-    axes.set_title(plot.title + more, loc="left")
+    axes.set_title(plot.title + axes.get_title(loc="left"), loc="left")
     axes.set_title(_label(plot.capture, 36), loc="right", color=GREY, fontsize=8)
 
 

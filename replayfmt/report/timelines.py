@@ -335,10 +335,8 @@ def merged(bars: Bars, most: int) -> Bars:
     """The same bars where there are at most `most`; else about so many, of neighbours in one lane put together."""
     if len(bars) <= most:
         return bars
-    lanes = len(np.unique(bars.lane))
-    cells = max(1, most // lanes)
-    width = max(1, -(-int(bars.end.max()) // cells))
-    key = bars.lane * (cells + 2) + bars.start // width
+    cells = max(1, most // len(np.unique(bars.lane)))
+    key = bars.lane * (cells + 2) + bars.start // max(1, -(-int(bars.end.max()) // cells))
     first = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]]))
     group = np.cumsum(np.concatenate([[False], key[1:] != key[:-1]]))
     longest = np.lexsort((-bars.busy, group))[first]

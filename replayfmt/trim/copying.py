@@ -80,15 +80,12 @@ class Copier:
 
     def device(self, number: int) -> int:
         if number not in self._devices:
-            device = self.reader.devices[number]
-            assert device is not None
-            self._devices[number] = self.writer.device(device)
+            self._devices[number] = self.writer.device(self.reader.devices[number])
         return self._devices[number]
 
     def kernel(self, number: int) -> int:
         if number not in self._kernels:
             kernel = self.reader.kernels[number]
-            assert kernel is not None
             attachments = self.writer.attach(
                 (each.role, each.name, self.reader.payload(each.payload))
                 for each in attachments_of(self.reader, kernel)
@@ -102,14 +99,12 @@ class Copier:
     def scope(self, number: int) -> int:
         if number not in self._scopes:
             scope = self.reader.scopes[number]
-            assert scope is not None
             self._scopes[number] = self.writer.scope(self.scope(scope.parent), self._text(scope.name))
         return self._scopes[number]
 
     def placement(self, number: int) -> int:
         if number not in self._placements:
             placement = self.reader.placements[number]
-            assert placement is not None
             streams = tuple(sorted((self.device(device), stream) for device, stream in placement.streams))
             self._placements[number] = self.writer.placement(StreamPlacement(streams))
         return self._placements[number]
@@ -117,7 +112,6 @@ class Copier:
     def generator(self, number: int) -> int:
         if number not in self._generators:
             generator = self.reader.generators[number]
-            assert generator is not None
             self._generators[number] = self.writer.generator(replace(generator, device=self.device(generator.device)))
         return self._generators[number]
 
@@ -125,9 +119,7 @@ class Copier:
         """Copy a range of an external file. Of embedded content, only the bytes of the range are copied."""
         if number not in self._ranges:
             given = self.reader.file_ranges[number]
-            assert given is not None
             file = self.reader.files[given.file]
-            assert file is not None
             payload = 0
             if given.payload:
                 payload = self.payload(given.payload)
@@ -140,7 +132,6 @@ class Copier:
     def _file(self, number: int) -> int:
         if number not in self._files:
             file = self.reader.files[number]
-            assert file is not None
             file = replace(file, payload=0)
             self._files[number] = self.writer.file(file if self._redaction is None else self._redacted(file))
         return self._files[number]
@@ -175,9 +166,7 @@ class Copier:
         return sum(self._embedded.values())
 
     def recipe(self, number: int) -> int:
-        recipe = self.reader.recipes[number]
-        assert recipe is not None
-        return self.writer.recipe(recipe)
+        return self.writer.recipe(self.reader.recipes[number])
 
     def signature(self, signature: Signature) -> int:
         """The id of one of the reader's signatures, or of one made from its nodes."""

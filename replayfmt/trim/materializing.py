@@ -283,8 +283,8 @@ class Materializer:
     def _state(self, number: int) -> bytes:
         generator = self._plan.generators[number]
         assert generator is not None
-        storage = generator.get_state().untyped_storage()
-        return bytes(host_view(storage))
+        state = generator.get_state()  # owns what the view shows
+        return bytes(host_view(state.untyped_storage()))
 
     # ---------------------------------------------------------------------------------------------------------- digests
 

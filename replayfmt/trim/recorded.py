@@ -114,7 +114,6 @@ class _Elsewhere(Copier):
     def device(self, number: int) -> int:
         if number not in self._devices:
             captured, target = self.reader.devices[number], self._map.targets[number]
-            assert captured is not None
             here: Device = captured if target is None or target.type == "meta" else describe_device(target)
             self._devices[number] = self.writer.device(here)
         return self._devices[number]

@@ -27,7 +27,7 @@ Pass = tuple[int, int]  # scope id, ordinal of the record that began it (-1: no 
 class OpenScopes:
     """Follows one pass over the records of a capture."""
 
-    def __init__(self, scopes: Sequence[Scope | None]) -> None:
+    def __init__(self, scopes: Sequence[Scope]) -> None:
         self._scopes = scopes
         self._captured: list[Pass] = []
         self._result: list[Pass] = []
@@ -55,9 +55,7 @@ class OpenScopes:
         chain = []
         while scope:
             chain.append(scope)
-            definition = self._scopes[scope]
-            assert definition is not None
-            scope = definition.parent
+            scope = self._scopes[scope].parent
         wanted = [self._present(each) for each in reversed(chain)]
         # A scope whose beginning is not recorded, such as one in a thread that outlives it, ends with its last record.
         over = [passed for passed in over if passed not in wanted]

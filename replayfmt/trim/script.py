@@ -78,7 +78,6 @@ def _synthesis(reader: CaptureReader) -> Synthesis:
 
     def effects(_signature: int, layout: SlotLayout) -> Effects:
         kernel, captured = kernels[layout.signature.kernel], reader.kernels[layout.signature.kernel]
-        assert captured is not None
         if isinstance(kernel, ResolvedKernel):
             return kernel.effects(layout)
         return effects_of_missing(layout, captured.schema)
@@ -342,7 +341,6 @@ class ScriptFile:
             first = self._body.first_uses[each.storage]
             stored = self._events.reader.storage(each.storage)
             place = self._events.reader.devices[stored.device]
-            assert place is not None
             sizes = ", ".join(map(str, first.meta.sizes))
             note = f"  # s{each.storage}: {each.length:,} bytes, first used as {first.meta.dtype.name}[{sizes}]"
             if data is not None and each.data is not None:
@@ -375,9 +373,7 @@ class ScriptFile:
 
     def _generator(self, number: int) -> str:
         generator = self._events.reader.generators[number]
-        assert generator is not None
         place = self._events.reader.devices[generator.device]
-        assert place is not None
         if not generator.default:
             return f"torch.Generator({device(place)})"
         if place.kind == "cpu":
@@ -540,7 +536,6 @@ def operator_changes(reader: CaptureReader) -> Changes:
 
     def changes(record: Record) -> tuple[set[int], set[int]]:
         kernel = reader.kernels[record.signature.kernel]
-        assert kernel is not None
         if kernel.kind is not KernelKind.operator:
             try:
                 schema = parse_schema(kernel.schema)

@@ -296,7 +296,6 @@ class BodyWriter:
 
     def _op(self, record: Record, place: int) -> None:
         kernel = self._reader.kernels[record.signature.kernel]
-        assert kernel is not None
         changed, written = self._changes(record)
         arguments = {}
         slot = 0
@@ -360,7 +359,6 @@ class BodyWriter:
             return f"g{value.id}"
         if isinstance(value, DeviceValue):
             given = self._reader.devices[value.id]
-            assert given is not None
             return f"torch.device({device(given)})"
         if isinstance(value, DType | Layout | MemoryFormat):
             return enumeration(value)

@@ -186,8 +186,7 @@ class TritonSections:
             )
         stored = self._stored(kernel)
         try:
-            section = self._section(stored.module)
-            call = _call(stored, section, values)
+            call = _call(stored, self._section(stored.module), values)
         except KeyError as error:
             raise ReplayRefused(f"{named} cannot be launched by a script: it is not given {error}") from None
         except (ValueError, SyntaxError, RecursionError) as error:

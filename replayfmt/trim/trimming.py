@@ -506,7 +506,6 @@ class _UsedDtypes:
                     continue
                 for slot in range(first[row], first[row + 1]):
                     dtype = dtypes[metas[slot]]
-                    assert dtype is not None
                     self.first.setdefault(storages[slot], dtype)
                     if not dtype.name.startswith(_FLOATS):
                         self.other.add(storages[slot])

@@ -993,8 +993,7 @@ class Judge:
         variants = [CAPTURED]
         if kept is not None:
             variants += [each for each in kept["variants"] if each.change is not None][:1]
-        contents = [each.contents(case) for each in variants]
-        inputs = _TimedInputs(case, contents)
+        inputs = _TimedInputs(case, [each.contents(case) for each in variants])
         flush = None
         if self.options.cold_bytes:
             flush = torch.zeros(self.options.cold_bytes, dtype=torch.uint8, device=inputs.device)

@@ -461,8 +461,7 @@ def _require_one_gpu(path: str, readings: _Ordered) -> None:
     power of several GPUs would be averaged instead of added up."""
     distances = np.diff(readings.times)
     near = float(np.percentile(distances, 25)) if distances.size else 0.0
-    ends = np.flatnonzero(distances > _APART * near)
-    sizes = np.diff(ends)
+    sizes = np.diff(np.flatnonzero(distances > _APART * near))
     if sizes.size < _LEAST_GROUPS:
         return
     size = int(np.median(sizes))

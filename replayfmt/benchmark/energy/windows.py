@@ -314,8 +314,7 @@ def _counted(series: CounterSeries, start_s: float, end_s: float) -> tuple[float
     """Joules, their error, and the changes inside; None if the counter fell between the sample before the window and
     the one behind it."""
     first = int(np.searchsorted(series.times_s, start_s, "right")) - 1
-    behind = int(np.searchsorted(series.times_s, end_s, "left"))
-    steps = np.diff(series.joules[first : behind + 1])
+    steps = np.diff(series.joules[first : int(np.searchsorted(series.times_s, end_s, "left")) + 1])
     if (steps < 0).any():
         return None
     before, after = np.interp([start_s, end_s], series.times_s, series.joules)

@@ -189,8 +189,7 @@ class Sampler:
             return (
                 Shape() if op.writes or self._flush is not None else Shape(calls=int(max(1, min(wanted, _MOST_CALLS))))
             )
-        issued = _ISSUE_NS / max(first.host_ns or first.cpu_ns, 1.0)
-        several = int(max(1, min(wanted, issued)))
+        several = int(max(1, min(wanted, _ISSUE_NS / max(first.host_ns or first.cpu_ns, 1.0))))
         if op.writes or self._flush is not None:
             return Shape(pairs=min(several, _MOST_PAIRS))
         return Shape(calls=several)

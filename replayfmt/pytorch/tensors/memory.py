@@ -106,8 +106,7 @@ def fill_storage(storage: torch.UntypedStorage, content: bytes | bytearray | mem
         return
     staging = new_storage(len(source), torch.device("cpu"))
     host_view(staging)[:] = source
-    target = make_view(storage, torch.uint8, (len(source),), (1,))
-    target.copy_(byte_tensor(staging))
+    make_view(storage, torch.uint8, (len(source),), (1,)).copy_(byte_tensor(staging))
 
 
 def fix_length(storage: torch.UntypedStorage) -> None:

@@ -258,7 +258,6 @@ class Lowering:
     def view(self, slot: int) -> View:
         """How to make the tensor of a slot from its storage."""
         meta = self.reader.metas[self.frame.metas[slot]]
-        assert meta is not None
         return View(TORCH_DTYPE[meta.dtype], meta.sizes, meta.strides, self.frame.offset(slot), meta.flags)
 
     def acquire(self, slot: int, ordinal: int) -> str:
@@ -268,7 +267,6 @@ class Lowering:
         if key in variables:
             return self._named(key)
         meta = self.reader.metas[frame.metas[slot]]
-        assert meta is not None
         if meta.flags & TensorFlag.zero:
             name = self.text.register()
             zeros = Zeros(TORCH_DTYPE[meta.dtype], meta.sizes, self.context.devices.target(meta.device))
@@ -314,7 +312,6 @@ class Lowering:
             )
         born = self.reader.storage(storage)
         device = self.reader.devices[born.device]
-        assert device is not None
         if born.bytes and device.kind != "meta" and born.origin is not StorageOrigin.absent:
             raise ReplayRefused(
                 f"{self.reader.path}: ordinal {ordinal} uses storage {storage}, which nothing before "
@@ -366,7 +363,6 @@ class Lowering:
 
     def _scope(self, row: int, ordinal: int) -> None:
         signature = self.reader.signatures[self.frame.signatures[row]]
-        assert signature is not None
         event = "begin" if signature.kind is RecordKind.scope_begin else "end"
         values = (signature.args[0].constant, self.reader.scope_path(self.frame.scopes[row]), ordinal)
         constants = ", ".join(self.text.constant(value) for value in values)

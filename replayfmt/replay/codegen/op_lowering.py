@@ -370,7 +370,6 @@ class OpLine:
             for slot in place.tensors:
                 storage = frame.storages[first + slot]
                 meta = lowering.reader.metas[frame.metas[first + slot]]
-                assert meta is not None
                 device = lowering.context.devices.target(meta.device)
                 expected[slot] = ExpectedTensor(lowering.view(first + slot), device, storage, given.get(storage))
         return ExpectResults(

@@ -198,9 +198,7 @@ class StreamCode:
         return self._lowering.reader.placements[number] or _DEFAULTS if number else _DEFAULTS
 
     def _device(self, slot: int) -> int:
-        meta = self._lowering.reader.metas[self._lowering.frame.metas[slot]]
-        assert meta is not None
-        return meta.device
+        return self._lowering.reader.metas[self._lowering.frame.metas[slot]].device
 
     def _keep_for(self, slot: int, device: int, number: int, ordinal: int) -> None:
         stream = self._streams.stream(device, number)
@@ -351,7 +349,6 @@ class LateCopies:
         for slots, writes in ((uses.reads, False), (uses.writes, True)):
             for slot in slots:
                 meta = metas[frame.metas[first + slot]]
-                assert meta is not None
                 if is_accelerator(self._devices.target(meta.device)):
                     number = placement.stream(meta.device) if placement is not None and self._streams else 0
                     lanes.append((meta.device, number))

@@ -62,7 +62,6 @@ class CapturedCalls:
         record = self._reader.record(ordinal)
         assert record.kind is RecordKind.op
         kernel = self._reader.kernels[record.signature.kernel]
-        assert kernel is not None
         resolved = self._kernels[record.signature.kernel]
         named = {node.name: self._value(value) for node, value in zip(record.signature.args, record.args, strict=True)}
         return Call(
@@ -274,7 +273,6 @@ class ContentUses:
 
         def info(slot: int) -> TensorInfo:
             meta = self._reader.metas[metas[slot]]
-            assert meta is not None
             return self.calls.info(storages[slot], meta, int(frame.tensor_offset[slots[slot]]))
 
         written: dict[int, tuple[TensorInfo, set[ContentProvenance]]] = {}

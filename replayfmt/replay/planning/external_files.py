@@ -138,8 +138,7 @@ class ExternalFiles:
         number_of_payload, start = payload
         if number_of_payload not in self._whole:
             self._whole[number_of_payload] = memoryview(self._reader.payload(number_of_payload)).cast("B")
-        whole = self._whole[number_of_payload]
-        buffer[:] = whole[start + offset : start + offset + len(buffer)]
+        buffer[:] = self._whole[number_of_payload][start + offset : start + offset + len(buffer)]
 
     def hash_range(self, number: int) -> int:
         """The XXH3-128 of a range's bytes, read once: a file that changes is not used any more. Raises ReplayRefused
@@ -174,14 +173,10 @@ class ExternalFiles:
         return (each for each in self._reader.file_ranges[1:] if each is not None)
 
     def _range(self, number: int) -> FileRange:
-        captured = self._reader.file_ranges[number]
-        assert captured is not None
-        return captured
+        return self._reader.file_ranges[number]
 
     def _file(self, number: int) -> ExternalFile:
-        file = self._reader.files[number]
-        assert file is not None
-        return file
+        return self._reader.files[number]
 
     def _open(self, captured: FileRange) -> OpenedFile:
         opened = self._opened.get(captured.file)

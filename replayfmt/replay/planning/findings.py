@@ -103,7 +103,6 @@ class Findings:
         known, rules = resolved.argument_names, ArgumentRules(resolved.schema)
         for number in numbers:
             signature = self._reader.signatures[number]
-            assert signature is not None
             names = [node.name for node in signature.args]
             wrong = [given for given in names if given not in known or names.count(given) > 1]
             if wrong:
@@ -121,7 +120,6 @@ class Findings:
             texts: dict[str, list[int]] = defaultdict(list)
             for number in numbers:
                 signature = self._reader.signatures[number]
-                assert signature is not None
                 for node in signature.nodes:
                     if node.kind is kind:
                         texts[str(node.constant)].append(number)
@@ -135,7 +133,6 @@ class Findings:
         foreign_draws: list[int] = []
         for number in numbers:
             signature = self._reader.signatures[number]
-            assert signature is not None
             captured = [device for device in self._scan.signature_devices.get(number, ()) if device]
             captured += [
                 int(node.constant)
@@ -185,7 +182,6 @@ class Findings:
         dtypes, layouts = set(), set()
         for meta_id in self._scan.metas:
             meta = self._reader.metas[meta_id]
-            assert meta is not None
             if meta.dtype not in TORCH_DTYPE:
                 dtypes.add(meta.dtype.name)
             if meta.layout is not LayoutCode.strided:

@@ -146,8 +146,7 @@ class CutFinder:
     def _choose(self) -> None:
         least, most = self._window.least, self._window.most
         while len(self._scores) > most:
-            candidates = self._scores[least : most + 1]
-            length = least + int(np.argmax(candidates))
+            length = least + int(np.argmax(self._scores[least : most + 1]))
             self._start += length
             self._cuts.append(self._start)
             self._scores = self._scores[length:]
@@ -175,16 +174,14 @@ class CutFinder:
         ops = np.concatenate([self._recent, signatures[is_op].astype(np.uint64) + np.uint64(1)])
         rolling = np.zeros(len(ops) - _HASHED_OPS + 1, dtype=np.uint64)
         for lag in range(_HASHED_OPS):
-            end = len(ops) - lag
-            part = ops[_HASHED_OPS - 1 - lag : end] * _MULTIPLIER
+            part = ops[_HASHED_OPS - 1 - lag : (len(ops) - lag)] * _MULTIPLIER
             part ^= part >> np.uint64(29)
             rolling = rolling * _MULTIPLIER + part
         rolling ^= rolling >> np.uint64(32)
         rolling *= _MULTIPLIER
         rolling >>= np.uint64(64 - _HASH_BITS)
         self._recent = ops[-_HASHED_OPS:]
-        ops_before = np.concatenate([[0], np.cumsum(is_op)[:-1]]).astype(np.int64)
-        return rolling[ops_before]
+        return rolling[np.concatenate([[0], np.cumsum(is_op)[:-1]]).astype(np.int64)]
 
 
 # How many of the ordinals where something was found are kept to be shown.

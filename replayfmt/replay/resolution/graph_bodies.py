@@ -340,9 +340,7 @@ class BodySteps:
         if isinstance(value, DeviceValue):
             return self._devices.target(value.id)
         if isinstance(value, GeneratorValue):
-            generator = self._reader.generators[value.id]
-            assert generator is not None
-            return default_generator(self._devices.target(generator.device))
+            return default_generator(self._devices.target(self._reader.generators[value.id].device))
         for kind, known in _CODES:
             if isinstance(value, kind):
                 return known[value]  # type: ignore[index]

@@ -134,8 +134,7 @@ class ReplayedGraph(StoredCodeKernel):
     def _issue(self, storages: Storages) -> list[torch.UntypedStorage]:
         with ExitStack() as stack:
             if self._settings:
-                before = stack.enter_context(preserved_settings())
-                apply_settings(self._settings, before)
+                apply_settings(self._settings, stack.enter_context(preserved_settings()))
             return self._steps.issue(storages)
 
     def _graph(self, given: Mapping[str, torch.Tensor], storages: Storages) -> Any:
@@ -306,7 +305,6 @@ def _effects_of(
 
     def effects(_signature: int, layout: SlotLayout) -> Effects:
         resolved, captured = kernels[layout.signature.kernel], reader.kernels[layout.signature.kernel]
-        assert captured is not None
         if isinstance(resolved, ResolvedKernel):
             return resolved.effects(layout)
         return effects_of_missing(layout, captured.schema)

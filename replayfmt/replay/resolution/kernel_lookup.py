@@ -213,8 +213,7 @@ def resolve(
     difference = _schema_difference(kernel, overload, captured_torch)
     if difference:
         return difference
-    draws = torch.Tag.nondeterministic_seeded in overload.tags
-    return OperatorKernel(overload, known.own, draws)
+    return OperatorKernel(overload, known.own, torch.Tag.nondeterministic_seeded in overload.tags)
 
 
 def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:

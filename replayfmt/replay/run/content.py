@@ -317,9 +317,7 @@ class Content:
         if source.kind is ValueKind.payload:
             return self._reader.payload_info(source.id).raw_bytes
         if source.kind is ValueKind.range:
-            captured = self._reader.file_ranges[source.id]
-            assert captured is not None
-            return captured.bytes
+            return self._reader.file_ranges[source.id].bytes
         return None
 
     def restore(self, staged: StagedStorage, storage: torch.UntypedStorage) -> None:

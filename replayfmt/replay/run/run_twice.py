@@ -138,8 +138,7 @@ class RunTwice:
             if any(device.type != "cpu" for device in lengths):  # its memory can be filled once its length is known
                 first = self._run(site, args, kwargs, _FILLS[0], lengths)
             for _ in range(self._repeats):
-                second = self._run(site, args, kwargs, _FILLS[1], lengths)
-                how = self._compare(site, first, second)
+                how = self._compare(site, first, self._run(site, args, kwargs, _FILLS[1], lengths))
                 if how:
                     remedy = self._remedies.get(site.kernel_id)
                     if remedy is None:
@@ -352,8 +351,7 @@ def _mapped() -> tuple[np.ndarray, np.ndarray]:
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> str:
     """How far apart two results of one op are; "" if they are numerically equal."""
-    unequal = (one != other) & ~(one.isnan() & other.isnan())
-    count = int(unequal.sum())
+    count = int(((one != other) & ~(one.isnan() & other.isnan())).sum())
     if not count:
         return ""
     largest = float((one.to(torch.float64) - other.to(torch.float64)).abs().nan_to_num().max())

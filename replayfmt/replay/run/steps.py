@@ -100,8 +100,7 @@ class Steps:
     def _lower(self, lowering: Lowering, row: int, ordinal: int) -> None:
         frame, signature = lowering.frame, lowering.frame.signatures[row]
         first, end = frame.tensor_first[row], frame.tensor_first[row + 1]
-        layout = lowering.scan.layout(signature)
-        middle = first + layout.arg_tensors
+        middle = first + lowering.scan.layout(signature).arg_tensors
         effects = lowering.scan.effects(signature)
         written = [first + slot for slot in effects.writes]
         results = frozenset(frame.storages[middle:end])

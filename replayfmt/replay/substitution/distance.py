@@ -255,8 +255,7 @@ def _root_mean_square(expected: torch.Tensor) -> float:
     huge = LARGEST[DTYPE_CODE[expected.dtype]]
     squares, count = 0.0, 0
     for part, _same in chunks(expected, expected):
-        flat = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
-        values = double(flat)
+        values = double(torch.view_as_real(part).reshape(-1) if part.is_complex() else part)
         values = values[values.abs() < huge]  # leaves out NaN, infinities and their stand-ins
         largest = float(values.abs().max()) if values.numel() else 0.0
         if largest > 1e150:

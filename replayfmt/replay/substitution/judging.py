@@ -156,8 +156,7 @@ def judge(
     values of results mean nothing (memory that was never written).
     """
     judgement = Judgement()
-    labels = _Labels(clones)
-    _results(sides, results, labels, judgement, fills, tolerance)
+    _results(sides, results, _Labels(clones), judgement, fills, tolerance)
     _arguments(sides, clones, pristine, written, judgement, fills, tolerance)
     return judgement
 

@@ -240,8 +240,7 @@ class _CheckedCall:
             generator.set_state(state)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = self._site.kernel.argument_names
-        return {**dict(zip(names, args, strict=False)), **kwargs}
+        return {**dict(zip(self._site.kernel.argument_names, args, strict=False)), **kwargs}
 
     @staticmethod
     def _settings(before: dict[str, Any], judgement: Judgement) -> None:

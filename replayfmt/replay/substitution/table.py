@@ -204,9 +204,7 @@ class Substitutions:
             self._by_kernel[number] = replacement
 
     def _kernel(self, number: int) -> Kernel:
-        kernel = self._reader.kernels[number]
-        assert kernel is not None
-        return kernel
+        return self._reader.kernels[number]
 
     def _selected(self, request: SubstitutionRequest) -> list[int]:
         """The kernels that an id or an operator's name selects."""
