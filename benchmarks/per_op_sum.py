@@ -14,7 +14,7 @@ from replay_cost import OpTimer
 
 import replayfmt
 from replayfmt.benchmark.per_op.measuring import OpOptions, PerOpRun, measure_ops
-from replayfmt.benchmark.precision import MinTime
+from replayfmt.benchmark.statistics import MinTime
 
 
 def training(width: int, rows: int) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from replayfmt.probes.counts import LAYOUTS
+from replayfmt.probes.costs import LAYOUTS
 from replayfmt.probes.recordings import BLOCK_SCHED, DMAT, LaunchShape, write_recording
 
 SMS, SLOTS = 132, 16

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from replayfmt.recording.requests import CaptureRequests, request_capture
     from replayfmt.replay.convenience import Replayed, run
     from replayfmt.replay.plan import Plan
-    from replayfmt.replay.substitution.requests import Substitution
+    from replayfmt.replay.substitution.loading import Substitution
     from replayfmt.trim.recorded import record_replay
 
     __version__: str
@@ -35,7 +35,7 @@ _HOME = {
     "Plan": "replayfmt.replay.plan",
     "Recorder": "replayfmt.recording.recorder",
     "Replayed": "replayfmt.replay.convenience",
-    "Substitution": "replayfmt.replay.substitution.requests",
+    "Substitution": "replayfmt.replay.substitution.loading",
     "benchmark": "",
     "capture": "replayfmt.recording.recorder",
     "compare": "",

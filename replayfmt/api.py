@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from replayfmt.export.tables import TableName
     from replayfmt.initializers import Initializer
-    from replayfmt.replay.options import PlanOptions
+    from replayfmt.replay.preparation import PlanOptions
     from replayfmt.report.findings import Finding
 
 

@@ -145,8 +145,8 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     from replayfmt.benchmark.candidates.judged import JudgeOptions, find_candidates, judge
     from replayfmt.benchmark.measure import largest_flush
     from replayfmt.benchmark.per_op.roofline import Peaks
-    from replayfmt.benchmark.precision import parse_min_time
     from replayfmt.benchmark.result_files import output_file
+    from replayfmt.benchmark.statistics import parse_min_time
 
     given = context.params
     refuse(context, [name for name in given if name not in _WITH_TASKS], "does not go with a kernel task")
@@ -325,8 +325,7 @@ def run_reconcile(
     from replayfmt.benchmark.energy.running import time_program
     from replayfmt.benchmark.measure import measure
     from replayfmt.benchmark.per_op.measuring import measure_ops
-    from replayfmt.benchmark.per_op.reconciliation import Reconciliation
-    from replayfmt.benchmark.per_op.results import OpOptions, PerOpRun
+    from replayfmt.benchmark.per_op.results import OpOptions, PerOpRun, Reconciliation
     from replayfmt.benchmark.run_report import make_report
 
     own = None if program is None else time_program(program, next(iter(options.scopes), None), program_runs)
@@ -494,7 +493,7 @@ def cli(
     why = f"needs a kernel task, which opreplay-export --format=kernel-task writes, in place of {capture}"
     refuse(context, [name for name in _FOR_TASKS if name != "guard"], why)
     choose_collectives(context, values["collectives"], capture)
-    from replayfmt.benchmark.precision import parse_min_time, whole_precision
+    from replayfmt.benchmark.statistics import parse_min_time, whole_precision
 
     min_time = parse_min_time(values["benchmark_min_time"])
     profiling = profiling_request(values["device_profiling_mode"], values["device_profiling_output"], force, capture)

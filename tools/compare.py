@@ -149,9 +149,8 @@ def _two_ways(
 ) -> Any:
     """What `--isolate` finds, or with a judge and a state `--bisect`."""
     from replayfmt.compare.bisected import bisect_plan
-    from replayfmt.compare.isolated import isolate_plan
-    from replayfmt.compare.tolerances import parse_tolerance
-    from replayfmt.compare.ways import OtherWay
+    from replayfmt.compare.distances import parse_tolerance
+    from replayfmt.compare.isolated import OtherWay, isolate_plan
 
     with flags.plan(a) as plan:
         way = OtherWay(plan, against, settings)

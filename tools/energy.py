@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from replayfmt.benchmark.energy.sampler import Sampler
     from replayfmt.benchmark.energy.windows import WindowsFile
     from replayfmt.benchmark.measure import Progress
-    from replayfmt.benchmark.scopes import MeasuredRegion
+    from replayfmt.benchmark.meters import MeasuredRegion
     from replayfmt.replay.plan import Plan
 
     from .replay_flags import ReplayFlags
@@ -202,8 +202,8 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
     from replayfmt.benchmark.energy.running import WindowOptions, WindowRunner
     from replayfmt.benchmark.energy.windows import WindowsFile
     from replayfmt.benchmark.machine import GpuWatch
+    from replayfmt.benchmark.meters import entered_scopes, find_regions
     from replayfmt.benchmark.run_report import plan_context
-    from replayfmt.benchmark.scopes import entered_scopes, find_regions
 
     values = work.context.params
     began_offset_s = _utc_offset_s()

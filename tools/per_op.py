@@ -57,7 +57,7 @@ class BaselineFlags:
     def of(baseline: str | None, fail_above: str | None, noise_floor: bool) -> BaselineFlags:
         """Read the baseline. Raises UsageError if it is none, and for --fail-above without it."""
         from replayfmt.benchmark.baseline import read_baseline
-        from replayfmt.benchmark.precision import parse_share
+        from replayfmt.benchmark.statistics import parse_share
 
         if fail_above is not None and baseline is None:
             raise UsageError(f"--fail-above={fail_above} needs --baseline=FILE: there is nothing to compare with")
@@ -230,7 +230,7 @@ class PerOpFlags:
             return None
         refuse(context, _WHOLE_ONLY, "is for whole replays; it does not go with --per-op")
         from replayfmt.benchmark.per_op.results import OpOptions
-        from replayfmt.benchmark.precision import op_precision, parse_min_time
+        from replayfmt.benchmark.statistics import op_precision, parse_min_time
 
         chosen = is_given(context, "benchmark_min_time")
         floor = parse_min_time(values["benchmark_min_time"] if chosen else _DEFAULT_MIN_TIME)

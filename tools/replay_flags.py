@@ -33,8 +33,8 @@ from .command import option, record_bar, report, say, together
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
     from replayfmt.replay.codegen.windows import Window
-    from replayfmt.replay.options import PlanOptions
     from replayfmt.replay.plan import Plan
+    from replayfmt.replay.preparation import PlanOptions
 
 
 _NOTES = "OPREPLAY_ISOLATED"  # in the environment of the worker process: the folder of its notes
@@ -88,7 +88,7 @@ guard_option = option(
 
 def guarded(plan: Plan, *, err: bool) -> None:
     """Call every kernel of a plan between guards, and say that nothing was found."""
-    from replayfmt.replay.substitution.guarding import guard
+    from replayfmt.replay.substitution.session import guard
 
     with record_bar("guarding", plan.reader.record_count) as on_progress:
         say(guard(plan, on_progress).text, err=err)

@@ -1,4 +1,4 @@
-"""Timing a replay: `measure` (the loop), `meters`, `scopes`, `statistics`, `run_report`; single ops in `per_op`,
+"""Timing a replay: `measure` (the loop), `meters`, `statistics`, `run_report`; single ops in `per_op`,
 energy in `energy`.
 
 `measure.measure(plan, options)` returns a `Run`, `run_report.make_report(run, plan)` its rows. Imports format,

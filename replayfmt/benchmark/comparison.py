@@ -30,9 +30,18 @@ from replayfmt.replay.substitution.table import Substitutions
 
 from .machine import GpuWatch, gpu_lines
 from .measure import PATIENCE, Measurement, Options, Progress, Run, Sample, collector_off, timed_by
-from .meters import Clock, Readings, ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
+from .meters import (
+    Clock,
+    MeasuredRegion,
+    Readings,
+    ReplayTimer,
+    ScopeWatch,
+    Stopwatch,
+    find_regions,
+    stopwatch_for,
+    whole_capture,
+)
 from .run_report import crowded, csv_field, plan_context, run_caveats
-from .scopes import MeasuredRegion, find_regions, whole_capture
 from .statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, PairedComparison, compare_pairs, duration, ran_on, verified
 
 

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from replayfmt.errors import LibraryMissing, ReplayFailed, UsageError
 from replayfmt.format.validation import choice_of, flag_of, text_of, texts_of
-from replayfmt.replay.options import PlanOptions
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.preparation import PlanOptions
 from replayfmt.replay.results import VerifyMode
 
 from .measure import INPUTS, Inputs, Options, measure
-from .precision import parse_min_time, whole_precision
 from .run_report import Report, make_report, print_report
+from .statistics import parse_min_time, whole_precision
 
 if TYPE_CHECKING:
     import pandas

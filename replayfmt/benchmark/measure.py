@@ -31,10 +31,21 @@ from replayfmt.replay.results import ReplayResult, VerifyMode
 from replayfmt.replay.run.execute import OnScope
 
 from .machine import GpuWatch, largest_cache
-from .meters import METERS, Clock, MakeMeter, NotMeasured, Quantity, Readings, ReplayTimer, ScopeWatch, stopwatch_for
-from .precision import MOST_ITERATIONS, MinTime, Precision, StoppingRule
-from .scopes import MeasuredRegion, find_regions, whole_capture
-from .statistics import TimeStatistics, summarize
+from .meters import (
+    METERS,
+    Clock,
+    MakeMeter,
+    MeasuredRegion,
+    NotMeasured,
+    Quantity,
+    Readings,
+    ReplayTimer,
+    ScopeWatch,
+    find_regions,
+    stopwatch_for,
+    whole_capture,
+)
+from .statistics import MOST_ITERATIONS, MinTime, Precision, StoppingRule, TimeStatistics, summarize
 
 FLAG = "--cuda-graph"
 

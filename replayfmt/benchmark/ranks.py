@@ -25,9 +25,8 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.ranks import Together
 
 from .measure import Options, Progress, measure
-from .precision import MOST_ITERATIONS, MinTime
 from .run_report import Report, make_report
-from .statistics import duration, rate, size, summarize
+from .statistics import MOST_ITERATIONS, MinTime, duration, rate, size, summarize
 
 _MOST_LINES = 10
 _ASYNCHRONOUS = "a wait for it does not block the host, so the host's clock does not see it"

@@ -38,9 +38,9 @@ from replayfmt.version import own_version
 from .machine import frequency_scaling, gpu_caveats, gpu_lines, machine_context
 from .measure import PATIENCE, Measurement, Run, Sample
 from .meters import NotMeasured, Quantity
-from .precision import Precision
 from .statistics import (
     SMALLEST_FOR_INTERVAL,
+    Precision,
     TimeStatistics,
     duration,
     figure_text,

@@ -1,13 +1,12 @@
 """Where two captures part: which op of one is which of the other, and the first that differs on equal inputs.
 
 `trace` reads a capture into columns, `alignment` pairs their ops, `divergence` finds where a difference begins,
-`distances` and `tolerances` say how far apart results are and how far they may be, `structure` what differs without
-running anything. `results` holds what is found, `replayed` makes results by replays, `spread` derives tolerances from
-an op itself, `report` shows it, and `comparison` does all of it. Files are read without torch; only `replayed` and
-`spread` need it.
+`distances` says how far apart results are and how far they may be. `results` holds what is found and shows it,
+`replayed` makes results, and tolerances, by replays, and `comparison` does all of it. Files are read without torch;
+only `replayed` needs it.
 
-`repeated` compares replays of one capture with each other. `ways` runs ops another way: `isolated` does so with every
-op on the same inputs, `bisected` with sets of ops, to find those that move the end result.
+`repeated` compares replays of one capture with each other. `isolated` runs every op another way on
+the same inputs, `bisected` sets of ops, to find those that move the end result.
 
 The package is callable: `replayfmt.compare(a, b)` is `comparison.compare(a, b)`; `repeat(path, 10)` is
 what `opreplay-run --repeat` does.

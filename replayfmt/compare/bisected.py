@@ -1,6 +1,6 @@
 """Which kernels, run another way, move the end result: delta debugging over kernels, then over their calls.
 
-Each trial is a replay in which some ops run the other way (`ways`) and all others as the capture says; a judge says
+Each trial is a replay in which some ops run the other way (`OtherWay`) and all others as the capture says; a judge says
 whether its end result is off from that of a replay without any. A set is minimal if no part of it that was tried is off
 alone. Where the rest without it is still off, further sets are searched, so that in the end without all of them the
 result is not off.
@@ -32,9 +32,8 @@ from replayfmt.replay.planning.kernels import CallSite
 from replayfmt.replay.run.run_twice import Outcome
 from replayfmt.replay.substitution.loading import load_function
 
-from .distances import digest_distance, distance
-from .tolerances import Tolerance, parse_tolerance
-from .ways import OtherWay, outcome
+from .distances import Tolerance, digest_distance, distance, parse_tolerance
+from .isolated import OtherWay, outcome
 
 _MOST_SETS = 8
 _STATE_VERSION = 1

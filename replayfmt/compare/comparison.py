@@ -17,14 +17,17 @@ from replayfmt.errors import UsageError
 from replayfmt.format.model import RECORDED_FROM, TRIMMED_SELECTION
 from replayfmt.format.reader import CaptureReader, open_capture
 
-from .alignment import align, align_recorded
-from .distances import Distance
+from .alignment import (
+    align,
+    align_recorded,
+    argument_differences,
+    changed_arguments,
+    count_differences,
+    origin_differences,
+)
+from .distances import Distance, Tolerance, parse_tolerance
 from .divergence import Root, diverge
-from .report import rows, text_lines
-from .results import Comparison, Growth, Named, NotComparable, observed_distance
-from .structure import argument_differences, changed_arguments, count_differences, origin_differences
-from .times import compare_times
-from .tolerances import Tolerance, parse_tolerance
+from .results import Comparison, Growth, Named, NotComparable, compare_times, observed_distance, rows, text_lines
 from .trace import Side, Trace, read_trace
 
 Progress = Callable[[str, int, int], None]
@@ -131,7 +134,7 @@ def _compared(
     notes += [f"{side.reader.path}: {warning}" for side in (a, b) for warning in side.reader.warnings]
     made = Comparison(a, b, rule, structure, alignment, found, notes=notes)
     if rule.auto:
-        from .spread import explain
+        from .replayed import explain
 
         explain(made, options, on_progress)
     made.roots = name_roots(made)

@@ -23,11 +23,9 @@ from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted, printable
 
 from .alignment import align_recorded
-from .distances import Distance
+from .distances import Distance, Tolerance
 from .divergence import differing
-from .report import distance_json
-from .results import observed_distance
-from .tolerances import Tolerance
+from .results import distance_json, observed_distance
 from .trace import Side, read_trace
 
 _MOST_ROWS = 1000

@@ -13,6 +13,7 @@ import zstandard
 from xxhash import xxh3_128, xxh3_128_intdigest
 
 from .codes import MINOR_VERSION, Codec, FrameKind
+from .contents import encode_summary
 from .frames import (
     ALIGNMENT,
     FLAG_CONSOLIDATED,
@@ -34,7 +35,6 @@ from .frames import (
 )
 from .model import Summary
 from .output import Output
-from .summary import encode_summary
 
 Buffer = bytes | bytearray | memoryview
 

@@ -18,7 +18,9 @@ from replayfmt.errors import ExternalFileProblem, InvalidCapture, UnsupportedVer
 from .codes import MINOR_VERSION, FileValidation, FrameKind, RecordKind
 from .contents import (
     Contents,
+    Tally,
     bound_definitions,
+    decode_summary,
     find_contents,
     read_frame,
     read_index,
@@ -48,7 +50,6 @@ from .reader import CaptureReader
 from .record_frames import RecordFrame, RecordFrameDecoder, first_and_storages
 from .signature_layout import members
 from .source import PayloadInput, Source
-from .summary import Tally, decode_summary
 
 _IS_DIGEST = members({RecordKind.digest}, RecordKind)
 _IS_SCOPE = members({RecordKind.scope_begin, RecordKind.scope_end}, RecordKind)

@@ -20,13 +20,12 @@ import numpy as np
 from replayfmt.errors import InvalidCapture
 
 from .codes import MINOR_VERSION, FrameKind, StorageOrigin
-from .contents import Contents, find_contents, read_frame, read_preamble, read_session
+from .contents import Contents, Tally, decode_summary, find_contents, read_frame, read_preamble, read_session
 from .definition_tables import Definitions, DefinitionTables
 from .frames import FLAG_CONSOLIDATED, FrameHeader
 from .model import Record, Storage, Summary
 from .record_frames import RecordFrame, RecordFrameDecoder, decode_record
 from .source import PayloadInfo, PayloadInput, Source
-from .summary import Tally, decode_summary
 
 _CACHED_FRAMES = 4
 

@@ -19,6 +19,7 @@ import numpy as np
 from replayfmt.errors import CaptureFailed, OutputExists
 
 from .codes import UNKNOWN_DEVICE_NS, UNKNOWN_NS, FrameKind, RecordKind, StorageOrigin
+from .contents import Tally, encode_session
 from .definition_families import (
     ATTACHMENTS,
     DEVICES,
@@ -54,7 +55,6 @@ from .output import Output, Uninterrupted
 from .record_columns import Bounds, RecordColumns, ReferenceBounds, encode_records, pieces
 from .redaction import KeptAttachments
 from .signature_layout import SIGNATURES
-from .summary import Tally, encode_session
 from .validation import nested_deeper
 
 T = TypeVar("T")

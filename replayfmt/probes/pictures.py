@@ -17,8 +17,7 @@ import numpy as np
 
 from replayfmt.errors import LibraryMissing
 
-from .costs import PARTS, LatencyResult, MemoryResult, OverheadResult
-from .counts import CountsResult
+from .costs import PARTS, CountsResult, LatencyResult, MemoryResult, OverheadResult
 from .dmat import OTHER, UNKNOWN, WINDOWS, DmatResult
 from .schedule import ScheduleResult, WarpActivity, WarpsResult
 from .tables import Distribution

@@ -13,8 +13,7 @@ from replayfmt.errors import CaptureFailed, UsageError
 from replayfmt.format.output import check_place
 
 from . import pictures
-from .costs import PredictedLaunch, evaluate_latency, evaluate_memory, evaluate_overhead
-from .counts import LAYOUTS, evaluate_counts
+from .costs import LAYOUTS, PredictedLaunch, evaluate_counts, evaluate_latency, evaluate_memory, evaluate_overhead
 from .dmat import evaluate_dmat
 from .pictures import pictures_of
 from .recordings import AccessMap, ProbeRecording, ProbeSection, TensorAddresses, TraceFolder, new_file, read_tensors

@@ -24,9 +24,9 @@ from replayfmt.pytorch.environment import replay_threads
 from replayfmt.pytorch.tensors.memory import undispatched
 
 from .op_tensors import CapturedValues, replayed_values
-from .options import PlanOptions
 from .plan import Plan
 from .planning.records import python_values
+from .preparation import PlanOptions
 from .results import Divergence, PeakMemory, ReplayResult, SampleDistance, VerifyMode
 
 _SHOWN_VERDICTS = 20

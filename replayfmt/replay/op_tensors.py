@@ -27,7 +27,7 @@ from .planning.records import GiveTensor, Slicer, describe, python_values, tenso
 from .planning.scan import NOTHING, ContentSource, source_of
 from .resolution.kernel_lookup import AllowedImports, resolve
 from .results import Verification, VerifyMode
-from .run.copies import Clones
+from .run.content import Clones
 from .run.run_twice import RunTwice
 
 _BORN_WITH = {

@@ -24,12 +24,11 @@ from .codegen.lowering import Context, Lowering, Shapes
 from .codegen.op_lowering import Watcher, lower_op, lower_watched
 from .codegen.streams import replay_streams
 from .codegen.windows import CodeCache, Window
-from .options import MorePlanOptions, ReplayOptions
 from .planning.devices import MemoryWatch
 from .planning.kernels import KernelStandIn
 from .planning.records import Slice
 from .planning.scan import Scan
-from .preparation import Preparation
+from .preparation import MorePlanOptions, Preparation, ReplayOptions
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
 from .run.content import Content, Restoring
 from .run.execute import Machine, OnScope, RunClock, ScopeTimes, Timer, surroundings

@@ -1,15 +1,17 @@
 """Preparation of a replay: the capture is opened, and everything is checked that can be without running an op.
 
 Kernels are resolved, devices mapped, files found and the records read once; every reason against a replay is collected.
+`ReplayOptions` says what a replay runs on and what it accepts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import torch
 
@@ -18,22 +20,88 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import OPAQUE_RESULTS, Signature
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.signature_layout import SlotLayout
-from replayfmt.format.validation import texts_of
-from replayfmt.initializers import Registry
+from replayfmt.format.validation import check_kind, choice_of, flag_of, texts_of
+from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.operators import OpaqueResults, OpaqueSpec
 
-from .options import ReplayOptions
+from .codegen.streams import STREAMS_MODES, StreamsMode
 from .planning.devices import map_devices, map_generators
 from .planning.external_files import ExternalFiles
 from .planning.findings import Findings
 from .planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of, effects_of_missing
 from .planning.records import Slice, Slicer, Work, count_work, describe, tensors_of
-from .planning.scan import Scan
+from .planning.scan import Scan, WindowSize
 from .planning.synthesis import CapturedContent, Synthesis
-from .resolution.graph_kernels import PreparedGraphs
+from .resolution.graph_kernels import GRAPHS_MODES, GraphsMode, PreparedGraphs
 from .resolution.kernel_lookup import AllowedCode, AllowedImports, resolve
 from .results import OpaqueResult
-from .substitution.table import load_requests
+from .substitution.distance import Tolerance
+from .substitution.table import SubstitutionChoice, load_requests
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Raises UsageError for values of another kind.
+
+    `file_remaps` are CAPTURED=REPLAY pairs of path prefixes, and say where external files are now. `initializers` fill
+    what was not captured, before those that are registered and built in; `initializer_options` are for them
+    (`moe-routing`: uniform, zipf or zipf:EXPONENT). `substitutions` puts other functions in place of kernels: texts as
+    on the command line, Substitution objects, or a function that decides for each Call; `substitution_tolerance` is how
+    far their results may be off. `allow_imports` names modules to import for the operators that they register (a
+    capture causes no other), `allow_operators` operators that may run although they do more than compute on tensors.
+    `allow_code` lets machine code and source in the capture run, with the rights of this process (SECURITY.md). With
+    `keep_going` a plan is made of what can run, and has its findings. `opaque_results`, `streams` and `graphs` are
+    those of the flags.
+    """
+
+    devices: Sequence[str] = ()
+    allow_incomplete: bool = False
+    keep_going: bool = False
+    file_remaps: Sequence[str] = ()
+    initializers: Sequence[Initializer] = ()
+    initializer_options: Mapping[str, str] | None = None
+    substitutions: SubstitutionChoice = ()
+    substitution_tolerance: Tolerance = Tolerance()
+    allow_imports: Iterable[str] = ()
+    allow_operators: Iterable[str] = ()
+    allow_code: bool = False
+    opaque_results: Iterable[str] = ()
+    streams: StreamsMode = "captured"
+    graphs: GraphsMode = "captured"
+    window: WindowSize = WindowSize()
+
+    def __post_init__(self) -> None:
+        choice_of("streams", self.streams, STREAMS_MODES)
+        choice_of("graphs", self.graphs, GRAPHS_MODES)
+        check_kind("window", self.window, WindowSize)
+        check_kind("substitution_tolerance", self.substitution_tolerance, Tolerance)
+        for name in ("allow_incomplete", "keep_going", "allow_code"):
+            flag_of(name, getattr(self, name))
+
+
+class MorePlanOptions(TypedDict, total=False):
+    """Fields of ReplayOptions, as keywords of `Plan` after the first."""
+
+    file_remaps: Sequence[str]
+    initializers: Sequence[Initializer]
+    initializer_options: Mapping[str, str] | None
+    substitutions: SubstitutionChoice
+    substitution_tolerance: Tolerance
+    allow_imports: Iterable[str]
+    allow_operators: Iterable[str]
+    allow_code: bool
+    opaque_results: Iterable[str]
+    streams: StreamsMode
+    graphs: GraphsMode
+    window: WindowSize
+
+
+class PlanOptions(MorePlanOptions, total=False):
+    """Fields of ReplayOptions, as keywords of the functions that replay."""
+
+    devices: Sequence[str]
+    allow_incomplete: bool
+
 
 _SHOWN_KERNELS = 5
 _LOOKED_BACK = 20_000  # records that are searched for the op that wrote what differs

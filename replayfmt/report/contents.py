@@ -133,7 +133,7 @@ def _about_the_sum(figures: KernelFigures) -> list[str]:
 
 def comparison_section(made: Comparison) -> Section:
     """Where another capture parts from this one, and what is faster or slower there."""
-    from replayfmt.compare.report import result_lines  # a report without a comparison is spared these imports
+    from replayfmt.compare.results import result_lines  # a report without a comparison is spared these imports
 
     roots = [
         TableRow(

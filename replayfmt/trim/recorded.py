@@ -30,8 +30,8 @@ from replayfmt.format.model import (
 from replayfmt.format.validation import choice_of, flag_of
 from replayfmt.pytorch.environment import describe_device, replayed_settings, session_fields
 from replayfmt.pytorch.tensors.digests import digest_tensor
-from replayfmt.replay.options import PlanOptions
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.preparation import PlanOptions
 
 from .copying import Copier
 from .materializing import Materializer, add_digest

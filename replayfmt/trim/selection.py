@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from replayfmt.dump.selection import Filter, Names, Selection, listed, parse_range
+from replayfmt.dump.listings import Filter, Names, Selection, listed, parse_range
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader

@@ -23,7 +23,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.races import find_races
 from replayfmt.format.reader import open_capture
-from replayfmt.replay.substitution.requests import Substitution
+from replayfmt.replay.substitution.loading import Substitution
 
 sim = register()
 

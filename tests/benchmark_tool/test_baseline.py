@@ -7,8 +7,8 @@ import pytest
 from opreplay_tools.per_op import BaselineFlags
 
 from replayfmt.benchmark.baseline import compare_with_baseline, noise_floor, read_baseline
-from replayfmt.benchmark.precision import parse_share
 from replayfmt.benchmark.run_report import Report
+from replayfmt.benchmark.statistics import parse_share
 from replayfmt.errors import UsageError
 
 CONTEXT = {"json_schema_version": 1, "capture_session": "1234", "host_name": "here", "torch_version": "2.13.0"}

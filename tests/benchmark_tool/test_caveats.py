@@ -11,8 +11,8 @@ import torch
 import replayfmt
 from replayfmt.benchmark import run_report
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
+from replayfmt.benchmark.meters import MeasuredRegion
 from replayfmt.benchmark.run_report import measurement_caveats, run_caveats
-from replayfmt.benchmark.scopes import MeasuredRegion
 from replayfmt.format.model import Device
 from replayfmt.pytorch.environment import cpu_capability, describe_device
 from replayfmt.replay.results import Verification

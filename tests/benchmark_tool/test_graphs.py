@@ -12,7 +12,7 @@ from replayfmt.benchmark.meters import Clock
 from replayfmt.benchmark.per_op.measuring import NoGraph, graph_of, graphs_of, measure_ops
 from replayfmt.benchmark.per_op.op_report import make_op_report
 from replayfmt.benchmark.per_op.results import OpOptions
-from replayfmt.benchmark.precision import MinTime
+from replayfmt.benchmark.statistics import MinTime
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
 

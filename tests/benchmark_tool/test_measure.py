@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from replayfmt.benchmark.measure import Options, measure
-from replayfmt.benchmark.meters import DeviceTimer, HostTimer, ReplayTimer, ScopeWatch, Stopwatch, stopwatch_for
-from replayfmt.benchmark.precision import MinTime
-from replayfmt.benchmark.scopes import MeasuredRegion
+from replayfmt.benchmark.meters import (
+    DeviceTimer,
+    HostTimer,
+    MeasuredRegion,
+    ReplayTimer,
+    ScopeWatch,
+    Stopwatch,
+    stopwatch_for,
+)
+from replayfmt.benchmark.statistics import MinTime
 from replayfmt.errors import ReplayFailed, ReplayMismatch, UsageError
 
 from .fakes import EXECUTE, FakePlan, Time

@@ -12,8 +12,8 @@ from replayfmt.benchmark.meters import CLOCKS, METERS, AbsentMeter, Description,
 from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.op_report import make_op_report, table_lines
 from replayfmt.benchmark.per_op.results import OpOptions
-from replayfmt.benchmark.precision import MinTime
 from replayfmt.benchmark.run_report import make_report, print_report
+from replayfmt.benchmark.statistics import MinTime
 from replayfmt.replay.plan import Plan
 
 from .fakes import Time

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replayfmt.benchmark.precision import MinTime, parse_min_time
+from replayfmt.benchmark.statistics import MinTime, parse_min_time
 from replayfmt.errors import UsageError
 
 

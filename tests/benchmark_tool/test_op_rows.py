@@ -13,8 +13,7 @@ from replayfmt.benchmark.per_op.groups import OpGroup, SelectedOps, UnsupportedW
 from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.op_report import _warnings
 from replayfmt.benchmark.per_op.results import NO_SCOPE, MeasuredOp, OpOptions, PerOpRun, make_rows
-from replayfmt.benchmark.precision import MinTime
-from replayfmt.benchmark.statistics import summarize
+from replayfmt.benchmark.statistics import MinTime, summarize
 from replayfmt.format.model import Kernel, Scope
 from replayfmt.replay.plan import Plan
 

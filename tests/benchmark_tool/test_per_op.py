@@ -16,7 +16,7 @@ from replayfmt.benchmark.meters import Clock
 from replayfmt.benchmark.per_op.groups import select_ops
 from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.results import OpOptions
-from replayfmt.benchmark.precision import MinTime
+from replayfmt.benchmark.statistics import MinTime
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture

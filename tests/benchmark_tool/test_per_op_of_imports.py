@@ -14,7 +14,7 @@ import replayfmt
 from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.op_report import describe
 from replayfmt.benchmark.per_op.results import MeasuredOp, OpOptions, PerOpRun
-from replayfmt.benchmark.precision import parse_min_time
+from replayfmt.benchmark.statistics import parse_min_time
 from replayfmt.importers.importing import import_trace
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.synthesis import Synthesis

@@ -13,8 +13,15 @@ from replayfmt.benchmark.measure import CacheFlush, Options, default_inputs, des
 from replayfmt.benchmark.meters import Clock, _step_and_cost
 from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.results import OpOptions
-from replayfmt.benchmark.precision import MinTime, Precision, StoppingRule, op_precision, parse_share, whole_precision
-from replayfmt.benchmark.statistics import median_interval
+from replayfmt.benchmark.statistics import (
+    MinTime,
+    Precision,
+    StoppingRule,
+    median_interval,
+    op_precision,
+    parse_share,
+    whole_precision,
+)
 from replayfmt.errors import UsageError
 from replayfmt.replay.plan import Plan
 

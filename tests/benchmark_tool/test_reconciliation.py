@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.per_op.reconciliation import IsolatedTotal, ProgramTimes, Reconciliation
+from replayfmt.benchmark.per_op.results import IsolatedTotal, ProgramTimes, Reconciliation
 from replayfmt.benchmark.statistics import summarize
 
 US = 1e3

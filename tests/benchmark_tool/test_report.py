@@ -12,10 +12,9 @@ from rich.console import Console
 
 from replayfmt.benchmark import run_report
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
-from replayfmt.benchmark.precision import MinTime, Precision
+from replayfmt.benchmark.meters import MeasuredRegion
 from replayfmt.benchmark.run_report import make_report, print_report
-from replayfmt.benchmark.scopes import MeasuredRegion
-from replayfmt.benchmark.statistics import duration, rate, share_text
+from replayfmt.benchmark.statistics import MinTime, Precision, duration, rate, share_text
 from replayfmt.replay.results import Verification
 
 from .fakes import EXECUTE, FakeReader

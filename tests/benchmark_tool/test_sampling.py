@@ -11,7 +11,7 @@ from replayfmt.benchmark.meters import Clock, DeviceTimer, host_timer
 from replayfmt.benchmark.per_op.measuring import Sampler, Shape, measure_ops
 from replayfmt.benchmark.per_op.op_report import make_op_report
 from replayfmt.benchmark.per_op.results import OpOptions
-from replayfmt.benchmark.precision import MinTime
+from replayfmt.benchmark.statistics import MinTime
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.run.steps import IsolatedOp
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replayfmt.benchmark.scopes import find_regions, whole_capture
+from replayfmt.benchmark.meters import find_regions, whole_capture
 from replayfmt.errors import ReplayRefused, UsageError
 
 from .fakes import FakeReader

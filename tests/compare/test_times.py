@@ -13,7 +13,7 @@ import torch
 from in_process import Tools
 
 import replayfmt
-from replayfmt.compare.times import Times
+from replayfmt.compare.results import Times
 from replayfmt.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

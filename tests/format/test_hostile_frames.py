@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from replayfmt.errors import InvalidCapture, OpReplayError, UnsupportedVersion
 from replayfmt.format import flatbuffer_tables
 from replayfmt.format.codes import Codec, FrameKind, RecordKind, ValueKind
+from replayfmt.format.contents import encode_summary
 from replayfmt.format.definition_tables import TABLES
 from replayfmt.format.flatbuffer_tables import HEAD, RECORDS, SUMMARY, TableLayout
 from replayfmt.format.frames import (
@@ -34,7 +35,6 @@ from replayfmt.format.frames import (
 )
 from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.summary import encode_summary
 
 from .bindings import bindings
 from .reading import read_all, refused

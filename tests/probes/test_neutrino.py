@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replayfmt.errors import UsageError
-from replayfmt.probes.counts import LAYOUTS
+from replayfmt.probes.costs import LAYOUTS
 from replayfmt.probes.definitions import find_probe, parse_probe
 from replayfmt.probes.recordings import LaunchShape, write_recording
 

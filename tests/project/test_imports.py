@@ -63,11 +63,7 @@ WITHOUT_TORCH = (
     "replayfmt/format",
     "replayfmt/dump",
     "replayfmt/probes",
-    *(
-        f"replayfmt/compare/{name}.py"
-        for name in ("trace", "alignment", "divergence", "distances", "structure", "tolerances", "results", "report")
-    ),
-    "replayfmt/compare/times.py",
+    *(f"replayfmt/compare/{name}.py" for name in ("trace", "alignment", "divergence", "distances", "results")),
     "replayfmt/pytorch/operators.py",
     "replayfmt/export/tables.py",
     "tools/__init__.py",

@@ -13,7 +13,7 @@ import torch
 
 from replayfmt.benchmark.per_op.measuring import measure_ops
 from replayfmt.benchmark.per_op.results import OpOptions
-from replayfmt.benchmark.precision import MinTime
+from replayfmt.benchmark.statistics import MinTime
 from replayfmt.errors import ReplayRefused, SubstitutionRejected
 from replayfmt.format.codes import RecordKind
 from replayfmt.replay.plan import Plan

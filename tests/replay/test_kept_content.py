@@ -19,7 +19,7 @@ from replayfmt.replay.operations import View
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.scan import WindowSize
 from replayfmt.replay.run.content import Content
-from replayfmt.replay.substitution.requests import Substitution
+from replayfmt.replay.substitution.loading import Substitution
 
 from .conftest import Captured
 from .externals import content_file, externalize

@@ -31,17 +31,17 @@ from typing import Any
 import numpy as np
 from format.reseal import Frame, join, split, tables_of
 
-from replayfmt.dump.selection import Selection
+from replayfmt.dump.listings import Selection
 from replayfmt.dump.stream import jsonl_chunks
 from replayfmt.errors import OpReplayError
 from replayfmt.format import flatbuffer_tables
 from replayfmt.format.codes import FrameKind
+from replayfmt.format.contents import decode_session, encode_session
 from replayfmt.format.definition_tables import TABLES, encode_tables
 from replayfmt.format.flatbuffer_tables import RECORDS, SCALARS
 from replayfmt.format.frames import FLAG_CONSOLIDATED
 from replayfmt.format.maintenance import check_capture
 from replayfmt.format.reader import open_capture
-from replayfmt.format.summary import decode_session, encode_session
 
 from .code_captures import write as write_code
 from .programs import PROGRAMS, together

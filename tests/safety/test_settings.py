@@ -12,7 +12,7 @@ from format.reseal import Frame, change
 
 from replayfmt.errors import OpReplayError
 from replayfmt.format.codes import FrameKind
-from replayfmt.format.summary import decode_session, encode_session
+from replayfmt.format.contents import decode_session, encode_session
 from replayfmt.pytorch.environment import SETTINGS, Scalar, read_settings
 from replayfmt.replay.plan import Plan
 

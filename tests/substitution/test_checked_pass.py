@@ -14,7 +14,7 @@ import replayfmt
 from replayfmt.errors import ReplayFailed, ReplayMismatch, SubstitutionRejected
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.substitution.distance import Tolerance
-from replayfmt.replay.substitution.requests import Substitution
+from replayfmt.replay.substitution.loading import Substitution
 from replayfmt.replay.substitution.session import SubstitutionReport
 
 from .conftest import Captured

@@ -17,11 +17,10 @@ import replayfmt
 from replayfmt.benchmark.comparison import _row, make_compare_report, measure_both
 from replayfmt.benchmark.measure import Options
 from replayfmt.benchmark.meters import Clock, Readings
-from replayfmt.benchmark.precision import MinTime
-from replayfmt.benchmark.statistics import compare_pairs
+from replayfmt.benchmark.statistics import MinTime, compare_pairs
 from replayfmt.errors import ReplayMismatch, SubstitutionRejected, UsageError
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.substitution.requests import Substitution
+from replayfmt.replay.substitution.loading import Substitution
 
 from .conftest import Captured, Kernels, Tool
 

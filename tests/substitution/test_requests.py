@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replayfmt.errors import UsageError
-from replayfmt.replay.substitution.requests import Substitution, parse_request, parse_selector, split_path
+from replayfmt.replay.substitution.loading import Substitution, parse_request, parse_selector, split_path
 
 
 @pytest.mark.parametrize(

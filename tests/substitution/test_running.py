@@ -15,7 +15,7 @@ from torch import Tensor
 import replayfmt
 from replayfmt.errors import SubstitutionRejected, UsageError
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.substitution.requests import Substitution
+from replayfmt.replay.substitution.loading import Substitution
 from replayfmt.replay.substitution.table import KernelCall
 
 from .conftest import Captured, Kernels, Tool

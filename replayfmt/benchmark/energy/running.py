@@ -38,7 +38,7 @@ from replayfmt.replay.run.steps import IsolatedOp
 
 from ..measure import Progress
 from ..per_op.groups import OpGroup, SelectedOps, select_ops, work_of
-from ..per_op.reconciliation import ProgramTimes
+from ..per_op.results import ProgramTimes
 from .windows import LEAST_SAMPLES, EnergyWindow, Role
 
 # Calls between two looks at the clock take at least this long.

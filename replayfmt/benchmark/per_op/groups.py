@@ -27,7 +27,7 @@ from replayfmt.pytorch.operators import Operator, operator_named
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.replay.run.steps import IsolatedCall
 
-from ..scopes import scopes_inside
+from ..meters import scopes_inside
 
 CapturedClock = Literal["device", "host"]
 

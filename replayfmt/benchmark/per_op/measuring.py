@@ -29,8 +29,14 @@ from replayfmt.replay.run.steps import IsolatedOp, call_repeatedly
 from ..machine import GpuWatch
 from ..measure import CacheFlush, Progress, default_inputs, describe_inputs, further_readings, require_graphs
 from ..meters import METERS, Clock, MakeMeter, NotMeasured, Readings, Stopwatch, stopwatch_for
-from ..precision import MOST_ITERATIONS, StoppingRule
-from ..statistics import SMALLEST_FOR_INTERVAL, TimeStatistics, summarize, why_unmeasurable
+from ..statistics import (
+    MOST_ITERATIONS,
+    SMALLEST_FOR_INTERVAL,
+    StoppingRule,
+    TimeStatistics,
+    summarize,
+    why_unmeasurable,
+)
 from .groups import SelectedOps, select_ops, work_of
 from .results import FAILURES, SEVERITY, MeasuredOp, OpOptions, PerOpRun
 

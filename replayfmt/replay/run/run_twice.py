@@ -25,7 +25,7 @@ from replayfmt.pytorch.tensors.memory import byte_tensor, new_storage, row_major
 
 from ..planning.kernels import CallSite
 from ..verification import StopReplay
-from .copies import Clones, has_memory, strided_parts
+from .content import Clones, has_memory, strided_parts
 
 _MOST_REPORTED = 10  # operators
 _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")

@@ -29,7 +29,7 @@ from ..planning.kernels import leaves_unwritten
 from ..planning.scan import ContentSource, Scan, WindowSize, source_of
 from ..results import OpVerdict, Verdict
 from ..verification import Judge, StopReplay
-from .copies import copied, copy_bytes, moved, storages_of
+from .content import copied, copy_bytes, moved, storages_of
 from .execute import Machine, OnScope, RunClock
 
 ONE_RECORD = WindowSize(least=1, most=1)

@@ -16,7 +16,7 @@ import torch
 
 from replayfmt.pytorch.tensors.memory import byte_tensor
 
-from ..run.copies import Clones, copy_of, has_memory, same_bytes, strided_parts
+from ..run.content import Clones, copy_of, has_memory, same_bytes, strided_parts
 from .distance import Distance, Tolerance, WorstElement, distance, worst_element
 
 _MOST_KEPT = 16

@@ -23,8 +23,17 @@ from replayfmt.format.signature_text import Key, KeyedOps, SignatureIndex
 from replayfmt.format.validation import items_of
 
 from ..planning.kernels import ResolvedKernel
-from .loading import Library, Loader, Replacement, check_binding, replacement_of, schema_signature
-from .requests import Substitution, SubstitutionRequest, parse_request
+from .loading import (
+    Library,
+    Loader,
+    Replacement,
+    Substitution,
+    SubstitutionRequest,
+    check_binding,
+    parse_request,
+    replacement_of,
+    schema_signature,
+)
 
 _SHOWN = 8
 _BODY_TOO = "opreplay-dump --attachment=ID writes a graph's body, a capture in which it can be"
