@@ -14,12 +14,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from opreplay_tools.__main__ import TOOLS
 from opreplay_tools.command import TOPICS
+from served_tools import served_tools
 
 from .test_tree import ROOT, tracked
 
@@ -82,12 +84,19 @@ ELSEWHERE = {
 }
 
 
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for PATH."""
+    with served_tools(tmp_path_factory.mktemp("served")) as found:
+        yield found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("documents", TOGETHER.values(), ids=TOGETHER)
-def test_documents_do_what_they_say(documents: list[str], tmp_path: Path) -> None:
+def test_documents_do_what_they_say(documents: list[str], tmp_path: Path, commands: Path) -> None:
     printed: dict[str, str] = {}
     for document in documents:
-        does_what_it_says(document, tmp_path, printed)
+        does_what_it_says(document, tmp_path, printed, commands)
 
 
 def test_every_document_with_commands_is_run() -> None:
@@ -101,13 +110,16 @@ def test_every_document_with_commands_is_run() -> None:
     assert shown - {"docs/execution-traces.md"} == run
 
 
-def does_what_it_says(document: str, tmp_path: Path, printed: dict[str, str] | None = None) -> None:
+def does_what_it_says(
+    document: str, tmp_path: Path, printed: dict[str, str] | None = None, commands: Path | None = None
+) -> None:
     """Run what a document asks its reader to do, and compare what that prints. `printed`: commands that were run in
-    this directory, and what they printed."""
+    this directory, and what they printed. `commands`: a folder with commands that start sooner."""
     printed = {} if printed is None else printed
     if "/playbook/" not in document and not (tmp_path / "examples").exists():
         shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
+    path = [*([] if commands is None else [str(commands)]), str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": ":".join(path), "COLUMNS": "100"}
     done = steps((ROOT / document).read_text(encoding="utf-8"))
     assert done, f"{document} shows no command"
     for number, step in enumerate(done, 1):

@@ -1,0 +1,99 @@
+"""Commands of the tools for tests that run whole documents: forks of one process that has imported PyTorch run them, so
+that none waits for the import. Those that need no PyTorch are not among them, nor is `opreplay-capture`: the program
+that it runs is to find a new process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from opreplay_tools.__main__ import TOOLS
+
+SERVED = {name: TOOLS[name] for name in ("run", "benchmark", "compare", "trim", "import", "export", "report")}
+# Hands over its arguments, environment, folder and streams; exits as what was run for it.
+CLIENT = """#!{python} -IS
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+said = json.dumps([{name!r}, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(server, [len(said).to_bytes(4, "big")], [0, 1, 2])
+server.sendall(said)
+sys.exit(int.from_bytes(server.recv(4), "big"))
+"""
+
+
+@contextmanager
+def served_tools(folder: Path) -> Iterator[Path]:
+    """A folder for PATH with the commands, made in `folder`."""
+    commands, address = folder / "bin", str(folder / "socket")
+    commands.mkdir()
+    for name in SERVED:
+        command = commands / f"opreplay-{name}"
+        command.write_text(CLIENT.format(python=sys.executable, address=address, name=name))
+        command.chmod(0o755)
+    server = subprocess.Popen([sys.executable, __file__, address], stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+        yield commands
+    finally:
+        server.kill()
+        server.wait()
+
+
+def serve(address: str) -> None:
+    """Fork for each command, which returns here in the process that runs it."""
+    modules = {name: importlib.import_module(f"opreplay_tools.{module}") for name, module in SERVED.items()}
+    for name in ("replay.plan", "benchmark.run_report", "trim.trimming", "importers.importing"):
+        importlib.import_module(f"replayfmt.{name}")
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address)
+    listening.listen()
+    os.write(1, b"ready\n")
+    while True:
+        client, _ = listening.accept()
+        if os.fork():
+            client.close()
+            continue
+        listening.close()
+        length, streams, *_ = socket.recv_fds(client, 4, 3)
+        with client.makefile("rb") as said:
+            name, arguments, folder, environment = json.loads(said.read(int.from_bytes(length, "big")))
+        command = os.fork()
+        if command:
+            for stream in streams:
+                os.close(stream)
+            status = os.waitpid(command, 0)[1]
+            code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            client.sendall(code.to_bytes(4, "big"))
+            os._exit(0)
+        client.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = [f"opreplay-{name}", *arguments]
+        sys.path[0] = os.path.dirname(sys.executable)
+        code: int | str | None = 0
+        try:
+            modules[name].main()
+        except SystemExit as leaving:
+            code = leaving.code
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0)  # taking PyTorch down takes as long as many a command
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
