@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from opreplay_tools.__main__ import TOOLS
 
 SERVED = {name: TOOLS[name] for name in ("run", "benchmark", "compare", "trim", "import", "export", "report")}
@@ -29,6 +30,13 @@ socket.send_fds(server, [len(said).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(said)
 sys.exit(int.from_bytes(server.recv(4), "big"))
 """
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for PATH."""
+    with served_tools(tmp_path_factory.mktemp("served")) as found:
+        yield found
 
 
 @contextmanager
@@ -83,7 +91,8 @@ def serve(address: str) -> None:
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = [f"opreplay-{name}", *arguments]
-        sys.path[0] = os.path.dirname(sys.executable)
+        here = environment.get("PYTHONPATH")
+        sys.path[:1] = [os.path.dirname(sys.executable), *(here.split(os.pathsep) if here else ())]
         code: int | str | None = 0
         try:
             modules[name].main()

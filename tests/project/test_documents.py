@@ -14,14 +14,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from opreplay_tools.__main__ import TOOLS
 from opreplay_tools.command import TOPICS
-from served_tools import served_tools
 
 from .test_tree import ROOT, tracked
 
@@ -82,13 +80,6 @@ ELSEWHERE = {
     "docs/vectors.md",
     "docs/running-processes.md",
 }
-
-
-@pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for PATH."""
-    with served_tools(tmp_path_factory.mktemp("served")) as found:
-        yield found
 
 
 @pytest.mark.slow

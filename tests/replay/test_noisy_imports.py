@@ -44,9 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tool(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def tool(
+    folder: Path, name: str, *arguments: str, commands: Path = Path(sys.executable).parent
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [Path(sys.executable).parent / f"opreplay-{name}", *arguments],
+        [commands / f"opreplay-{name}", *arguments],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -71,8 +73,8 @@ ALLOW = "--allow-import=noisy_imports"
         ("benchmark", ALLOW, "--benchmark-format=json", "--benchmark-min-time=1x", "full.opreplay"),
     ],
 )  # fmt: skip
-def test_stdout_is_json_alone(folder: Path, arguments: tuple[str, ...]) -> None:
-    done = tool(folder, *arguments)
+def test_stdout_is_json_alone(folder: Path, arguments: tuple[str, ...], commands: Path) -> None:
+    done = tool(folder, *arguments, commands=commands)
     assert done.returncode == 0, done.stderr
     assert "noisy: using the plain backend" in done.stderr and "noisy: from C" in done.stderr
     if "--benchmark-format=json" in arguments:
