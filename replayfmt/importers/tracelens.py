@@ -43,7 +43,7 @@ from .common.arguments import (
 from .common.json_stream import JsonStream
 from .common.operators import FoundOperator, OperatorChoice, Operators
 from .common.report import ImportReport, ReportEntry
-from .common.results import infer, refusal
+from .common.results import Trials, refusal
 from .common.synthesis import (
     ImportedSession,
     Tensor,
@@ -154,7 +154,7 @@ class _Writer:
 
     def __init__(self, capture: ImportedSession, report: ImportReport, operators: Operators) -> None:
         self._capture, self._report, self._operators = capture, report, operators
-        self._reader = ArgumentReader(operators.names)
+        self._reader, self._trials = ArgumentReader(operators.names), Trials()
         self.placed = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class _Writer:
         doubtful = ""
         if not missing:
             schema = choice.operator.schema
-            impossible, doubtful = refusal(schema, infer(schema, binding.arguments))
+            impossible, doubtful = refusal(schema, self._trials.of(schema, binding.arguments))
             missing += [impossible] if impossible else []
         if missing:
             self._unsupported(call, count, "import_incomplete", "; ".join(missing))

@@ -34,3 +34,8 @@ def test_a_field_of_another_type_is_told_in_words(changes: dict[str, object], sa
 def test_a_field_that_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match="it has no 'ctrl_deps'"):
         node_of({name: value for name, value in NODE.items() if name != "ctrl_deps"})
+
+
+def test_a_field_of_another_type_beside_a_missing_one_is_told_too() -> None:
+    with pytest.raises(ValueError, match="its outputs are not an object"):
+        node_of({name: value for name, value in NODE.items() if name != "outputs"} | {"id": "x"})

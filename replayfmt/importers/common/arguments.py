@@ -473,21 +473,31 @@ class ArgumentReader:
 
     def __init__(self, names: TracedNames | None = None) -> None:
         self._names = names or TracedNames()
+        self._read: dict[int, tuple[torch.FunctionSchema, list[tuple[Any, ArgumentType]]]] = {}
 
     def bind(
         self, schema: torch.FunctionSchema, recorded: Sequence[RecordedArgument], *, by: str = "the trace"
     ) -> Binding:
         """Bind every argument of the schema, as far as the trace or its default says. `by` names the trace in notes."""
+        known = self._read.get(id(schema))  # PyTorch makes its arguments anew each time that they are looked at
+        if known is None:
+            known = self._read[id(schema)] = schema, [(each, schema_type(each)) for each in schema.arguments]
         binding = Binding()
-        for position, argument in enumerate(schema.arguments):
+        for position, (argument, kind) in enumerate(known[1]):
             each = recorded[position] if position < len(recorded) else None
-            self._one(binding, schema, argument, each, by)
+            self._one(binding, schema, argument, kind, each, by)
         return binding
 
     def _one(
-        self, binding: Binding, schema: torch.FunctionSchema, argument: Any, recorded: RecordedArgument | None, by: str
+        self,
+        binding: Binding,
+        schema: torch.FunctionSchema,
+        argument: Any,
+        kind: ArgumentType,
+        recorded: RecordedArgument | None,
+        by: str,
     ) -> None:
-        name, kind = argument.name, schema_type(argument)
+        name = argument.name
         if recorded is None:
             self._default(binding, schema, argument, f"{by} does not have it")
             return

@@ -1,15 +1,21 @@
 """Infers results that the trace does not record, by running the operator on tensors without memory.
 
 Meta tensors have sizes, strides and dtypes but no bytes, so the operator computes only the shapes of its results. If
-that fails (the shape depends on the content, or the operator has no such kernel) the results stay unknown.
+that fails (the shape depends on the content, or the operator has no such kernel) the results stay unknown. A trial
+takes half a millisecond; for many operators, one answers for all calls whose sizes have the same pattern (`Trials`).
 """
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+from threading import Thread
 from typing import Any
 
 import torch
@@ -58,6 +64,115 @@ class Results:
     refused: bool = False
 
 
+# Operators that take any sizes of the same pattern, besides the pointwise ones: which sizes are equal, or 0 or 1.
+# fmt: off
+_TAKE_PATTERNS = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "linear", "matmul", "t", "transpose", "unsqueeze", "detach",
+    "alias", "clone", "contiguous", "copy_", "fill_", "zero_", "empty_like", "zeros_like", "ones_like", "sum", "mean",
+    "amax", "amin", "_softmax", "_log_softmax", "_to_copy",
+})
+# fmt: on
+_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+_MOST_ELEMENTS = 1 << 60  # calls with more are tried as they are: their bytes may not be countable
+
+
+class Trials:
+    """Results of operators for given arguments, each found once.
+
+    Operators that take patterns are tried with a prime number in place of each size. The sizes and strides of the
+    results are products of these, and so tell those of every call of the pattern.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Results] = {}
+        self._patterns: dict[Any, Results] = {}
+
+    def of(self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> Results:
+        """The results of a call with these bound arguments."""
+        key = schema.name, schema.overload_name, _key(arguments)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._by_pattern(schema, arguments) or infer(schema, arguments)
+        return known
+
+    def _by_pattern(self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> Results | None:
+        """The results, None if the pattern of sizes does not tell them."""
+        if not _takes_patterns(schema.name, schema.overload_name):
+            return None
+        primes = {0: 0, 1: 1}  # by size
+        try:
+            pattern = [(name, _with_primes(value, primes)) for name, value in arguments]
+            key = schema.name, schema.overload_name, _key(pattern)
+            if key not in self._patterns:
+                self._patterns[key] = infer(schema, pattern)
+            values = self._patterns[key].values
+            sizes = {prime: size for size, prime in primes.items()}
+            return None if values is None else Results(tuple(_with_sizes(each, sizes) for each in values))
+        except LookupError:
+            return None
+
+
+@lru_cache(maxsize=4096)
+def _takes_patterns(name: str, overload: str) -> bool:
+    found = None if acts_outside(name) else find_overload(name, overload or "default")
+    namespace, _separator, base = name.partition("::")
+    return found is not None and ((namespace == "aten" and base in _TAKE_PATTERNS) or torch.Tag.pointwise in found.tags)
+
+
+def _with_primes(value: Any, primes: dict[int, int]) -> Any:
+    """An argument with a prime in place of each size. Raises LookupError for what has no pattern."""
+    if isinstance(value, list):
+        return [_with_primes(each, primes) for each in value]
+    if isinstance(value, MemoryFormat):
+        raise LookupError
+    if not isinstance(value, TensorSpec):
+        return value
+    sizes = value.sizes
+    if sizes is None or value.dtype is None or value.offset or value.flags or math.prod(sizes) >= _MOST_ELEMENTS:
+        raise LookupError
+    turned = len(sizes) == 2 and value.strides == (1, sizes[0])
+    if not turned and value.strides not in (None, contiguous(sizes)):
+        raise LookupError
+    for size in sizes:
+        if size not in primes:
+            primes[size] = _PRIMES[len(primes) - 2]
+    sizes = tuple(primes[size] for size in sizes)
+    return TensorSpec(value.dtype, sizes, (1, sizes[0]) if turned else None)
+
+
+def _with_sizes(value: Any, sizes: dict[int, int]) -> Any:
+    """A result with the sizes in place of the primes. Raises LookupError if it cannot be known that way."""
+    if isinstance(value, list):
+        return [_with_sizes(each, sizes) for each in value]
+    if not isinstance(value, ResultShape):
+        return value
+
+    def number(product: int) -> int:
+        found = sizes.get(product)
+        if found is not None:
+            return found
+        found = 1
+        for prime, size in sizes.items():
+            while prime > 1 and product % prime == 0:
+                product, found = product // prime, found * size
+        if product != 1:
+            raise LookupError
+        return found
+
+    shape, strides = (tuple(number(each) for each in part) for part in (value.sizes, value.strides))
+    if math.prod(shape) >= _MOST_ELEMENTS:
+        raise LookupError
+    return replace(value, sizes=shape, strides=strides)
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        return value.dtype, value.sizes, value.strides, value.offset, value.flags
+    if isinstance(value, list | tuple):
+        return tuple(_key(each) for each in value)
+    return type(value).__name__, repr(value)
+
+
 def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> Results:
     """The results of a call with these bound arguments."""
     if not schema.returns:
@@ -71,6 +186,12 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
         return Results(None, f"torch.ops has no {schema.name}.{name}")
     if _is_endless(schema, arguments):
         return Results(None, f"it may return more than {_MOST_RESULTS} tensors")
+    if "torch._dynamo" not in sys.modules:
+        # Trials import it. It keeps an exception, with the frames of everything that called it: of a thread, that is
+        # nothing; of an import, the whole trace.
+        importer = Thread(target=import_module, args=("torch._dynamo",))
+        importer.start()
+        importer.join()
     tensors: list[torch.Tensor] = []
     try:
         with torch.no_grad(), warnings.catch_warnings():

@@ -20,7 +20,7 @@ from replayfmt.pytorch.overloads import parse_schema, printed_schema
 
 from ..common.arguments import UNRECORDED, ArgumentReader, Binding, RecordedArgument, TensorSpec, dtype_of
 from ..common.operators import OperatorChoice, Operators
-from ..common.results import AliasedArgument, Results, infer, refusal
+from ..common.results import AliasedArgument, Results, Trials, refusal
 from ..common.synthesis import contiguous
 from .allocations import NUMBERS, Allocations, MemoryMap, PlacedTensor
 from .nodes import TensorReader, TracedTensor, TraceNode, operator_name, recorded_inputs, rounded
@@ -33,11 +33,12 @@ _TURNS = {"aten::_conj": TensorFlag.conj, "aten::_neg_view": TensorFlag.neg}
 
 @dataclass
 class NodeStep:
-    """One chosen node. `given` and `returned` say where its tensors are. `choice` and `binding` are those of an
-    operator; `assumed` has the assumptions besides the binding's."""
+    """One chosen node, the `number`th. `given` and `returned` say where its tensors are. `choice` and `binding` are
+    those of an operator; `assumed` has the assumptions besides the binding's."""
 
     node: TraceNode
     kind: NodeKind
+    number: int
     given: dict[TracedTensor, PlacedTensor]
     returned: dict[TracedTensor, PlacedTensor] = field(default_factory=dict)
     choice: OperatorChoice | None = None
@@ -52,13 +53,12 @@ class _OnAllocations(TensorReader):
         self._placed = placed
 
     def spec(self, tensor: TracedTensor) -> TensorSpec:
-        spec = super().spec(tensor)
         where = self._placed.get(tensor)
-        return (
-            spec
-            if where is None
-            else replace(spec, strides=where.strides, identity=where.allocation, flags=where.flags)
-        )
+        if where is None:
+            return super().spec(tensor)
+        dtype = dtype_of(tensor.type_name)
+        place = tensor.device, tensor.offset, where.allocation
+        return TensorSpec(dtype, tensor.sizes, where.strides, *place, flags=where.flags)
 
 
 class _Use(Enum):
@@ -95,15 +95,15 @@ def _uses_of(schema: torch.FunctionSchema | None) -> _OperatorUse:
 
 
 class NodeCalls:
-    """The calls of a trace, in order. With the `first` pass, whose allocations are complete, arguments are read as
-    well."""
+    """The calls of a trace, in order. `full`: arguments are read as well. A second pass over the same nodes has the
+    `first` one's complete allocations."""
 
-    def __init__(self, operators: Operators, first: NodeCalls | None = None) -> None:
+    def __init__(self, operators: Operators, first: NodeCalls | None = None, *, full: bool = True) -> None:
         self._operators = operators
         self._reader = ArgumentReader(operators.names)
-        self._full = first is not None
+        self._full = full
         self.memory = MemoryMap(first.allocations if first else None)
-        self.inferred: InferredResults = first.inferred if first else InferredResults()
+        self._trials: Trials = first._trials if first else Trials()
         self._changed: dict[str, bool] = {}
         self._choices: dict[str, tuple[OperatorChoice, torch.FunctionSchema | None]] = first._choices if first else {}
         self._uses: dict[str, _OperatorUse] = first._uses if first else {}
@@ -112,12 +112,15 @@ class NodeCalls:
     def allocations(self) -> Allocations:
         return self.memory.allocations
 
-    def step(self, node: TraceNode) -> NodeStep:
-        """The next chosen node."""
+    def step(self, node: TraceNode, chosen: bool) -> NodeStep | None:
+        """The next chosen node; None for one within it: the memory it allocates belongs to no other node any more."""
+        if not chosen:
+            self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
+            return None
         kind = kind_of(node)
         self.memory.access(*self._effects(node, kind))
         given = self.memory.take(tensor for _position, tensor in node.inputs.tensors)
-        step = NodeStep(node, kind, {each.tensor: each for each in given})
+        step = NodeStep(node, kind, self.memory.steps, {each.tensor: each for each in given})
         step.assumed += [
             f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
             f"which {BY} does not show"
@@ -144,10 +147,6 @@ class NodeCalls:
         )
         step.returned = {each.tensor: each for each in returned}
         return step
-
-    def inside(self, node: TraceNode) -> None:
-        """Handle a node within a chosen one: the memory it allocates belongs to no other node any more."""
-        self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
 
     def _effects(self, node: TraceNode, kind: NodeKind) -> tuple[list[TracedTensor], list[TracedTensor]]:
         """The tensors that a node reads, and those that it writes; if it does not say which, all of them."""
@@ -211,7 +210,7 @@ class NodeCalls:
         if not step.binding.missing:
             self._numbers(step)
         if self._full and not step.binding.missing:
-            impossible, doubtful = refusal(schema, self.inferred.tried(schema, step.binding.arguments)[0])
+            impossible, doubtful = refusal(schema, self._trials.of(schema, step.binding.arguments))
             step.binding.missing += [impossible] if impossible else []
             step.assumed += [doubtful] if doubtful else []
 
@@ -270,7 +269,7 @@ class NodeCalls:
         """Strides of everything an operator returned, inferred by running it without data; None if that fails."""
         if step.choice is None or step.choice.operator is None or step.binding is None or step.binding.missing:
             return None
-        returned = self.inferred.of(step.choice.operator.schema, step.binding.arguments)
+        returned = self._returned(step.choice, step.binding.arguments)
         outputs = [tensor for _position, tensor in step.node.outputs.tensors]
         if returned is None or len(returned) != len(outputs):
             return None
@@ -311,40 +310,15 @@ class NodeCalls:
             )
 
     def _returns(self, choice: OperatorChoice, arguments: Sequence[tuple[str, Any]]) -> list[DType | None] | None:
-        assert choice.operator is not None
-        returned = self.inferred.of(choice.operator.schema, arguments)
+        returned = self._returned(choice, arguments)
         return None if returned is None else [spec.dtype for spec in returned]
 
-
-class InferredResults:
-    """The results of operators for given arguments, inferred once each."""
-
-    def __init__(self) -> None:
-        self._inferred: dict[Any, tuple[Results, list[TensorSpec] | None]] = {}
-
-    def of(self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> list[TensorSpec] | None:
+    def _returned(self, choice: OperatorChoice, arguments: Sequence[tuple[str, Any]]) -> list[TensorSpec] | None:
         """Dtype, sizes, strides and offset of every returned tensor, including those in lists; None if PyTorch cannot
         infer them without data."""
-        return self.tried(schema, arguments)[1]
-
-    def tried(
-        self, schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]
-    ) -> tuple[Results, list[TensorSpec] | None]:
-        """The same with what came of trying the operator."""
-        key = (schema.name, schema.overload_name, tuple((name, _key(value)) for name, value in arguments))
-        if key not in self._inferred:
-            given = [spec for _name, value in arguments for spec in _tensors(value)]
-            results = infer(schema, arguments)
-            self._inferred[key] = results, _returned(results, given)
-        return self._inferred[key]
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, TensorSpec):
-        return value.dtype, value.sizes, value.strides, value.offset, value.flags
-    if isinstance(value, list):
-        return tuple(_key(each) for each in value)
-    return type(value).__name__, repr(value)
+        assert choice.operator is not None
+        given = [spec for _name, value in arguments for spec in _tensors(value)]
+        return _returned(self._trials.of(choice.operator.schema, arguments), given)
 
 
 def _returned(results: Results, given: Sequence[TensorSpec]) -> list[TensorSpec] | None:

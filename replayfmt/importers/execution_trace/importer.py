@@ -2,10 +2,10 @@
 others.
 
 Three passes over the file, which therefore need not fit into memory: choosing the nodes that represent the work,
-determining the length of each allocation, and writing. Calls keep their order; storages and views are those of the
-trace. A storage is imported where something first reads it, unless a call returned it; its content is what the trace
-has, usually none. A node that cannot be an op becomes an unsupported record that names it: collectives with their sizes
-and groups, Triton kernels with their source file.
+determining the length of each allocation, and writing. A short file is read once. Calls keep their order; storages and
+views are those of the trace. A storage is imported where something first reads it, unless a call returned it; its
+content is what the trace has, usually none. A node that cannot be an op becomes an unsupported record that names it:
+collectives with their sizes and groups, Triton kernels with their source file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from itertools import takewhile
 from os import PathLike, fspath
 from pathlib import Path
@@ -90,7 +90,7 @@ class GraphWriter:
         over = [
             storage
             for placed in (*step.given.values(), *step.returned.values())
-            if memory.allocations.last[placed.allocation] <= memory.steps
+            if memory.allocations.last[placed.allocation] <= step.number
             and (storage := self._storages.pop(placed.allocation, None)) is not None
         ]
         self._capture.release(over, moment)
@@ -374,10 +374,15 @@ def _signature(node: TraceNode) -> str:
 def _argument(inputs: NodeValues, position: int, tensors: list[TracedTensor] | None) -> str:
     if tensors is None:
         return str(inputs.values[position])
-    texts = [f"{tensor.type_name}{list(tensor.sizes)}".replace(" ", "") for tensor in tensors[:3]]
+    texts = [_shown_tensor(tensor.type_name, tensor.sizes) for tensor in tensors[:3]]
     if len(tensors) == 1 and inputs.types[position].startswith("Tensor"):
         return texts[0]
     return f"[{', '.join(texts)}{f' and {len(tensors) - 3} more' if len(tensors) > 3 else ''}]"
+
+
+@lru_cache(maxsize=4096)
+def _shown_tensor(type_name: str, sizes: tuple[int, ...]) -> str:
+    return f"{type_name}{list(sizes)}".replace(" ", "")
 
 
 KIND = "execution-trace"
@@ -416,13 +421,14 @@ def import_execution_trace(
             f"level {level}: an execution trace does not show what launched work; the deepest operators are taken"
         )
     operators = Operators(libraries, names)
-    first = NodeCalls(operators)
+    calls = NodeCalls(operators, full=trace.kept)
+    steps: list[NodeStep | None] = []
     for node, _position, chosen in trace.nodes(selection, 1):
-        if chosen:
-            first.step(node)
-        else:
-            first.inside(node)
-    calls = NodeCalls(operators, first)
+        step = calls.step(node, chosen)
+        if trace.kept:
+            steps.append(step)
+    if not trace.kept:
+        calls = NodeCalls(operators, calls)
     session = imported_session(
         KIND,
         report.source,
@@ -433,13 +439,13 @@ def import_execution_trace(
     with ImportedSession(out, session, force=force) as capture:
         writer = GraphWriter(capture, report, calls, content, Portable() if rewrite in REWRITES else None, trace.groups)
         marks = _Marks(capture)
-        for node, position, chosen in trace.nodes(selection, 2):
-            if not chosen:
-                calls.inside(node)
+        for number, (node, position, chosen) in enumerate(trace.nodes(selection, 2)):
+            step = steps[number] if steps else calls.step(node, chosen)
+            if step is None:
                 writer.inside(node)
                 continue
             scope = marks.enter(selection.path_of(position), node.thread)
-            writer.write(calls.step(node), scope, selection.wrappers_of(position))
+            writer.write(step, scope, selection.wrappers_of(position))
         marks.enter((), 0)
     report.problems += trace.problems + selection.problems + content.problems
     _finish(report, trace, selection, place)
@@ -478,6 +484,11 @@ class _Trace:
         self.rank: int | None = None
         self.world_size = 1
         self.groups: dict[str, dict[str, Any]] = {}
+
+    @property
+    def kept(self) -> bool:
+        """Whether all nodes are in memory."""
+        return self._kept is not None
 
     def _rows(self, number: int) -> Iterator[tuple[str, Any]]:
         with JsonStream.open(self.path, self._share(number), member=self._wanted_member) as stream:

@@ -143,7 +143,7 @@ def node_of(row: Any) -> TraceNode:
     except KeyError as error:
         raise ValueError(f"it has no {error}: {json.dumps(row)[:80]}") from None
     except (TypeError, ValueError, AttributeError):
-        wrong = [name for name in ("inputs", "outputs") if "attrs" in row and not isinstance(row[name], dict)]
+        wrong = [name for name in ("inputs", "outputs") if "attrs" in row and not isinstance(row.get(name), dict)]
         said = f"its {wrong[0]} are not an object" if wrong else "a field of it has a value of another type"
         raise ValueError(f"{said}: {json.dumps(row)[:80]}") from None
 
@@ -300,8 +300,11 @@ class TensorReader:
 
 def recorded_inputs(values: NodeValues, reader: TensorReader) -> list[RecordedArgument]:
     """What the trace says about each argument, in the schema's order."""
+    tensors = dict(values.tensors)
     return [
-        _recorded(
+        RecordedArgument(ArgumentForm.tensor, tensor=reader.spec(tensors[position]))
+        if position in tensors and values.types[position].startswith("Tensor(")
+        else _recorded(
             value,
             _at(values.shapes, position),
             _at(values.strides, position),

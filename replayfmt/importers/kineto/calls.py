@@ -41,7 +41,7 @@ from ..common.arguments import (
 )
 from ..common.operators import REPLACED, FoundOperator, OperatorChoice, Operators
 from ..common.report import Status
-from ..common.results import Results, infer, refusal, shapes
+from ..common.results import Results, Trials, refusal, shapes
 from .events import OpKind, WorkKind
 
 _LISTS = frozenset({"TensorList", "GenericList", "OptionalTensorList", "Tensor[]"})
@@ -305,7 +305,7 @@ class EventCalls:
         self._foreign = foreign or {}
         self._operators = operators
         self._reader = ArgumentReader(operators.names)
-        self._results: dict[str, Results] = {}
+        self._trials = Trials()
         self._returned: dict[tuple[int, ...], set[DType]] = defaultdict(set)
         self._dtypes: dict[Geometry, set[DType]] = defaultdict(set)
         self._sized: dict[tuple[int, ...], set[DType]] = defaultdict(set)
@@ -353,12 +353,9 @@ class EventCalls:
         assumed = [*choice.assumed, *read.assumed, *binding.assumed]
         required = {each.name for each in choice.operator.schema.arguments if not schema_type(each).optional}
         bound = place(choice.operator.name, binding.arguments, placement, assumed, required)
-        key = f"{choice.operator.schema}|{bound!r}"
-        if key not in self._results:
-            self._results[key] = infer(choice.operator.schema, bound)
-            for shape in shapes(self._results[key].values or ()):
-                self._returned[shape.sizes].add(shape.dtype)
-        results = self._results[key]
+        results = self._trials.of(choice.operator.schema, bound)
+        for shape in shapes(results.values or ()):
+            self._returned[shape.sizes].add(shape.dtype)
         impossible, doubtful = refusal(choice.operator.schema, results)
         if impossible:
             return ResolvedCall(kind.name, None, reason="import_incomplete", detail=impossible, signature=shown)
@@ -402,7 +399,7 @@ class EventCalls:
         binding = self._reader.bind(choice.operator.schema, tried) if choice.operator is not None else None
         if binding is None or binding.missing:
             return arguments
-        results = infer(choice.operator.schema, binding.arguments)  # type: ignore[union-attr]
+        results = self._trials.of(choice.operator.schema, binding.arguments)  # type: ignore[union-attr]
         found = {
             dtype
             for shape in shapes(results.values or ())

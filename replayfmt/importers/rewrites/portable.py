@@ -21,7 +21,7 @@ from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.pytorch.traced_names import Iteration
 
-from ..common.results import Results
+from ..common.results import Trials
 from ..common.synthesis import Tensor
 from .engines import ENGINE_SCHEMAS, ENGINES
 from .rewriting import Arguments, CannotRewrite, Rewritten, RewrittenCalls, tensors_in
@@ -431,7 +431,7 @@ class Portable:
     """Rewrites calls, one at a time. Layers make the same calls again: each is tried without data once."""
 
     def __init__(self) -> None:
-        self._tried: dict[str, Results] = {}
+        self._trials = Trials()
 
     def rewrite(
         self, kernel: Kernel, arguments: Arguments, results: list[Any] | None, step: Iteration | None = None
@@ -448,7 +448,7 @@ class Portable:
             return _foreign(kernel) if pinned is None else pinned
         if not tensors:
             return f"{kernel.qualified_name}: a call without tensors"
-        calls = RewrittenCalls(tensors[0], step, self._tried)
+        calls = RewrittenCalls(tensors[0], step, self._trials)
         try:
             rule(calls, given, results)
         except CannotRewrite as error:

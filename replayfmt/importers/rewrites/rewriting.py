@@ -18,7 +18,7 @@ from replayfmt.pytorch.overloads import find_overload, printed_schema
 from replayfmt.pytorch.traced_names import Iteration
 
 from ..common.arguments import TensorSpec
-from ..common.results import Results, infer, realize
+from ..common.results import Trials, realize
 from ..common.synthesis import Tensor, plain_tensor
 
 Arguments = Sequence[tuple[str, Any]]
@@ -60,12 +60,12 @@ class RewrittenCalls:
     """Calls composed one after the other. Each returns its results, which further calls may use.
 
     `like` is a tensor on the device for new memory; `step` is the serving engine's step that the call is in.
-    `tried` has the results of calls that were inferred before. `assumed`: what a rule had to assume.
+    `trials` has the results of calls that were tried before. `assumed`: what a rule had to assume.
     """
 
-    def __init__(self, like: Tensor, step: Iteration | None = None, tried: dict[str, Results] | None = None) -> None:
+    def __init__(self, like: Tensor, step: Iteration | None = None, trials: Trials | None = None) -> None:
         self._like, self.step = like, step
-        self._tried = {} if tried is None else tried
+        self._trials = trials or Trials()
         self.made: list[Call] = []
         self.assumed: list[str] = []
 
@@ -116,10 +116,7 @@ class RewrittenCalls:
     def _inferred(self, found: Kernel, given: Arguments) -> list[Any]:
         tensors = [each for _name, value in given for each in tensors_in(value)]
         specs = [(name, _specs(value)) for name, value in given]
-        key = f"{found.qualified_name}|{specs!r}"
-        if key not in self._tried:
-            self._tried[key] = infer(_operator(found.name, found.overload)._schema, specs)
-        inferred = self._tried[key]
+        inferred = self._trials.of(_operator(found.name, found.overload)._schema, specs)
         results = realize(inferred, tensors, self._like.meta.device)
         if results is None:
             raise CannotRewrite(f"{found.qualified_name} cannot be tried without data: {inferred.unknown}")
