@@ -192,7 +192,8 @@ class Capture:
         """A table as a DataFrame; docs/tables.md says what each column holds. Unknown numbers are NA, never 0.
 
         `ops` has a row for each op, by ordinal; `signatures` for each distinct signature of ops (docs/signatures.md),
-        with numbers of calls and sums of times; `kernels` likewise for each kernel, by its id.
+        with numbers of calls and sums of times; `kernels` likewise for each kernel, by its id; `device-kernels` for
+        each that an imported profiler trace has.
 
         Raises OpReplayError if pandas is not installed.
         """

@@ -57,8 +57,9 @@ _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 )
 @option(
     "--table",
-    "With --format=csv or parquet: a row for each op, for each distinct signature, or for each kernel.",
-    type=["ops", "signatures", "kernels"],
+    "With --format=csv or parquet: a row for each op, each distinct signature, each kernel (operator), or each device "
+    "kernel of an imported profiler trace, with its tier.",
+    type=["ops", "signatures", "kernels", "device-kernels"],
     default="ops",
 )
 @option(

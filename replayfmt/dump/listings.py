@@ -242,7 +242,7 @@ def device_kernels(reader: CaptureReader) -> tuple[list[dict[str, Any]], list[di
     found = device_kernel_rows(reader)
     if found is None:
         raise UsageError(
-            f"--device-kernels: {reader.path} holds none; imports of profiler traces with device work keep them "
+            f"{reader.path} holds no device kernels; imports of profiler traces with device work keep them "
             "(opreplay-import), and what is trimmed from those does not"
         )
     streams = _streams(found)
@@ -294,12 +294,10 @@ def device_kernel_csv(reader: CaptureReader) -> Iterator[str]:
     """The kernels as CSV (RFC 4180 with newlines), in chunks; what is unknown is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_COLUMNS, "tier", *(f"collective_{name}" for name in _COLLECTIVE)])
+    writer.writerow([*_COLUMNS, *(f"collective_{name}" for name in _COLLECTIVE)])
     for row in device_kernels(reader)[1]:
         collective = row["collective"] or {}
-        writer.writerow(
-            [_cell(row[name]) for name in (*_COLUMNS, "tier")] + [_cell(collective.get(n)) for n in _COLLECTIVE]
-        )
+        writer.writerow([csv_cell(row[name]) for name in _COLUMNS] + [csv_cell(collective.get(n)) for n in _COLLECTIVE])
         if text.tell() > 1 << 20:
             yield text.getvalue()
             text.seek(0)
@@ -307,7 +305,7 @@ def device_kernel_csv(reader: CaptureReader) -> Iterator[str]:
     yield text.getvalue()
 
 
-def _cell(value: Any) -> Any:
+def csv_cell(value: Any) -> Any:
     if isinstance(value, bool):
         return "true" if value else "false"
     return "x".join(map(str, value)) if isinstance(value, list) else value
@@ -338,7 +336,7 @@ def device_kernel_text(reader: CaptureReader) -> Iterator[str]:
             "-" if row["total_ns"] is None else f"{row['total_ns'] / 1e3:,.3f}",
             row["device"] or "-",
             *(
-                "-" if row[name] is None else str(_cell(row[name]))
+                "-" if row[name] is None else str(csv_cell(row[name]))
                 for name in ("stream", "grid", "block", "shared_memory_bytes", "registers_per_thread", "bytes")
             ),
             "-" if row["occupancy_percent"] is None else f"{row['occupancy_percent']:g}%",

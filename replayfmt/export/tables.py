@@ -1,4 +1,4 @@
-"""A capture's ops, signatures and kernels as tables: CSV, Parquet, or pandas. Needs no PyTorch.
+"""A capture's ops, signatures, kernels and device kernels as tables: CSV, Parquet, or pandas. Needs no PyTorch.
 
 Ops are read as columns, one row for each.
 """
@@ -10,10 +10,11 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from replayfmt.dump.listings import csv_cell, device_kernels
 from replayfmt.dump.row_templates import device_slot
 from replayfmt.errors import InvalidCapture, OpReplayError, UsageError
 from replayfmt.format.codes import UNKNOWN_DEVICE_NS, RecordKind
@@ -161,17 +162,23 @@ class _SharedColumns:
         return made[rows]
 
 
-TableName = Literal["ops", "signatures", "kernels"]
-TABLES: tuple[TableName, ...] = ("ops", "signatures", "kernels")
-_TEXT = frozenset({"op", "overload", "signature", "scope", "device", "status", "kernel_kind", "schema"})
+TableName = Literal["ops", "signatures", "kernels", "device-kernels"]
+TABLES: tuple[TableName, ...] = get_args(TableName)
+_TEXT = frozenset({"op", "overload", "signature", "scope", "device", "status", "kernel_kind", "schema"}) | {
+    *("name", "category", "tier", "grid", "block")
+}
+_DEVICE_NUMBERS = ("stream", "bytes", "count", "untimed", "total_ns", "min_ns", "max_ns")
 _TIMES = ("total_duration_ns", "timed_calls", "total_device_duration_ns", "device_timed_calls")
 # In this order; docs/tables.md says what each holds.
 TABLE_COLUMNS: dict[TableName, tuple[str, ...]] = {
     "ops": COLUMNS,
     "signatures": ("signature", "kernel", "op", "overload", "calls", "first_ordinal", *_TIMES),
     "kernels": ("kernel", "op", "overload", "kernel_kind", "schema", "calls", "signatures", "first_ordinal", *_TIMES),
+    "device-kernels": ("name", "category", "tier", "device", "grid", "block", *_DEVICE_NUMBERS),
 }
-NULLABLE = frozenset({*NULLABLE_TIMES, "device", "total_duration_ns", "total_device_duration_ns"})
+NULLABLE = frozenset({*NULLABLE_TIMES, "device", "total_duration_ns", "total_device_duration_ns"}) | {
+    *("grid", "block", *_DEVICE_NUMBERS)
+}
 _MOST = np.iinfo(np.int64).max
 
 Rows = dict[str, list[Any]]  # columns by name, of one length; None is null
@@ -203,7 +210,14 @@ class _Calls:
 
 def table_rows(reader: CaptureReader, table: TableName, ordinals: np.ndarray | None = None) -> Iterator[Rows]:
     """The columns of a table, in pieces, under the names and in the order of TABLE_COLUMNS. With `ordinals`
-    (ascending), of the ops that have these. Raises InvalidCapture for a damaged frame and for sums beyond 64 bits."""
+    (ascending), of the ops that have these. Raises InvalidCapture for a damaged frame and for sums beyond 64 bits,
+    UsageError for device kernels of some ops, or where the capture has none."""
+    if table == "device-kernels":
+        if ordinals is not None:
+            raise UsageError("--table=device-kernels is of the whole trace: expected no selection of ops")
+        found = device_kernels(reader)[1]
+        yield {name: [csv_cell(row[name]) for row in found] for name in TABLE_COLUMNS[table]}
+        return
     if table != "ops":
         yield _grouped(reader, table, ordinals)
         return
@@ -380,4 +394,5 @@ def data_frame(reader: CaptureReader, table: TableName) -> pandas.DataFrame:
         else:
             made[name] = values.astype(np.int64)
     frame = pandas.DataFrame(made)
-    return frame if table == "signatures" else frame.set_index("ordinal" if table == "ops" else "kernel")
+    index = {"ops": "ordinal", "kernels": "kernel"}.get(table)
+    return frame if index is None else frame.set_index(index)

@@ -18,7 +18,7 @@ from in_process import Tools
 
 import replayfmt
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
-from replayfmt.export.tables import NULLABLE, TABLE_COLUMNS, TABLES, TableName, export_table, table_rows
+from replayfmt.export.tables import NULLABLE, TABLE_COLUMNS, TableName, export_table, table_rows
 from replayfmt.format.output import Output
 from replayfmt.format.reader import open_capture
 
@@ -65,7 +65,7 @@ def test_groups_add_up_the_calls_and_the_known_times_of_their_ops(path: Path, ta
         ]
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", ["ops", "signatures", "kernels"])
 def test_csv_parquet_and_data_frames_hold_the_same_rows_whatever_is_in_names(
     path: Path, table: TableName, tmp_path: Path, tools: Tools
 ) -> None:

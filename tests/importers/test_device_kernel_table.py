@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from in_process import Tools
 
+import replayfmt
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.attachments import DEVICE_KERNELS_ROLE, device_kernel_rows, kernel_tier
 from replayfmt.format.model import Attachment
@@ -181,12 +182,37 @@ def test_collectives_that_the_trace_does_not_name_are_known_by_their_names(
 def test_csv_has_the_same_rows_and_quotes_names(imported: Import, tools: Tools) -> None:
     rows = [row for row in table(imported, tools) if row["kind"] == "device_kernel"]
     out = tools("dump", "--device-kernels", "--format=csv", imported(EVENTS).reader.path).out
+    heads = out.splitlines()[0].split(",")
+    assert len(set(heads)) == len(heads)
     found = list(csv.DictReader(io.StringIO(out)))
     assert [each["name"] for each in found] == [row["name"] for row in rows]
     assert found[0]["grid"] == "4x1x1" and found[0]["bytes"] == "" and found[1]["communication_stream"] == "true"
     assert [row["tier"] for row in found] == [kernel_tier(row["name"]) for row in found]
     assert found[1]["collective_name"] == "allreduce" and found[1]["collective_out_elements"] == ""
     assert sum(int(each["count"]) for each in found) == 6
+
+
+def test_the_exported_table_has_the_same_kernels_with_their_tiers(
+    imported: Import, tools: Tools, tmp_path: Path
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pytest.importorskip("pandas")
+    rows = [row for row in table(imported, tools) if row["kind"] == "device_kernel"]
+    path, out = imported(EVENTS).reader.path, tmp_path / "kernels.csv"
+    for form in ("csv", "parquet"):
+        tools("export", f"--format={form}", "--table=device-kernels", path, out.with_suffix(f".{form}"))
+    found = list(csv.DictReader(io.StringIO(out.read_text())))
+    assert [(each["name"], each["tier"]) for each in found] == [(row["name"], row["tier"]) for row in rows]
+    assert [each["total_ns"] for each in found] == [
+        "" if row["total_ns"] is None else str(row["total_ns"]) for row in rows
+    ]
+    with replayfmt.open(path) as capture:
+        frame = capture.to_pandas("device-kernels")
+    assert list(frame["tier"]) == [row["tier"] for row in rows] and frame["count"].sum() == 6
+    stored = parquet.read_table(tmp_path / "kernels.parquet").to_pylist()
+    assert [each["tier"] for each in stored] == list(frame["tier"])
+    refused = tools("export", "--format=csv", "--table=device-kernels", "--kernel=aten::mm", path, tmp_path / "no.csv")
+    assert refused.code == 2 and "of the whole trace" in refused.err
 
 
 def test_jq_works_on_the_rows(imported: Import, tools: Tools) -> None:
@@ -212,7 +238,7 @@ def test_the_table_is_no_code_and_records_say_when_their_kernels_ran(imported: I
 def test_a_capture_without_the_table_and_flags_that_do_not_fit_are_one_line(imported: Import, tools: Tools) -> None:
     path = imported([op("aten::mm", 10, 10, MM)]).reader.path
     for flags, said in (
-        ([], "holds none; imports of profiler traces with device work keep them"),
+        ([], "holds no device kernels; imports of profiler traces with device work keep them"),
         (["--summary"], "it goes with --format and --jq alone"),
         (["--ops=0:1"], "it goes with --format and --jq alone"),
     ):
