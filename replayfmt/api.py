@@ -15,6 +15,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import CaptureInfo, Kernel, Record, Summary
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.validation import text_of
 
 if TYPE_CHECKING:
     import pandas
@@ -102,7 +103,14 @@ class Op:
         """
         from replayfmt.replay.convenience import replay_op
 
-        return replay_op(self._reader, self.ordinal, device, file_remaps, initializers, allow_code)
+        return replay_op(
+            self._reader,
+            self.ordinal,
+            devices=[] if device is None else [text_of("device", device)],
+            file_remaps=file_remaps,
+            initializers=initializers,
+            allow_code=allow_code,
+        )
 
     def __repr__(self) -> str:
         return f"<op {self.ordinal} {self.kernel.qualified_name}>"

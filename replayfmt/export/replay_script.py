@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 try:
@@ -201,14 +202,31 @@ def registered(name: str, overload: str) -> bool:
     return True
 
 
-def operator(entry: dict[str, Any], allowed: Sequence[str] = ()) -> Any:
-    """The operator of an entry, from the dispatcher's registry: names of the file are looked up nowhere else, so that
-    no file reaches a Python function through one. Which overload it was is not in the IR of other tools."""
+PLAIN = "callable"  # the overload of what is no operator but a function of a library
+
+
+def plain_function(name: str, libraries: Sequence[str]) -> Any:
+    """A function that a library itself defines, which the user named for just this namespace."""
+    namespace, _separator, base = name.partition("::")
+    for library in libraries:
+        named, _separator, module = library.partition("=")
+        found = vars(importlib.import_module(module)).get(base) if named == namespace else None
+        if isinstance(found, FunctionType) and found.__module__ == module:
+            return found
+    raise ValueError(f"{name!a} is a plain function; --op-library={namespace}=MODULE names the library that defines it")
+
+
+def operator(entry: dict[str, Any], allowed: Sequence[str] = (), libraries: Sequence[str] = ()) -> Any:
+    """The operator of an entry, from the dispatcher's registry. Names of the file are looked up nowhere else, so that
+    no file reaches a Python function through one, but in `libraries`. Which overload it was is not in the IR of other
+    tools."""
     name, overload = entry["op_name"], (entry.get("opreplay") or {}).get("overload")
     if not (isinstance(name, str) and isinstance(overload, str | None)):
         raise ValueError("op_name and overload must be strings")
     if (name in REFUSED_OPERATORS or name.partition("::")[0] in REFUSED_NAMESPACES) and name not in allowed:
         raise ValueError(f"{name!a} does more than compute on tensors; --allow-operator={name} runs it anyway")
+    if overload == PLAIN:
+        return plain_function(name, libraries)
     if overload is not None:
         overload = "" if overload == "default" else overload
         if not registered(name, overload):
@@ -283,7 +301,8 @@ def measure(call: Any, seconds: float) -> float:
 def describe(value: Any) -> str:
     """A value as one line."""
     if isinstance(value, torch.Tensor):
-        return f"Tensor(shape={tuple(value.shape)}, dtype={value.dtype}, device={value.device})"
+        strides = value.stride() if value.layout is torch.strided else None
+        return f"Tensor(shape={tuple(value.shape)}, strides={strides}, dtype={value.dtype}, device={value.device})"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(describe(each) for each in value) + "]"
     return repr(value)
@@ -339,6 +358,13 @@ def flags(given: list[str] | None) -> argparse.Namespace:
         metavar="MODULE",
         help="import this module first: a library that registers operators. Repeatable",
     )
+    parser.add_argument(
+        "--op-library",
+        action="append",
+        default=[],
+        metavar="NAMESPACE=MODULE",
+        help="call this module's functions for calls of that namespace that are no operators. Repeatable",
+    )
     parser.add_argument("--stop-on-error", action="store_true")
     parser.add_argument("-v", "--verbose", action="store_true", help="print arguments and results")
     return parser.parse_args(given)
@@ -381,7 +407,7 @@ def main(given: list[str] | None = None) -> int:
         name = entry["op_name"].encode("unicode_escape").decode()
         print(f"[{number}/{len(chosen)}] {name}", flush=True)
         try:
-            function = operator(entry, options.allow_operator)
+            function = operator(entry, options.allow_operator, options.op_library)
             positional, keywords = arguments(entry, options.device, integers.get(str(index), {}))
             if options.verbose:
                 values = [*positional, *keywords.values()]
@@ -401,6 +427,7 @@ def main(given: list[str] | None = None) -> int:
         total += elapsed * count
         print(f"  {elapsed:.2f} us a call, {count} calls, {elapsed * count:.2f} us in the workload")
         if options.verbose:
+            print(f"  Successfully executed {name}.")  # as TraceLens says it
             print(f"  result: {describe(result)}")
     print(
         f"{len(entries)} calls in the file, {matched} matched, {number} attempted, "

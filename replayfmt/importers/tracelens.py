@@ -206,6 +206,8 @@ class _Writer:
         choice = self._operators.by_schema(text) if isinstance(text, str) else None
         if choice is None or choice.operator is None:
             choice = self._by_names(call) or self._operators.choose(call.name, call.recorded)
+        if choice.reason == "no_schema":  # a plain function, by the types of what it was given
+            choice = self._operators.by_types(call.name, call.recorded)
         if choice.operator is None:
             return choice, Binding()
         schema = choice.operator.schema

@@ -7,8 +7,9 @@ report of a finished replay for people and for programs, as opreplay-run prints 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from html import escape
 from os import PathLike
 from typing import Any, Unpack
@@ -17,9 +18,8 @@ from replayfmt.errors import ContentNotCaptured, InvalidCapture, ReplayFailed, R
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.races import judge_races
-from replayfmt.format.reader import CaptureReader
-from replayfmt.format.validation import counted, flag_of, printable, scope_count, text_of
-from replayfmt.initializers import Initializer
+from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.validation import counted, flag_of, printable, scope_count
 from replayfmt.pytorch.environment import replay_threads
 from replayfmt.pytorch.tensors.memory import undispatched
 
@@ -283,15 +283,45 @@ def _mebibytes(length: int) -> str:
     return f"{length / 2**20:.1f} MiB"
 
 
+class ReplayedResults(Mapping[int, Any]):
+    """What each op returns in a replay, by ordinal, as its kernel returns it. Nothing is kept: each time that one is
+    asked for, the op is replayed, and those before it that it needs."""
+
+    def __init__(self, path: str, options: PlanOptions) -> None:
+        self._path, self._options = path, options
+
+    @cached_property
+    def _ordinals(self) -> dict[int, None]:
+        with open_capture(self._path) as reader:
+            return {record.ordinal: None for record in reader.records() if record.kind is RecordKind.op}
+
+    def __getitem__(self, ordinal: int) -> Any:
+        """Raises KeyError if no op has the ordinal, and what `Op.replay` raises."""
+        if ordinal not in self._ordinals:
+            raise KeyError(ordinal)
+        with open_capture(self._path) as reader:
+            return replay_op(reader, ordinal, **self._options)
+
+    def __contains__(self, ordinal: object) -> bool:
+        return ordinal in self._ordinals
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ordinals)
+
+    def __len__(self) -> int:
+        return len(self._ordinals)
+
+
 @dataclass(frozen=True)
 class Replayed:
     """A finished replay. `text` is what opreplay-run prints of it, `rows` are the rows of its --format=jsonl; `result`
-    has everything as values. Prints as the text."""
+    has everything as values, `results` what the ops returned, if it was asked for. Prints as the text."""
 
     path: str
     result: ReplayResult
     text: str
     rows: tuple[dict[str, Any], ...]
+    results: ReplayedResults | None = None
 
     @property
     def outcome(self) -> str:
@@ -328,19 +358,22 @@ def run(
     verify: VerifyMode = "auto",
     keep_going: bool = False,
     check: bool = True,
+    results: bool = False,
     **options: Unpack[PlanOptions],
 ) -> Replayed:
-    """Replay a capture and verify the results, as opreplay-run does. `options` are those of Plan.
+    """Replay a capture and verify the results, as opreplay-run does. `options` are those of Plan. With `results`, the
+    replay's `results[ordinal]` is what an op returned, computed when it is asked for.
 
     Raises ReplayMismatch if the replay differs from the capture, unless `check` is False: then the result says so.
     With `keep_going` everything runs that can, and `result.verdicts` says what became of each op. Raises ReplayRefused
     with every finding, ReplayFailed if an op fails, and what opening the file raises.
     """
-    check = flag_of("check", check)
+    check, results = flag_of("check", check), flag_of("results", results)
     with Plan(path, keep_going=keep_going, **options) as plan:
         result = plan.execute(verify=verify, keep_going=keep_going, scope_times=True)
         text = "\n".join(map(printable, as_text(plan, result)))
-        replayed = Replayed(plan.reader.path, result, text, tuple(as_rows(plan, result)))
+        values = ReplayedResults(plan.reader.path, options) if results else None
+        replayed = Replayed(plan.reader.path, result, text, tuple(as_rows(plan, result)), values)
     if check and result.divergence is not None:
         raise ReplayMismatch(f"{replayed.path}: the replay differs from the capture: {result.divergence}")
     return replayed
@@ -380,32 +413,16 @@ def arguments_by_name(record: Record, values: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
-def replay_op(
-    reader: CaptureReader,
-    ordinal: int,
-    device: str | None,
-    file_remaps: Sequence[str] = (),
-    initializers: Sequence[Initializer] = (),
-    allow_code: bool = False,
-) -> Any:
-    """What the kernel of the op at an ordinal returns, replayed on `device` (default: the captured ones).
-
-    `file_remaps`, `initializers` and `allow_code` are those of a Plan.
+def replay_op(reader: CaptureReader, ordinal: int, **options: Unpack[PlanOptions]) -> Any:
+    """What the kernel of the op at an ordinal returns, replayed with the options of a Plan.
 
     Raises UsageError if there is no op at the ordinal, ReplayRefused if it or what it needs cannot be run here,
     ReplayFailed if it raises.
     """
     if not 0 <= ordinal < reader.record_count or reader.record(ordinal).kind is not RecordKind.op:
         raise UsageError(f"{reader.path}: there is no op at ordinal {ordinal}")
-    with Plan(
-        reader,
-        [] if device is None else [text_of("device", device)],
-        allow_incomplete=True,
-        keep_going=True,
-        file_remaps=file_remaps,
-        initializers=initializers,
-        allow_code=allow_code,
-    ) as plan:
+    options["allow_incomplete"] = True
+    with Plan(reader, keep_going=True, **options) as plan:
         verdict, result = plan.run_single(ordinal)
     if verdict.verdict == "ok":
         return result

@@ -216,7 +216,7 @@ def test_the_script_runs_custom_operators_once_their_library_is_imported(
     assert "'script_library::twice.default' is registered; --import=MODULE" in capsys.readouterr().out
     try:
         assert main([*flags, "--import=script_library"]) == 0
-        assert "result: Tensor(shape=(2,), dtype=torch.float32, device=cpu)" in capsys.readouterr().out
+        assert "result: Tensor(shape=(2,), strides=(1,), dtype=torch.float32, device=cpu)" in capsys.readouterr().out
     finally:
         sys.modules.pop("script_library").library._destroy()
 

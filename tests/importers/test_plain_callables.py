@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from replayfmt.errors import ReplayRefused
+from replayfmt.export.replay_script import main
+from replayfmt.export.replay_zip import export_replay_zip
+from replayfmt.format.reader import open_capture
+from replayfmt.importers.importing import import_trace
 from replayfmt.pytorch import op_libraries
 from replayfmt.pytorch.op_libraries import OpLibraries, register_op_library
 from replayfmt.replay.plan import Plan
@@ -94,3 +100,47 @@ def test_a_call_without_tensors_is_none(imported: Import, library: str) -> None:
     event = op("plain_lib::scaled_sum", 10, 10, [scalar("1"), scalar("2")])
     result = imported([event], libraries=OpLibraries(registered={"plain_lib": (library,)}))
     assert "without tensors" in str(result.of("unsupported")[0].argument("detail"))
+
+
+def exported(imported: Import, library: str, tmp_path: Path) -> tuple[str, Path]:
+    """The IR of a capture with a call of a plain function: as the export writes it, and as TraceLens does."""
+    path = imported_call(imported, library).reader.path
+    with open_capture(path) as reader:
+        assert export_replay_zip(reader, tmp_path / "x.zip").entries == 1
+    zipfile.ZipFile(tmp_path / "x.zip").extract("event_replay_ir.json", tmp_path)
+    return path, tmp_path / "event_replay_ir.json"
+
+
+def test_an_ir_entry_of_a_function_is_imported_by_its_types(imported: Import, library: str, tmp_path: Path) -> None:
+    path, ir = exported(imported, library, tmp_path)
+    entries = json.loads(ir.read_text())
+    for entry in entries:  # TraceLens writes neither overloads nor schemas
+        del entry["opreplay"]
+        entry["replay_ir"]["list_pos_args"] = [
+            {name: value for name, value in each.items() if name != "opreplay"}
+            for each in entry["replay_ir"]["list_pos_args"]
+        ]
+    plain = tmp_path / "plain_ir.json"
+    plain.write_text(json.dumps(entries))
+    with open_capture(path) as reader:
+        wanted = [each.schema for each in reader.kernels[1:]]  # type: ignore[union-attr]
+    for source in (ir, plain):
+        out = tmp_path / "back.opreplay"
+        import_trace(source, out, libraries=OpLibraries(registered={"plain_lib": (library,)}), force=True)
+        with open_capture(out) as reader:
+            assert [each.schema for each in reader.kernels[1:]] == wanted  # type: ignore[union-attr]
+
+
+def test_an_exported_function_runs_in_the_script_once_its_library_is_named(
+    imported: Import, library: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _path, ir = exported(imported, library, tmp_path)
+    flags = [str(ir), "--device=cpu", "--benchmark-min-time=0s", "-v"]
+    assert main(flags) == 1
+    assert "is a plain function; --op-library=plain_lib=MODULE names" in capsys.readouterr().out
+    assert main([*flags, f"--op-library=other={library}"]) == 1
+    capsys.readouterr()
+    assert main([*flags, f"--op-library=plain_lib={library}"]) == 0
+    out = capsys.readouterr().out
+    assert "  Successfully executed plain_lib::scaled_sum.\n" in out
+    assert "Tensor(shape=(4, 8), strides=(8, 1), dtype=torch.float32, device=cpu)" in out

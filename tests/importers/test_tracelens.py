@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import replayfmt
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import DType, MemoryFormat, RecordKind
 from replayfmt.format.model import DeviceValue, Record, TensorValue
@@ -162,3 +164,20 @@ def test_an_import_replays_elsewhere(tmp_path: Path) -> None:
     with Plan(path.with_suffix(".opreplay"), devices=["cpu"]) as plan:
         result = plan.execute()
     assert (result.outcome, result.ops) == ("ok", 2)
+
+
+def test_what_a_replay_of_an_import_returns_is_there_from_python_when_it_is_asked_for(tmp_path: Path) -> None:
+    path = saved(tmp_path, MM, entry("aten::relu", ("self", "Tensor", tensor([4, 5]))))
+    imported(path)
+    capture = path.with_suffix(".opreplay")
+    before = capture.read_bytes()
+    replayed = replayfmt.run(capture, results=True, devices=["cpu"])
+    assert replayed.results is not None and len(replayed.results) == 2
+    first, second = replayed.results
+    assert second in replayed.results and first + 10**6 not in replayed.results
+    assert (replayed.results[second] >= 0).all() and replayed.results[second].shape == (4, 5)
+    assert torch.equal(replayed.results[first], replayed.results[first])
+    with pytest.raises(KeyError):
+        replayed.results[second + 10**6]
+    assert replayfmt.run(capture, devices=["cpu"]).results is None
+    assert capture.read_bytes() == before
