@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,11 @@ import click
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader, open_capture
 
-from .command import is_given, option, record_bar, run_tool, say, tool
+from .command import is_given, option, record_bar, refuse, run_tool, say, tool
 from .replay_flags import ReplayFlags, flag_of, replay_options, selection_options
 
 if TYPE_CHECKING:
+    from replayfmt.export.perfetto import TimelineCounts
     from replayfmt.export.replay_zip import Exported
     from replayfmt.trim.selection import TrimSelection
 
@@ -49,8 +51,8 @@ _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     "replay-zip: TraceLens EventReplay IR, a script that replays it with only PyTorch, a README. kernel-task: a "
     "folder with the calls of a --kernel, or the ops of a --scope or of --ops as one function, with inputs, expected "
     "outputs, the reference and a judge that needs only PyTorch. flashinfer-bench, kernelbench: also in that form. "
-    "perfetto: a timeline, as Chrome's JSON. chakra: execution traces of all ranks, for simulators. csv, parquet: a "
-    "table.",
+    "perfetto: a timeline, as Chrome's JSON, of all ranks for their folder. chakra: execution traces of all ranks, for "
+    "simulators. csv, parquet: a table.",
     name="form",
     type=["replay-zip", *_TASKS, "perfetto", "chakra", *_TABLE_FORMATS],
     default="replay-zip",
@@ -135,6 +137,9 @@ def cli(
         return
     if form in _TASKS:
         _kernel_task(capture, out, wanted, inputs, size_limit, flags, force, form, benchmark)
+        return
+    if form == "perfetto" and os.path.isdir(capture):
+        _timeline_of_ranks(context, capture, out, wanted, force)
         return
     with open_capture(capture) as reader:
         if form in _TABLE_FORMATS:
@@ -221,6 +226,32 @@ def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: TrimS
     say(f"{out}: {rows:,} rows of {table}")
 
 
+def _timeline_of_ranks(context: click.Context, folder: str, out: str, wanted: TrimSelection, force: bool) -> None:
+    from replayfmt.export.perfetto import export_perfetto_ranks
+
+    refuse(
+        context,
+        ("replayed", "benchmark", "power_log", "zone"),
+        "does not go with the folder of all ranks; give it one file",
+    )
+    if not wanted.everything:
+        raise UsageError("the timeline of all ranks has whole files: cut the part out first, with opreplay-trim")
+    _say_timeline(out, export_perfetto_ranks(folder, out, force=force))
+
+
+def _say_timeline(out: str, counts: TimelineCounts, *more: str) -> None:
+    if counts.untimed:
+        say(f"note      {counts.untimed:,} ops have no known duration: they are instants")
+    for reason, count in counts.left_out.items():
+        say(f"left out  {count:,} {reason}")
+    shown = (
+        f"{counts.ops + counts.untimed:,} ops",
+        f"{counts.kernels:,} device kernels",
+        f"{counts.counters:,} samples",
+    )
+    say(f"{out}: {', '.join((*shown, *more))}")
+
+
 def _timeline(
     reader: CaptureReader,
     out: str,
@@ -255,21 +286,12 @@ def _timeline(
         power = [PowerSeries(gpu, each.times_s, each.watts) for gpu, each in log.series.items()]
     ordinals = None if wanted.everything else resolve_selection(reader, wanted).ordinals
     counts = export_perfetto(reader, out, ordinals, replayed=traces, isolated=isolated, power=power, force=force)
-    if counts.untimed:
-        say(f"note      {counts.untimed:,} ops have no known duration: they are instants")
     for trace in traces:
         if not trace.names_its_capture:
             say(f"note      {trace.path} does not say of which capture it is")
-    for reason, count in counts.left_out.items():
-        say(f"left out  {count:,} {reason}")
-    shown = [
-        f"{counts.ops + counts.untimed:,} ops",
-        f"{counts.kernels:,} device kernels",
-        f"{counts.counters:,} samples",
-    ]
-    shown += [f"{counts.isolated:,} isolated calls"] if isolated else []
-    shown += [f"{counts.replayed:,} events of replays"] if replayed else []
-    say(f"{out}: {', '.join(shown)}")
+    more = [f"{counts.isolated:,} isolated calls"] if isolated else []
+    more += [f"{counts.replayed:,} events of replays"] if replayed else []
+    _say_timeline(out, counts, *more)
 
 
 def _report(out: str, exported: Exported) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from replayfmt.errors import ReplayFailed
-from replayfmt.format.rank_files import come_in_pairs
+from replayfmt.format.rank_files import meeting
 from replayfmt.format.validation import counted
 from replayfmt.pytorch.collectives import LEFT_OUT, Call, are_left_out
 from replayfmt.replay.plan import Plan
@@ -198,7 +198,8 @@ def _collectives(heard: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     met: dict[Any, dict[int, dict[str, Any]]] = defaultdict(dict)
     for rank, each in enumerate(heard):
         for said in each["collectives"]:
-            met[_meeting(rank, said)][rank] = said
+            where = {name: said[name] for name in ("operator", "instance", "peer", "tag", "number")}
+            met[meeting(rank, members=said["ranks"], **where)][rank] = said
     kinds: dict[Any, list[float]] = defaultdict(list)
     waited_for: list[dict[str, float]] = [defaultdict(float) for _ in heard]
     for by_rank in met.values():
@@ -217,16 +218,6 @@ def _collectives(heard: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
         row = {"operator": operator, "ranks": list(ranks), "bytes": length, "calls": len(times), "total_ns": sum(times)}
         rows.append(row | {"median_ns": median, "bus_bytes_per_second": moved / median * 1e9 if moved else None})
     return sorted(rows, key=lambda row: -row["total_ns"]), waited_for
-
-
-def _meeting(rank: int, said: dict[str, Any]) -> Any:
-    """What the parts of one collective have in common on all ranks."""
-    if not come_in_pairs(said["operator"]):
-        return tuple(said["ranks"]), said["instance"], said["number"]
-    if said["peer"] is None:  # it takes what comes
-        return rank, said["operator"], said["number"]
-    source, target = (rank, said["peer"]) if "send" in said["operator"] else (said["peer"], rank)
-    return source, target, said["tag"], said["number"]
 
 
 def bus_factor(operator: str, members: int) -> float:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.memory import LifetimeWalk, StorageEnds
 from replayfmt.format.output import Output
-from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.rank_files import LAUNCH, meeting_of, rank_file, world_size
+from replayfmt.format.reader import CaptureReader, RecordFrame, open_capture
 from replayfmt.report.measurements import IsolatedTimes
 from replayfmt.report.ops import captured_ops
 from replayfmt.report.timelines import FLAG, NameTable, ReplayedTrace, isolated_lanes, time_of
@@ -38,6 +40,8 @@ _WITH_ID = frozenset("bensft")  # flows and work that begins in one place and en
 _FIRST_NAMED_TID = 1 << 30  # for threads of a replay's trace that have a name in place of a number
 _ODD = "events of a replay without a name, a time or numbers that viewers know"
 _AT_ONCE = 1024  # events that are written together
+
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,64 @@ def export_perfetto(
         about = {"capture": os.path.basename(reader.path), "session": reader.session.session_id}
         output.write([f'\n],"otherData":{json.dumps(about)}}}\n'.encode()])
     return timeline.counts
+
+
+def export_perfetto_ranks(folder: str, out: str | os.PathLike[str], *, force: bool = False) -> TimelineCounts:
+    """Write the timelines of all ranks of a job into one: processes of their own for each rank, and arrows between the
+    launches of each collective, from the rank that came first to the one that came last. Ranks of several hosts are as
+    far apart as their clocks are.
+
+    Raises CaptureNotFound, OutputExists, and CaptureFailed if the file cannot be written.
+    """
+    world, counts = world_size(folder), TimelineCounts()
+    paths = [rank_file(folder, rank) for rank in range(world)]
+    began = []
+    for path in paths:
+        with open_capture(path) as reader:
+            refuse_capture(reader, out)
+            began.append(reader.session.created_unix_ns or 0)
+    launches: dict[Any, list[Event]] = defaultdict(list)
+    with result_file(out, force) as output:
+        output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
+        events = _EventWriter(output)
+        for rank, path in enumerate(paths):
+            with open_capture(path) as reader:
+                for event in _of_rank(reader, rank, began[rank] - min(began), launches, counts):
+                    events.add(event)
+        for number, met in enumerate(launches.values()):
+            for event in _arrows(number, met):
+                events.add(event)
+        events.end()
+        output.write([f'\n],"otherData":{json.dumps({"ranks": world})}}}\n'.encode()])
+    return counts
+
+
+def _of_rank(
+    reader: CaptureReader, rank: int, later_ns: int, launches: dict[Any, list[Event]], counts: TimelineCounts
+) -> Iterator[Event]:
+    """A rank's events in processes of its own, `later_ns` later; its launches of collectives also go to `launches`."""
+    timeline = _CaptureTimeline(reader, None)
+    timeline.counts = counts
+    names = [_named("process_name", _HOST, 0, "captured: host")]
+    names.append(_named("process_name", _COUNTERS, 0, "captured: memory and power"))
+    for event in chain(names, timeline.events()):
+        event["pid"] += _FIRST_REPLAYED * rank
+        if event["name"] == "process_name":
+            event["args"]["name"] = event["args"]["name"].replace("captured", f"rank {rank}", 1)
+        if "ts" in event:
+            event["ts"] = _microseconds(round(event["ts"] * 1000) + later_ns)
+        if event["name"].startswith(f"{LAUNCH}."):
+            launches[meeting_of(rank, reader.record(event["args"]["ordinal"]))].append(event)
+        yield event
+
+
+def _arrows(number: int, met: list[Event]) -> Iterator[Event]:
+    """A flow through the launches of one collective."""
+    ordered = sorted(met, key=lambda event: float(event["ts"]))
+    for place, event in enumerate(ordered if len(ordered) > 1 else ()):
+        phase = "s" if place == 0 else "f" if place == len(ordered) - 1 else "t"
+        flow = {name: event[name] for name in ("pid", "tid", "ts")}
+        yield flow | {"ph": phase, "id": number, "cat": "collective", "name": "collective", "bp": "e"}
 
 
 class _EventWriter:

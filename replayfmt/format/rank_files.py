@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import xxhash
@@ -119,6 +119,27 @@ def _is_paired(event: Event) -> bool:
 
 def group_of(event: Event) -> tuple[tuple[int, ...], int]:
     return tuple(map(int, event["ranks"].split(","))), event["instance"]
+
+
+def meeting(
+    rank: int, operator: str, members: Sequence[int], instance: int, peer: int | None, tag: int, number: int
+) -> Any:
+    """What the calls of one collective have in common on all ranks. `peer`: of a pair, the rank of the other side; None
+    where it takes what comes."""
+    if not come_in_pairs(operator):
+        return tuple(members), instance, number
+    if peer is None:
+        return rank, operator, number
+    source, target = (rank, peer) if "send" in operator else (peer, rank)
+    return source, target, tag, number
+
+
+def meeting_of(rank: int, launch: Record) -> Any:
+    """`meeting` of a launch in this rank's file."""
+    said: Event = {name: launch.argument(name) for name in ("operator", "ranks", "instance", "peer", "tag", "number")}
+    members, instance = group_of(said)
+    peer = members[said["peer"]] if said["peer"] >= 0 else None
+    return meeting(rank, said["operator"], members, instance, peer, said["tag"], said["number"])
 
 
 def _waits(ranks: list[dict[str, Any]]) -> list[str]:

@@ -1,4 +1,5 @@
-"""`opreplay-export --format=chakra`: read back by the published field numbers, and run by the rules of ASTRA-sim."""
+"""What is exported of all ranks: Chakra's traces, read back by the published field numbers and run by the rules of
+ASTRA-sim, and one timeline."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from export.test_perfetto import checked
 from format import test_races
 
 from replayfmt.export.chakra import export_chakra
@@ -259,3 +261,23 @@ def test_what_no_simulator_can_run_is_refused_in_one_error(job: Path, tmp_path: 
     anyone = export(tmp_path, "out/", "traces")
     assert anyone.returncode == 1 and "its sender is not known" in anyone.stderr
     assert not (tmp_path / "traces").exists()
+
+
+def test_one_timeline_has_all_ranks_and_arrows_between_their_collectives(job: Path) -> None:
+    command = [launching.BIN / "opreplay-export", "--format=perfetto", "out/", "job.json"]
+    done = subprocess.run(command, cwd=job, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    events = checked(json.loads((job / "job.json").read_text()))
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"rank 0: host", "rank 1: host"} <= set(names.values())
+    slices = {(event["pid"], event["tid"], event["ts"]): event for event in events if event["ph"] == "X"}
+    flows = defaultdict(list)
+    for event in events:
+        if event["ph"] in "sf":
+            flows[event["id"]].append((event["ph"], slices[event["pid"], event["tid"], event["ts"]], event["pid"]))
+    assert len(flows) == 6  # five collectives, and a send with its receive
+    for (begin, one, _pid), (end, other, pid) in flows.values():
+        assert (begin, end) == ("s", "f") and one["ts"] <= other["ts"] and one["pid"] != pid
+        assert one["name"] == other["name"] == "opreplay::collective.default"
+    refused = subprocess.run([*command, "--force", "--benchmark=x.json"], cwd=job, capture_output=True, text=True)
+    assert refused.returncode == 2 and "does not go with the folder of all ranks" in refused.stderr
