@@ -23,6 +23,8 @@ from replayfmt.format.validation import counted
 
 from .command import option, reader_may_leave, run_tool, say, tool
 
+_MOST_PROCESSES = 16  # that check the files of many ranks
+
 
 @dataclass
 class _Bar:
@@ -155,7 +157,7 @@ def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tu
 
 def _check_folder(folder: str) -> None:
     """Check the files of all ranks, and make the manifest again."""
-    manifest = write_manifest(folder)
+    manifest = write_manifest(folder, processes=min(os.cpu_count() or 1, _MOST_PROCESSES))
     for row in manifest["ranks"]:
         state = (
             f"{row['bytes']:,} bytes, {counted(row['collectives'], 'collective')}" if row["complete"] else "not valid"

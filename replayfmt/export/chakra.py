@@ -29,7 +29,16 @@ from replayfmt.format.codes import ITEM_BYTES, RecordKind
 from replayfmt.format.model import Record, StreamPlacement, TensorMeta, TensorValue
 from replayfmt.format.output import new_folder
 from replayfmt.format.races import MASKS, Accesses, accesses_of
-from replayfmt.format.rank_files import LAUNCH, WAIT, come_in_pairs, describe, events_of, judge, rank_file, world_size
+from replayfmt.format.rank_files import (
+    LAUNCH,
+    WAIT,
+    come_in_pairs,
+    describe_all,
+    events_of,
+    judge,
+    rank_file,
+    world_size,
+)
 from replayfmt.format.reader import CaptureReader, RecordFrame, open_capture
 from replayfmt.format.record_frames import decode_record
 from replayfmt.report.measurements import IsolatedTimes
@@ -560,7 +569,7 @@ def export_chakra(
     if os.path.isdir(source):
         world = world_size(source)
         paths = [rank_file(source, rank) for rank in range(world)]
-        said = [describe(source, rank, world) for rank in range(world)]
+        said = describe_all(source, world)
         problems, events = judge(said), [each["events"] for each in said]
     else:
         paths, problems = [source], []

@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache, partial
+from multiprocessing import get_context
 from typing import Any
 
 import xxhash
@@ -24,6 +27,8 @@ from .record_frames import decode_record
 
 LAUNCH, WAIT = "opreplay::collective", "opreplay::collective_wait"  # the operators that stand for collectives
 MANIFEST = "manifest.json"
+_MANY = 64  # files: then it is worth starting processes
+_AT_ONCE = 16  # files
 
 Event = dict[str, Any]  # a launch, or {"wait": the work that is waited for}
 
@@ -86,6 +91,15 @@ def describe(folder: str, rank: int, world: int, *, checked: bool = True) -> dic
         return {"problems": [str(error)], "session": "", "events": []}
 
 
+def describe_all(folder: str, world: int, *, checked: bool = True, processes: int = 1) -> list[dict[str, Any]]:
+    """`describe` of every rank. More `processes` than one are for tools: they import the main module again."""
+    described = partial(describe, folder, world=world, checked=checked)
+    if world < _MANY or processes < 2:
+        return [described(rank) for rank in range(world)]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        return list(pool.map(described, range(world), chunksize=_AT_ONCE))
+
+
 # ---------------------------------------------------------------------------------------------- what does not fit
 
 
@@ -118,7 +132,13 @@ def _is_paired(event: Event) -> bool:
 
 
 def group_of(event: Event) -> tuple[tuple[int, ...], int]:
-    return tuple(map(int, event["ranks"].split(","))), event["instance"]
+    return members_of(event["ranks"]), event["instance"]
+
+
+@lru_cache(1 << 12)
+def members_of(ranks: str) -> tuple[int, ...]:
+    """The ranks of a group, in its order."""
+    return tuple(map(int, ranks.split(",")))
 
 
 def meeting(
@@ -163,9 +183,10 @@ def _sequences(ranks: list[dict[str, Any]]) -> list[str]:
             if "wait" not in event and not _is_paired(event):
                 reduced = event["in"] if "reduce" in event["operator"] else None
                 said = event["operator"], event["reduction"], event["peer"], reduced
-                sequences[group_of(event)][rank].append(said)
+                sequences[event["ranks"], event["instance"]][rank].append(said)
     found = []
-    for (members, _instance), by_rank in sequences.items():
+    for (ranks_text, _instance), by_rank in sequences.items():
+        members = members_of(ranks_text)
         first = by_rank[members[0]]
         for rank in members[1:]:
             other = by_rank[rank]
@@ -207,7 +228,9 @@ def _pairs(ranks: list[dict[str, Any]]) -> list[str]:
 
 def _deadlock(ranks: list[dict[str, Any]]) -> list[str]:
     """Go through launches and waits as the ranks would: whether all of them reach the end."""
-    places, launched, needs = [0] * len(ranks), set(), [{} for _ in ranks]  # type: ignore[var-annotated]
+    places = [0] * len(ranks)
+    launched: Counter[Any] = Counter()
+    needs: list[dict[int, tuple[Any, int]]] = [{} for _ in ranks]  # by work: how many launches of what a wait takes
     moved = True
     while moved:
         moved = False
@@ -216,12 +239,13 @@ def _deadlock(ranks: list[dict[str, Any]]) -> list[str]:
             while places[rank] < len(events):
                 event = events[places[rank]]
                 if "wait" in event:
-                    if not needs[rank].get(event["wait"], set()) <= launched:
+                    needed, count = needs[rank].get(event["wait"], (None, 0))
+                    if launched[needed] < count:
                         break
                 else:
-                    key, needed = _needs(rank, event)
-                    launched.add(key)
-                    needs[rank][event["work"]] = needed
+                    key, needed, count = _needs(rank, event)
+                    launched[key] += 1
+                    needs[rank][event["work"]] = needed, count
                 places[rank] += 1
                 moved = True
     stuck = [rank for rank, each in enumerate(ranks) if places[rank] < len(each["events"])]
@@ -230,17 +254,16 @@ def _deadlock(ranks: list[dict[str, Any]]) -> list[str]:
     return [f"ranks {_listed(stuck)} would wait for each other for ever: the captured order of collectives differs"]
 
 
-def _needs(rank: int, event: Event) -> tuple[Any, set[Any]]:
-    """The launch's own key, and the launches without which a wait for it does not end."""
-    members, instance = group_of(event)
+def _needs(rank: int, event: Event) -> tuple[Any, Any, int]:
+    """What the launch counts as, and how many launches of what its wait takes to end."""
+    members = members_of(event["ranks"])
     if not _is_paired(event):
-        key = (members, instance, event["number"])
-        return (*key, rank), {(*key, member) for member in members}
+        key = event["ranks"], event["instance"], event["number"]
+        return key, key, len(members)
     peer = members[event["peer"]] if event["peer"] >= 0 else -1
     if "send" in event["operator"]:
-        return ("send", rank, peer, event["tag"], event["number"]), set()
-    source = {("send", peer, rank, event["tag"], event["number"])} if peer >= 0 else set()
-    return ("recv", rank, peer, event["tag"], event["number"]), source
+        return ("send", rank, peer, event["tag"], event["number"]), None, 0
+    return "recv", ("send", peer, rank, event["tag"], event["number"]), int(peer >= 0)
 
 
 # ----------------------------------------------------------------------------------------------------- the manifest
@@ -260,14 +283,14 @@ def world_size(folder: str) -> int:
     )
 
 
-def write_manifest(folder: str, *, checked: bool = True) -> dict[str, Any]:
+def write_manifest(folder: str, *, checked: bool = True, processes: int = 1) -> dict[str, Any]:
     """Say in `manifest.json` what the folder holds; what was written. It can be made again at any time."""
     world = world_size(folder)
-    said = [describe(folder, rank, world, checked=checked) for rank in range(world)]
+    said = describe_all(folder, world, checked=checked, processes=processes)
     sequences: dict[Any, list[Any]] = defaultdict(list)
     for rank, each in enumerate(said):
         for event in each["events"]:
-            if "wait" not in event and not _is_paired(event) and group_of(event)[0][0] == rank:
+            if "wait" not in event and not _is_paired(event) and members_of(event["ranks"])[0] == rank:
                 sequences[group_of(event)].append((event["operator"], event["reduction"], event["peer"], event["in"]))
     runs = {event["run"] for each in said for event in each["events"] if event.get("run")}
     rows = []

@@ -268,3 +268,16 @@ def test_without_collectives_the_rest_is_timed_and_every_output_says_so(job: Pat
     assert (code, other) == (0, 0), text + silent
     section = json.loads(Path(out).read_text())["ranks"]
     assert section["collectives_reason"] == left_out and section["by_rank"][0]["blocked_ns"] is None
+
+
+def test_a_thousand_ranks_are_judged_at_once() -> None:
+    """Each waits for all others 20 times, which takes as long as there are launches, not as many times as ranks."""
+    world, everyone = 1000, ",".join(map(str, range(1000)))
+
+    def events(swapped: bool) -> list[Any]:
+        numbers = [*range(18), 19, 18] if swapped else range(20)
+        launches = [event("allreduce_", at, number, ranks=everyone) for at, number in enumerate(numbers)]
+        return [each for launch in launches for each in (launch, {"wait": launch["work"]})]
+
+    assert judge(job_of(*(events(False) for _rank in range(world)))) == []
+    assert "ranks 0, 1, 2," in judge(job_of(*(events(rank == 7) for rank in range(world))))[0]
