@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from replayfmt.errors import OpReplayError, ReplayRefused, UsageError
 
-from .command import report, say
+from .command import option, report, say, together
 
 if TYPE_CHECKING:
     from replayfmt.replay.ranks import Together
@@ -21,22 +21,20 @@ if TYPE_CHECKING:
 Ranks = TypeVar("Ranks", bound="Together")
 
 
-def collective_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --collectives and --collective-timeout."""
-    function = click.option(
-        "--collective-timeout",
+collective_options = together(
+    option(
+        "--collectives",
+        "recorded: what they brought is in the file (the default for one file); real: they are done, by all ranks "
+        "together (the default for a folder); none: left out, for timing alone: nothing is verified.",
+        type=["recorded", "real", "none"],
+    ),
+    option(
+        "--collective-timeout SECONDS",
+        "For the folder of all ranks: how long to wait for other ranks.",
         type=click.FloatRange(min=0, min_open=True),
         default=300,
-        show_default=True,
-        metavar="SECONDS",
-        help="For the folder of all ranks: how long to wait for other ranks.",
-    )(function)
-    return click.option(
-        "--collectives",
-        type=click.Choice(["recorded", "real", "none"]),
-        help="recorded: what they brought is in the file (the default for one file); real: they are done, by all ranks "
-        "together (the default for a folder); none: left out, for timing alone: nothing is verified.",
-    )(function)
+    ),
+)
 
 
 def choose_collectives(context: click.Context, mode: str | None, capture: str) -> None:
@@ -72,7 +70,7 @@ def on_all_ranks(meet: Callable[[], Ranks], work: Callable[[Ranks], int]) -> int
             code = error.exit_code
     if code and printed.getvalue():
         sys.stderr.write(printed.getvalue())
-    together = ranks.end(code)
-    if together and not code and ranks.rank == 0:
+    of_all = ranks.end(code)
+    if of_all and not code and ranks.rank == 0:
         say("failed: another rank did not match, was refused or failed")
-    return together
+    return of_all
