@@ -17,7 +17,7 @@ import replayfmt
 from replayfmt.benchmark.candidates.judged import JudgeOptions, run_judge
 from replayfmt.export.kernel_task import TaskOptions, write_task
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 
 KERNEL = (
     "import torch\ndef addmm(self, mat1, mat2, *, beta=1, alpha=1):\n"

@@ -18,7 +18,7 @@ from .replay_flags import ReplayFlags, flag_of, replay_options, selection_option
 if TYPE_CHECKING:
     from replayfmt.export.perfetto import TimelineCounts
     from replayfmt.export.replay_zip import Exported
-    from replayfmt.trim.selection import TrimSelection
+    from replayfmt.trim.schedule import TrimSelection
 
 _TASKS = ("kernel-task", "flashinfer-bench", "kernelbench")
 _TABLE_FORMATS = ("csv", "parquet")
@@ -219,7 +219,7 @@ def _chakra(source: str, out: str, wanted: TrimSelection, benchmark: str | None,
 
 def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: TrimSelection, force: bool) -> None:
     from replayfmt.export.tables import export_table
-    from replayfmt.trim.selection import resolve_selection
+    from replayfmt.trim.schedule import resolve_selection
 
     ordinals = None if wanted.everything else resolve_selection(reader, wanted).ordinals
     rows = export_table(reader, out, table, form, ordinals, force=force)
@@ -266,7 +266,7 @@ def _timeline(
     from replayfmt.export.perfetto import PowerSeries, export_perfetto
     from replayfmt.report.measurements import read_benchmark, read_isolated
     from replayfmt.report.timelines import ReplayedTrace
-    from replayfmt.trim.selection import resolve_selection
+    from replayfmt.trim.schedule import resolve_selection
 
     for given in (benchmark, power_log):
         if given is not None:

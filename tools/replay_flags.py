@@ -371,7 +371,7 @@ def selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def bundled(*args: Any, **kwargs: Any) -> Any:
-        from replayfmt.trim.selection import TrimSelection
+        from replayfmt.trim.schedule import TrimSelection
 
         given = [kwargs.pop(name) or None for name in ("ops", "scopes", "kernels", "signatures")]
         return function(*args, wanted=TrimSelection(*given), **kwargs)
@@ -586,7 +586,7 @@ def plan_of_scope(capture: str, flags: ReplayFlags, name: str) -> Iterator[Plan]
     """The plan of a capture that was cut to the scopes of a name, in a temporary file. Raises ReplayRefused for
     what cutting it out, replaying it apart and the caller raise on purpose, without the file's name."""
     from replayfmt.errors import OpReplayError, ReplayRefused
-    from replayfmt.trim.selection import TrimSelection
+    from replayfmt.trim.schedule import TrimSelection
     from replayfmt.trim.trimming import checked_here, trim_capture
 
     with tempfile.TemporaryDirectory() as directory:

@@ -24,7 +24,7 @@ from replayfmt.format.output import check_place
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted
 from replayfmt.replay.results import Verification
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import (
     Prediction,
     ReplayCheck,

@@ -26,7 +26,7 @@ from replayfmt.errors import OpReplayError, ReplayFailed, ReplayMismatch, UsageE
 from replayfmt.format.codes import DType, RecordKind
 from replayfmt.format.validation import counted, printable
 from replayfmt.pytorch.tensors.digests import digest_tensor
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite
 from replayfmt.replay.run.run_twice import Outcome

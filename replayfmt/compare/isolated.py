@@ -21,7 +21,7 @@ from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.validation import counted, printable
 from replayfmt.pytorch.environment import changed_by, parse_setting, settings_changed
 from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite, OperatorKernel
 from replayfmt.replay.run.content import Clones, has_memory

@@ -1,7 +1,7 @@
 """Is a capture's work deterministic? Replays of one capture, compared with each other op by op.
 
-Each replay is recorded (`replayfmt.trim.recorded`) in a folder for temporary files, without content, and only what is
-needed to compare stays. The first op whose results differ had the same inputs each time, since everything before it is
+Each replay is recorded (`record_plan`) in a folder for temporary files, without content, and only what is needed to
+compare stays. The first op whose results differ had the same inputs each time, since everything before it is
 equal: it differs from itself.
 """
 

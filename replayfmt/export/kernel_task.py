@@ -34,8 +34,7 @@ from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.format.signature_text import signature_of
 from replayfmt.pytorch.cpp_kernels import StoredCppKernel
 from replayfmt.pytorch.overloads import parse_schema
-from replayfmt.pytorch.tensors.memory import byte_tensor, row_major_bytes
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, view_inside
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, byte_tensor, row_major_bytes, view_inside
 from replayfmt.pytorch.triton.kernels import StoredKernel
 from replayfmt.replay.op_tensors import observe_ops
 from replayfmt.replay.plan import Plan
@@ -44,11 +43,10 @@ from replayfmt.replay.planning.records import GiveTensor, python_values, tensors
 from replayfmt.replay.run.run_twice import RunTwice
 from replayfmt.replay.run.steps import IsolatedCall
 from replayfmt.trim.copying import nested_values
-from replayfmt.trim.schedule import Planner
+from replayfmt.trim.schedule import KeptRecords, Planner, TrimSelection, resolve_selection
 from replayfmt.trim.script import FRAME, InputFill, made_inputs, operator_changes, script_helpers
 from replayfmt.trim.script_text import BodyWriter, Input, ScriptEvents, ScriptOp
 from replayfmt.trim.script_triton import TritonSections, identifier
-from replayfmt.trim.selection import KeptRecords, TrimSelection, resolve_selection
 from replayfmt.trim.trimming import Verify, refuse_incomplete
 from replayfmt.trim.vectors import Array, VectorEncoder, draws_nothing, op_problem, problem_of, write_safetensors
 

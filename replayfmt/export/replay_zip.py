@@ -31,10 +31,9 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
 from replayfmt.initializers import TensorInfo
 from replayfmt.pytorch.operators import refused_names
-from replayfmt.pytorch.tensors.memory import undispatched
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, undispatched
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.selection import TrimSelection, resolve_selection
+from replayfmt.trim.schedule import TrimSelection, resolve_selection
 
 OWN = "opreplay"  # the member that holds what the IR has no place for
 

@@ -18,8 +18,7 @@ import torch
 
 from replayfmt.benchmark.candidates.check_script import Arguments, Case, memories_of
 from replayfmt.errors import ReplayRefused
-from replayfmt.pytorch.tensors.memory import row_major_bytes
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, row_major_bytes
 from replayfmt.trim.vectors import Array, write_safetensors
 
 Form = Literal["flashinfer-bench", "kernelbench"]

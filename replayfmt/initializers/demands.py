@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from replayfmt.format.model import Recipe, Statistics
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 
 
 class Role(IntEnum):

@@ -16,7 +16,7 @@ import torch
 
 from replayfmt.errors import UsageError
 from replayfmt.format.model import Recipe
-from replayfmt.pytorch.tensors.metadata import INTEGERS
+from replayfmt.pytorch.tensors.memory import INTEGERS
 
 from .demands import FLOATS, Demand, DemandStep, Role
 

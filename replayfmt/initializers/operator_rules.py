@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from replayfmt.pytorch.tensors.metadata import INTEGERS
+from replayfmt.pytorch.tensors.memory import INTEGERS
 
 from .demands import Demand, DemandStep, Role
 from .initializer import Call, Request, TensorInfo, Use

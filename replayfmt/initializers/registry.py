@@ -23,7 +23,7 @@ import torch
 from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.validation import check_kind, items_of, require_regular_file, text_of
 from replayfmt.pytorch.op_libraries import printing_aside
-from replayfmt.pytorch.tensors.metadata import INTEGERS
+from replayfmt.pytorch.tensors.memory import INTEGERS
 
 from .demands import DEFAULT_MEAN, DEFAULT_STD, FLOATS, Role, fill_integers, float_bounds, synthesize
 from .initializer import Fill, Initializer, Request, TensorInfo

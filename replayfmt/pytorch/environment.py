@@ -30,7 +30,7 @@ from replayfmt.version import own_version
 
 from . import accelerators
 from .accelerators import kind_here
-from .tensors.metadata import DTYPE_CODE
+from .tensors.memory import DTYPE_CODE
 
 Scalar = bool | int | float | str | None
 

@@ -12,8 +12,7 @@ from replayfmt.format.codes import ValueKind
 from replayfmt.format.model import Node
 from replayfmt.native.hook import UnknownValue
 from replayfmt.pytorch.tensors.composites import is_composite, is_packed, take_apart
-from replayfmt.pytorch.tensors.memory import call_undispatched
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, call_undispatched
 
 from .kernels import CapturedKernel
 from .special_values import Unpacked

@@ -18,8 +18,15 @@ from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Signature
 from replayfmt.pytorch.collectives import LAUNCH
 from replayfmt.pytorch.operators import OpaqueResults
-from replayfmt.pytorch.tensors.memory import call_undispatched, host_view
-from replayfmt.pytorch.tensors.metadata import dtype_of, is_zerotensor, offset_of, shape_of, storage_of
+from replayfmt.pytorch.tensors.memory import (
+    call_undispatched,
+    dtype_of,
+    host_view,
+    is_zerotensor,
+    offset_of,
+    shape_of,
+    storage_of,
+)
 
 from .arguments import CallValues, Encoder, OpCall, StructureEncoder, TensorUse, build_nodes
 from .composite_operators import autocast_below_mode

@@ -29,7 +29,7 @@ from replayfmt.pytorch.accelerators import followed_kind, synchronize
 from replayfmt.pytorch.environment import read_settings, session_fields
 from replayfmt.pytorch.operators import OpaqueResults
 from replayfmt.pytorch.tensors.digests import use_native
-from replayfmt.pytorch.tensors.metadata import storage_of
+from replayfmt.pytorch.tensors.memory import storage_of
 
 from .arguments import OpCall
 from .calls import CallRecorder, PassedThrough

@@ -34,8 +34,7 @@ from replayfmt.pytorch.collectives import (
     run_identity,
 )
 from replayfmt.pytorch.operators import COLLECTIVES
-from replayfmt.pytorch.tensors.memory import call_undispatched, make_view
-from replayfmt.pytorch.tensors.metadata import storage_of
+from replayfmt.pytorch.tensors.memory import call_undispatched, make_view, storage_of
 
 from .arguments import EmbeddedCopy, OpCall
 from .kernels import CapturedKernel, tensors_in

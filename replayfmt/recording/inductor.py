@@ -33,7 +33,7 @@ from replayfmt.pytorch.cpp_kernels import (
     schema_of,
     without_paths,
 )
-from replayfmt.pytorch.tensors.metadata import storage_of
+from replayfmt.pytorch.tensors.memory import storage_of
 
 from .frames import is_interrupt, leave_no_frames
 from .kernels import Attached, CapturedKernel, CodeKernel

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import torch
 
-from replayfmt.pytorch.tensors.metadata import layout_of, storage_of
+from replayfmt.pytorch.tensors.memory import layout_of, storage_of
 
 from .frames import leave_no_frames
 from .inductor import Regions, running_regions

@@ -17,8 +17,7 @@ from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCap
 from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.tensors.memory import byte_tensor, host_view, new_storage
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, view_inside
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, byte_tensor, host_view, new_storage, view_inside
 
 from .plan import Plan
 from .planning.external_files import ExternalFiles

@@ -11,8 +11,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from replayfmt.format.codes import TensorFlag
 from replayfmt.pytorch.environment import apply_settings, autocast_as_captured
 from replayfmt.pytorch.tensors.composites import put_together, take_apart
-from replayfmt.pytorch.tensors.memory import fill_storage, fix_length, host_view, make_view
-from replayfmt.pytorch.tensors.metadata import check_nested, require_inside
+from replayfmt.pytorch.tensors.memory import (
+    check_nested,
+    fill_storage,
+    fix_length,
+    host_view,
+    make_view,
+    require_inside,
+)
 
 from .planning.kernels import Addresses
 from .results import UnexpectedBehaviour

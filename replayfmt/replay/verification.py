@@ -24,7 +24,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import NodePlace
 from replayfmt.pytorch.environment import describe_device, replayed_settings, session_fields
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 
 from .operations import Pausable, View
 from .planning.devices import DeviceMap

@@ -31,8 +31,7 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
 
 from .copying import Copier, nested_values
-from .schedule import EnterContent, Schedule
-from .selection import KeptRecords
+from .schedule import EnterContent, KeptRecords, Schedule
 from .writing import EnteringContent, Writing
 
 

@@ -35,8 +35,7 @@ from replayfmt.replay.preparation import PlanOptions
 
 from .copying import Copier
 from .materializing import Materializer, add_digest
-from .schedule import EnterContent, Planner
-from .selection import TrimSelection, resolve_selection
+from .schedule import EnterContent, Planner, TrimSelection, resolve_selection
 from .trimming import Contents, Copying, TrimResult, output, refuse_incomplete, writer_of
 from .writing import EnteringContent
 

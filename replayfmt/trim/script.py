@@ -39,10 +39,9 @@ from replayfmt.replay.run.run_twice import RunTwice
 
 from .copying import Copier, nested_values
 from .materializing import Materializer
-from .schedule import Planner, Schedule, givers, with_producers
+from .schedule import KeptRecords, Planner, Schedule, TrimSelection, givers, resolve_selection, with_producers
 from .script_text import BodyWriter, Changes, Input, ScriptBody, ScriptEvents, ScriptOp
 from .script_triton import ALWAYS_STATED, TritonSections, comment, device, dtype, setting
-from .selection import KeptRecords, TrimSelection, resolve_selection
 from .trimming import Prediction, Verify, predict, refuse_incomplete, refuse_unsupported, rename, writer_of
 from .vectors import Array, write_safetensors
 from .writing import NoContent, Writing, write_stripped

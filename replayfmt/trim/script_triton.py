@@ -21,7 +21,7 @@ from replayfmt.format.codes import DType, KernelKind, Layout, MemoryFormat
 from replayfmt.format.model import Device, Kernel
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.operators import WITH_TORCH_ALONE
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 from replayfmt.pytorch.triton.kernels import INTERPRETER, StoredKernel
 from replayfmt.pytorch.triton.sources import edited
 

@@ -37,8 +37,16 @@ from replayfmt.format.redaction import WITHOUT_SOURCES, Redaction
 from replayfmt.format.writer import CaptureWriter
 
 from .copying import Copier, notes_on_code
-from .schedule import EnterContent, Planner, Schedule, givers, with_producers
-from .selection import KeptRecords, TrimSelection, resolve_selection
+from .schedule import (
+    EnterContent,
+    KeptRecords,
+    Planner,
+    Schedule,
+    TrimSelection,
+    givers,
+    resolve_selection,
+    with_producers,
+)
 from .writing import POLICIES, EnteringContent, Writing, plan_stripped, write_stripped
 
 if TYPE_CHECKING:
@@ -578,8 +586,7 @@ class Contents:
 def _recipe(content: memoryview, dtype: DType, number: int) -> Recipe:
     import torch
 
-    from replayfmt.pytorch.tensors.memory import fill_storage, new_storage
-    from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+    from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, fill_storage, new_storage
     from replayfmt.recording.content.storage_content import recipe
 
     if dtype not in TORCH_DTYPE:

@@ -36,15 +36,14 @@ from replayfmt.format.output import new_folder
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.format.signature_text import signature_text
-from replayfmt.pytorch.tensors.memory import row_major_bytes
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT, row_major_bytes
 from replayfmt.replay.op_tensors import observe_ops
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import ResolvedKernel, addresses_of, leaves_unwritten
 from replayfmt.replay.planning.records import GiveTensor, tensors_of
 from replayfmt.replay.run.run_twice import RunTwice
 
-from .selection import TrimSelection, resolve_selection
+from .schedule import TrimSelection, resolve_selection
 from .trimming import Verify, refuse_incomplete
 
 _NAMES: dict[DType, str] = {

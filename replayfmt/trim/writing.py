@@ -30,8 +30,17 @@ from replayfmt.format.record_frames import decode_record
 from replayfmt.format.signature_layout import argument_nodes
 
 from .copying import Copier, Values, nested_values
-from .schedule import Action, BeginScope, EndScope, EnterContent, Planner, ReleaseStorage, Schedule, SettingChanges
-from .selection import KeptRecords
+from .schedule import (
+    Action,
+    BeginScope,
+    EndScope,
+    EnterContent,
+    KeptRecords,
+    Planner,
+    ReleaseStorage,
+    Schedule,
+    SettingChanges,
+)
 
 
 @dataclass(frozen=True)

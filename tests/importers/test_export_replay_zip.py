@@ -22,7 +22,7 @@ from replayfmt.format.maintenance import check_capture
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.signature_text import signature_of
 from replayfmt.importers.tracelens import import_tracelens
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 
 from .observed import Mlp
 
@@ -246,7 +246,7 @@ def test_the_script_names_what_it_lacks_without_a_traceback(tmp_path: Path, caps
 def test_the_script_knows_every_dtype_that_an_export_writes() -> None:
     from replayfmt.export.replay_script import Inputs, dtype_of
     from replayfmt.export.replay_zip import DTYPE_NAMES
-    from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+    from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 
     assert DTYPE_NAMES[DType.int16] == "short int" and DTYPE_NAMES[DType.int32] == "int", "as profilers print them"
     for dtype, name in DTYPE_NAMES.items():

@@ -17,7 +17,7 @@ from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.importing import import_trace
 from replayfmt.importers.rewrites.portable import Portable
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import strip_capture
 
 from .test_portable import Machine, rewrite

@@ -13,7 +13,7 @@ from replayfmt.format.model import Kernel, TensorMeta
 from replayfmt.importers.common.synthesis import Tensor, TracedStorage, contiguous
 from replayfmt.importers.rewrites.portable import Portable
 from replayfmt.importers.rewrites.rewriting import Rewritten
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, TORCH_DTYPE
 
 
 class Machine:

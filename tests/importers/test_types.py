@@ -7,7 +7,7 @@ import torch
 
 from replayfmt.format.codes import DType, Layout, MemoryFormat
 from replayfmt.importers.common import arguments
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import replayfmt
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.environment import preserved_settings
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.script import synthesized_script
-from replayfmt.trim.selection import TrimSelection
 
 from .operator_samples import SHARE, operators, replay_samples
 

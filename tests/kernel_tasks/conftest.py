@@ -12,7 +12,7 @@ from in_process import Tool as Tool
 
 from replayfmt.export.kernel_task import TaskOptions, write_task
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 
 HERE = Path(__file__).parent
 Exported = Callable[..., Path]

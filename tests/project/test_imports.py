@@ -72,7 +72,7 @@ WITHOUT_TORCH = (
     "tools/dump.py",
     "tools/check.py",
     "tools/probe.py",
-    *(f"replayfmt/trim/{name}.py" for name in ("selection", "schedule", "copying", "writing")),
+    *(f"replayfmt/trim/{name}.py" for name in ("schedule", "copying", "writing")),
 )
 TOP_LEVEL = {"__init__", "__main__", "api"}  # the package's own face: may use every part
 

@@ -16,7 +16,7 @@ from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind
 from replayfmt.initializers import Initializer
 from replayfmt.pytorch.tensors.composites import put_together, take_apart
-from replayfmt.pytorch.tensors.metadata import INTEGERS
+from replayfmt.pytorch.tensors.memory import INTEGERS
 from replayfmt.replay.plan import Plan
 
 from .conftest import Capture

@@ -19,8 +19,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import open_capture
 from replayfmt.pytorch.tensors.composites import put_together
-from replayfmt.pytorch.tensors.memory import undispatched
-from replayfmt.pytorch.tensors.metadata import require_inside
+from replayfmt.pytorch.tensors.memory import require_inside, undispatched
 from replayfmt.replay.plan import Plan
 
 

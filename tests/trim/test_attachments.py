@@ -24,7 +24,7 @@ from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.replay.planning.kernels import Effects, ResolvedKernel, effects_of_schema
 from replayfmt.replay.resolution import kernel_lookup
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import checked_here, copy_capture, strip_capture, trim_capture
 
 from .conftest import Tool

@@ -46,8 +46,8 @@ def test_a_step_on_the_gpu_replays_from_its_memory_and_its_generator(captured: C
 
 def test_a_script_of_work_on_the_gpu_gives_what_was_captured(captured: Captured, tmp_path: Path) -> None:
     from replayfmt.replay.plan import Plan
+    from replayfmt.trim.schedule import TrimSelection
     from replayfmt.trim.script import script_with_data
-    from replayfmt.trim.selection import TrimSelection
 
     path, script = captured(training), tmp_path / "script.py"
     with Plan(path, keep_going=True) as plan:

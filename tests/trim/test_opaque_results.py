@@ -15,8 +15,8 @@ import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.script import script_with_data
-from replayfmt.trim.selection import TrimSelection
 
 from .conftest import Captured
 from .trimmed import compare, trim

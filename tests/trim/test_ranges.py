@@ -17,7 +17,7 @@ from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
 from replayfmt.format.signature_text import signature_text
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import checked_here, trim_capture
 
 from .conftest import Captured

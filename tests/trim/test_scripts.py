@@ -25,9 +25,9 @@ from replayfmt.format.reader import open_capture
 from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.script import ScriptResult, script_with_data, synthesized_script
 from replayfmt.trim.script_triton import argument, comment, identifier, scalar
-from replayfmt.trim.selection import TrimSelection
 
 from .conftest import Captured
 from .trimmed import ops

@@ -20,8 +20,7 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import Effects, ResolvedKernel
 from replayfmt.replay.resolution.kernel_lookup import resolve
 from replayfmt.trim.materializing import DefinedBytes, region_of
-from replayfmt.trim.schedule import OpenScopes
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import OpenScopes, TrimSelection
 from replayfmt.trim.trimming import checked_here, trim_capture
 
 from .conftest import Captured

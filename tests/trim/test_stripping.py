@@ -23,7 +23,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import TrimResult, strip_capture
 
 from .conftest import Captured

@@ -17,7 +17,7 @@ from replayfmt.errors import CaptureFailed, OutputExists, ReplayMismatch, Replay
 from replayfmt.format.model import Kernel
 from replayfmt.replay.plan import Plan
 from replayfmt.trim import vectors
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.vectors import VectorsResult, file_name, write_vectors
 
 from .conftest import Captured, Tool

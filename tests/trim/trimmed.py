@@ -15,7 +15,7 @@ from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import storage_bytes
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.selection import TrimSelection
+from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import Prediction, TrimResult, checked_here, trim_capture
 
 

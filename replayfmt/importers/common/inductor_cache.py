@@ -23,7 +23,7 @@ import torch
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import ITEM_BYTES, DType, StorageOrigin
 from replayfmt.format.model import Recipe, Statistics
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 from replayfmt.pytorch.triton.accesses import Accesses
 from replayfmt.pytorch.triton.kernels import TRACED, FormMaker, KernelCode, NotRepresentable
 from replayfmt.pytorch.triton.sources import StandaloneSource, edited

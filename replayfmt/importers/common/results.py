@@ -24,8 +24,7 @@ from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, Stor
 from replayfmt.format.model import TensorMeta
 from replayfmt.pytorch.operators import acts_outside, operator_named
 from replayfmt.pytorch.overloads import find_overload
-from replayfmt.pytorch.tensors.memory import mark_view
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT, mark_view
 from replayfmt.pytorch.traced_names import Guess
 
 from .arguments import DefaultGenerator, DeviceName, ReturnedStorage, TensorSpec

@@ -22,7 +22,7 @@ import torch
 
 from replayfmt.format.codes import ITEM_BYTES, DType, StorageOrigin, TensorFlag
 from replayfmt.format.model import Recipe, Statistics
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 
 from ..common.arguments import dtype_of
 from ..common.inductor_cache import InductorCache, NoKernel

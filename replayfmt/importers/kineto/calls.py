@@ -17,7 +17,7 @@ import torch
 
 from replayfmt.format.codes import ITEM_BYTES, DType
 from replayfmt.pytorch.overloads import parse_schema
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 from replayfmt.pytorch.triton.kernels import KernelCode
 
 from ..common.arguments import (

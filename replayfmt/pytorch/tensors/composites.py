@@ -26,8 +26,7 @@ import torch
 from replayfmt.format.codes import Layout
 
 from . import packed_parameters
-from .memory import make_view
-from .metadata import (
+from .memory import (
     TORCH_LAYOUT,
     check_nested,
     check_per_channel,
@@ -37,6 +36,7 @@ from .metadata import (
     is_nested,
     is_quantized,
     layout_of,
+    make_view,
     offset_of,
     shape_of,
     storage_of,

@@ -25,8 +25,7 @@ from replayfmt.format.codes import DType, TensorFlag
 from replayfmt.format.model import Sample, TensorDigest, sample_positions, signed
 from replayfmt.native.building import NotAvailable, library, say
 
-from .memory import call_undispatched, fetched, host_view, make_view, row_major_pieces
-from .metadata import DTYPE_CODE, TORCH_DTYPE
+from .memory import DTYPE_CODE, TORCH_DTYPE, call_undispatched, fetched, host_view, make_view, row_major_pieces
 
 BLOCK_ELEMENTS = 1 << 16  # as doubles they fit the L2 cache; in smaller blocks NumPy's calls cost more
 _BLOCKS_A_THREAD = 64  # a millisecond of work or more: on a busy machine, a thread waits several for a processor

@@ -24,15 +24,16 @@ from replayfmt.format.redaction import KeptAttachments, Redaction
 from replayfmt.format.writer import CaptureWriter, Moment, RecordBuilder, RecordSlots
 from replayfmt.pytorch.accelerators import HOST, default_generator
 from replayfmt.pytorch.environment import read_settings
-from replayfmt.pytorch.tensors.memory import host_view, make_view
-from replayfmt.pytorch.tensors.metadata import (
+from replayfmt.pytorch.tensors.memory import (
     DTYPE_CODE,
     device_of,
     dtype_of,
+    host_view,
     is_complex,
     is_conj,
     is_neg,
     is_zerotensor,
+    make_view,
     offset_of,
     shape_of,
     storage_of,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from replayfmt.format.codes import KernelKind
-from replayfmt.pytorch.tensors.metadata import storage_of
+from replayfmt.pytorch.tensors.memory import storage_of
 from replayfmt.pytorch.triton.accesses import accesses_of
 from replayfmt.pytorch.triton.compiled import specialization
 from replayfmt.pytorch.triton.kernels import INDUCTOR, INTERPRETER, FormMaker, KernelCode, LaunchForm, NotRepresentable

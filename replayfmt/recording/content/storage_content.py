@@ -16,8 +16,7 @@ import xxhash
 
 from replayfmt.format.model import Recipe, Statistics
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.pytorch.tensors.memory import call_undispatched, host_view, make_view, storage_bytes
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, call_undispatched, host_view, make_view, storage_bytes
 
 from .file_mappings import MappedRange
 

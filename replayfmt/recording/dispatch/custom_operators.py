@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayfmt.pytorch.operators import is_pytorchs
 from replayfmt.pytorch.overloads import find_overload
-from replayfmt.pytorch.tensors.metadata import shape_of, storage_of
+from replayfmt.pytorch.tensors.memory import shape_of, storage_of
 
 from ..arguments import OpCall
 from ..calls import PassedThrough

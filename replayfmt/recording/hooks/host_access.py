@@ -24,7 +24,7 @@ import torch
 from torch._C import _has_torch_function_unary
 
 from replayfmt.native.hook import loaded_hook
-from replayfmt.pytorch.tensors.metadata import layout_of, storage_of
+from replayfmt.pytorch.tensors.memory import layout_of, storage_of
 
 from ..content.storage_content import sample
 from ..frames import leave_no_frames

@@ -15,7 +15,7 @@ import torch
 from replayfmt.format.codes import TensorFlag
 from replayfmt.format.model import TensorDigest
 from replayfmt.pytorch.tensors.digests import digest_view
-from replayfmt.pytorch.tensors.metadata import is_zerotensor, offset_of, storage_of
+from replayfmt.pytorch.tensors.memory import is_zerotensor, offset_of, storage_of
 
 from ..content.coverage import Coverage
 from ..kernels import tensors_in

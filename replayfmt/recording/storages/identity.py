@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from replayfmt.format.codes import StorageOrigin
-from replayfmt.pytorch.tensors.memory import host_view
-from replayfmt.pytorch.tensors.metadata import offset_of, storage_of
+from replayfmt.pytorch.tensors.memory import host_view, offset_of, storage_of
 
 from ..content.coverage import ByteRegion
 from ..content.first_content import UNREADABLE, FirstContent, FirstContents

@@ -25,7 +25,7 @@ from replayfmt.format.redaction import Redaction
 from replayfmt.format.signature_layout import SlotLayout, argument_nodes
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.environment import describe_device
-from replayfmt.pytorch.tensors.metadata import (
+from replayfmt.pytorch.tensors.memory import (
     DTYPE_CODE,
     device_of,
     dtype_of,

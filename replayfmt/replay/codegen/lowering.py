@@ -21,7 +21,7 @@ from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin, Tensor
 from replayfmt.format.model import TensorDigest, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.operators import operator_named
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, require_inside
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, require_inside
 
 from ..operations import (
     ApplySettings,

@@ -14,7 +14,7 @@ from replayfmt.errors import ReplayRefused
 from replayfmt.format.signature_layout import NodePlace
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.composites import take_apart
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, require_inside
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, require_inside
 
 from ..operations import (
     CheckedNested,

@@ -29,7 +29,7 @@ from replayfmt.initializers.operator_rules import Propagation, base_name, demand
 from replayfmt.pytorch import operators
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.overloads import parse_schema
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
 from .kernels import ResolvedKernel
 from .scan import Scan

@@ -17,7 +17,7 @@ from replayfmt.pytorch.collectives import WAIT, plays_ranks
 from replayfmt.pytorch.environment import check_settings
 from replayfmt.pytorch.overloads import ArgumentRules
 from replayfmt.pytorch.tensors.composites import FORMS
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 
 from .devices import DeviceMap, host_memory_bytes
 from .kernels import ResolvedKernel

@@ -18,7 +18,7 @@ from replayfmt.format.codes import DType, Layout, MemoryFormat, RecordKind, Valu
 from replayfmt.format.model import CompositeValue, DeviceValue, Node, TensorValue, Value
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.pytorch.tensors.composites import put_together
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
 from .kernels import Effects
 from .scan import Scan

@@ -24,8 +24,7 @@ from replayfmt.initializers import Call, Demand, Initializer, Registry, Request,
 from replayfmt.initializers.demands import Conflict, Unsatisfiable, combine, contradiction, pull_back
 from replayfmt.initializers.operator_rules import is_integral
 from replayfmt.pytorch.collectives import LEFT_OUT, are_left_out
-from replayfmt.pytorch.tensors.memory import byte_tensor, host_view, make_view, new_storage, undispatched
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, byte_tensor, host_view, make_view, new_storage, undispatched
 
 from .content_uses import ContentUses, FoundUse, IndexRanges, ValueRange
 from .external_files import ExternalFiles

@@ -23,8 +23,14 @@ from replayfmt.format.model import (
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.accelerators import HOST, default_generator, is_accelerator, keeps_memory_for_streams
 from replayfmt.pytorch.tensors.composites import put_together
-from replayfmt.pytorch.tensors.memory import fill_storage, new_storage
-from replayfmt.pytorch.tensors.metadata import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT, view_inside
+from replayfmt.pytorch.tensors.memory import (
+    TORCH_DTYPE,
+    TORCH_LAYOUT,
+    TORCH_MEMORY_FORMAT,
+    fill_storage,
+    new_storage,
+    view_inside,
+)
 
 from ..codegen.streams import StreamsMode
 from ..planning.devices import DeviceMap

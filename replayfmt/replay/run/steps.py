@@ -19,7 +19,7 @@ from replayfmt.errors import ReplayFailed
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import CompositeValue, StorageValue, TensorValue, Value
 from replayfmt.format.reader import CaptureReader
-from replayfmt.pytorch.tensors.metadata import require_inside
+from replayfmt.pytorch.tensors.memory import require_inside
 
 from ..codegen.lowering import Context, Lowering
 from ..codegen.op_lowering import lower_op, lower_result

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replayfmt.pytorch.tensors.memory import host_view
-from replayfmt.pytorch.tensors.metadata import DTYPE_CODE, INTEGERS
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE, INTEGERS, host_view
 
 from ..verification import LARGEST, TOLERANCE
 
