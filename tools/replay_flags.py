@@ -164,9 +164,6 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# ----------------------------------------------------------------------------------------- in the process that works
-
-
 def _take_notes(folder: Path) -> None:
     """Record each window before it runs, and the line Python was at when the process dies."""
     del os.environ[_NOTES]  # not for the processes that this one starts
@@ -189,9 +186,6 @@ def _take_notes(folder: Path) -> None:
     from replayfmt.replay.run import execute
 
     execute.before_window = note
-
-
-# ------------------------------------------------------------------------------------------ in the one that waits
 
 
 def _obituary(number: int, folder: Path) -> str:

@@ -155,9 +155,6 @@ def _said(work: int, timed: Sequence[dict[int, _Span]]) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ what all say together
-
-
 def combined(heard: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The section on ranks. `heard`: of each rank, `real_ns` and `blocked_ns` of each replay, and its `collectives`, or
     `why_not`.

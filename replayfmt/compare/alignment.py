@@ -311,8 +311,6 @@ class _Pairing:
         reads, others = a.read_by(op), b.read_by(other)
         return len(reads) == len(others) and all(map(self._same_value, reads, others))
 
-    # ------------------------------------------------------------------------------------------------------ at a change
-
     def _beyond(self, i: int, j: int) -> tuple[int, int] | None:
         """Pair the first ops that certainly belong together again; where to go on."""
         for size, loose in [*((size, False) for size in _WINDOWS), (_WINDOWS[0], True)]:

@@ -191,9 +191,6 @@ def _minimal(items: list[Any], off: Callable[[set[Any]], bool]) -> list[Any]:
     return items
 
 
-# --------------------------------------------------------------------------------------------------------------- judges
-
-
 @dataclass(frozen=True)
 class _Judge:
     """`stop`: what comes from that ordinal on does not matter. `off` is given what two replays computed, and says how
@@ -270,9 +267,6 @@ def _far(tolerance: Tolerance, ordinal: int, one: Values, other: Values) -> str:
         found = distance(numbers[0], numbers[1], DType.float64, tolerance.of("", DType.float64))
         return f"{a[0]!r} against {b[0]!r}" if found.beyond else ""
     return "" if a == b else f"{a!r} against {b!r}"
-
-
-# --------------------------------------------------------------------------------------------------------------- trials
 
 
 class _Trials:

@@ -145,9 +145,6 @@ def _judge(a: Side, b: Side, rule: Tolerance) -> Callable[[int, int, int, int], 
     return lambda one, other, _op, _its: observed_distance(a, b, one, other, rule)
 
 
-# ---------------------------------------------------------------------------------------------------------------- roots
-
-
 def name_roots(made: Comparison) -> list[Named]:
     """Describe the roots; those of one kind and kernel together, by the first of them."""
     groups: dict[tuple[str, Any, bool], Named] = {}

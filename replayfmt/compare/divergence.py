@@ -108,8 +108,6 @@ class _Finding:
         self._trace_consequences(found)
         return found
 
-    # --------------------------------------------------------------------------------------------------------- results
-
     def _matched(self) -> tuple[np.ndarray, np.ndarray]:
         """Observations of paired ops that show the same: their places in a and b."""
         keys = []
@@ -155,8 +153,6 @@ class _Finding:
             known = self.judge is not None and self.judge(one, other, op, its).beyond == 0
             self.verdicts[one, other] = known
         return known
-
-    # ---------------------------------------------------------------------------------------------------------- inputs
 
     def _compare_inputs(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """The state of the inputs of each op of a, and of each of its reads where they are not all equal."""
@@ -277,8 +273,6 @@ class _Finding:
                     elif not trace.value_content[value]:
                         return NOT_KNOWN
         return EQUAL
-
-    # ---------------------------------------------------------------------------------------------------- consequences
 
     def _trace_consequences(self, found: Divergence) -> None:
         """Follow each root along the data flow of a."""

@@ -500,9 +500,6 @@ def _next(made: Comparison) -> str:
     return f"opreplay-compare --format=jsonl {paths} lists everything"
 
 
-# ----------------------------------------------------------------------------------------------------------------- rows
-
-
 def rows(made: Comparison) -> list[dict[str, Any]]:
     """One row for the comparison, then those of its parts."""
     found = made.divergence

@@ -301,8 +301,6 @@ class _Reading:
             observed["at"],
         )
 
-    # ------------------------------------------------------------------------------------------------------- one frame
-
     def _frame(self, frame: RecordFrame, generators: list[tuple[int, int]]) -> None:
         self.signatures.need(np.unique(frame.signature))
         kinds = self.signatures.kind[frame.signature]
@@ -488,8 +486,6 @@ class _Reading:
             digest_shape=self.shapes[meta],
             digest_geometry=mix(self.metas[meta], 1) ^ mix(offset, 2),
         )
-
-    # ----------------------------------------------------------------------------------------------------- all together
 
     def _values(
         self, read_storage: np.ndarray, read_time: np.ndarray, write_count: np.ndarray

@@ -249,9 +249,6 @@ def storage_lines(reader: CaptureReader, frame: RecordFrame) -> Iterator[str]:
         yield "".join(rows)
 
 
-# ------------------------------------------------------------------------------------------------------ text for people
-
-
 def summary_text(reader: CaptureReader) -> str:
     """The summary as aligned lines, with an empty line after it."""
     return (

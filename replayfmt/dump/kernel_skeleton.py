@@ -375,8 +375,6 @@ class _Skeleton:
             text = f'getattr({text}, "{part}")' if iskeyword(part) else f"{text}.{part}"
         return text
 
-    # ------------------------------------------------------------------------------------------------------ parameters
-
     def _parameters(self) -> Iterator[str]:
         keyword_only = False
         arguments = self._schema.arguments
@@ -423,8 +421,6 @@ class _Skeleton:
             return "None"
         hints = [type_hint(each) for each in returns]
         return hints[0] if len(hints) == 1 else f"tuple[{', '.join(hints)}]"
-
-    # ------------------------------------------------------------------------------------------------------- docstring
 
     def _docstring(self) -> Iterator[str]:
         yield '    """' + docstring_text(self._kernel.schema)

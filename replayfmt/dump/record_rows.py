@@ -166,8 +166,6 @@ class SmallValues:
             self._written[number] = _written_slots(self._reader, self._reader.layouts[number])
         return self._written[number]
 
-    # ----------------------------------------------------------------------------------------------------------- values
-
     def _text(self, payload: int, frame: RecordFrame, tensor: int) -> str:
         """The values of a tensor on a payload; "" where it does not lie in it."""
         key = (payload, int(frame.tensor_offset[tensor]), int(frame.tensor_meta[tensor]))
@@ -261,8 +259,6 @@ class JsonLines(Dialect):
     def scope(self, number: int) -> str:
         return quote(scope_path(self.reader, number))
 
-    # ------------------------------------------------------------------------------------------------------- columns
-
     def columns(self, frame: RecordFrame) -> Columns:
         rows = frame.tensor_meta.tolist()
         longest = max((len(before) for before, _after in self._metas.of(list(set(rows)))), default=0)
@@ -323,8 +319,6 @@ class JsonLines(Dialect):
         if meta.flags:
             after += f',"flags":{encode([flag.name for flag in TensorFlag if flag in meta.flags])}'
         return before, after
-
-    # ----------------------------------------------------------------------------------------------------- templates
 
     def template(self, signature: Signature) -> list[Piece]:
         if signature.kind == RecordKind.op:
@@ -574,8 +568,6 @@ class TextRows(Dialect):
             text += f"{{{','.join(map(str, meta.strides))}}}"
         text += "".join(f":{flag.name}" for flag in SHOWN_FLAGS if flag in meta.flags)
         return text if len(self._devices) <= 2 else f"{text}@{self._devices[meta.device]}"
-
-    # ----------------------------------------------------------------------------------------------------- templates
 
     def template(self, signature: Signature) -> list[Piece]:
         layout = SlotLayout(signature)

@@ -49,8 +49,6 @@ _EVERYONE = "0"  # the group of all ranks
 _VERSION = "0.0.4"  # of the schema, as its own converters write it
 _MOST_ACCESSES = 32  # parts of one storage that are told apart
 
-# ----------------------------------------------------------------------------------------------------- the schema
-
 _MEM_LOAD, _MEM_STORE, _COMP, _SEND, _RECEIVE, _COLLECTIVE = range(2, 8)  # NodeType
 # CollectiveCommType by what operators are called; the first that fits.
 _COLLECTIVES = (
@@ -150,9 +148,6 @@ def _attributes(values: dict[str, Any]) -> list[Any]:
     return made
 
 
-# -------------------------------------------------------------------------------------------------- dependencies
-
-
 class _Bytes(NamedTuple):
     """Bytes of a storage."""
 
@@ -236,9 +231,6 @@ class _Order:
         self._storages.pop(storage, None)
 
 
-# -------------------------------------------------------------------------------------------------------- a rank
-
-
 @dataclass
 class ChakraCounts:
     """What was written: nodes by kind; `untimed` ops without a known duration; `unsimulated` collectives, by operator,
@@ -295,8 +287,6 @@ class _Rank:
                         self._op(frame, row, signature)
                 elif kind in _RECORDS:
                     _RECORDS[kind](self, frame, row, decode_record(frame, row, reader.definitions))
-
-    # --------------------------------------------------------------------------------------------------------- ops
 
     def _op(self, frame: RecordFrame, row: int, signature: int) -> None:
         shape = self._shapes.get(signature) or self._shapes.setdefault(signature, accesses_of(self._reader, signature))
@@ -402,8 +392,6 @@ class _Rank:
         types = json.dumps([f"Tensor({meta.dtype.name})" for meta in metas])
         return _classes()["IOInfo"](shapes=shapes, types=types)
 
-    # ------------------------------------------------------------------------------------------------- collectives
-
     def _launch(self, frame: RecordFrame, row: int, record: Record) -> None:
         operator = str(record.argument("operator"))
         base = operator.rpartition("::")[2]
@@ -441,8 +429,6 @@ class _Rank:
         devices = [each.meta.device for each in _tensors(record.argument("outputs"))]
         for lane in self._lanes(frame, row, [] if blocks else devices):
             self._order.join(lane, node)
-
-    # ----------------------------------------------------------------------------------------------- other records
 
     def _import(self, frame: RecordFrame, row: int, record: Record) -> None:
         storage = record.argument("storage").id  # type: ignore[union-attr]
@@ -547,9 +533,6 @@ def _span(storage: int, offset: int, meta: TensorMeta) -> _Bytes:
     item = ITEM_BYTES[meta.dtype]
     last = sum((size - 1) * stride for size, stride in zip(meta.sizes, meta.strides, strict=False) if size > 0)
     return _Bytes(storage, offset * item, (offset + last + 1) * item)
-
-
-# --------------------------------------------------------------------------------------------------------- the job
 
 
 def export_chakra(

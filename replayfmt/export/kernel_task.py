@@ -175,8 +175,6 @@ class _Task:
         self.left_out: list[str] = []
         self.programs: list[str] = []  # names of functions in reference.py
 
-    # ----------------------------------------------------------------------------------------- what the kinds say
-
     def collect(self) -> None:
         raise NotImplementedError
 
@@ -197,8 +195,6 @@ class _Task:
 
     def work(self, call: _Call) -> dict[str, Any]:
         raise NotImplementedError
-
-    # ------------------------------------------------------------------------------------------------------ writing
 
     def write(self, folder: Path, out: str) -> TaskResult:
         self.collect()
@@ -588,9 +584,6 @@ def _isolated(reader: CaptureReader, record: Record) -> IsolatedCall:
     )
 
 
-# -------------------------------------------------------------------------------------------------------- one kernel
-
-
 class _KernelTask(_Task):
     """The calls of one kernel: an operator of PyTorch's own, or a Triton kernel."""
 
@@ -777,9 +770,6 @@ class _Encoder(VectorEncoder):
 
     def tensor(self, value: TensorValue, tensor: torch.Tensor, key: str) -> dict[str, Any]:
         return self._task.tensor_json(value, self._call.storages[value.storage], self._places[value.storage])
-
-
-# ---------------------------------------------------------------------------------------------------- several kernels
 
 
 class _FusionTask(_Task):

@@ -256,9 +256,6 @@ def _first(reader: CaptureReader, rows: Rows, place: int) -> dict[str, Any]:
     return found | {"kernel_kind": kernel.kind.name, "schema": kernel.schema, "first_ordinal": rows["ordinal"][place]}
 
 
-# ------------------------------------------------------------------------------------------------------------- files
-
-
 def export_table(
     reader: CaptureReader,
     out: str | os.PathLike[str],

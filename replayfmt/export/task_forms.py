@@ -136,9 +136,6 @@ def _tensors(folder: Path, task: dict[str, Any], workload: dict[str, Any], numbe
     ]
 
 
-# --------------------------------------------------------------------------------------------------- flashinfer-bench
-
-
 def _flashinfer(
     folder: Path, task: dict[str, Any], workloads: list[dict[str, Any]], reference: str, number: int
 ) -> None:
@@ -234,9 +231,6 @@ def _made(path: Path) -> Path:
     """The path, whose folder is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-# -------------------------------------------------------------------------------------------------------- KernelBench
 
 
 _LOADING = '''

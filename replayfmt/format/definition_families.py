@@ -68,8 +68,6 @@ class TablesBody:
         self.columns: dict[str, np.ndarray] = {}
         self.strings: dict[str, int] = {}
 
-    # ------------------------------------------------------------------------------------------------- what is in it
-
     def take_strings(self) -> None:
         """Read the strings. Raises InvalidCapture for one that is defined twice."""
         strings = self._table.strings("strings")
@@ -118,8 +116,6 @@ class TablesBody:
         """The strings with these ids."""
         known = (self._string_ids, self.strings)
         return {number: text for ids in known if numbers for text, number in ids.items() if number in numbers}
-
-    # --------------------------------------------------------------------------------------------------------- rules
 
     def fail(self, what: str) -> InvalidCapture:
         """The error that says what is wrong."""

@@ -162,8 +162,6 @@ class InternedDefinitions:
         if not 1 <= number <= self.count(family):
             raise ValueError(f"{family} {number} is not defined; there are {self.count(family)}")
 
-    # ------------------------------------------------------------------------------------------------------- defining
-
     def string(self, text: str) -> int:
         """The id of a string. The empty string is a string like any other: 0 is never its id."""
         known = self._strings.get(text)
@@ -243,8 +241,6 @@ class InternedDefinitions:
                 del self._columns[name][length:]
             raise ValueError(f"{family.name} {values} does not fit the format: {error}") from None
         return number
-
-    # -------------------------------------------------------------------------------------------------------- writing
 
     @property
     def new_text_bytes(self) -> int:
@@ -396,8 +392,6 @@ class DefinitionTables:
     def _lazy(self, family: Family[T]) -> LazySequence[T]:
         return LazySequence(self.counts[family.name], lambda number: family.at(self, number - 1))
 
-    # ----------------------------------------------------------------------------------------- what families read from
-
     def number(self, name: str, row: int) -> int:
         """An element of a column."""
         return int(self.column(name)[row])
@@ -410,8 +404,6 @@ class DefinitionTables:
         """Where a definition's rows of nested columns are."""
         ends = self._nested_ends[family]
         return slice(int(ends[row]), int(ends[row + 1]))
-
-    # ------------------------------------------------------------------------------------------- made of more than one
 
     @property
     def first_nodes(self) -> np.ndarray:

@@ -83,9 +83,6 @@ def halves(digest: int) -> tuple[int, int]:
     return digest & 0xFFFFFFFFFFFFFFFF, digest >> 64
 
 
-# ----------------------------------------------------------------------------------------------------------- preamble
-
-
 def pack_preamble(session_id: str) -> bytes:
     """The 64 bytes that begin a capture of this session."""
     head = PREAMBLE.pack(
@@ -138,9 +135,6 @@ def parse_preamble(raw: bytes, path: str) -> Preamble:
             f"frame at {head_offset:#x}, reserved bytes {reserved.hex()}; expected 64, 0x40 and zeros"
         )
     return Preamble(major, minor, head_offset, str(uuid.UUID(bytes=session)))
-
-
-# ------------------------------------------------------------------------------------------------------ frame headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +277,6 @@ def _newer_or_invalid(newer: bool, minor: int, message: str) -> None:
 def body_hash(body: bytes | bytearray | memoryview) -> int:
     """XXH3-128 of a frame's body, as its header carries it."""
     return xxh3_128_intdigest(body)
-
-
-# ------------------------------------------------------------------------------------------------------------ trailer
 
 
 @dataclass(frozen=True)

@@ -316,9 +316,6 @@ class LifetimeWalk:
         return resizes[np.argsort(resizes[:, 0], kind="stable")]
 
 
-# --------------------------------------------------------------------------------------------------------- at the peak
-
-
 def _is_outside(origins: np.ndarray) -> np.ndarray:
     return ~np.isin(origins, [int(each) for each in _MADE_HERE])
 

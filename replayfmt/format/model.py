@@ -257,7 +257,6 @@ class Signature:
         return self.kind is RecordKind.collective
 
 
-# ------------------------------------------------------------------------------------------------------ decoded values
 # None, bool, int, float, complex, str, DType, Layout, MemoryFormat, list and tuple stand for themselves.
 
 

@@ -218,8 +218,6 @@ class _Pass:
                     ints = frame.ints[first : int(frame.int_first[row + 1])].tolist()
                     _HANDLED[shape.kind](self, shape, ints)
 
-    # -------------------------------------------------------------------------------------------------------------- ops
-
     def _op(self, frame: RecordFrame, row: int, shape: Accesses) -> Iterator[Race]:
         first = int(frame.tensor_first[row])
         slots = frame.tensor_slots[first : int(frame.tensor_first[row + 1])].tolist()
@@ -275,8 +273,6 @@ class _Pass:
             storage.read[use.lane] = use
         unordered = [each for each in before if each.ordinal != use.ordinal and clock.get(each.lane, 0) < each.tick]
         return Race(number, unordered[0], use) if unordered else None
-
-    # ---------------------------------------------------------------------------------------------------- other records
 
     def _merged(self, one: Clock, other: Clock) -> Clock:
         """What both know together."""

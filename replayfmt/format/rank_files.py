@@ -37,9 +37,6 @@ def rank_file(folder: str, rank: int) -> str:
     return os.path.join(folder, f"rank{rank}.opreplay")
 
 
-# ------------------------------------------------------------------------------------------------- what a file holds
-
-
 def events_of(reader: CaptureReader) -> Iterator[Event]:
     """The launches and waits of a capture, in order."""
     kernels = {number: each.name for number, each in enumerate(reader.kernels) if each and each.name in (LAUNCH, WAIT)}
@@ -98,9 +95,6 @@ def describe_all(folder: str, world: int, *, checked: bool = True, processes: in
         return [described(rank) for rank in range(world)]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         return list(pool.map(described, range(world), chunksize=_AT_ONCE))
-
-
-# ---------------------------------------------------------------------------------------------- what does not fit
 
 
 def judge(ranks: list[dict[str, Any]]) -> list[str]:
@@ -264,9 +258,6 @@ def _needs(rank: int, event: Event) -> tuple[Any, Any, int]:
     if "send" in event["operator"]:
         return ("send", rank, peer, event["tag"], event["number"]), None, 0
     return "recv", ("send", peer, rank, event["tag"], event["number"]), int(peer >= 0)
-
-
-# ----------------------------------------------------------------------------------------------------- the manifest
 
 
 def world_size(folder: str) -> int:

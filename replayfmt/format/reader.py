@@ -121,8 +121,6 @@ class CaptureReader:
         """Header, verified body and place of any frame, by its position among all frames."""
         return read_frame(self._source, self.contents.frames, position)
 
-    # --------------------------------------------------------------------------------------------------- records
-
     @cached_property
     def record_frames(self) -> list[FrameInfo]:
         """Every frame of records, in order."""
@@ -229,8 +227,6 @@ class CaptureReader:
             tally.add_frame(self.frame(index))
         return tally.summary(self.definitions, self._payloads.raw_bytes)
 
-    # -------------------------------------------------------------------------------------------------- payloads
-
     @property
     def payloads(self) -> PayloadInput:
         """Every payload's PayloadInfo, in file order: a sequence that begins with id 1."""
@@ -249,8 +245,6 @@ class CaptureReader:
         """Fill `buffer`, of exactly the payload's raw length, with its content and verify that. Raises
         InvalidCapture; the buffer's content is then undefined."""
         self._payloads.read_into(number, buffer)
-
-    # ------------------------------------------------------------------------------------------------- lifetime
 
     def close(self) -> None:
         """Release the file. Closing twice does nothing."""

@@ -111,8 +111,6 @@ class CaptureWriter:
             except BaseException as error:
                 raise self._output.fail(f"{type(error).__name__} while it was being written: {error}") from error
 
-    # ----------------------------------------------------------------------------------------------- definitions
-
     def string(self, text: str) -> int:
         """The id of a string. Characters that UTF-8 does not have (lone surrogates) are escaped."""
         self._output.check()
@@ -212,8 +210,6 @@ class CaptureWriter:
             self.flush()
         return number
 
-    # -------------------------------------------------------------------------------------------------- content
-
     def payload(self, data: Buffer) -> int:
         """The id of this content. Written at once, a small one with the next ones, at the latest before the next
         records. The buffer is not kept; if it changes during the call, some mixture is stored."""
@@ -272,8 +268,6 @@ class CaptureWriter:
     def _write_definitions(self) -> None:
         if self._definitions.pending():
             self._frames.write(FrameKind.tables, self._definitions.encode())
-
-    # ------------------------------------------------------------------------------------------------------ end
 
     def close(self, ended_ns: int) -> None:
         """Complete the capture and give it its final name. `ended_ns` counts from the session's start, 0 means not

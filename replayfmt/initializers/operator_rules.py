@@ -45,8 +45,6 @@ def demand_of(use: Use) -> Demand | None:
     return None
 
 
-# -------------------------------------------------------------------------------------------------------------- indices
-
 Rule = Callable[[Use], Demand | None]
 
 
@@ -158,9 +156,6 @@ def _one_hot(use: Use) -> Demand | None:
         return None
     role = Role.index if given is not None and given >= 0 else Role.highest
     return Demand(role, 0, size - 1, why=f"a class of {size} in {use.call.name}")
-
-
-# ---------------------------------------------------------------------------------------------- masks, lengths, offsets
 
 
 def _mask(prefer: bool) -> Rule:

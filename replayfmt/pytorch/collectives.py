@@ -132,9 +132,6 @@ _library.impl("collective", _launch, "CompositeExplicitAutograd")
 _library.impl("collective_wait", _wait, "CompositeExplicitAutograd")
 
 
-# -------------------------------------------------------------------------------------- what PyTorch's operators say
-
-
 class Unknown(Exception):
     """A collective whose meaning is not known, with the reason."""
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from replayfmt.errors import UsageError
 
-# ----------------------------------------------------------------------------------------------------------- namespaces
-
 # Those that `import torch` registers; others of PyTorch's come with modules that only the user has imported.
 ALWAYS_THERE = frozenset(
     {"aten", "quantized", "_quantized", "quantization", "sparse", "mkl", "mkldnn", "mkldnn_prepacked", "onednn"}
@@ -54,8 +52,6 @@ _ACTING_NAMESPACES = {
     "static_runtime": _INTERPRETER,
 }
 
-# ------------------------------------------------------------------------------------------------- besides computing
-
 _UNCHECKED = "makes tensors without checking that they fit their memory"
 _ACTING = {
     "aten::from_file": "opens or creates files",
@@ -84,8 +80,6 @@ _IN_PARTS_FOR_GRADIENTS = frozenset({"aten::max_pool1d"})
 
 # Composites whose results C++ code fills through addresses, in part, beside their parts.
 _FILL_RESULTS_THEMSELVES = frozenset({"aten::_pad_packed_sequence"})
-
-# ------------------------------------------------------------- what is read and written; names as aten has them
 
 # Results are memory that has not been written.
 _EMPTY = frozenset(
@@ -263,8 +257,6 @@ _CASTS_INSIDE = frozenset({"affine_grid_generator", "linalg_pinv", "_scaled_mm",
 # A list argument of which a composite of PyTorch's own, in C++, makes a tensor for its other parts, without an operator
 # that fills it.
 _MADE_TENSORS_OF = {"aten::_ctc_loss": "target_lengths"}
-
-# -------------------------------------------------------------------------------- single arguments and results
 
 # Out of place, what an operator that overwrites all of a tensor would make of it.
 _OVERWRITES_A_COPY = (

@@ -121,8 +121,6 @@ class Plan(Preparation):
         stand_in = self.context.stand_in
         return self._differences if stand_in is None else [stand_in.reason, *self._differences]
 
-    # ---------------------------------------------------------------------------------------------------------- running
-
     def execute(
         self,
         verify: VerifyMode = "none",
@@ -537,8 +535,6 @@ class Plan(Preparation):
             opaque_results=self.opaque_results(),
             execution=self._executions,
         )
-
-    # --------------------------------------------------------------------------------------------------------- lifetime
 
     def close(self) -> None:
         """Release the storages kept between runs, and the file if the plan opened it."""

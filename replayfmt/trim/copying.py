@@ -73,8 +73,6 @@ class Copier:
         for number in range(1, len(reader.devices)):
             self.device(number)  # all of them: --device refers to them by number
 
-    # ------------------------------------------------------------------------------------------------------ definitions
-
     def _text(self, text: str) -> str:
         return text if self._redaction is None else self._redaction.text(text)
 
@@ -199,16 +197,12 @@ class Copier:
             )
         return self._builder.tensor(self._views.setdefault(storage, {}), storage, value.offset, self._meta(value))
 
-    # --------------------------------------------------------------------------------------------------------- storages
-
     def bear(self, storage: int, length: int, origin: StorageOrigin, content: int = 0) -> int:
         """Add a storage of the reader to the result; returns its id there. `length` is in bytes; `content` is the
         writer's id of its first content, of the kind given by `origin`."""
         device = self.device(self.reader.storage(storage).device)
         number = self.storages[storage] = self._builder.bear(length, device, origin, content)
         return number
-
-    # ---------------------------------------------------------------------------------------------------------- records
 
     def copy(self, record: Record, annotation: Mapping[str, Any] | None = None) -> int:
         """Write a record of the reader whose storages have all been added. Returns its ordinal."""

@@ -133,8 +133,6 @@ class Materializer:
         self._states: dict[int, bytes] = {}  # generators, as the result expects them
         self.digest_count = 0
 
-    # ------------------------------------------------------------------------------------------------ watching a replay
-
     def watches(self, ordinal: int) -> bool:
         return self._kept.holds(ordinal)
 
@@ -185,8 +183,6 @@ class Materializer:
         value = dict(self._slots((*record.args, *record.results), record))[slot]
         return not self._kernel_of(record).operator.empty and self._defined.covers(value.storage, tensor)
 
-    # --------------------------------------------------------------------------------------------------- what is known
-
     def _kernel_of(self, record: Record) -> CapturedKernel:
         number = record.signature.kernel
         if number not in self._kernel:
@@ -227,8 +223,6 @@ class Materializer:
                 written.update(dict.fromkeys(place.tensors, kernel.writes_all(index)))
         return written
 
-    # ---------------------------------------------------------------------------------------------------------- content
-
     def enter(self, action: EnterContent) -> EnteringContent:
         """The content imported before the op that runs next."""
         storage = self._storages.get(action.storage)
@@ -256,8 +250,6 @@ class Materializer:
             number = self._copier.content(storage_bytes(storage))
         return EnteringContent(StorageOrigin.payload, number, length)
 
-    # ------------------------------------------------------------------------------------------------------- generators
-
     def _drawn(self, record: Record) -> list[int]:
         """The ids of the generators that a kept op may draw from: those passed to it, else every default generator."""
         kernel, reader = self._kernel_of(record), self._plan.reader
@@ -284,8 +276,6 @@ class Materializer:
         assert generator is not None
         state = generator.get_state()  # owns what the view shows
         return bytes(host_view(state.untyped_storage()))
-
-    # ---------------------------------------------------------------------------------------------------------- digests
 
     def _digest(
         self,

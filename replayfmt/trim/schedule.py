@@ -382,8 +382,6 @@ class Planner:
     def _record(self, frame: Rows, row: int) -> Record:
         return decode_record(frame.frame, row, self._reader.definitions)
 
-    # --------------------------------------------------------------------------------------------------------- left out
-
     def _leave(self, frame: Rows, row: int, ordinal: int, shape: RecordShape) -> None:
         kind = shape.kind
         if kind is RecordKind.op:
@@ -429,8 +427,6 @@ class Planner:
             self._length[storage] = values["bytes"]
         elif left_out and storage in self._there:  # it was released
             self._died.append(storage)
-
-    # ------------------------------------------------------------------------------------------------------------- kept
 
     def _keep(self, frame: Rows, row: int, ordinal: int, shape: RecordShape) -> None:
         if ordinal == self._kept.first:

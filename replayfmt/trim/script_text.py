@@ -292,8 +292,6 @@ class BodyWriter:
             case Remark():
                 line(f"# {comment(event.text)}")
 
-    # ---------------------------------------------------------------------------------------------------------- one op
-
     def _op(self, record: Record, place: int) -> None:
         kernel = self._reader.kernels[record.signature.kernel]
         changed, written = self._changes(record)

@@ -278,9 +278,6 @@ def _meanings(source: str) -> dict[str, str]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------- new names
-
-
 class _Renaming(ast.NodeTransformer):
     """Gives what a module defines other names, and collects the edits of the text that do the same."""
 
@@ -370,9 +367,6 @@ def with_names(source: str, renamed: Mapping[str, str]) -> str:
 def _lines_of(function: ast.FunctionDef) -> range:
     first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
     return range(first, function.lineno + 1)
-
-
-# ------------------------------------------------------------------------------------------------------------ launches
 
 
 def _call(stored: StoredKernel, section: _Section, values: Mapping[str, str]) -> str:

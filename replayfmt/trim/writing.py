@@ -134,8 +134,6 @@ class Writing:
             self._act(EndScope(scope), last)
         self.copier.flush()
 
-    # ---------------------------------------------------------------------------------------------------------- records
-
     def record(self, record: Record) -> None:
         """Write a kept record itself."""
         if record.kind is RecordKind.op:
@@ -193,8 +191,6 @@ class Writing:
             self.copier.add(record, RecordKind.digest, record.signature.args, args)
         else:
             self.copier.copy(record)
-
-    # ---------------------------------------------------------------------------------------------------------- actions
 
     def _act(self, action: Action, near: Record) -> None:
         add = self.copier.add

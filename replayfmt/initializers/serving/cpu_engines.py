@@ -36,9 +36,6 @@ def _keep(request: Request, *objects: Any) -> None:
     request.shared.setdefault(_LIVING, []).extend(objects)
 
 
-# ------------------------------------------------------------------------------------------------------------ schedules
-
-
 def _schedule(request: Request) -> torch.Tensor:
     """The library's own schedule for the batch that the call's other arguments describe."""
     content = _make_schedule(request)
@@ -106,9 +103,6 @@ def _has_step(request: Request) -> bool:
     return starts is not None and lengths is not None and 0 < lengths.elements == starts.elements - 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- slots
-
-
 def _new_slots(request: Request) -> Mapping[str, torch.Tensor]:
     """Each token's sequence and position, and a table with blocks of its own for every sequence."""
     batch, table = _slot_batch(request), request.call.tensor("block_table")
@@ -145,9 +139,6 @@ def _has_slots(request: Request) -> bool:
     if table is None or starts is None or len(table.sizes) != 2:
         return False
     return 0 < starts.elements - 1 <= table.sizes[0] and _slot_batch(request) is not None
-
-
-# -------------------------------------------------------------------------------------------------------------- handles
 
 
 def _handle(request: Request) -> torch.Tensor:

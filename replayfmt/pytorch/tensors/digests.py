@@ -364,9 +364,6 @@ def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:
     return _halves(_hash_elements(array))
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
 def _resolved(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
     """The same elements without lazy bits, and their dtype's code. Shares memory where that can be."""
     if tensor.layout is not torch.strided:
@@ -416,9 +413,6 @@ def _carrier(tensor: torch.Tensor, code: DType) -> torch.dtype | None:
     if code in _PATTERNS:
         return torch.uint8 if tensor.element_size() == 1 else torch.int16
     return _QUANTIZED_CARRIER.get(code)
-
-
-# ------------------------------------------------------------------------------------------------------------- digest
 
 
 def _digest(
@@ -505,8 +499,6 @@ def _values(bits: np.ndarray, code: DType) -> Sample:
     picked = values.tolist()
     return tuple(picked) if values.dtype.kind in "fc" else tuple(signed(int(value)) for value in picked)
 
-
-# ---------------------------------------------------------------------------------------------------------- known bytes
 
 _recent: dict[Any, Any] = {}
 _older: dict[Any, Any] = {}

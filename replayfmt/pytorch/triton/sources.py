@@ -542,9 +542,6 @@ def edited(text: str, edits: list[_Edit]) -> str:
     return b"".join(lines).decode()
 
 
-# ------------------------------------------------------------------------------------------------------------- loading
-
-
 def load_source(text: str, label: str) -> ModuleType:
     """Run a standalone module. Only what the user has allowed to run may be given. Raises what it raises."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]

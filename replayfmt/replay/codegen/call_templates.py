@@ -160,8 +160,6 @@ class TemplateMaker:
             addresses_of(layout, kernel.schema),
         )
 
-    # -------------------------------------------------------------------------------------------------------- arguments
-
     def _piece(self, each: NodePlace, operands: list[tuple[Operand, Any]]) -> str:
         """The text of one argument; appends its operands in the order of their holes."""
         kind = each.node.kind
@@ -250,8 +248,6 @@ class TemplateMaker:
         if not takes_device or (given is not None and given.node.kind is not ValueKind.none):
             return None
         return self._devices.host_goes_to
-
-    # ---------------------------------------------------------------------------------------------------------- results
 
     def _target(self, each: NodePlace, leaves: list[Result], index: int) -> str:
         """The assignment target of one result; appends its leaves in the order of their holes."""

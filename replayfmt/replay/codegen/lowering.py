@@ -235,8 +235,6 @@ class Lowering:
         if key in self.variables and key not in self.names and not self.variables.alone(key):
             self.drop([key])
 
-    # -------------------------------------------------------------------------------------------------------- variables
-
     def template(self, signature: int) -> Template | None:
         """The template of an op's signature, None if its kernel has no operator here."""
         if signature not in self._templates:
@@ -356,8 +354,6 @@ class Lowering:
         if self.scan.last_use_of(storage) == ordinal:
             self.drop_after(self.variables.all_on(storage), ordinal)
 
-    # ---------------------------------------------------------------------------------------------------- other records
-
     def _ints(self, row: int) -> tuple[list[int], int]:
         return self.frame.ints, self.frame.int_first[row]
 
@@ -432,8 +428,6 @@ class Lowering:
         device = self.scan.layout(self.frame.signatures[row]).args[0].node.constant
         assert isinstance(device, int)
         self.text.line(ordinal, f"{self.text.constant(Synchronize(self.context.devices.target(device)))}()")
-
-    # ----------------------------------------------------------------------------------------------------------- checks
 
     def _digest(self, row: int, ordinal: int) -> None:
         record = self.reader.record(ordinal)

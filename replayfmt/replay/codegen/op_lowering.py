@@ -111,8 +111,6 @@ class OpLine:
         lowering.text.line(self.ordinal, f"return {call}")
         lowering.text.returns_result = True
 
-    # --------------------------------------------------------------------------------------------------------- the call
-
     def _check_tensors(self) -> None:
         """Raise ReplayRefused if the kernel cannot be called with these tensors."""
         lowering, template = self.lowering, self.template
@@ -256,8 +254,6 @@ class OpLine:
             protected[slot] = alias
         return protected
 
-    # ------------------------------------------------------------------------------------------------- what lives, dies
-
     def _settle(self) -> list[str]:
         """Define the results' variables and release those that end here; returns the names to delete."""
         lowering, frame, variables = self.lowering, self.lowering.frame, self.lowering.variables
@@ -306,8 +302,6 @@ class OpLine:
         self.defined.difference_update(keys)
         return []
 
-    # ------------------------------------------------------------------------------------------------------ the results
-
     def _assign(self, call: str) -> str:
         """The statement with its assignment."""
         leaves = self.template.leaves
@@ -351,8 +345,6 @@ class OpLine:
         expected = leaf.what(frame.ints, frame.int_first[self.row], frame.floats, frame.float_first[self.row])
         lowering, where = self.lowering, CompareLocation(self.ordinal, leaf.index, self.ordinal)
         return CheckScalar(lowering.context.judge, where, expected, read=read, unsteady=lowering.op_is_unsteady)
-
-    # --------------------------------------------------------------------------------------------------------- checking
 
     def _expectation(self) -> ExpectResults:
         """The expected structure of this op's results."""

@@ -138,8 +138,6 @@ class StreamCode:
             RecordKind.event_synchronize: self._synchronize_event,
         }
 
-    # ------------------------------------------------------------------------------------------------------- around ops
-
     def before_op(self, row: int, ordinal: int) -> None:
         """An op's line follows."""
         if not self._streams.captured:
@@ -208,8 +206,6 @@ class StreamCode:
 
     def _stream(self, stream: torch.Stream) -> str:
         return self._lowering.text.shared(("stream", stream.device_index, stream.stream_id), stream)
-
-    # ---------------------------------------------------------------------------------------------------- other records
 
     def _record(self, row: int, ordinal: int) -> None:
         (event, number), device = ints_and_device(self._lowering, row)
@@ -369,8 +365,6 @@ class LateCopies:
                 else:
                     text.line(ordinal, f"{text.shared(('synchronize', str(device)), Synchronize(device))}()")
                 self._on_stream_done(copy.device, copy.stream)
-
-    # ---------------------------------------------------------------------------------------- waits that were captured
 
     def _record(self, row: int) -> None:
         (event, number), device = ints_and_device(self._lowering, row)

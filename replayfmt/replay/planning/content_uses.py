@@ -232,8 +232,6 @@ class ContentUses:
             found.followed,
         )
 
-    # --------------------------------------------------------------------------------------------------------- the walk
-
     def _follow(self) -> None:
         kinds = [0, *(int(signature.kind) for signature in self._reader.signatures[1:] if signature is not None)]
         for index in range(len(self._reader.record_frames)):
@@ -333,8 +331,6 @@ class ContentUses:
             self._ways[storage] = after
         else:
             self._ways.pop(storage, None)
-
-    # --------------------------------------------------------------------------------------------------- what ops mean
 
     def _understand(self, signature: int, ordinal: int, shapes: int) -> _Alike:
         layout = self._scan.layout(signature)

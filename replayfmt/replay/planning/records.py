@@ -234,8 +234,6 @@ class Slicer:
                 comparable += 1
         return comparable
 
-    # ------------------------------------------------------------------------------------------------------------- rows
-
     def rows(self, stop: int, *, backwards: bool) -> Iterator[Row]:
         """The ops, content and comparisons before an ordinal."""
         indices = range(len(self._reader.record_frames))

@@ -278,8 +278,6 @@ class Scan:
             cutter.feed(frame.signature[:count], kinds)
         self.window_cuts = self._cut_at_imports(cutter.finish(), window)
 
-    # --------------------------------------------------------------------------------------------------- what was found
-
     @property
     def last_use(self) -> np.ndarray:
         """Ordinal of the last use of each tensor key, -1 where a key has none."""
@@ -325,8 +323,6 @@ class Scan:
     def is_released(self, storage: int) -> bool:
         """Whether the program freed it during the capture."""
         return bool(self._released.reach(storage + 1)[storage])
-
-    # -------------------------------------------------------------------------------------------------------- one frame
 
     def layout(self, signature_id: int) -> SlotLayout:
         """Where records of a signature keep their slots."""
@@ -449,8 +445,6 @@ class Scan:
             storages, ordinals = storages[self.needed[ordinals]], ordinals[self.needed[ordinals]]
         np.maximum.at(self._storage_last_use.reach(top), storages, ordinals)
         return []
-
-    # ----------------------------------------------------------------------------------------------------------- memory
 
     def _note_memory(self, frame: RecordFrame, appeared: dict[int, int], released: list[tuple[int, int]]) -> None:
         """Follow how many bytes of the storages that the capture knows were alive at once, at least."""

@@ -195,8 +195,6 @@ class Synthesis:
             with undispatched():
                 self._choose(entrances)
 
-    # -------------------------------------------------------------------------------------------------- what came of it
-
     @property
     def initialized(self) -> list[Initialized]:
         """Everything that is filled, in capture order."""
@@ -259,8 +257,6 @@ class Synthesis:
         if length < target.nbytes():
             byte_tensor(target).zero_()
         make_view(target, view.dtype, view.sizes, view.strides, view.offset).copy_(content)
-
-    # --------------------------------------------------------------------------------------------------------- choosing
 
     def _choose(self, entrances: list[MissingContent]) -> None:
         """Offer everything that is still unassigned to one initializer after another, in order: otherwise a later
@@ -430,8 +426,6 @@ class Synthesis:
         if recipe is not None:
             return recipe.seed
         return int(xxhash.xxh3_64_intdigest(f"storage {entrance.storage} version {entrance.version}".encode()))
-
-    # ----------------------------------------------------------------------------------------------------------- making
 
     def _take(self, initializer: Initializer, request: Request, sought: _Sought) -> None:
         """Assign an initializer to a request; makes the content if it has to exist now. Raises Wrong."""

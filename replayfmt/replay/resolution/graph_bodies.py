@@ -68,8 +68,6 @@ class BodyStreams:
         self._users: dict[int, set[_Here]] = {}  # streams that use a storage; the first one has its memory
         self._begun: dict[torch.device, torch.Stream] = {}
 
-    # ------------------------------------------------------------------------------------- what is done at each record
-
     def switch(self, record: Record) -> Callable[[], None] | None:
         """What makes the streams of an op current; None if they are. To be asked for each op, in order."""
         if not self.several:
@@ -114,8 +112,6 @@ class BodyStreams:
         placement = self._reader.placements[record.placement] if record.placement else None
         given = {self._devices.target(device): number for device, number in (placement or _DEFAULTS).streams}
         return {device: given.get(device, 0) for device in self._on}
-
-    # --------------------------------------------------------------------------------------------------------- a pass
 
     def begin(self) -> None:
         """The body is issued on the current streams."""
@@ -325,8 +321,6 @@ class BodySteps:
             return value
         return None
 
-    # ---------------------------------------------------------------------------------------------------------- values
-
     def _builder(self, value: Value) -> Callable[[_PassMemory], Any]:
         if isinstance(value, TensorValue):
             return lambda memory: self._tensor(memory, value)
@@ -367,8 +361,6 @@ class BodySteps:
         if storage is None:
             raise InvalidCapture(f"an op uses storage {value.storage} of the graph before anything made it")
         return view_inside(storage, dtype, meta.sizes, meta.strides, value.offset, meta.flags)
-
-    # ---------------------------------------------------------------------------------------------------------- a pass
 
     def issue(self, given: Storages) -> list[torch.UntypedStorage]:
         """Issue every op once. `given` has the memory of the storages that are kept. Returns memory of the host that a

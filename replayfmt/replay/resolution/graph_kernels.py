@@ -119,8 +119,6 @@ class ReplayedGraph(StoredCodeKernel):
     def runs_on(self, device_type: str) -> bool:
         return True  # its ops were asked
 
-    # --------------------------------------------------------------------------------------------------------- a call
-
     def _replay(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> None:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         storages = {storage_of_argument(name): tensor.untyped_storage() for name, tensor in given.items()}

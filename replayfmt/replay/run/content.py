@@ -208,8 +208,6 @@ class Content:
     def _is_restored(self, storage: int) -> bool:
         return self._scan.is_written(storage) or storage in self._found_written
 
-    # --------------------------------------------------------------------------------------------- what stays as it is
-
     def ready(self, window: Window) -> PreparedWindow | None:
         """What an earlier run left of a window's beginning; None if nothing."""
         return self._ready.get(window)
@@ -276,8 +274,6 @@ class Content:
             return found == self._files.hash_range(staged.source.id)
         self._fill(staged, storage)  # made again, from the same seed
         return hash_storage(storage) == found
-
-    # --------------------------------------------------------------------------------------------------------- filling
 
     def missing(self, storage: int, source: ContentSource, version: int) -> str | None:
         """Why there is no content to put into a storage; None if there is some."""

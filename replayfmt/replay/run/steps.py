@@ -248,8 +248,6 @@ class KeepGoing:
         """The verdict on one op that was run."""
         return self._verdicts[ordinal]
 
-    # ---------------------------------------------------------------------------------------------------------- steps
-
     def _prepare(self, step: Step) -> None:
         self._machine.prepare(step.window, unavailable=self._unallocated)
         for staged in step.window.staged:

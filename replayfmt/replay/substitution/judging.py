@@ -161,9 +161,6 @@ def judge(
     return judgement
 
 
-# ------------------------------------------------------------------------------------------------------------- results
-
-
 class _Labels:
     """Labels the memory that a tensor is on, the same way on both sides: an argument's, or new memory in order of
     appearance."""
@@ -303,9 +300,6 @@ def described(value: Any) -> str:
     if value is None or isinstance(value, (*_NUMBERS, str)):
         return repr(value)
     return f"a {type(value).__name__}"
-
-
-# ----------------------------------------------------------------------------------------------------------- arguments
 
 
 def _arguments(

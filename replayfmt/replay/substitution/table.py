@@ -192,8 +192,6 @@ class Substitutions:
             if (graphs := self._inside_graphs.get(name))
         )
 
-    # ----------------------------------------------------------------------------------------------------- one request
-
     def _add(self, request: SubstitutionRequest, library: Library | None) -> None:
         selector = request.selector
         if selector.signature is not None:
@@ -352,8 +350,6 @@ class Substitutions:
         self._keys_in_part.setdefault(ops.key, request)
         for ordinal in ops.ordinals.tolist():
             self._by_ordinal[ordinal], self._ordinal_owner[ordinal] = replacement, request
-
-    # ------------------------------------------------------------------------------------------------------ a callback
 
     def _ask(self, decide: Decide) -> None:
         """Ask the callback about every call once, in capture order."""
