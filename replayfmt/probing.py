@@ -321,8 +321,6 @@ class ProbeDevice(Protocol):
 
 
 class CudaDevice:
-    """A CUDA device of PyTorch's."""
-
     def __init__(self, device: torch.device) -> None:
         """Raises LibraryMissing without cuda-core, ReplayFailed if the device cannot be used."""
         try:

@@ -357,7 +357,6 @@ class GpuState:
     not_measured: dict[str, str] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "sm_clock_mhz": self.sm_clock_mhz,
             "memory_clock_mhz": self.memory_clock_mhz,

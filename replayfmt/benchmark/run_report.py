@@ -269,7 +269,6 @@ class Report:
 
 
 def make_report(run: Run, plan: Plan) -> Report:
-    """The report of a run of `plan`."""
     rows = []
     further = tuple(run.whole.samples[0].further)
     for index, measurement in enumerate(run.measurements):
@@ -502,7 +501,6 @@ _UNLIMITED = 10_000
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print a report to stdout, or to `console`."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _UNLIMITED

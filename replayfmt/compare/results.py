@@ -501,7 +501,6 @@ def _next(made: Comparison) -> str:
 
 
 def rows(made: Comparison) -> list[dict[str, Any]]:
-    """One row for the comparison, then those of its parts."""
     found = made.divergence
     first = made.first
     head = {

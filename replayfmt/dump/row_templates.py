@@ -134,7 +134,6 @@ _UNLIKE = re.compile(r"NaN|Infinity|[0-9]{16}|\\ud[89a-f]")
 
 
 def quote(text: str) -> str:
-    """A JSON string."""
     if not text.isascii():
         # Through UTF-16, so that two surrogates that make a pair become the character they mean.
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

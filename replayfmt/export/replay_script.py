@@ -299,7 +299,6 @@ def measure(call: Any, seconds: float) -> float:
 
 
 def describe(value: Any) -> str:
-    """A value as one line."""
     if isinstance(value, torch.Tensor):
         strides = value.stride() if value.layout is torch.strided else None
         return f"Tensor(shape={tuple(value.shape)}, strides={strides}, dtype={value.dtype}, device={value.device})"

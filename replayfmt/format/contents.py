@@ -196,7 +196,6 @@ def _by_origin(counts: list[int]) -> dict[StorageOrigin, int]:
 
 
 def encode_summary(summary: Summary) -> memoryview:
-    """The Summary body."""
     kinds = np.zeros(max(RecordKind) + 1, np.uint64)
     calls = np.zeros(max(summary.kernel_calls, default=0) + 1, np.uint64)
     for kind, count in summary.records.items():

@@ -123,7 +123,6 @@ class CaptureReader:
 
     @cached_property
     def record_frames(self) -> list[FrameInfo]:
-        """Every frame of records, in order."""
         names = ("offset", "stored_bytes", "raw_bytes", "first_ordinal", "first_storage", "count")
         rows = self.contents.frames[self._positions]
         return [FrameInfo(*values) for values in zip(*(rows[name].tolist() for name in names), strict=True)]
@@ -162,7 +161,6 @@ class CaptureReader:
         return int(np.searchsorted(self._first_ordinals, ordinal, side="right")) - 1
 
     def record(self, ordinal: int) -> Record:
-        """One record, decoded."""
         frame = self.frame(self.frame_of(ordinal))
         return decode_record(frame, ordinal - frame.first_ordinal, self.definitions)
 

@@ -445,7 +445,6 @@ class _Slots:
 
 
 def decode_record(frame: RecordFrame, row: int, definitions: DefinitionTables) -> Record:
-    """Record `row` of a frame."""
     number = int(frame.signature[row])
     signature = definitions.signatures[number]
     slots = _Slots(frame, row, definitions)

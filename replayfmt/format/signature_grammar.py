@@ -75,8 +75,6 @@ class Text:
 
 @dataclass(frozen=True)
 class DeviceText:
-    """A device as an argument."""
-
     device: str
 
     def __str__(self) -> str:

@@ -42,7 +42,6 @@ def parse_signature(text: str) -> SignatureText:
 
 
 def signature_text(record: Record, reader: CaptureReader) -> str:
-    """The signature of an op of a capture, as text."""
     return str(signature_of(record, reader))
 
 
@@ -61,7 +60,6 @@ def signature_of(record: Record, reader: CaptureReader, *, values: bool = False)
 
 
 def matches(pattern: SignatureText, record: Record, reader: CaptureReader) -> bool:
-    """Whether an op of a capture has this signature."""
     kernel = reader.kernels[record.signature.kernel]
     if kernel.qualified_name != pattern.kernel or len(pattern.arguments) != len(record.args):
         return False

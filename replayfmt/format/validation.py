@@ -99,7 +99,6 @@ def paths_of(name: str, value: Any) -> tuple[str, ...]:
 
 
 def text_of(name: str, value: Any) -> str:
-    """A text."""
     if not isinstance(value, str):
         raise UsageError(f"{name}={shown(value)}: expected a text")
     return value

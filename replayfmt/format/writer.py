@@ -121,7 +121,6 @@ class CaptureWriter:
         return self._spilled(self._definitions.define(family, definition))
 
     def device(self, device: Device) -> int:
-        """The id of a device."""
         return self._define(DEVICES, device)
 
     def attachment(self, attachment: Attachment) -> int:

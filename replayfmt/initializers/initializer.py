@@ -37,7 +37,6 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
         count = 1
         for size in self.sizes:
             count *= size
@@ -81,7 +80,6 @@ class Call:
         return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
     def result(self, index: int) -> TensorInfo | None:
-        """A tensor result."""
         value = self.results[index] if index < len(self.results) else None
         return value if isinstance(value, TensorInfo) else None
 
@@ -92,13 +90,11 @@ def first_name(call: Call, names: Iterable[str]) -> str | None:
 
 
 def first_tensor(call: Call, names: Iterable[str]) -> TensorInfo | None:
-    """The first of these arguments that is a tensor."""
     name = first_name(call, names)
     return None if name is None else call.tensor(name)
 
 
 def first_integer(call: Call, names: Iterable[str]) -> int | None:
-    """The first of these arguments that is an integer."""
     return next((number for name in names if (number := call.integer(name)) is not None), None)
 
 

@@ -309,7 +309,6 @@ class ProbeDefinition:
 
 
 def shipped_probes() -> list[ProbeDefinition]:
-    """The probes of this package, by name."""
     folder = files("replayfmt.probes").joinpath("shipped")
     named = sorted((each for each in folder.iterdir() if each.name.endswith(".toml")), key=lambda each: each.name)
     return [parse_probe(each.read_text(encoding="utf-8"), each.name) for each in named]

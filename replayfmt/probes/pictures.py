@@ -242,7 +242,6 @@ LEVELS = 5
 
 
 def draw_dmat(result: DmatResult, figure: Figure) -> None:
-    """Draw a result."""
     grid = figure.add_gridspec(2, 2, height_ratios=(2.2, 1), width_ratios=(1.7, 1))
     _draw_map(result, figure.add_subplot(grid[0, :]))
     _draw_working_set(result, figure.add_subplot(grid[1, 0]))
@@ -338,7 +337,6 @@ _MOST_BARS = 1500
 
 
 def draw_schedule(result: ScheduleResult, figure: Figure) -> None:
-    """Draw a result."""
     grid = figure.add_gridspec(2, 2, height_ratios=(1.3, 1), width_ratios=(1.7, 1))
     _draw_sms(result, figure.add_subplot(grid[0, :]), figure)
     _draw_slots(result, figure.add_subplot(grid[1, 0]))
@@ -419,7 +417,6 @@ _COLOURS = (BLUE, ORANGE)
 
 
 def draw_warps(result: WarpsResult, figure: Figure) -> None:
-    """Draw a result."""
     axes = figure.subplots(2, 2)
     for each, colour in zip(result.recordings, _COLOURS, strict=False):
         _draw(each, colour, axes)

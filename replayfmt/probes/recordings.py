@@ -146,7 +146,6 @@ class LaunchShape:
 
     @property
     def threads(self) -> int:
-        """Threads of one block."""
         return self.block[0] * self.block[1] * self.block[2]
 
     def rows(self, divisor: int) -> int:

@@ -312,7 +312,6 @@ class SetStreams:
 
 
 def default_stream(device: torch.device) -> torch.Stream:
-    """An accelerator's default stream."""
     kind = torch.accelerator.current_stream(device.index).device_type
     return torch.Stream(stream_id=0, device_index=device.index, device_type=kind)
 

@@ -199,7 +199,6 @@ class OpLibraries:
         return tuple(dict.fromkeys(found))
 
     def admits(self, namespace: str, module: str) -> bool:
-        """Whether a module may be imported for a namespace."""
         if (
             module in self._registered.get(namespace, ())
             or module == "torch"

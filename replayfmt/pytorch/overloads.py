@@ -77,7 +77,6 @@ def find_overload(name: str, overload: str = "default") -> OpOverload | None:
 
 
 def is_registered(name: str, overload: str = "default") -> bool:
-    """Whether the dispatcher has this overload."""
     try:
         torch._C._dispatch_find_schema_or_throw(name, _dispatcher_overload(overload))
     except RuntimeError:
@@ -136,8 +135,6 @@ def exact_arguments(schema: torch.FunctionSchema, nodes: Sequence[Node]) -> str:
 
 
 class ArgumentRules:
-    """The rules for one operator."""
-
     def __init__(self, schema: torch.FunctionSchema) -> None:
         self._name = schema.name
         self._needs_a_tensor = schema.name in _NEED_A_TENSOR

@@ -50,7 +50,6 @@ class View:
         return make_view(storage, self.dtype, self.sizes, self.strides, self.offset, self.flags)
 
     def is_on(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether a tensor is this view on a storage."""
         return (
             tensor.untyped_storage()._cdata == storage._cdata
             and (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (self.dtype, self.sizes, self.strides)

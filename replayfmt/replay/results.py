@@ -120,7 +120,6 @@ class Verification:
 
     @property
     def compared(self) -> str:
-        """What was compared, and how much of it."""
         scalars = f"{counted(self.scalars, 'scalar')} the program read"
         if self.mode == "none":
             shapes = f"the dtypes and sizes of {_results(self.structures)}"

@@ -174,7 +174,6 @@ def _top(
 
 
 def kernel_table(figures: KernelFigures) -> ReportTable:
-    """A row for each kernel."""
     dearest: dict[int, CapturedCallSite] = {}
     for site in figures.sites:
         best = dearest.get(site.kernel)
@@ -210,8 +209,6 @@ def kernel_table(figures: KernelFigures) -> ReportTable:
 
 
 def call_site_table(figures: KernelFigures) -> ReportTable:
-    """A row for each call site."""
-
     def row(site: CapturedCallSite) -> TableRow:
         calls = figures.measured.by_signature.get(site.signature)
         energy = figures.measured.energy_by_signature.get(site.signature)

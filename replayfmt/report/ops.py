@@ -62,7 +62,6 @@ class CapturedOps:
         return len(self.ordinal)
 
     def only(self, ordinals: np.ndarray) -> CapturedOps:
-        """The ops with these ordinals."""
         kept = np.isin(self.ordinal, ordinals)
         kernels = self.kernels[np.isin(self.kernels[:, 0], ordinals)]
         return replace(self, kernels=kernels, **{name: getattr(self, name)[kept] for name in _COLUMNS})
@@ -254,8 +253,6 @@ class CapturedCallSite:
 
 @dataclass(frozen=True)
 class KernelTotals:
-    """All calls of a kernel."""
-
     kernel: int
     calls: int
     signatures: int

@@ -144,7 +144,6 @@ class Copier:
         return redacted if count == 1 else replace(redacted, path=f"{count}/{redacted.path}")
 
     def payload(self, number: int) -> int:
-        """Copy a payload."""
         return self.content(self.reader.payload(number))
 
     def content(self, data: bytes | memoryview) -> int:

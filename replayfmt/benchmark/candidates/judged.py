@@ -148,7 +148,6 @@ class JudgeReport:
         return bool(self.reference["ok"]) and all(each.accepted for each in self.candidates)
 
     def document(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "task": {key: self.task[key] for key in ("name", "kind", "function", "capture_session", "inputs")},
             "reference": self.reference,
@@ -205,7 +204,6 @@ class JudgeReport:
         return {**placed.fields(), "unknown": unknown}
 
     def lines(self) -> Iterator[str]:
-        """For people."""
         task = self.task
         calls = sum(each["calls"] for each in task["workloads"])
         yield f"task      {task['name']}: {len(task['workloads'])} workloads of {calls} calls, inputs {task['inputs']}"

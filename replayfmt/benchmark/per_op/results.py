@@ -421,7 +421,6 @@ class Reconciliation:
             )
 
     def lines(self) -> Iterator[str]:
-        """As text."""
         yield printable(f"reconciliation of {self.region}")
         for each in (self.hot, self.cold):
             if each.total_ns is None:

@@ -74,7 +74,6 @@ class Peak:
     doubts: tuple[str, ...] = ()
 
     def row(self, device: torch.device, what: str) -> dict[str, Any]:
-        """For JSON."""
         found = {"device": str(device), "what": what, "per_second": self.per_second, "source": self.source}
         if self.measured is None:
             return found
@@ -83,7 +82,6 @@ class Peak:
 
 
 def peak_line(row: dict[str, Any], now: datetime | None = None) -> str:
-    """A peak (`Peak.row`) for people."""
     text = f"{row['device']}: {row['what']} {rate(row['per_second'])}, {row['source']}"
     if "measured" not in row:
         return text

@@ -56,7 +56,6 @@ def compiled_metadata(kernel: Any, name_of: Callable[[Any], str | None]) -> dict
 
 
 def target_of(target: Any) -> dict[str, Any]:
-    """A target as JSON."""
     return {name: getattr(target, name) for name in _TARGET}
 
 
@@ -155,7 +154,6 @@ class StoredBinary:
 
     @property
     def name(self) -> str:
-        """The name of the function in it."""
         return str(self.metadata["name"])
 
     def mismatch(self, target: Any, version: str) -> str:
@@ -252,7 +250,6 @@ class Cubin:
 
 
 def _sections(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each section that has one."""
     (first,) = struct.unpack_from("<Q", content, 40)
     size, count, of_names = struct.unpack_from("<HHH", content, 58)
     headers = [struct.unpack_from("<IIQQQQ", content, first + size * place) for place in range(count)]

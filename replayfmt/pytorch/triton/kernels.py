@@ -70,7 +70,6 @@ class LaunchForm:
 
     @property
     def tensors(self) -> list[str]:
-        """The arguments that are tensors."""
         return [name for name, kind in self.types.items() if kind == "Tensor"]
 
     @property

@@ -518,7 +518,6 @@ def argument_kind(function: KernelFunction, name: str) -> str:
 
 
 def annotation(kind: str) -> str:
-    """The annotation of a parameter of a kind."""
     return ": tl.constexpr" if kind == "constexpr" else f": {kind!r}" if kind else ""
 
 

@@ -120,7 +120,6 @@ class TemplateMaker:
         self._generators = generators
 
     def make(self, signature_id: int, layout: SlotLayout, kernel: ResolvedKernel) -> Template:
-        """The template of an op's signature."""
         operands: list[tuple[Operand, Any]] = []
         pieces = []
         names = kernel.argument_names

@@ -73,7 +73,6 @@ class ReplayStreams:
         return [stream for stream in self.of(device) if stream.stream_id]
 
     def of(self, device: torch.device) -> list[torch.Stream]:
-        """The streams of a device."""
         return [stream for (on, _number), stream in self._streams.items() if on == device]
 
 
@@ -176,7 +175,6 @@ class StreamCode:
                 text.line(ordinal, f"{text.shared(('synchronize', str(device)), Synchronize(device))}()")
 
     def end_window(self, ordinal: int) -> None:
-        """The window ends at this record."""
         self._switch(0, ordinal)
 
     def _switch(self, placement: int, ordinal: int) -> None:

@@ -225,7 +225,6 @@ class WindowText:
         return f"i{len(self.inputs) - 1}"
 
     def register(self) -> str:
-        """A free register."""
         if self._free:
             return f"v{self._free.pop()}"
         self._registers += 1
@@ -237,7 +236,6 @@ class WindowText:
             self._free.append(int(name[1:]))
 
     def function(self, cache: CodeCache, outputs: list[str]) -> Callable[..., list[Any]]:
-        """The finished function."""
         constants = self._constants
         parameters = "".join(f", a{index}" for index in range(len(constants)))
         taken = "".join(f"i{index}, " for index in range(len(self.inputs)))

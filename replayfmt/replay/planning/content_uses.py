@@ -51,7 +51,6 @@ class CapturedCalls:
         self._recent: deque[Call] = deque(maxlen=_RECENT)
 
     def call(self, ordinal: int) -> Call:
-        """The op at an ordinal."""
         call = self._alive.get(ordinal)
         if call is None:
             call = self._alive[ordinal] = self._decode(ordinal)

@@ -329,7 +329,6 @@ class Scan:
         return self.reader.layouts[signature_id]
 
     def effects(self, signature_id: int) -> Effects:
-        """The effects of an op signature."""
         return self._effects(signature_id, self.layout(signature_id))
 
     def _frame(self, frame: RecordFrame, count: int, kinds: np.ndarray) -> None:

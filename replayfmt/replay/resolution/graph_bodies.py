@@ -216,8 +216,6 @@ class _BodyStep:
 
 
 class BodySteps:
-    """The ops of a body."""
-
     def __init__(
         self,
         reader: CaptureReader,

@@ -290,8 +290,6 @@ def _on_streams(captured: int, streams: BodyStreams) -> str:
 
 
 class _OpenBody:
-    """An opened body."""
-
     def __init__(self, reader: CaptureReader, code: AllowedCode, streams: int, unchecked: str) -> None:
         self.reader, self.code, self.streams, self.unchecked = reader, code, streams, unchecked
 

@@ -152,7 +152,6 @@ class RunTwice:
 
     @property
     def found(self) -> bool:
-        """Whether anything was."""
         return bool(self.opaque or self.unsteady)
 
     def _run(

@@ -245,7 +245,6 @@ class KeepGoing:
         return tuple(self._verdicts[ordinal] for ordinal in sorted(self._verdicts))
 
     def verdict(self, ordinal: int) -> OpVerdict:
-        """The verdict on one op that was run."""
         return self._verdicts[ordinal]
 
     def _prepare(self, step: Step) -> None:

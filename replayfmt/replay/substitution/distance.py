@@ -42,7 +42,6 @@ class Tolerance:
         return TOLERANCE[DTYPE_CODE[dtype]] if self.relative is None else self.relative
 
     def describe(self, dtype: torch.dtype) -> str:
-        """For people."""
         if not (dtype.is_floating_point or dtype.is_complex) or dtype in PACKED:
             return "exactly equal"
         if self.absolute is None:

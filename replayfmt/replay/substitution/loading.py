@@ -334,7 +334,6 @@ class Library:
 
     @property
     def label(self) -> str:
-        """The file's name."""
         return os.path.basename(self._path)
 
     def cubin(self, entry: str) -> GivenCubin:
@@ -401,7 +400,6 @@ class Library:
 
 
 def replacement_of(function: Callable[..., Any], label: str) -> Replacement:
-    """A Python function as a replacement."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     try:
         signature: inspect.Signature | None = inspect.signature(function)
