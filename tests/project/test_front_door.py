@@ -122,10 +122,10 @@ def test_the_version_stands_once_and_is_cited() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("allowed", "verdict", "code"), [("1000%", "passed", 0), ("0.001%", None, None)])
 def test_the_gate_of_the_action_runs_as_in_a_workflow(
-    tmp_path: Path, allowed: str, verdict: str | None, code: int | None
+    tmp_path: Path, allowed: str, verdict: str | None, code: int | None, commands: Path
 ) -> None:
     """Its shell step, with the environment that GitHub gives it."""
-    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    tools = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
     (tmp_path / "program.py").write_text(
         "import torch\nx = torch.randn(64, 64)\nfor _ in range(5): x = (x @ x).tanh()\n"
     )
