@@ -15,15 +15,20 @@ from replayfmt.native.building import NotAvailable
 from replayfmt.native.hook import dispatch_hook
 
 _HERE = Path(__file__).parent
-_FILES = sorted(_HERE.glob("*on_device.py"))
+# Small ones share a process, because importing PyTorch takes longer than their tests.
+_SHARE = [
+    [f"{name}_on_device" for name in names.split()]
+    for names in ("graph_kernels graph_pools graph_streams graph_work", "kinds memory threads")
+]
+_ALONE = sorted({each.stem for each in _HERE.glob("*on_device.py")} - {name for names in _SHARE for name in names})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
-def test_what_holds_on_an_accelerator(path: Path) -> None:
+@pytest.mark.parametrize("names", [*_SHARE, *([name] for name in _ALONE)], ids="+".join)
+def test_what_holds_on_an_accelerator(names: list[str]) -> None:
     if isinstance(found := dispatch_hook(), NotAvailable):
         pytest.skip(f"the accelerator cannot be built here ({found})")
-    if "graph" in path.stem and not hasattr(torch.accelerator, "Graph"):
+    if "graph" in names[0] and not hasattr(torch.accelerator, "Graph"):
         pytest.skip("this PyTorch has graphs of CUDA alone")
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -37,7 +42,7 @@ def test_what_holds_on_an_accelerator(path: Path) -> None:
                 "no:cacheprovider",
                 "-p",
                 "no:xdist",
-                str(path),
+                *(f"{_HERE}/{name}.py" for name in names),
             ],
             capture_output=True,
             text=True,
