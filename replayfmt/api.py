@@ -11,7 +11,8 @@ from operator import index
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from replayfmt.errors import UsageError
+import numpy as np
+
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import CaptureInfo, Kernel, Record, Summary
 from replayfmt.format.reader import CaptureReader, open_capture
@@ -116,40 +117,55 @@ class Op:
         return f"<op {self.ordinal} {self.kernel.qualified_name}>"
 
 
-class Ops(Mapping[int, Op]):
-    """The ops of a capture by ordinal. Ordinals count every record, so not every number below the last is an op.
+class Ops(Sequence[Op]):
+    """The ops of a capture, in order: `ops[0]` is the first, `ops[-5:]` are the last five. `by_ordinal` finds them by
+    the ordinals that the tools show, which count every record."""
 
-    A slice is a list of the ops with ordinals from its start up to, not including, its stop, as `--ops=A:B`.
-    """
+    def __init__(self, reader: CaptureReader) -> None:
+        self._reader = reader
+        self.by_ordinal = OpsByOrdinal(reader)
+
+    @overload
+    def __getitem__(self, place: int) -> Op: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Op]: ...
+
+    def __getitem__(self, place: int | slice) -> Op | list[Op]:
+        """Raises IndexError for a place behind the last op."""
+        if isinstance(place, slice):
+            return [self.by_ordinal[each] for each in self._ordinals[place].tolist()]
+        return self.by_ordinal[int(self._ordinals[index(place)])]
+
+    def __iter__(self) -> Iterator[Op]:
+        return (Op(self._reader, record) for record in self._reader.records() if record.kind is RecordKind.op)
+
+    def __len__(self) -> int:
+        return len(self.by_ordinal)
+
+    @cached_property
+    def _ordinals(self) -> np.ndarray:
+        reader = self._reader
+        is_op = np.array([each is not None and each.kind is RecordKind.op for each in reader.signatures])
+        frames = (reader.frame(each) for each in range(len(reader.record_frames)))
+        found = [np.flatnonzero(is_op[frame.signature]) + frame.first_ordinal for frame in frames]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+
+class OpsByOrdinal(Mapping[int, Op]):
+    """The ops of a capture by ordinal. Ordinals count every record, so not every number below the last is an op."""
 
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
 
-    @overload
-    def __getitem__(self, ordinal: int) -> Op: ...
-
-    @overload
-    def __getitem__(self, ordinal: slice) -> list[Op]: ...
-
-    def __getitem__(self, ordinal: int | slice) -> Op | list[Op]:
-        """Raises KeyError if no op has the ordinal, UsageError for a slice with a step or negative bounds."""
-        if isinstance(ordinal, slice):
-            return self._slice(ordinal)
+    def __getitem__(self, ordinal: int) -> Op:
+        """Raises KeyError if no op has the ordinal."""
         if not hasattr(type(ordinal), "__index__") or not 0 <= index(ordinal) < self._reader.record_count:
             raise KeyError(ordinal)
         record = self._reader.record(index(ordinal))
         if record.kind is not RecordKind.op:
             raise KeyError(ordinal)
         return Op(self._reader, record)
-
-    def _slice(self, wanted: slice) -> list[Op]:
-        start, stop = 0 if wanted.start is None else wanted.start, wanted.stop
-        bounds = (start,) if stop is None else (start, stop)
-        if wanted.step not in (None, 1) or not all(isinstance(each, int) and each >= 0 for each in bounds):
-            raise UsageError("ops are sliced by ordinal, from 0 and without a step: ops[10:20], ops[500:]")
-        return [
-            Op(self._reader, record) for record in self._reader.records(start, stop) if record.kind is RecordKind.op
-        ]
 
     def __iter__(self) -> Iterator[int]:
         return (record.ordinal for record in self._reader.records() if record.kind is RecordKind.op)

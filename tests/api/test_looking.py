@@ -14,31 +14,30 @@ import pytest
 from dump import captures
 
 import replayfmt
-from replayfmt.errors import OpReplayError, UsageError
+from replayfmt.errors import OpReplayError
 from replayfmt.export.tables import COLUMNS, op_columns
 
 from .conftest import NAME
 
 
-def test_a_slice_has_the_ops_with_ordinals_in_it(small: Path) -> None:
+def test_ops_are_a_sequence_and_a_mapping_by_ordinal(small: Path) -> None:
     with replayfmt.open(small) as capture:
-        every = list(capture.ops)
-        assert [op.ordinal for op in capture.ops[:]] == every
-        first, last = every[2], every[5]
-        assert [op.ordinal for op in capture.ops[first:last]] == every[2:5]
-        assert [op.ordinal for op in capture.ops[last:]] == every[5:]
-        assert capture.ops[10_000:] == [] and capture.ops[last:first] == []
-        for wrong in (slice(None, None, 2), slice(-3, None), slice(0, -1), slice("a", None)):
-            with pytest.raises(UsageError, match=r"ops\[10:20\]"):
-                capture.ops[wrong]
+        every = list(capture.ops.by_ordinal)
+        assert [op.ordinal for op in capture.ops] == [op.ordinal for op in capture.ops[:]] == every
+        assert len(capture.ops) == len(capture.ops.by_ordinal) == len(every)
+        assert capture.ops[0].ordinal == every[0] and capture.ops[-1].ordinal == every[-1]
+        assert [op.ordinal for op in capture.ops[2:9:3]] == every[2:9:3] and capture.ops[10_000:] == []
+        assert capture.ops.by_ordinal[every[3]].kernel == capture.ops[3].kernel
+        with pytest.raises(IndexError):
+            capture.ops[len(every)]
 
 
 def test_a_time_that_was_not_measured_is_none_and_never_zero(small: Path, tmp_path: Path) -> None:
     untimed = captures.plain(tmp_path / "plain.opreplay")
     with replayfmt.open(small) as timed, replayfmt.open(untimed) as capture:
-        assert all(op.duration_ns > 0 for op in timed.ops.values() if op.duration_ns is not None)
-        assert any(op.duration_ns is not None for op in timed.ops.values())
-        for op in capture.ops.values():
+        assert all(op.duration_ns > 0 for op in timed.ops if op.duration_ns is not None)
+        assert any(op.duration_ns is not None for op in timed.ops)
+        for op in capture.ops:
             assert op.duration_ns == op.record.duration_ns and op.device_duration_ns == op.record.device_duration_ns
         table, mask = op_columns(timed.reader)["device_duration_ns"]
         assert mask.all() and len(table) == len(timed.ops)
@@ -49,7 +48,7 @@ def test_columns_say_what_records_say(small: Path, tmp_path: Path) -> None:
         with replayfmt.open(path) as capture:
             columns = op_columns(capture.reader)
             assert tuple(columns) == COLUMNS
-            for place, op in enumerate(capture.ops.values()):
+            for place, op in enumerate(capture.ops):
                 record = op.record
                 assert (columns["ordinal"][place], columns["op"][place], columns["overload"][place]) == (
                     op.ordinal,
@@ -85,7 +84,7 @@ def test_to_pandas_gives_the_columns_with_missing_times(small: Path, monkeypatch
     with replayfmt.open(small) as capture:
         table: Any = capture.to_pandas()
         assert table["index"] == "ordinal" and list(table)[:-1] == list(COLUMNS)
-        assert table["ordinal"].tolist() == list(capture.ops)
+        assert table["ordinal"].tolist() == list(capture.ops.by_ordinal)
         values, mask = table["duration_ns"]
         assert values.dtype == np.int64 and mask.dtype == bool
 
@@ -94,7 +93,7 @@ def test_to_pandas_gives_a_data_frame_where_pandas_is_installed(small: Path) -> 
     pandas = pytest.importorskip("pandas")
     with replayfmt.open(small) as capture:
         table = capture.to_pandas()
-        assert list(table.index) == list(capture.ops)
+        assert list(table.index) == list(capture.ops.by_ordinal)
     assert table["device_duration_ns"].isna().all() and table["duration_ns"].dtype == pandas.Int64Dtype()
     assert set(table["scope"]) == {NAME}
 

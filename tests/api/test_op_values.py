@@ -23,7 +23,7 @@ from replayfmt.errors import (
 
 
 def op_of(capture: replayfmt.Capture, name: str, number: int = 0) -> Op:
-    return [op for op in capture.ops.values() if op.kernel.name == name][number]
+    return [op for op in capture.ops if op.kernel.name == name][number]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -95,7 +95,7 @@ def test_numbers_and_views_on_captured_memory_are_results_that_a_capture_holds(s
 def test_every_op_gives_the_same_from_the_capture_and_from_a_replay(small: Path) -> None:
     held = 0
     with replayfmt.open(small) as capture:
-        for op in capture.ops.values():
+        for op in capture.ops:
             for of in ("inputs", "results"):
                 computed = getattr(op, of)(replay=True)
                 try:

@@ -30,7 +30,7 @@ def look(path: Path) -> list[str]:
         assert_type(capture, replayfmt.Capture)
         assert_type(capture.ops[3], replayfmt.Op)
         assert_type(capture.ops[3:10], list[replayfmt.Op])
-        op = next(iter(capture.ops.values()))
+        op = capture.ops[0]
         assert_type(op.duration_ns, int | None)
         assert_type(op.inputs(replay=True, devices=["cpu"]), dict[str, Any])
         assert_type(op.results(), list[Any])

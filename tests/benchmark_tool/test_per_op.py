@@ -266,7 +266,7 @@ def test_describing_and_choosing_ops_makes_no_tensor(captured, monkeypatch):
     monkeypatch.setattr(torch, "empty", no_tensor)
     with replayfmt.open(captured) as capture:
         chosen = select_ops(capture.reader, pattern=None, limit=None, every=False, progress=quiet)
-        assert all(repr(capture.ops[ordinal]) for ordinal in chosen.by_ordinal)
+        assert all(repr(capture.ops.by_ordinal[ordinal]) for ordinal in chosen.by_ordinal)
 
 
 def test_a_slice_gives_every_op_what_it_was_captured_with(dropout):
@@ -289,7 +289,7 @@ def test_only_what_is_chosen_and_what_it_needs_is_run(broken, tools):
     with Plan(broken, keep_going=True) as plan:
         names = [
             [each.op for each in plan.execute(keep_going=True, only=plan.slice([ordinal])).verdicts]
-            for ordinal, _op in replayfmt.open(broken).ops.items()
+            for ordinal, _op in replayfmt.open(broken).ops.by_ordinal.items()
         ]
     assert [each[-1] for each in names] == [
         "aten::ones.default",
@@ -355,8 +355,8 @@ def test_what_is_unsupported_in_a_capture_is_counted_with_its_device_time(tmp_pa
 
 def test_the_result_of_one_op_comes_back_in_python(captured):
     with replayfmt.open(captured) as capture:
-        ordinal = next(number for number, op in capture.ops.items() if op.kernel.name == "aten::tanh")
-        result = capture.ops[ordinal].replay()
+        ordinal = next(number for number, op in capture.ops.by_ordinal.items() if op.kernel.name == "aten::tanh")
+        result = capture.ops.by_ordinal[ordinal].replay()
     assert isinstance(result, torch.Tensor) and result.shape == (8, 48) and bool((result.abs() <= 1).all())
 
 

@@ -91,7 +91,7 @@ class Server:
         assert replayfmt.run(path, verify="bitwise").outcome == "ok"
         with replayfmt.open(path) as capture:
             assert set(capture.scopes) == {"request"}
-            return [op.inputs()["other"] for op in capture.ops.values() if op.kernel.name == "aten::mul"]
+            return [op.inputs()["other"] for op in capture.ops if op.kernel.name == "aten::mul"]
 
     def close(self) -> int:
         assert self.process.stdin is not None

@@ -57,7 +57,7 @@ def chain(x: torch.Tensor, *fars: float) -> None:
 
 def ordinals_of(path: Path, name: str) -> list[int]:
     with replayfmt.open(path) as opened:
-        return [op.ordinal for op in opened.ops.values() if op.kernel.name == name]
+        return [op.ordinal for op in opened.ops if op.kernel.name == name]
 
 
 def test_the_one_call_that_moves_the_result_is_found_and_proved(capture: Capture) -> None:

@@ -41,7 +41,7 @@ def capture(tmp_path: Path) -> Callable[..., Path]:
 
 def ops(path: Path) -> list[tuple[int, str]]:
     with replayfmt.open(path) as opened:
-        return [(op.ordinal, op.kernel.qualified_name) for op in opened.ops.values()]
+        return [(op.ordinal, op.kernel.qualified_name) for op in opened.ops]
 
 
 def tanh_that_is_off(tmp_path: Path) -> str:
@@ -86,7 +86,7 @@ def test_values_that_the_program_read_are_those_of_the_replay(capture: Callable[
     a, b = capture("none"), tmp_path / "b.opreplay"
     replayfmt.record_replay(a, b, substitutions=[tanh_that_is_off(tmp_path)], **loose())
     read = [
-        [op.results()[0] for op in opened.ops.values() if "local_scalar" in op.kernel.name]
+        [op.results()[0] for op in opened.ops if "local_scalar" in op.kernel.name]
         for opened in (replayfmt.open(a), replayfmt.open(b))
     ]
     assert read[0] != read[1] and read[1][0] == pytest.approx(read[0][0], rel=0.01)

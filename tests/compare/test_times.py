@@ -61,7 +61,7 @@ def measured(path: Path, ns: dict[str, float]) -> str:
     with replayfmt.open(path) as opened:
         rows = [
             {"name": f"BM_op/{op.kernel.name}", "ordinal": op.ordinal, "median_real_time": ns[op.kernel.name]}
-            for op in opened.ops.values()
+            for op in opened.ops
             if op.kernel.name in ns
         ]
         context = {"capture_session": opened.session.session_id, "json_schema_version": 1}

@@ -82,8 +82,8 @@ def test_ops_scopes_and_memory_are_where_the_capture_has_them(path: Path, tools:
     events = exported(tools, path)
     slices = {event["args"]["ordinal"]: event for event in of(events, "X") if "ordinal" in event["args"]}
     with replayfmt.open(path) as capture:
-        assert list(slices) == list(capture.ops)
-        for ordinal, op in capture.ops.items():
+        assert list(slices) == list(capture.ops.by_ordinal)
+        for ordinal, op in capture.ops.by_ordinal.items():
             event = slices[ordinal]
             assert event["name"] == op.kernel.qualified_name and event["args"]["scope"] == op.scope
             assert round(event["ts"] * 1000) == op.record.start_ns and round(event["dur"] * 1000) == op.duration_ns
@@ -100,9 +100,9 @@ def test_any_capture_becomes_a_valid_timeline(make: Any, tmp_path: Path, tools: 
     path = make(tmp_path / "a.opreplay")
     events = exported(tools, path)
     with replayfmt.open(path) as capture:
-        untimed = [op.ordinal for op in capture.ops.values() if op.duration_ns is None]
+        untimed = [op.ordinal for op in capture.ops if op.duration_ns is None]
         found = {event["args"]["ordinal"] for event in events if "ordinal" in event.get("args", {})}
-        assert set(capture.ops) <= found
+        assert set(capture.ops.by_ordinal) <= found
         assert [event["args"]["ordinal"] for event in of(events, "i") if event["cat"] == "op"] == untimed
         unsupported = [event for event in of(events, "i") if event["cat"] == "unsupported"]
         assert len(unsupported) == sum(capture.summary.unsupported.values())

@@ -40,8 +40,8 @@ def rows(path: Path, table: TableName, ordinals: np.ndarray | None = None) -> li
 def test_ops_are_what_the_capture_says_of_them(path: Path) -> None:
     with replayfmt.open(path) as capture:
         found = rows(path, "ops")
-        assert [row["ordinal"] for row in found] == list(capture.ops)
-        for row, op in zip(found, capture.ops.values(), strict=True):
+        assert [row["ordinal"] for row in found] == list(capture.ops.by_ordinal)
+        for row, op in zip(found, capture.ops, strict=True):
             assert (row["op"], row["overload"], row["scope"]) == (op.kernel.name, op.kernel.overload, op.scope)
             assert (row["duration_ns"], row["device_duration_ns"]) == (op.duration_ns, op.device_duration_ns)
             assert row["calls"] == op.record.calls

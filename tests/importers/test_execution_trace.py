@@ -107,9 +107,9 @@ def test_values_flow_through_the_replayed_graph(
     monkeypatch.setattr(execution_trace_content.TracedContent, "find", find)
     import_execution_trace(mlp[0], tmp_path / "known.opreplay")
     capture = replayfmt.open(tmp_path / "known.opreplay")
-    losses = [number for number, op in capture.ops.items() if op.kernel.name == "aten::nll_loss_forward"]
+    losses = [number for number, op in capture.ops.by_ordinal.items() if op.kernel.name == "aten::nll_loss_forward"]
     assert len(losses) == 3
-    loss, _weight = capture.ops[losses[-1]].replay()
+    loss, _weight = capture.ops.by_ordinal[losses[-1]].replay()
     torch.testing.assert_close(loss, mlp[1].losses[-1])
     assert mlp[1].losses[-1] < mlp[1].losses[0]
     capture.close()

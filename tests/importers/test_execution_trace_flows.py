@@ -47,7 +47,7 @@ def imported(tmp_path: Path, run: Callable[[], Any]) -> tuple[Path, Any]:
 def last_result(path: Path) -> torch.Tensor:
     """What the last op of a capture returns in a replay."""
     with replayfmt.open(path) as capture:
-        return capture.ops[max(capture.ops)].replay()
+        return capture.ops.by_ordinal[max(capture.ops.by_ordinal)].replay()
 
 
 def activations_in_place() -> torch.Tensor:

@@ -117,7 +117,7 @@ def test_telling_the_allocator_about_a_stream_does_not_stop_a_replay(tmp_path: P
     ]
     import_kineto(trace(tmp_path / "k.json", events), tmp_path / "k.opreplay")
     with replayfmt.open(tmp_path / "k.opreplay") as capture:
-        assert [each.kernel.name for each in capture.ops.values()] == ["aten::mm"]
+        assert [each.kernel.name for each in capture.ops] == ["aten::mm"]
         assert capture.reader.summary is not None and not capture.reader.summary.unsupported
 
 
@@ -134,11 +134,11 @@ def test_tensors_that_are_set_to_storages_are_on_their_memory(tmp_path: Path) ->
     report, _records = imported(observe(tmp_path / "t.json", program))
     assert report.calls()["incomplete"] == 0
     with replayfmt.open(tmp_path / "t.opreplay") as capture:
-        last = max(number for number, each in capture.ops.items() if each.kernel.name == "aten::clone")
-        result = capture.ops[last].replay()
+        last = max(number for number, each in capture.ops.by_ordinal.items() if each.kernel.name == "aten::clone")
+        result = capture.ops.by_ordinal[last].replay()
         kinds = {
             node.kind.name
-            for number, each in capture.ops.items()
+            for number, each in capture.ops.by_ordinal.items()
             if each.kernel.name == "aten::set_"
             for node in capture.reader.record(number).signature.args
             if node.name == "source"

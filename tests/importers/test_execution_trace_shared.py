@@ -73,10 +73,10 @@ def test_a_gpus_training_steps_are_refused_here_unless_they_are_rewritten(tmp_pa
     with Plan(capture, devices=["cpu"]) as plan:
         assert not plan.findings
     # All of it takes a minute: here up to the first normalization, through 100 copies out of flattened buffers.
-    first = next(number for number, op in capture.ops.items() if op.kernel.name == "aten::native_batch_norm")
-    normalized, mean, scale = capture.ops[first].replay(device="cpu")
+    first = next(number for number, op in capture.ops.by_ordinal.items() if op.kernel.name == "aten::native_batch_norm")
+    normalized, mean, scale = capture.ops.by_ordinal[first].replay(device="cpu")
     assert (normalized.shape, mean.shape, scale.shape) == ((32, 64, 112, 112), (64,), (64,))
-    note = capture.ops[first].record.annotation
+    note = capture.ops.by_ordinal[first].record.annotation
     assert note is not None and note["rewritten"] == "portable"
     capture.close()
 

@@ -380,7 +380,7 @@ def test_the_scripts_integers_are_those_of_a_replay(payload: str, tmp_path: Path
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     with replayfmt.open(path) as capture:
-        ops = list(capture.ops.values())
+        ops = list(capture.ops)
         names = [each.kernel.name for each in ops]
         for name in ("aten::add", "aten::cat", "aten::slice"):
             place = names.index(name)

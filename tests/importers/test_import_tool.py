@@ -231,7 +231,7 @@ def test_every_part_of_a_rewritten_call_has_the_count_of_the_calls_it_stands_for
     source, out = trace(tmp_path / "t.json", events, deviceProperties=[H100]), tmp_path / "out.opreplay"
     assert tools("import", source, "-o", out, "--unique", "--rewrite=portable").code == 0
     with replayfmt.open(out) as capture:
-        parts = [op.record for op in capture.ops.values()]
+        parts = [op.record for op in capture.ops]
         assert len(parts) > 1, "a convolution and what follows it"
         assert [part.calls for part in parts] == [3] * len(parts)
     code, printed, _err = tools(

@@ -87,7 +87,7 @@ def rows_of(capture: Path) -> tuple[int, int, int]:
     """How many rows the only `mm` of a capture has, its session's rank and world size; the file is checked."""
     check_capture(capture)
     with replayfmt.open(capture) as opened:
-        (call,) = opened.ops.values()
+        (call,) = opened.ops
         return call.replay().shape[0], opened.session.rank, opened.session.world_size
 
 

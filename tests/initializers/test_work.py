@@ -21,8 +21,8 @@ def result_of(path: Path, program, op: str) -> torch.Tensor:
     with replayfmt.capture(path, payload="none", force=True):
         program()
     with replayfmt.open(path) as capture:
-        ordinal = next(number for number, each in capture.ops.items() if each.kernel.name == op)
-        result = capture.ops[ordinal].replay()
+        ordinal = next(number for number, each in capture.ops.by_ordinal.items() if each.kernel.name == op)
+        result = capture.ops.by_ordinal[ordinal].replay()
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -125,5 +125,5 @@ def test_labels_that_are_shifted_and_flattened_are_classes(tmp_path):
     with replayfmt.capture(tmp_path / "a.opreplay", payload="none"):
         program()
     with replayfmt.open(tmp_path / "a.opreplay") as capture:
-        assert any(op.kernel.name == "aten::_unsafe_view" for op in capture.ops.values())
+        assert any(op.kernel.name == "aten::_unsafe_view" for op in capture.ops)
     assert replayfmt.Plan(tmp_path / "a.opreplay").execute(verify="auto").outcome == "ok"

@@ -256,7 +256,7 @@ def test_what_finalizers_run_in_the_middle_of_the_recorders_work_is_told(
     finally:
         gc.enable()
     with replayfmt.open(path) as capture:
-        recorded = sum(op.kernel.name == "aten::add_" for op in capture.ops.values())
+        recorded = sum(op.kernel.name == "aten::add_" for op in capture.ops)
         assert set(capture.summary.unsupported) == {"unseen_work"}
     with pytest.raises(ReplayRefused) as refused:
         replayfmt.run(path)
@@ -290,7 +290,7 @@ def _ran_by_a_handler(path: Path, monkeypatch: pytest.MonkeyPatch, handler: Call
     finally:
         signal.signal(signal.SIGUSR1, before)
     with replayfmt.open(path) as capture:
-        return sum(op.kernel.name == "aten::mul_" for op in capture.ops.values())
+        return sum(op.kernel.name == "aten::mul_" for op in capture.ops)
 
 
 def test_what_signal_handlers_run_in_the_middle_of_the_recorders_work_is_told(

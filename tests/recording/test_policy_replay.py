@@ -66,7 +66,7 @@ def test_the_same_content_is_synthesized_each_time(capture: Capture) -> None:
     weights = torch.randn(6, 6) * 3 + 100
     captured = capture(lambda: weights.sum(), payload="integers")
     with replayfmt.open(captured.path) as opened:
-        (op,) = opened.ops.values()
+        (op,) = opened.ops
         first, second = op.replay(), op.replay()
     assert torch.equal(first, second)
     assert float(first) == pytest.approx(float(weights.sum()), rel=0.05)  # it resembles what it stands for

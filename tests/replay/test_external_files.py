@@ -377,11 +377,11 @@ def test_one_op_alone_takes_its_content_from_the_file(source: Path, weights: Pat
     capture = reference(source, weights)
     weight = torch.arange(4096, dtype=torch.float32).reshape(64, 64).sin()
     with replayfmt.open(capture) as opened:
-        first = next(iter(opened.ops.values()))
+        first = opened.ops[0]
         assert torch.equal(first.replay(), weight @ weight)
     moved = weights.parent.rename(weights.parent.with_name("moved"))
     with replayfmt.open(capture) as opened:
-        first = next(iter(opened.ops.values()))
+        first = opened.ops[0]
         with pytest.raises(ReplayRefused, match="not here as it was captured"):
             first.replay()
         assert torch.equal(first.replay(file_remaps=[f"{weights.parent}={moved}"]), weight @ weight)

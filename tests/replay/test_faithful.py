@@ -324,7 +324,7 @@ def test_one_op_alone_gives_its_results(captured: Captured) -> None:
 
     with replayfmt.open(captured(program)) as capture:
         by_name: dict[str, list[Any]] = {}
-        for op in capture.ops.values():
+        for op in capture.ops:
             by_name.setdefault(op.kernel.name, []).append(op)
         assert torch.equal(by_name["aten::mul"][0].replay(), weight * 2)  # straight from what was imported
         assert torch.equal(by_name["aten::sum"][0].replay(), sums[0])  # after the op before it

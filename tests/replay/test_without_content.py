@@ -412,7 +412,7 @@ def test_one_op_alone_takes_its_content_from_initializers(captured: Captured) ->
     path = captured(lambda: x.exp(), payload="none")
     ones = Initializer("ones", lambda request: torch.zeros(request.tensor.sizes), op="aten::exp")
     with replayfmt.open(path) as opened:
-        (op,) = opened.ops.values()
+        (op,) = opened.ops
         assert op.replay(initializers=[ones]).tolist() == [1.0, 1.0, 1.0]
         assert torch.equal(op.replay(), op.replay())
 

@@ -79,10 +79,10 @@ def test_with_leave_a_kernel_gets_its_attachments_and_runs(tmp_path: Path, resol
     assert replayfmt.run(path, verify="none", allow_code=True).outcome == "ok"
     assert resolver.seen == [("native::negate0.v1", dict(CODE), frozenset({"cpu"}))]
     with replayfmt.open(path) as capture:
-        assert capture.ops[1].replay(allow_code=True).tolist() == [-1.0, 2.0]
-        assert capture.ops[1].results(replay=True, allow_code=True)[0].tolist() == [-1.0, 2.0]
+        assert capture.ops.by_ordinal[1].replay(allow_code=True).tolist() == [-1.0, 2.0]
+        assert capture.ops.by_ordinal[1].results(replay=True, allow_code=True)[0].tolist() == [-1.0, 2.0]
         with pytest.raises(ReplayRefused, match="runs only with --allow-code"):
-            capture.ops[1].replay()
+            capture.ops.by_ordinal[1].replay()
 
 
 @pytest.mark.parametrize("allow_code", ["yes", None, 2])

@@ -114,9 +114,7 @@ def test_a_callback_decides_by_ordinal_device_kernel_and_signature(captured: Cap
         )
 
     with Plan(path) as plan:
-        products = [
-            op.ordinal for op in replayfmt.open(path).ops.values() if op.kernel.qualified_name == "aten::mm.default"
-        ]
+        products = [op.ordinal for op in replayfmt.open(path).ops if op.kernel.qualified_name == "aten::mm.default"]
         ops = len(replayfmt.open(path).ops)
         assert plan.substitution is None
     last = products[-1]

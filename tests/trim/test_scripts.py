@@ -104,8 +104,8 @@ def expected_of(path: Path, first: int, stop: int) -> set[str]:
     found = set()
     with replayfmt.open(str(path)) as capture:
         for ordinal in range(first, stop):
-            if ordinal in capture.ops:
-                results = capture.ops[ordinal].replay()
+            if ordinal in capture.ops.by_ordinal:
+                results = capture.ops.by_ordinal[ordinal].replay()
                 for value in results if isinstance(results, tuple | list) else [results]:
                     if isinstance(value, torch.Tensor):
                         found.add(_hash(value))

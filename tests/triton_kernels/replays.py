@@ -14,7 +14,7 @@ from replayfmt.errors import OpReplayError
 def replayed(path: str) -> dict[str, Any]:
     if Path(path).stem in ("as_it_is", "of_nothing", "touching"):
         with replayfmt.open(path) as capture:
-            return {"values": capture.ops[2].results(replay=True, allow_code=True)[0].tolist()}
+            return {"values": capture.ops.by_ordinal[2].results(replay=True, allow_code=True)[0].tolist()}
     if "/hostile" in path:
         return {"outcome": replayfmt.run(path, verify="none", allow_code=True).outcome}
     with replayfmt.Plan(path, allow_code=True) as plan:
