@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replayfmt.errors import OpReplayError, OutputExists
+from replayfmt.errors import InvalidCapture, OpReplayError, OutputExists
 from replayfmt.importers.importing import import_trace
 
 from .conftest import Import
@@ -98,3 +98,10 @@ def test_an_existing_file_is_told_before_the_trace_is_read(tmp_path: Path) -> No
     (tmp_path / "out.opreplay").touch()
     with pytest.raises(OutputExists, match="exists already"):
         import_trace(trace(tmp_path / "t.json", []), tmp_path / "out.opreplay")
+
+
+def test_a_refusal_is_short_whatever_the_trace_names(tmp_path: Path) -> None:
+    event = op("aten::relu", 20, 5, [tensor("float", 4)]) | {"ph": "a" * 70_000}
+    with pytest.raises(InvalidCapture, match="1 events are of category cpu_op") as refused:
+        import_trace(trace(tmp_path / "t.json", [event]), tmp_path / "out.opreplay")
+    assert len(str(refused.value)) < 1000

@@ -296,8 +296,8 @@ class ImportReport:
 
 
 def most(counted: Counter[str], shown: int = 6) -> str:
-    """The most frequent names with their counts, and how many others there are."""
-    named = ", ".join(f"{count} {name}" for name, count in counted.most_common(shown))
+    """The most frequent names, cut where they are long, with their counts, and how many others there are."""
+    named = ", ".join(f"{count} {name:.80}" for name, count in counted.most_common(shown))
     more = len(counted) - shown
     return named + (f" and {more} more" if more > 0 else "")
 

@@ -42,6 +42,7 @@ from ..common.arguments import (
 from ..common.operators import REPLACED, FoundOperator, OperatorChoice, Operators
 from ..common.report import Status
 from ..common.results import Results, Trials, refusal, shapes
+from ..rewrites.engines import engine_name
 from .events import OpKind, WorkKind
 
 _LISTS = frozenset({"TensorList", "GenericList", "OptionalTensorList", "Tensor[]"})
@@ -331,8 +332,9 @@ class EventCalls:
         choice = self._operators.choose(kind.name, arguments)
         if choice.reason == "no_schema":
             choice = self._operators.by_types(kind.name, arguments)
-        if choice.operator is None and choice.reason == "no_schema" and kind.name in self._foreign:
-            schemas = [parse_schema(each) for each in self._foreign[kind.name]]
+        foreign = self._foreign.get(engine_name(kind.name))
+        if choice.operator is None and choice.reason == "no_schema" and foreign is not None:
+            schemas = [parse_schema(each) for each in foreign]
             fitting = [(well, each) for each in schemas if (well := score(each, arguments)) is not None]
             if not fitting:
                 return ResolvedCall(

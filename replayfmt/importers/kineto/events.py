@@ -286,7 +286,7 @@ class TraceEvents:
             if phase == "X" and event is not None:
                 self._span(event, category)
             elif phase and category in _READ_CATEGORIES:
-                self.problems[f"are of category {category} and phase {str(phase)!r}, which is not read"] += 1
+                self.problems[f"are of category {category} and phase {str(phase)[:40]!r}, which is not read"] += 1
             elif isinstance(phase, str) and phase:
                 self.others[str(category or f"phase {phase}")] += 1
                 if event is not None and event.get("name") == "[memory]":

@@ -90,10 +90,13 @@ def _attend(
     causal: bool = False,
     own: Tensor | None = None,
     left: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of queries [sequences, queries, heads, width] to as many of the keys [sequences, keys, heads, width] as
     each sequence has. Causal: the last query is at the end; `own` is how many each sequence has, if not all of them.
-    `left`: how many keys before its own a query sees."""
+    `left`: how many keys before its own a query sees. `cap` bounds the scores smoothly; `sinks` is one more score for
+    each head, of a key without a value."""
     if query.meta.dtype is not keys.meta.dtype:
         raise CannotRewrite(f"a cache of {keys.meta.dtype.name} for queries of {query.meta.dtype.name}")
     places = calls.count(keys.meta.sizes[1])
@@ -113,16 +116,53 @@ def _attend(
         begin = calls.one("aten::sub.Scalar", self=ends, other=left + 1)
         seen = calls.one("aten::logical_and", self=seen, other=calls.one("aten::ge.Tensor", self=places, other=begin))
     heads_first = [calls.one("aten::permute", self=each, dims=[0, 2, 1, 3]) for each in (query, keys, values)]
-    mixed = calls.one(
-        "aten::scaled_dot_product_attention",
-        query=heads_first[0],
-        key=heads_first[1],
-        value=heads_first[2],
-        attn_mask=seen,
-        scale=scale,
-        enable_gqa=query.meta.sizes[2] != keys.meta.sizes[2],
-    )
+    if cap or sinks is not None:
+        mixed = _by_scores(calls, heads_first, seen, scale, cap, sinks)
+    else:
+        mixed = calls.one(
+            "aten::scaled_dot_product_attention",
+            query=heads_first[0],
+            key=heads_first[1],
+            value=heads_first[2],
+            attn_mask=seen,
+            scale=scale,
+            enable_gqa=query.meta.sizes[2] != keys.meta.sizes[2],
+        )
     return calls.one("aten::permute", self=mixed, dims=[0, 2, 1, 3])
+
+
+def _by_scores(
+    calls: RewrittenCalls,
+    heads_first: list[Tensor],
+    seen: Tensor,
+    scale: float | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention step by step, in float32, for what PyTorch's own does not have."""
+    dtype, (count, heads, queries, width) = heads_first[0].meta.dtype, heads_first[0].meta.sizes
+    query, keys, values = (calls.single(each) for each in heads_first)
+    if heads != keys.meta.sizes[1]:
+        keys, values = (
+            calls.one("aten::repeat_interleave.self_int", self=each, repeats=heads // each.meta.sizes[1], dim=1)
+            for each in (keys, values)
+        )
+    turned = calls.one("aten::transpose.int", self=keys, dim0=2, dim1=3)
+    scores = calls.one("aten::matmul", self=query, other=turned)
+    scores = calls.one("aten::mul.Scalar", self=scores, other=width**-0.5 if scale is None else scale)
+    if cap:
+        scores = calls.one("aten::tanh", self=calls.one("aten::div.Scalar", self=scores, other=cap))
+        scores = calls.one("aten::mul.Scalar", self=scores, other=cap)
+    hidden = calls.one("aten::logical_not", self=seen)
+    scores = calls.one("aten::masked_fill.Scalar", self=scores, mask=hidden, value=-math.inf)
+    if sinks is not None:
+        more = calls.one("aten::view", self=calls.single(sinks), size=[1, heads, 1, 1])
+        more = calls.one("aten::expand", self=more, size=[count, heads, queries, 1])
+        scores = calls.one("aten::cat", tensors=[scores, more], dim=-1)
+    shares = calls.one("aten::_safe_softmax", self=scores, dim=-1)
+    if sinks is not None:
+        shares = calls.slice(shares, -1, 0, keys.meta.sizes[2])
+    return calls.cast(calls.one("aten::matmul", self=shares, other=values), dtype)
 
 
 def _pages(
@@ -201,11 +241,11 @@ class _Packed:
 def flash(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """FlashAttention as engines call it, prefill and decode alike: queries are packed or of one length, keys are in
     pages, packed, or of one length."""
-    plain("attention", given, alibi_slopes=(None,), leftpad_k=(None,), softcap=(None, 0.0), p_dropout=(None, 0.0))
-    plain("attention", given, k_new=(None,), v_new=(None,), q_v=(None,), rotary_cos=(None,), s_aux=(None,))
-    plain("attention", given, bias=(None,), sink_ptr=(None,), sink_size=(None, 0))
-    plain("attention", given, sinks=(None,), kv_batch_idx=(None,), attention_chunk=(None, 0), seqused_q=(None,))
+    plain("attention", given, alibi_slopes=(None,), leftpad_k=(None,), p_dropout=(None, 0.0), bias=(None,))
+    plain("attention", given, k_new=(None,), v_new=(None,), rotary_cos=(None,), sink_size=(None, 0))
+    plain("attention", given, kv_batch_idx=(None,), attention_chunk=(None, 0), seqused_q=(None,))
     plain("attention", given, window_size_right=(None, -1, 0))
+    sinks = next((given[name] for name in ("sinks", "s_aux", "sink_ptr") if given.get(name) is not None), None)
     query, keys, values = given["q"], given["k"], given["v"]
     table, lengths = given.get("block_table", given.get("page_table")), given.get("seqused_k")
     longest, starts, own = given.get("max_seqlen_k"), given.get("cu_seqlens_q"), None
@@ -213,6 +253,7 @@ def flash(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     if starts is not None:
         packed = _Packed(calls, starts, given.get("max_seqlen_q"))
         rows, own = packed.rows(query), packed.lengths
+    latent = given.get("q_v")
     if table is not None:
         if lengths is None:
             raise CannotRewrite("attention to pages, without the lengths of the sequences")
@@ -229,8 +270,11 @@ def flash(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     causal, left = bool(given["is_causal"] or given.get("window_size_right") == 0), given.get("window_size_left")
     if left is not None and left >= 0 and not causal:
         raise CannotRewrite("attention with a window that is not causal")
-    scale = given.get("softmax_scale")
-    found = _attend(calls, rows, keys, values, lengths, scale, causal=causal, own=own, left=left)
+    if latent is not None:  # MLA: what is compressed is compared beside what is turned
+        latent = latent if packed is None else packed.rows(latent)
+        rows, keys = (calls.one("aten::cat", tensors=[*each], dim=-1) for each in ((rows, latent), (keys, values)))
+    scale, cap = given.get("softmax_scale"), given.get("softcap")
+    found = _attend(calls, rows, keys, values, lengths, scale, causal=causal, own=own, left=left, cap=cap, sinks=sinks)
     if packed is not None:
         found = packed.packed(found, query.meta.sizes[0])
     if isinstance(given.get("out"), Tensor):
@@ -254,7 +298,7 @@ def _lengths_in_pages(calls: RewrittenCalls, pages: Tensor, block: int, last: Te
 
 def listed_pages(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """AITER's attention of packed queries to pages that are listed one sequence after the other."""
-    plain("attention", given, bias=(None,), block_table=(None,), sink_ptr=(None,), sink_size=(None, 0))
+    plain("attention", given, block_table=(None,))
     keys, values = given["k"], given["v"]
     if len(keys.meta.sizes) == 3:
         keys, values = (calls.one("aten::unsqueeze", self=each, dim=1) for each in (keys, values))
@@ -266,16 +310,19 @@ def listed_pages(calls: RewrittenCalls, given: Given, results: Recorded) -> None
 
 
 def decode_of_listed_pages(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    """AITER's attention of one query for each sequence. How long a sequence may be says the step, if any does."""
-    plain("paged attention", given, alibi_slopes=(None,), logits_soft_cap=(None, 0.0), fp8_out_scale=(None,))
-    plain("paged attention", given, mtp=(None, 1))
-    keys, values, block = given["key_cache"], given["value_cache"], given["block_size"]
+    """AITER's and FlashInfer's attention of one query for each sequence. How long a sequence may be says the step, if
+    any does."""
+    plain("paged attention", given, alibi_slopes=(None,), fp8_out_scale=(None,), mtp=(None, 1), window_left=(None, -1))
+    keys, values, heads_first = given["key_cache"], given["value_cache"], given.get("kv_layout_code")
+    block = given.get("block_size") or keys.meta.sizes[2 if heads_first else 1]
     if len(keys.meta.sizes) != 4 or block not in keys.meta.sizes[1:3]:
         raise CannotRewrite(f"paged attention to caches of {list(keys.meta.sizes)}")
-    if keys.meta.sizes[1] != block:
+    if keys.meta.sizes[1] != block if heads_first is None else heads_first:
         keys, values = (calls.one("aten::transpose.int", self=each, dim0=1, dim1=2) for each in (keys, values))
     listed = given["kv_page_indices"]
-    longest = min(given["max_num_partitions"] * (given.get("partition_size") or 256), listed.meta.sizes[0] * block)
+    longest = listed.meta.sizes[0] * block
+    if "max_num_partitions" in given:
+        longest = min(longest, given["max_num_partitions"] * (given.get("partition_size") or 256))
     step = None if calls.step is None else calls.step.decode
     if step is not None and step.requests and step.key_tokens:
         longest = min(longest, -(-step.key_tokens // step.requests))
@@ -288,16 +335,56 @@ def decode_of_listed_pages(calls: RewrittenCalls, given: Given, _results: Record
         _pages(calls, each, table, None, rows.meta.dtype, given.get(f"{name}_scale"))
         for name, each in (("k", keys), ("v", values))
     ]
-    mixed = _attend(calls, rows, caches[0], caches[1], lengths, given["scale"])
+    cap = given.get("logits_soft_cap")
+    mixed = _attend(calls, rows, caches[0], caches[1], lengths, given["scale"], cap=cap)
     calls.write(given["out"], calls.one("aten::reshape", self=mixed, shape=list(given["out"].meta.sizes)))
+    _no_sums(calls, given.get("lse"))
+
+
+def _no_sums(calls: RewrittenCalls, target: Tensor | None) -> None:
+    if target is not None:
+        calls.call("aten::zero_", {"self": target}, [target])
+        calls.assumed.append("the logarithms of the sums, which it also returns, are 0")
+
+
+def latent_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+    """MLA's, of queries in the space of the compressed keys: a page has what is compressed, which is keys and values at
+    once, and behind it the part of the keys that is turned."""
+    plain("attention", given, is_fp8=(None, False), indices=(None,), descale_q=(None,), descale_k=(None,))
+    plain("attention", given, vcache=(None,), extra_k_cache=(None,), extra_indices_in_kvcache=(None,))
+    plain("attention", given, topk_length=(None,), extra_topk_length=(None,))
+    cache, width = given["cache"], int(given.get("head_size_v", 0))
+    if "q_nope" in given:
+        width = given["q_nope"].meta.sizes[-1]
+        query = calls.one("aten::cat", tensors=[given["q_nope"], given["q_pe"]], dim=-1)
+        query = calls.one("aten::unsqueeze", self=query, dim=1)
+    else:
+        query = given["q"]
+    if len(cache.meta.sizes) == 3:
+        cache = calls.one("aten::unsqueeze", self=cache, dim=2)
+    keys = _pages(calls, cache, given["page_table"], None, query.meta.dtype)
+    values = calls.slice(keys, -1, 0, width)
+    causal = bool(given.get("is_causal"))
+    mixed = _attend(
+        calls, query, keys, values, given["seq_lens"], given["scale"], causal=causal, sinks=given.get("attn_sink")
+    )
+    if isinstance(given.get("out"), Tensor):
+        shape = list(given["out"].meta.sizes)
+        calls.write(given["out"], calls.one("aten::reshape", self=mixed, shape=shape))
+    for place, recorded in enumerate(tensors_in(results or [])):
+        if place == 0:
+            calls.fill(recorded, mixed)
+        else:
+            calls.allocate(recorded, zeros=True)
+    _no_sums(calls, given.get("lse"))
 
 
 def attention_of_a_step(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """vLLM's and SGLang's own: the cache is no argument. The step's annotation says how many requests decode (they come
     first) and prefill, and how many keys they have together: each gets as many as the others."""
     plain("attention", given, output_scale=(None,), output_block_scale=(None,))
-    plain("attention", given, q_rope=(None,), k_rope=(None,), sinks=(None,))
-    query, key = given["query"], given["key"]
+    plain("attention", given, q_rope=(None,), k_rope=(None,))
+    query, key, sinks = given["query"], given["key"], given.get("sinks")
     if len(query.meta.sizes) != 3 or len(key.meta.sizes) != 3:
         raise CannotRewrite("attention of tensors that are not [tokens, heads, width]")
     if calls.step is None:
@@ -317,7 +404,9 @@ def attention_of_a_step(calls: RewrittenCalls, given: Given, results: Recorded) 
         end = begin + count * queries
         rows = calls.one("aten::reshape", self=calls.slice(query, 0, begin, end), shape=[count, queries, heads, width])
         caches = [calls.memory((count, keys, own, own_width), key.meta.dtype) for _each in "kv"]
-        mixed = _attend(calls, rows, caches[0], caches[1], calls.filled(count, keys), None, causal=queries > 1)
+        mixed = _attend(
+            calls, rows, caches[0], caches[1], calls.filled(count, keys), None, causal=queries > 1, sinks=sinks
+        )
         part = calls.one("aten::reshape", self=mixed, shape=[end - begin, heads, width])
         calls.write(calls.slice(target, 0, begin, end), part)
         begin = end

@@ -231,6 +231,65 @@ def experts(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
         calls.fill((results or [None])[0], total)
 
 
+def expert_stage(place: int) -> Any:
+    """One of AITER's two stages: tokens sorted by expert, block by block, and their grouped product. An entry has the
+    token in its lower 24 bits, and above them which of its experts it is; a token that is not there fills up."""
+
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+        activation = {0: "silu", 1: "gelu"}.get(given.get("activation", 0))
+        if activation is None:
+            raise CannotRewrite(f"experts with the activation {given.get('activation')}")
+        data, weight, out, chosen = given["data"], given[f"w{place}"], given["out"], given["topk"]
+        dtype, block, tokens = DType.bfloat16, given.get("block_m") or 32, data.meta.sizes[0]
+        weight = dequantized(calls, weight, given.get(f"w{place}_scale"), dtype)
+        data = dequantized(calls, data, given.get(f"a{place}_scale"), dtype)
+        experts, count = weight.meta.sizes[0], given["sorted_token_ids"].meta.sizes[0]
+        ids = calls.cast(given["sorted_token_ids"], DType.int64)
+        token = calls.one("aten::bitwise_and.Scalar", self=ids, other=(1 << 24) - 1)
+        nth = calls.one("aten::floor_divide.Scalar", self=ids, other=1 << 24)
+        there = calls.one("aten::lt.Scalar", self=token, other=tokens)
+        slot = calls.one("aten::add.Tensor", self=calls.one("aten::mul.Scalar", self=token, other=chosen), other=nth)
+        row = calls.one(
+            "aten::clamp", self=token if place == 1 else slot, min=0, max=tokens * chosen ** (place - 1) - 1
+        )
+        if place == 2:
+            data = calls.one("aten::reshape", self=data, shape=[tokens * chosen, data.meta.sizes[-1]])
+        # The experts of blocks beyond the last are not defined: the last expert's keeps them in order.
+        blocks = calls.count(given["sorted_expert_ids"].meta.sizes[0])
+        begins = calls.one("aten::mul.Scalar", self=blocks, other=block)
+        used = calls.one("aten::lt.Tensor", self=begins, other=calls.slice(given["num_valid_ids"], 0, 0, 1))
+        whose = calls.cast(given["sorted_expert_ids"], DType.int64)
+        last = calls.one("aten::full_like", self=whose, fill_value=experts - 1)
+        whose = calls.one("aten::where.self", condition=used, self=whose, other=last)
+        _order, _counts, ends = _by_expert(calls, whose, experts)
+        ends = calls.one("aten::clamp", self=calls.one("aten::mul.Scalar", self=ends, other=block), min=0, max=count)
+        rows = calls.one("aten::index_select", self=data, dim=0, index=row)
+        turned = calls.one("aten::transpose.int", self=weight, dim0=1, dim1=2)
+        made = calls.one("aten::_grouped_mm", self=rows, mat2=turned, offs=calls.cast(ends, DType.int32))
+        if place == 1 and made.meta.sizes[-1] == 2 * out.meta.sizes[-1]:
+            made = gated(calls, made, activation)
+        elif place == 1:
+            made = calls.one(f"aten::{activation}", self=made)
+        if given.get("sorted_weights") is not None:
+            share = calls.one("aten::view", self=calls.cast(given["sorted_weights"], dtype), size=[-1, 1])
+            made = calls.times(made, share)
+        target = calls.one("aten::view", self=out, size=[-1, out.meta.sizes[-1]])
+        shown = calls.one("aten::unsqueeze", self=there, dim=1)
+        nothing = calls.one("aten::zeros_like", self=made)
+        made = calls.cast(calls.one("aten::where.self", condition=shown, self=made, other=nothing), out.meta.dtype)
+        if place == 1:  # fillers go to a row behind the last
+            more = calls.one("aten::new_zeros", self=target, size=[target.meta.sizes[0] + 1, target.meta.sizes[1]])
+            end = calls.one("aten::full_like", self=slot, fill_value=target.meta.sizes[0])
+            slot = calls.one("aten::where.self", condition=there, self=slot, other=end)
+            calls.call("aten::index_put_", {"self": more, "indices": [slot], "values": made}, [more])
+            calls.write(target, calls.slice(more, 0, 0, target.meta.sizes[0]))
+        else:
+            row = calls.one("aten::clamp", self=token, min=0, max=tokens - 1)
+            calls.call("aten::index_add_", {"self": target, "dim": 0, "index": row, "source": made}, [target])
+
+    return rule
+
+
 def moe_sum(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     total = calls.one("aten::sum.dim_IntList", self=given["input"], dim=[1])
     factor = given.get("routed_scaling_factor", 1)

@@ -9,6 +9,7 @@ many keys there are. Attention with slopes or sinks stays as it is.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from replayfmt.format.codes import DType
@@ -20,12 +21,24 @@ from .engine_attention import (
     concat_and_cache,
     decode_of_listed_pages,
     flash,
+    latent_attention,
     listed_pages,
     paged_attention,
     reshape_and_cache,
     reshape_and_cache_flash,
 )
-from .engine_experts import LARGEST, dequantized, experts, gated, grouped_topk, moe_align, moe_sum, quantized, topk
+from .engine_experts import (
+    LARGEST,
+    dequantized,
+    expert_stage,
+    experts,
+    gated,
+    grouped_topk,
+    moe_align,
+    moe_sum,
+    quantized,
+    topk,
+)
 from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed
 
 # -------------------------------------------------------------------------------------------------------- normalization
@@ -235,8 +248,11 @@ def _silu_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None
 # --------------------------------------------------------------------------------------------------------------- rotary
 
 
-def _turn(calls: RewrittenCalls, source: Tensor, target: Tensor, table: Tensor, width: int, neox: bool) -> None:
-    """Turn the first elements of each head by the angles of its token: pairs are halves, or neighbours."""
+def _turn(
+    calls: RewrittenCalls, source: Tensor, target: Tensor, table: Tensor, width: int, neox: bool, last: bool = False
+) -> None:
+    """Turn the first elements of each head, or the last ones, by the angles of its token: pairs are halves, or
+    neighbours."""
     tokens, turned = table.meta.sizes[0], table.meta.sizes[1]
     half = turned // 2
     cosine, sine = (
@@ -245,22 +261,58 @@ def _turn(calls: RewrittenCalls, source: Tensor, target: Tensor, table: Tensor, 
     )
     shape = [tokens, math.prod(source.meta.sizes) // max(tokens * width, 1), width]
     source, target = (calls.one("aten::view", self=each, size=shape) for each in (source, target))
-    parts = [(0, half, 1), (half, turned, 1)] if neox else [(0, turned, 2), (1, turned, 2)]
+    begin = width - turned if last else 0
+    end = begin + turned
+    parts = [(begin, begin + half, 1), (begin + half, end, 1)] if neox else [(begin, end, 2), (begin + 1, end, 2)]
     first, second = (calls.slice(source, 2, *part) for part in parts)
     one = calls.one("aten::sub.Tensor", self=calls.times(first, cosine), other=calls.times(second, sine))
     other = calls.one("aten::add.Tensor", self=calls.times(second, cosine), other=calls.times(first, sine))
     for part, content in zip(parts, (one, other), strict=True):
         calls.write(calls.slice(target, 2, *part), content)
     if target is not source and turned < width and target.storage is not source.storage:
-        calls.write(calls.slice(target, 2, turned, width), calls.slice(source, 2, turned, width))
+        rest = (0, begin) if last else (turned, width)
+        calls.write(calls.slice(target, 2, *rest), calls.slice(source, 2, *rest))
 
 
 def _rotary(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    positions = calls.one("aten::reshape", self=given["positions"], shape=[-1])
-    table = calls.one("aten::index_select", self=given["cos_sin_cache"], dim=0, index=positions)
+    if "cos_cache" in given:
+        table = _table(calls, given["cos_cache"], given["sin_cache"], given["positions"])
+    else:
+        positions = calls.one("aten::reshape", self=given["positions"], shape=[-1])
+        table = calls.one("aten::index_select", self=given["cos_sin_cache"], dim=0, index=positions)
+    last = bool(given.get("is_nope_first"))
     for name in ("query", "key"):
         if given.get(name) is not None:
-            _turn(calls, given[name], given[name], table, given["head_size"], bool(given["is_neox"]))
+            _turn(calls, given[name], given[name], table, given["head_size"], bool(given["is_neox"]), last)
+
+
+def _table(calls: RewrittenCalls, cosine: Tensor, sine: Tensor, positions: Tensor | None) -> Tensor:
+    """Cosines and sines of each position side by side: [tokens, angles]."""
+    parts = [calls.one("aten::reshape", self=each, shape=[each.meta.sizes[0], -1]) for each in (cosine, sine)]
+    if positions is not None:
+        flat = calls.one("aten::reshape", self=positions, shape=[-1])
+        parts = [calls.one("aten::index_select", self=each, dim=0, index=flat) for each in parts]
+    return calls.one("aten::cat", tensors=parts, dim=-1)
+
+
+def _rope(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    """AITER's: [positions, batch, heads, width], of one or two tensors, by angles or by their cosines and sines."""
+    neox, pairs = given["rotate_style"] == 0, [("output", "input"), ("output_x", "input_x"), ("output_y", "input_y")]
+    cosine, sine = given.get("cos"), given.get("sin")
+    if cosine is None or sine is None:
+        cosine, sine = (calls.one(f"aten::{name}", self=calls.single(given["freqs"])) for name in ("cos", "sin"))
+    if not given["reuse_freqs_front_part"]:  # each angle stands twice, once for each of its pair
+        turned = cosine.meta.sizes[-1]
+        part = (0, turned // 2, 1) if neox else (0, turned, 2)
+        cosine, sine = (calls.slice(each, -1, *part) for each in (cosine, sine))
+    table = _table(calls, cosine, sine, given.get("positions"))
+    for target, source in pairs:
+        if source not in given:
+            continue
+        sizes, own = given[source].meta.sizes, table
+        if given.get("positions") is None:
+            own = calls.one("aten::repeat_interleave.self_int", self=table, repeats=sizes[1], dim=0)
+        _turn(calls, given[source], given[target], own, sizes[-1], neox, bool(given["nope_first"]))
 
 
 def _rope_by_positions(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
@@ -396,6 +448,27 @@ _DTYPE = "ScalarType? dtype=None"
 _WEIGHTED = "(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, "
 _SKINNY = "(Tensor in_a, Tensor in_b, "
 
+_ROPE = "int rotate_style, bool reuse_freqs_front_part, bool nope_first) -> ()"
+_ONE, _TWO = (
+    "(Tensor(a!) output, Tensor input, ",
+    "(Tensor(a!) output_x, Tensor(b!) output_y, Tensor input_x, Tensor input_y, ",
+)
+_SORTED = (
+    "Tensor w1, Tensor w2, Tensor sorted_token_ids, Tensor sorted_expert_ids, Tensor num_valid_ids, Tensor(a!) out, "
+)
+_LATENT = "Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, Tensor seq_lens, Tensor page_table, "
+_LATENT_NAMES = {"kv_c_and_k_pe_cache": "cache", "sm_scale": "scale", "softmax_scale": "scale", "kv_cache": "cache"}
+_LATENT_NAMES |= {"kcache": "cache", "k_cache": "cache", "seqlens_k": "seq_lens", "block_table": "page_table"}
+_PLANNED = (
+    "int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, bool is_causal, "
+    "Tensor tile_scheduler_metadata, Tensor num_splits"
+)
+_FLASHINFER_NAMES = {"q": "query", "paged_k_cache": "key_cache", "paged_v_cache": "value_cache", "o": "out"}
+_FLASHINFER_NAMES |= {"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_page_indices", "sm_scale": "scale"}
+_FLASHINFER_NAMES |= {"paged_kv_last_page_len": "kv_last_page_lens", "maybe_lse": "lse", "alibi_slopes": "unused"}
+# FlashInfer names an operator after what it is compiled for: dtypes, widths, and embeddings of positions, here none.
+_COMPILED = re.compile(r"flashinfer::(batch_decode)_with_kv_cache_\w*posenc_0_\w*_run\Z")
+
 _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "silu_and_mul": ("silu", {}),
     "gelu_and_mul": ("gelu", {}),
@@ -504,6 +577,64 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? fp8_out_scale=None, int partition_size=256, int mtp=1) "
         "-> Tensor",
     ),
+    **{
+        f"{library}::fwd_kvcache_mla": (
+            renamed(latent_attention, _LATENT_NAMES),
+            f"(Tensor q, Tensor kv_cache, {_PLANNED}, bool is_fp8, Tensor? indices) -> Tensor[]",
+            f"(Tensor q, Tensor kv_cache, {_PLANNED}, bool is_fp8, Tensor? indices, Tensor? attn_sink, "
+            "Tensor? extra_k_cache, Tensor? extra_indices_in_kvcache, Tensor? topk_length, Tensor? extra_topk_length) "
+            "-> Tensor[]",
+            f"(Tensor q, Tensor k_cache, {_PLANNED}, Tensor? descale_q, Tensor? descale_k) -> Tensor[]",
+            f"(Tensor q, Tensor kcache, Tensor? vcache, {_PLANNED}) -> Tensor[]",
+        )
+        for library in ("_flashmla_C", "sgl_kernel")
+    },
+    **{
+        name: (renamed(latent_attention, _LATENT_NAMES), *(f"(Tensor(a!) out, {each}) -> ()" for each in schemas))
+        for name, schemas in (
+            ("_C::cutlass_mla_decode", (f"{_LATENT}float scale",)),
+            (
+                "_C::sm100_cutlass_mla_decode",
+                (
+                    f"Tensor(b!) lse, {_LATENT}Tensor workspace, float scale, int num_kv_splits",
+                    f"{_LATENT}Tensor workspace, float scale, int num_kv_splits",
+                ),
+            ),
+            ("sgl_kernel::cutlass_mla_decode", (f"{_LATENT}Tensor(b!) workspace, float sm_scale, int num_kv_splits",)),
+        )
+    },
+    "flashinfer::batch_decode": (
+        renamed(decode_of_listed_pages, _FLASHINFER_NAMES),
+        "(Tensor(a!) float_workspace_buffer, Tensor(b!) int_workspace_buffer, int[] plan_info_vec, Tensor q, "
+        "Tensor paged_k_cache, Tensor paged_v_cache, Tensor paged_kv_indptr, Tensor paged_kv_indices, "
+        "Tensor paged_kv_last_page_len, Tensor(c!) o, Tensor(d!)? maybe_lse, int kv_layout_code, int window_left, "
+        "bool enable_pdl, Tensor? alibi_slopes, float logits_soft_cap, float sm_scale, float rope_scale, "
+        "float rope_theta) -> ()",
+    ),
+    **{
+        f"aiter::rope_{name}fwd_impl": (_rope, f"{tensors}{angles}{_ROPE}")
+        for kind, angles in (
+            ("{}", "Tensor freqs, "),
+            ("cached_{}", "Tensor cos, Tensor sin, "),
+            ("cached_positions_{}", "Tensor cos, Tensor sin, Tensor positions, "),
+        )
+        for name, tensors in ((kind.format(""), _ONE), (kind.format("2c_"), _TWO))
+    },
+    "aiter::rotary_embedding_fwd": (
+        _rotary,
+        "(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size, Tensor cos_cache, Tensor sin_cache, "
+        "bool is_neox, bool is_nope_first) -> ()",
+    ),
+    **{
+        f"aiter::ck_moe_stage{place}": (
+            renamed(expert_stage(place), {data: "data"}),
+            f"(Tensor {data}, {_SORTED}int topk, str? kernelName=None, Tensor? w{place}_scale=None, "
+            f"Tensor? a{place}_scale=None, int? block_m=32, Tensor? sorted_weights=None, int quant_type=0, "
+            "int activation=0, int? splitk=1, bool use_non_temporal_load=False, str? dst_type=None, "
+            "bool is_shuffled=True) -> ()",
+        )
+        for place, data in ((1, "hidden_states"), (2, "inter_states"))
+    },
     "vllm::unified_attention_with_output": (attention_of_a_step, _STEP.format("Tensor(a!) output, ", "()")),
     "vllm::unified_attention": (attention_of_a_step, _STEP.format("", "Tensor")),
     "_moe_C::topk_softmax": (
@@ -746,5 +877,13 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         for name, (function, options) in _GATED.items()
     },
 }
+
+
+def engine_name(name: str) -> str:
+    """The name in these tables of an operator that is named after what it is compiled for."""
+    found = _COMPILED.match(name)
+    return f"flashinfer::{found[1]}" if found else name
+
+
 ENGINES: dict[str, Any] = {name: rule for name, (rule, *_schemas) in _TABLE.items()}
 ENGINE_SCHEMAS = {name: tuple(name + each for each in schemas) for name, (_rule, *schemas) in _TABLE.items()}
