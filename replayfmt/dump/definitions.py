@@ -16,7 +16,7 @@ from typing import Any
 from replayfmt.format.codes import KernelKind, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.frames import MAX_NESTING
 from replayfmt.format.model import CHILD_WORK, CaptureInfo, Device
-from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.reader import CaptureReader, RecordFrame, count_uncompared
 from replayfmt.format.validation import counted, nested_deeper, printable, scope_count
 
 from .contents import (
@@ -102,6 +102,7 @@ def summary_row(reader: CaptureReader) -> Row:
         "origins": _by_origin(summary.origins),
         "origin_bytes": _by_origin(summary.origin_bytes),
         "annotated": summary.annotated,
+        "uncompared": count_uncompared(reader),
         "contains": contained(reader).row(),
         "code": vars(code_in(reader)),
     }
@@ -317,7 +318,7 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
     has, lacks = statement(contained(reader))
     code = code_in(reader)
     unsupported = [f"{count:,} {reason}" for reason, count in sorted(summary.unsupported.items())]
-    against = obstacles(reader)
+    against, uncompared = obstacles(reader), count_uncompared(reader)
     return [
         ("devices", ", ".join(devices)),
         ("records", ", ".join(records)),
@@ -335,7 +336,8 @@ def _content_facts(reader: CaptureReader) -> list[tuple[str, str]]:
             else "nothing in the file prevents it"
             + ("; kernels with code of their own need --allow-code" if code.attachments else "")
             + ("; content that was not captured is synthesized" if made_up else "")
-            + ("; child processes worked, which it does not hold" if CHILD_WORK in summary.unsupported else ""),
+            + ("; child processes worked, which it does not hold" if CHILD_WORK in summary.unsupported else "")
+            + (f"; it does not compare {counted(uncompared, 'result')}" if uncompared else ""),
         ),
     ]
 

@@ -256,6 +256,12 @@ class Signature:
             return not any(node.name == "reason" and node.constant == CHILD_WORK for node in self.args)
         return self.kind is RecordKind.collective
 
+    @cached_property
+    def compares_nothing(self) -> bool:
+        """Whether its records are digests or host reads that carry no digest."""
+        checks = self.kind in (RecordKind.digest, RecordKind.host_read)
+        return checks and all(node.name != "hash_low" for node in self.args)
+
 
 # None, bool, int, float, complex, str, DType, Layout, MemoryFormat, list and tuple stand for themselves.
 

@@ -257,3 +257,17 @@ class CaptureReader:
 
 
 __all__ = ["CaptureReader", "FrameInfo", "RecordFrame", "open_capture"]
+
+
+def uncompared_signatures(reader: CaptureReader) -> set[int]:
+    """The signatures of digests and host reads, in a capture that has digests, that hold nothing to compare with."""
+    if reader.session.policies.get("digests", "none") == "none":
+        return set()
+    return {number for number, each in enumerate(reader.signatures) if each is not None and each.compares_nothing}
+
+
+def count_uncompared(reader: CaptureReader) -> int:
+    """How many records have these signatures."""
+    wanted = list(uncompared_signatures(reader))
+    frames = range(len(reader.record_frames) if wanted else 0)
+    return sum(int(np.isin(reader.frame(index).signature, wanted).sum()) for index in frames)

@@ -304,7 +304,7 @@ class _Decoding:
         kinds = self._definitions.column("signature_kind")[signature.astype(np.int64) - 1]
         sizes = np.diff(int_first)
         for kind, names in AMOUNTS.items():
-            rows = np.flatnonzero((kinds == kind) & (sizes > 0))
+            rows = np.flatnonzero((kinds == kind) & (sizes > max(0, *names.values())))
             for name, place in names.items():
                 slots = int_first[rows] + place if place >= 0 else int_first[rows + 1] + place
                 self._range(

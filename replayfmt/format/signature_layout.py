@@ -152,14 +152,14 @@ ARGUMENTS: dict[RecordKind, tuple[tuple[str, frozenset[ValueKind]], ...]] = {
     ),
 }
 _NUMBER = frozenset({V.float, V.none})
-# What may follow them in host_read and must follow in digest records: a tensor's digest.
+# What may follow them in host_read and digest records: a tensor's digest.
 DIGEST_ARGUMENTS: tuple[tuple[str, frozenset[ValueKind]], ...] = (
     *((name, frozenset({V.int})) for name in ("hash_low", "hash_high", "elements", "nan", "inf")),
     *((name, _NUMBER) for name in ("min", "max", "mean", "l2")),
     ("sample", frozenset({V.list})),
 )
 # Lengths and counts among the arguments of these records, none of which may be negative: the place of each among the
-# ints of the record, counted from the end where it is negative. A host read has a digest or no ints at all.
+# ints of the record, counted from the end where it is negative. Records that may have a digest have all of it, or none.
 AMOUNTS: dict[RecordKind, dict[str, int]] = {
     RecordKind.storage_import: {"version": -1},
     RecordKind.storage_resize: {"bytes": 1},
@@ -246,7 +246,7 @@ def _check_arguments(signature: Signature) -> None:
         if wrong:
             raise ValueError(f"global_state with settings {wrong} that are not scalars")
         return
-    if signature.kind == RecordKind.digest or (signature.kind == RecordKind.host_read and len(given) > len(expected)):
+    if signature.kind in (RecordKind.digest, RecordKind.host_read) and len(given) > len(expected):
         expected = (*expected, *DIGEST_ARGUMENTS)
     fits = len(given) == len(expected) and all(
         node.name == name and node.kind in kinds for node, (name, kinds) in zip(given, expected, strict=True)
@@ -426,10 +426,8 @@ class _FixedArguments:
                 continue
             lead = len(fixed)
             self._check_fixed(kind, self._begins[rows], fixed)
-            digested = rows[args[rows] != lead] if kind == RecordKind.host_read else rows[:0]
-            if kind == RecordKind.digest:
-                digested = rows
-            elif (args[rows] != lead).sum() != len(digested):
+            digested = rows[args[rows] != lead] if kind in (RecordKind.digest, RecordKind.host_read) else rows[:0]
+            if (args[rows] != lead).sum() != len(digested):
                 raise self._body.fail(f"a {kind.name} signature with other than {lead} arguments")
             if len(digested):
                 if (args[digested] != lead + len(DIGEST_ARGUMENTS)).any():

@@ -126,6 +126,7 @@ def _verification(result: ReplayResult) -> list[str]:
         f"{found[result.outcome]}: {verification.mode}",
         *(f"  why: {reason}" for reason in verification.reasons),
         f"  compared: {verification.compared}",
+        *([f"  not compared: {verification.gap}"] if verification.uncompared else []),
         *([f"  {verification.tolerance}"] if verification.tolerance else []),
     ]
 
@@ -192,6 +193,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             "host_reads": verification.host_reads,
             "scalars": verification.scalars,
             "structures": verification.structures,
+            "uncompared": verification.uncompared,
             "inexact": verification.inexact,
             "tolerances": verification.tolerances,
             "largest": verification.largest,

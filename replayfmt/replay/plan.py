@@ -515,6 +515,7 @@ class Plan(Preparation):
         whole: bool,
     ) -> ReplayResult:
         found = self.judge.found
+        verification.uncompared = self.work.uncompared if whole and verification.mode != "none" else 0
         verdicts, left_out = (None, ()) if kept_going is None else (kept_going.verdicts, tuple(kept_going.left_out))
         complete = whole and not self.findings and not left_out and all(each.verdict == "ok" for each in verdicts or ())
         return ReplayResult(

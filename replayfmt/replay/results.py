@@ -83,10 +83,10 @@ class Divergence:
 
 @dataclass
 class Verification:
-    """What was compared with the capture, and how. `mode` is what `asked` came to; `reasons` say why. `inexact` counts
-    the comparisons that differed within the `tolerances`, which are stated by the dtypes that were compared that way;
-    `largest` are the largest relative distances among them, by dtype, of what digests hold: sampled elements, extremes
-    and means.
+    """What was compared with the capture, and how. `mode` is what `asked` came to; `reasons` say why. `uncompared`
+    counts the results for which a capture with digests has none. `inexact` counts the comparisons that differed within
+    the `tolerances`, which are stated by the dtypes that were compared that way; `largest` are the largest relative
+    distances among them, by dtype, of what digests hold: sampled elements, extremes and means.
     """
 
     asked: VerifyMode
@@ -96,6 +96,7 @@ class Verification:
     host_reads: int = 0
     scalars: int = 0
     structures: int = 0
+    uncompared: int = 0
     inexact: int = 0
     tolerances: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
@@ -108,7 +109,8 @@ class Verification:
             compared = f"; compared {self.compared}" if self.scalars or self.structures else ""
             return f"not verified: {'; '.join(self.reasons)}{compared}"
         within = f"; {self.tolerance}" if self.tolerance else ""
-        return f"{self.mode}{because}: {self.compared}{within}"
+        without = f"; not compared: {self.gap}" if self.uncompared else ""
+        return f"{self.mode}{because}: {self.compared}{without}{within}"
 
     @property
     def tolerance(self) -> str:
@@ -117,6 +119,11 @@ class Verification:
             return ""
         found = ", ".join(f"{dtype} {relative:g}" for dtype, relative in sorted(self.tolerances.items()))
         return f"tolerances: {found}, relative to the value or the tensor's root mean square, whichever is larger"
+
+    @property
+    def gap(self) -> str:
+        """What nothing was compared with."""
+        return f"{counted(self.uncompared, 'result')} without a digest, or without one of all that was written"
 
     @property
     def compared(self) -> str:

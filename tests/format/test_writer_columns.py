@@ -206,7 +206,11 @@ def test_definitions_of_tensors_come_as_a_mapping_or_as_rows(tmp_path: Path) -> 
         op(1, (Node(V.string, "x", 3),)),
         op(1, (Node(V.device, "x", 7),)),
         op(1, (Node(V.tensor, "x", None, (Node(V.int),)),)),
-        Signature(RecordKind.digest, (Node(V.tensor, "tensor"), Node(V.int, "of"), Node(V.int, "result"))),
+        Signature(RecordKind.digest, (Node(V.tensor, "tensor"), Node(V.int, "of"))),
+        Signature(
+            RecordKind.digest,
+            (Node(V.tensor, "tensor"), Node(V.int, "of"), Node(V.int, "result"), Node(V.int, "hash_low")),
+        ),
     ],
     ids=lambda s: f"{s.kind.name}-{len(s.args)}",
 )

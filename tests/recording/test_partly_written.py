@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from replayfmt.dump.definitions import summary_row
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.recording.content.storage_content import sampled_places
+from replayfmt.replay.convenience import as_rows, as_text
 from replayfmt.replay.plan import Plan
 
 from .conftest import Capture
@@ -193,3 +195,40 @@ def test_a_tensor_whose_memory_was_freed_is_attached_to_other_memory(capture: Ca
     captured = capture(program)
     assert captured.unsupported() == {}
     captured.replays()
+
+
+def test_what_a_replay_does_not_compare_is_counted_in_its_output_and_in_a_summary(capture: Capture) -> None:
+    def program() -> torch.Tensor:
+        rows = torch.empty(1100, 70)  # more written ranges than are digested
+        for column in range(66):
+            rows[:, column].fill_(column)
+        return rows
+
+    def looked_at(captured: Any) -> tuple[str, int, int]:
+        assert captured.unsupported() == {}
+        with Plan(captured.path) as plan:
+            result = plan.execute(verify="bitwise")
+            text = "\n".join(as_text(plan, result))
+            row = as_rows(plan, result)[0]["verification"]
+        assert "\nverified: bitwise" in text and ("not compared: " in text) == ("not compared: " in result.verified)
+        summary = summary_row(captured.reader)
+        assert summary["strict_replay_supported"]
+        return text, row["uncompared"], summary["uncompared"]
+
+    text, *counts = looked_at(capture(program))
+    assert "\n  not compared: 1 result, " in text and counts == [1, 1]
+    text, *counts = looked_at(capture(lambda: torch.ones(1100, 70) * 2))
+    assert "not compared" not in text and counts == [0, 0]
+
+
+def test_memory_that_is_written_through_many_views_is_compared_as_a_whole(capture: Capture) -> None:
+    """As the flat buffer of all parameters that an optimizer writes one by one."""
+    parameters = torch.zeros(400).split(2)
+
+    def program() -> None:
+        for parameter in parameters:
+            parameter.add_(1)
+
+    captured = capture(program)
+    captured.replays()
+    assert [record.argument("elements") for record in captured.records(RecordKind.digest)] == [400]

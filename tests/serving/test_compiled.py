@@ -10,11 +10,6 @@ import pytest
 from .conftest import EXAMPLE, STEPS, Served, run, tokens
 from .test_vllm import ENGINE_OPERATORS, VLLM, rows
 
-# The engine's warm-up runs the layers on buffers that nothing has written.
-WARM_UP = (
-    "--mark=vllm.v1.worker.cpu_model_runner:CPUModelRunner.warming_up_model=warm-up",
-    "--reads-unwritten=warm-up",
-)
 LAYERS = 2
 
 
@@ -28,7 +23,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Served:
         program = (EXAMPLE, place / "model", "--compiled", "--tokens=4")
         alone = run("python", *program)
         capture = place / "compiled.opreplay"
-        captured = run("opreplay-capture", "-o", capture, STEPS, *WARM_UP, *program)
+        captured = run("opreplay-capture", "-o", capture, STEPS, *program)
     return Served("llama", capture, tokens(alone), tokens(captured))
 
 

@@ -40,7 +40,6 @@ class Digests:
         self._records = records
         self._metas = metas
         self._storages = storages
-        self.left_out: set[int] = set()  # storages of which some written bytes were not digested
         self._fresh_from = 1  # storages with ids from here on were allocated after the last sweep
 
     def sweep(self, being_written: Collection[int] = ()) -> None:
@@ -64,11 +63,13 @@ class Digests:
                     self.written_ranges(tracker, storage)
                 tracker.clear_written()
                 continue
-            for meta, offset in self._written_views(number, tracker).values():
+            for meta, offset in self._written_views(number, tracker, storage).values():
                 self.record(tracker, storage, meta, offset, -1, -1)
         self._fresh_from = newest
 
-    def _written_views(self, number: int, tracker: Tracker) -> dict[int, tuple[int, int]]:
+    def _written_views(
+        self, number: int, tracker: Tracker, storage: torch.UntypedStorage
+    ) -> dict[int, tuple[int, int]]:
         """The views of one storage that a sweep digests."""
         state = tracker.state
         fresh = number >= self._fresh_from
@@ -87,7 +88,9 @@ class Digests:
         for tensor, (meta, offset) in written.items():
             if params[meta].region(offset).dense() == (0, state.length):
                 return {tensor: (meta, offset)}
-        return written if len(written) <= _VIEWS else first
+        if len(written) <= _VIEWS:
+            return written
+        return {-1: self._range(self._storages.dtype(tracker), 0, state.length, storage.device)}
 
     def _written_whole(self, tracker: Tracker, coverage: Coverage) -> bool:
         """Whether all that was written of a partly written storage are a few views, and each of them is written."""
@@ -102,22 +105,31 @@ class Digests:
         ranges = state.coverage.ranges()
         dtype = self._storages.dtype(tracker)
         if not state.coverage.exact or len(ranges) > _RANGES:
-            self.left_out.add(tracker.id)
+            self._uncompared(tracker, storage, of)
         for begin, end in ranges[:_RANGES]:
-            kept = dtype
-            if kept is None or kept in _NOT_AS_MEMORY or begin % kept.itemsize or end % kept.itemsize:
-                kept = torch.uint8
-            meta = self._metas.row(kept, (end - begin) // kept.itemsize, storage.device)
-            self.record(tracker, storage, meta, begin // kept.itemsize, of, -1)
+            self.record(tracker, storage, *self._range(dtype, begin, end, storage.device), of, -1)
+
+    def _range(self, dtype: torch.dtype | None, begin: int, end: int, device: torch.device) -> tuple[int, int]:
+        """Meta id and offset of the elements in a range of bytes; of bytes, if it cannot be seen as `dtype`."""
+        if dtype is None or dtype in _NOT_AS_MEMORY or begin % dtype.itemsize or end % dtype.itemsize:
+            dtype = torch.uint8
+        return self._metas.row(dtype, (end - begin) // dtype.itemsize, device), begin // dtype.itemsize
+
+    def _uncompared(self, tracker: Tracker, storage: torch.UntypedStorage, of: int) -> None:
+        """Record that some of what was written of a storage is not compared."""
+        meta, offset = self._range(self._storages.dtype(tracker), 0, storage.nbytes(), storage.device)
+        tensor = self._storages.view(tracker, meta, offset, self._metas.params[meta].item)
+        self._records.digest(tensor, of, -1, None)
 
     def record(
         self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, of: int, result: int
     ) -> None:
-        """Record the digest of a view, if it has one: as a result of the op `of`, or (-1, -1) as a live tensor."""
+        """Record the digest of a view, if it has bytes: as a result of the op `of`, or (-1, -1) as a live tensor."""
         if of >= 0 and storage.device.type == "cpu":
             self._storages.settle()
         tensor, digest = self.of_view(tracker, storage, meta, offset)
-        if digest is not None:
+        params = self._metas.params[meta]
+        if digest is not None or (params.elements and not self._is_without_bytes(storage, params, offset)):
             self._records.digest(tensor, of, result, digest)
 
     def of_view(
@@ -126,7 +138,7 @@ class Digests:
         """(tensor id, digest) of a view; the digest is None if it has none (no bytes, bytes freed, packed dtype).
 
         If the view is expanded to far more than its storage, the tensor is the view that holds each element only once.
-        Overlapping views of that kind have no digest.
+        For overlapping views, it is all memory from the first element to the last.
         """
         params = self._metas.params[meta]
         tensor = self._storages.view(tracker, meta, offset, params.item)
@@ -135,16 +147,23 @@ class Digests:
             meta = self._metas.once(meta, storage.device)
             params = self._metas.params[meta]
             if params.elements * params.item > largest:
-                return tensor, None
+                region = params.region(offset)
+                if tracker.state is not None and tracker.state.coverage is not None:
+                    return tensor, None  # what lies between the elements may be unwritten
+                meta, offset = self._range(params.dtype, region.start, region.end, storage.device)
+                params = self._metas.params[meta]
             tensor = self._storages.view(tracker, meta, offset, params.item)
         return tensor, self._digest(storage, params, offset)
 
     @staticmethod
-    def _digest(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest | None:
-        if storage.device.type == "meta" or params.flags & TensorFlag.zero:
-            return None
+    def _is_without_bytes(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> bool:
         region = params.region(offset)
-        if region.end > storage.nbytes() and not region.empty:
+        freed = region.end > storage.nbytes() and not region.empty
+        return storage.device.type == "meta" or bool(params.flags & TensorFlag.zero) or freed
+
+    @staticmethod
+    def _digest(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> TensorDigest | None:
+        if Digests._is_without_bytes(storage, params, offset):
             return None
         try:
             return digest_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags)

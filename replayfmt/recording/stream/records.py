@@ -248,26 +248,23 @@ class Records:
 
     # -------------------------------------------------------------------------------------------------------- digests
 
-    def digest(self, tensor: int, of: int, result: int, digest: TensorDigest) -> None:
-        """A digest for verification; `of` is the ordinal of the op whose result it is, -1 for a live tensor."""
-        ints, floats = digest.slots()
-        self._constant(
-            (RecordKind.digest, *_digest_key(digest)),
-            lambda: (*argument_nodes(RecordKind.digest), *digest.nodes()),
-            (tensor, of, result, *ints),
-            floats,
-        )
+    def digest(self, tensor: int, of: int, result: int, digest: TensorDigest | None) -> None:
+        """A digest for verification; `of` is the ordinal of the op whose result it is, -1 for a live tensor. None:
+        nothing can be compared with it."""
+        self._digested((RecordKind.digest,), (tensor, of, result), digest)
 
     def host_read(self, method: str, tensor: int, digest: TensorDigest | None) -> None:
         """A value left the device for the host. No digest: its value is not recorded."""
-        ints, floats = digest.slots() if digest is not None else ([], [])
+        self._digested((RecordKind.host_read, method), (tensor,), digest, method=method)
+
+    def _digested(
+        self, key: tuple[Any, ...], slots: tuple[int, ...], digest: TensorDigest | None, **given: str
+    ) -> None:
+        ints, floats = ([], []) if digest is None else digest.slots()
         self._constant(
-            (RecordKind.host_read, method, *(_digest_key(digest) if digest is not None else ())),
-            lambda: (
-                *argument_nodes(RecordKind.host_read, method=method),
-                *(digest.nodes() if digest is not None else ()),
-            ),
-            (tensor, *ints),
+            (*key, *(() if digest is None else _digest_key(digest))),
+            lambda: (*argument_nodes(key[0], **given), *(() if digest is None else digest.nodes())),
+            (*slots, *ints),
             floats,
         )
 

@@ -16,7 +16,7 @@ import torch
 from replayfmt.errors import ContentNotCaptured, InvalidCapture
 from replayfmt.format.codes import DType, Layout, MemoryFormat, RecordKind, ValueKind
 from replayfmt.format.model import CompositeValue, DeviceValue, Node, TensorValue, Value
-from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.reader import CaptureReader, RecordFrame, uncompared_signatures
 from replayfmt.pytorch.tensors.composites import put_together
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT
 
@@ -123,19 +123,22 @@ def unseen_before(reader: CaptureReader, stop: int) -> Iterator[int]:
 @dataclass(frozen=True)
 class Work:
     """How many ops, different kernels and scopes there are; `comparable` are the digests, host reads and scalars that a
-    replay can be compared with, `unsupported` the records of work that no replay does."""
+    replay can be compared with, `uncompared` the results of which a capture with digests has none, `unsupported` the
+    records of work that no replay does."""
 
     ops: int
     kernels: int
     scopes: int
     comparable: int
+    uncompared: int
     unsupported: int
 
 
 def count_work(reader: CaptureReader, scan: Scan) -> Work:
     """Everything that a scan saw."""
-    ops = scopes = comparable = unsupported = 0
+    ops = scopes = comparable = uncompared = unsupported = 0
     kernels: set[int] = set()
+    gaps = uncompared_signatures(reader)
     for number, signature in enumerate(reader.signatures):
         calls = int(scan.signature_calls[number])
         if signature is None or not calls:
@@ -147,10 +150,11 @@ def count_work(reader: CaptureReader, scan: Scan) -> Work:
         elif signature.kind is RecordKind.scope_begin:
             scopes += calls
         elif signature.kind in (RecordKind.digest, RecordKind.host_read):
-            comparable += calls if any(node.name == "hash_low" for node in signature.args) else 0
+            comparable += 0 if signature.compares_nothing else calls
+            uncompared += calls if number in gaps else 0
         elif signature.unseen:
             unsupported += calls
-    return Work(ops, len(kernels), scopes, comparable, unsupported)
+    return Work(ops, len(kernels), scopes, comparable, uncompared, unsupported)
 
 
 _CONTENT = (RecordKind.storage_import, RecordKind.storage_resize)
