@@ -64,9 +64,18 @@ def refuses(x: torch.Tensor) -> torch.Tensor:
     return noise(x)
 
 
+CAPTURED_ON: list[bool] = []  # whether `pivots` finds zeros, instead of looking
+
+
+def pivots(x: torch.Tensor) -> torch.Tensor:
+    """Asks scratch memory that it never writes whether it is zero, as LAPACK's gelsy does its pivots."""
+    zero = CAPTURED_ON[0] if CAPTURED_ON else not torch.empty(1 << 24, dtype=torch.int32)[1 << 23]  # new pages
+    return x.clone() if zero else x * (1 + 2**-20)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _operators() -> Iterator[None]:
-    for function in (noise, seldom, wild, mends, refuses):
+    for function in (noise, seldom, wild, mends, refuses, pivots):
         define(f"{function.__name__}(Tensor x) -> Tensor", function)
     define("noise_(Tensor(a!) x) -> Tensor(a!)", noise_)
     yield
@@ -135,6 +144,15 @@ def test_an_op_that_differs_from_itself_is_named_and_what_follows_from_it_is_com
             assert "nondeterministic" in result.verified and result.verification.inexact > 0
             assert result.verification.tolerances == {"float32": 1e-3}
     assert "close" in [result.verification.mode for result in outcomes]
+
+
+def test_an_op_whose_kernel_reads_memory_that_nothing_wrote_is_named(captured: Captured) -> None:
+    CAPTURED_ON.append(False)
+    path = captured(in_a_scope(lambda: ops.pivots(torch.ones(100)) * 2))
+    CAPTURED_ON.clear()
+    result = executed(path)
+    assert result.outcome == "ok" and result.verification.mode == "close"
+    assert "chancetest::pivots.default): its kernel reads memory that nothing wrote: 100" in result.nondeterministic[0]
 
 
 def test_what_was_found_is_known_to_the_next_execution(captured: Captured) -> None:

@@ -1,9 +1,10 @@
 """Runs operators twice, on memory with different prior content, to find the results that no replay reproduces.
 
-Both runs get copies of the same arguments and the same state of the random generators. If a byte of a result shows what
+The runs get copies of the same arguments and the same state of the random generators. If a byte of a result shows what
 the memory held before, the kernel left it unwritten; if a word is an address in both runs, it is an address of this
 process. Either makes the result opaque: it is neither compared nor embedded. Any other difference is nondeterminism: no
-replay reproduces that operator bit for bit, so what depends on it is compared within tolerances. Used when a replay
+replay reproduces that operator bit for bit, so what depends on it is compared within tolerances. A third run, on memory
+full of zeros, finds kernels that read what nothing wrote, and only ask whether it is zero. Used when a replay
 differs from its capture, and before content is taken from a replay.
 """
 
@@ -138,7 +139,10 @@ class RunTwice:
             if any(device.type != "cpu" for device in lengths):  # its memory can be filled once its length is known
                 first = self._run(site, args, kwargs, _FILLS[0], lengths)
             for _ in range(self._repeats):
-                how = self._compare(site, first, self._run(site, args, kwargs, _FILLS[1], lengths))
+                second = self._run(site, args, kwargs, _FILLS[1], lengths)
+                how = self._compare(site, first, second)
+                if not how:
+                    how = _reads_unwritten(first, second, self._run(site, args, kwargs, 0, lengths))
                 if how:
                     remedy = self._remedies.get(site.kernel_id)
                     if remedy is None:
@@ -266,6 +270,20 @@ class Outcome:
             if isinstance(label, int):
                 found.setdefault(value.device, []).append(value.untyped_storage().nbytes())
         return found
+
+
+def _reads_unwritten(first: Outcome, second: Outcome, on_zeros: Outcome) -> str:
+    """How a run on memory full of zeros differs in what the others agree on."""
+    for key, one in first.values.items():
+        others = [each.values.get(key) for each in (second, on_zeros)]
+        if all(other is not None and (other.dtype, other.shape) == (one.dtype, one.shape) for other in others):
+            same, zeros = others
+            assert same is not None and zeros is not None
+            if same_elements(one, same) and not same_elements(one, zeros):
+                how = _difference(one, zeros)
+                if how:
+                    return f"its kernel reads memory that nothing wrote: {how}"
+    return ""
 
 
 def only_views(site: CallSite) -> bool:
