@@ -142,7 +142,8 @@ class RunTwice:
                 second = self._run(site, args, kwargs, _FILLS[1], lengths)
                 how = self._compare(site, first, second)
                 if not how:
-                    how = _reads_unwritten(first, second, self._run(site, args, kwargs, 0, lengths))
+                    how = self._compare(site, first.agreeing(second), self._run(site, args, kwargs, 0, lengths))
+                    how = how and f"its kernel reads memory that nothing wrote: {how}"
                 if how:
                     remedy = self._remedies.get(site.kernel_id)
                     if remedy is None:
@@ -263,6 +264,11 @@ class Outcome:
             }
         )
 
+    def agreeing(self, other: Outcome) -> Outcome:
+        """What is the same in another outcome, of the same shapes."""
+        both = self.values.keys() & other.values.keys()
+        return Outcome({key: self.values[key] for key in both if same_elements(self.values[key], other.values[key])})
+
     def lengths(self) -> dict[torch.device, list[int]]:
         """The lengths of the returned storages, by device."""
         found: dict[torch.device, list[int]] = {}
@@ -270,20 +276,6 @@ class Outcome:
             if isinstance(label, int):
                 found.setdefault(value.device, []).append(value.untyped_storage().nbytes())
         return found
-
-
-def _reads_unwritten(first: Outcome, second: Outcome, on_zeros: Outcome) -> str:
-    """How a run on memory full of zeros differs in what the others agree on."""
-    for key, one in first.values.items():
-        others = [each.values.get(key) for each in (second, on_zeros)]
-        if all(other is not None and (other.dtype, other.shape) == (one.dtype, one.shape) for other in others):
-            same, zeros = others
-            assert same is not None and zeros is not None
-            if same_elements(one, same) and not same_elements(one, zeros):
-                how = _difference(one, zeros)
-                if how:
-                    return f"its kernel reads memory that nothing wrote: {how}"
-    return ""
 
 
 def only_views(site: CallSite) -> bool:
