@@ -34,18 +34,21 @@ sys.exit(int.from_bytes(server.recv(4), "big"))
 
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for PATH."""
+    """A folder for PATH with every command; those of `SERVED` start sooner."""
     with served_tools(tmp_path_factory.mktemp("served")) as found:
         yield found
 
 
 @contextmanager
 def served_tools(folder: Path) -> Iterator[Path]:
-    """A folder for PATH with the commands, made in `folder`."""
+    """See `commands`; made in `folder`."""
     commands, address = folder / "bin", str(folder / "socket")
     commands.mkdir()
-    for name in SERVED:
+    for name in TOOLS:
         command = commands / f"opreplay-{name}"
+        if name not in SERVED:
+            command.symlink_to(Path(sys.executable).with_name(command.name))
+            continue
         command.write_text(CLIENT.format(python=sys.executable, address=address, name=name))
         command.chmod(0o755)
     server = subprocess.Popen([sys.executable, __file__, address], stdout=subprocess.PIPE)
