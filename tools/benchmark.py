@@ -323,7 +323,7 @@ def run_reconcile(
     import json
 
     from replayfmt.benchmark.energy.running import time_program
-    from replayfmt.benchmark.measure import measure
+    from replayfmt.benchmark.measure import measure, unseen
     from replayfmt.benchmark.per_op.measuring import measure_ops
     from replayfmt.benchmark.per_op.results import OpOptions, PerOpRun, Reconciliation
     from replayfmt.benchmark.run_report import make_report
@@ -336,7 +336,7 @@ def run_reconcile(
     asked = OpOptions(verify="none", scopes=options.scopes)
     with make_plan(True) as plan:
         for inputs in ("hot", "cold"):
-            ops.append(measure_ops(plan, replace(asked, inputs=inputs), progress=progress or _unseen))
+            ops.append(measure_ops(plan, replace(asked, inputs=inputs), progress=progress or unseen))
     found = Reconciliation.of(run, *ops, own)
     report.sections["reconciliation"] = found.as_json()
     if write is not None:
@@ -348,10 +348,6 @@ def run_reconcile(
         click.echo(json.dumps(report.document(), indent=2) if form == "json" else report.csv())
     for warning in report.warnings():
         say(f"WARNING: {warning}", err=form != "console")
-
-
-def _unseen(_what: str, _done: int, _of: int | None) -> None:
-    """Progress that is not shown."""
 
 
 # What the folder of all ranks is not measured with.

@@ -259,6 +259,7 @@ def run_per_op(
 ) -> int:
     """Measure and print; `write` receives the JSON for --benchmark-out. Returns the exit code: 1 if a requested op was
     not run or differs from the capture, else that of the gate `against` its baseline."""
+    from replayfmt.benchmark.measure import unseen
     from replayfmt.benchmark.per_op.measuring import measure_ops
     from replayfmt.benchmark.per_op.op_report import describe, make_op_report, measured_row, progress_lines
     from replayfmt.benchmark.per_op.results import MeasuredOp
@@ -279,7 +280,7 @@ def run_per_op(
 
     def measured() -> Report:
         if not runs or not runs[-1].interrupted:
-            runs.append(measure_ops(plan, flags.options, progress=progress or _unseen, on_measured=show))
+            runs.append(measure_ops(plan, flags.options, progress=progress or unseen, on_measured=show))
         return make_op_report(runs[-1], plan, group_by=flags.group_by, top=flags.top, peaks=flags.peaks)
 
     report, below, code = against.apply(measured)
@@ -303,10 +304,6 @@ def _show(report: Report, form: str) -> None:
         click.echo(report.text(form), nl=False)
     for warning in report.context["warnings"]:
         say(f"WARNING: {warning}", err=form != "console")
-
-
-def _unseen(_what: str, _done: int, _of: int | None) -> None:
-    """Progress that is not shown."""
 
 
 def _peaks(values: dict[str, Any]) -> PeaksOf | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from replayfmt.errors import UsageError
-from replayfmt.format.validation import counted, printable, read_json
+from replayfmt.format.validation import aligned, counted, printable, read_json
 
 from .statistics import CONFIDENCE, NOISY, contradicted, duration, low_quantile, summarize
 
@@ -426,10 +426,7 @@ def _table(rows: Sequence[PairedRow]) -> Iterator[str]:
         )
         for row in rows
     ]
-    widths = [max(len(row[column]) for row in (heads, *cells)) for column in range(len(heads) - 1)]
-    for row in (heads, *cells):
-        aligned = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)]
-        yield printable("  ".join([*aligned, row[-1]]))
+    yield from aligned((heads, *cells))
 
 
 @dataclass(frozen=True)

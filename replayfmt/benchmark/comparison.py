@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from replayfmt.errors import ReplayMismatch, SubstitutionFailed, UsageError
-from replayfmt.format.validation import printable
+from replayfmt.format.validation import aligned, printable
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite, KernelStandIn
 from replayfmt.replay.results import ReplayResult
@@ -29,7 +29,7 @@ from replayfmt.replay.substitution.session import Replace
 from replayfmt.replay.substitution.table import Substitutions
 
 from .machine import GpuWatch, gpu_lines
-from .measure import PATIENCE, Measurement, Options, Progress, Run, Sample, collector_off, timed_by
+from .measure import PATIENCE, Measurement, Options, Progress, Run, Sample, collector_off, timed_by, unseen
 from .meters import (
     Clock,
     MeasuredRegion,
@@ -143,11 +143,7 @@ def measure_both(
     """
     if plan.substitution is None:
         raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
-    return _ComparisonRunner(plan, plan.substitution.table, options, timed_by(plan, clock), progress or _unseen).run()
-
-
-def _unseen(_what: str, _done: int, _of: int | None) -> None:
-    """Progress that is not shown."""
+    return _ComparisonRunner(plan, plan.substitution.table, options, timed_by(plan, clock), progress or unseen).run()
 
 
 class _ComparisonRunner:
@@ -445,12 +441,10 @@ def _table(comparisons: list[dict[str, Any]]) -> Iterator[str]:
         ]
         for each in comparisons
     ]
-    widths = [max(len(row[column]) for row in (heads, *cells)) for column in range(4)]
-    for name, row in zip(("", *(_named(each) for each in comparisons)), (list(heads), *cells), strict=True):
+    for name, line in zip(("", *map(_named, comparisons)), aligned((heads, *cells)), strict=True):
         if name:
             yield name
-        aligned = [f"{cell:>{width}}" for cell, width in zip(row[:4], widths, strict=True)]
-        yield "  ".join(["  " + aligned[0], *aligned[1:], row[4]]).rstrip()
+        yield f"  {line}".rstrip()
 
 
 def _named(comparison: dict[str, Any]) -> str:

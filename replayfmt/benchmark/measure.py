@@ -239,6 +239,12 @@ class Run:
 
 # The current activity, how many are done, of how many (None: not yet known).
 Progress = Callable[[str, int, int | None], None]
+
+
+def unseen(_what: str, _done: int, _of: int | None) -> None:
+    """Progress that is not shown."""
+
+
 # A plan of a capture that was cut to the scopes of a name.
 PlanOfScope = Callable[[str], AbstractContextManager[Plan]]
 

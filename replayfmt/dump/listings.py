@@ -18,7 +18,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.attachments import device_kernel_rows, kernel_tier, only_inside
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.signature_text import SignatureGroup, SignatureIndex
-from replayfmt.format.validation import printable
+from replayfmt.format.validation import aligned, printable
 
 from .definitions import lines
 from .row_templates import ObjectCache
@@ -187,17 +187,8 @@ def signature_lines(reader: CaptureReader, selection: Selection) -> Iterator[str
 def signature_text_lines(reader: CaptureReader, selection: Selection) -> Iterator[str]:
     """For people: how often, from which ordinal on, which kernel id, and the signature."""
     groups = signature_groups(reader, selection)
-    widths = [
-        max([len(head), *(len(str(value)) for value in column)])
-        for head, column in (
-            ("calls", [group.calls for group in groups]),
-            ("first at", [group.first for group in groups]),
-            ("kernel", [group.kernel for group in groups]),
-        )
-    ]
-    yield f"{'calls':>{widths[0]}}  {'first at':>{widths[1]}}  {'kernel':>{widths[2]}}  signature\n"
-    for group in groups:
-        yield f"{group.calls:>{widths[0]}}  {group.first:>{widths[1]}}  {group.kernel:>{widths[2]}}  {group.text}\n"
+    rows = [(str(group.calls), str(group.first), str(group.kernel), group.text) for group in groups]
+    yield from (f"{line}\n" for line in aligned([("calls", "first at", "kernel", "signature"), *rows]))
 
 
 _COLUMNS = (

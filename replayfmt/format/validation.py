@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -167,6 +167,15 @@ def shown(value: Any) -> str:
             text = "a number of thousands of digits"
         return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
     return f"a {type(value).__name__}"
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table: every column but the last one ends where it does in the other rows."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    for row in rows:
+        padded = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)]
+        yield printable("  ".join([*padded, row[-1]]))
 
 
 def require_regular_file(path: str | os.PathLike[str]) -> None:

@@ -36,7 +36,7 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import VerifyMode
 from replayfmt.replay.run.steps import IsolatedOp
 
-from ..measure import Progress
+from ..measure import Progress, unseen
 from ..per_op.groups import OpGroup, SelectedOps, select_ops, work_of
 from ..per_op.results import ProgramTimes
 from .windows import LEAST_SAMPLES, EnergyWindow, Role
@@ -84,7 +84,7 @@ class WindowRunner:
     ) -> None:
         """`require_source` is called after each window, and raises if nothing sampled the power any more."""
         self._options, self._moments, self.require_source = options, moments or WindowClock(), require_source
-        self._progress = progress or _unseen
+        self._progress = progress or unseen
         self.windows: list[EnergyWindow] = []
         self.not_run: list[dict[str, Any]] = []
         self.distinct_ops = self.selected_ops = 0
@@ -247,10 +247,6 @@ def _synchronize(devices: list[torch.device]) -> None:
     for device in devices:
         if is_accelerator(device):
             torch.accelerator.synchronize(device)
-
-
-def _unseen(_what: str, _done: int, _of: int | None) -> None:
-    """Progress that is not shown."""
 
 
 FLAG = "--program"

@@ -19,7 +19,7 @@ from replayfmt.format.model import TRACED_DEVICE_NS, CaptureInfo, CompositeValue
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_text import signature_of
-from replayfmt.format.validation import counted, printable
+from replayfmt.format.validation import aligned, counted, printable
 from replayfmt.replay.plan import Plan
 
 from ..machine import gpu_caveats, gpu_lines
@@ -458,10 +458,7 @@ def _unmeasured(row: dict[str, Any], group_by: GroupBy | None, further: Sequence
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
     """The lines of the table, without the columns that are empty in all rows; the last column is not padded."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns[:-1]]
-    for cells in zip(*columns, strict=True):
-        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
-        yield printable("  ".join([*aligned, cells[-1]]))
+    return aligned(zip(*columns, strict=True))
 
 
 def _label(row: dict[str, Any], group_by: GroupBy | None) -> str:
