@@ -14,7 +14,7 @@ from replayfmt.errors import ReplayMismatch, UsageError
 from replayfmt.format.output import check_place, same_file
 from replayfmt.format.validation import counted, printable
 
-from .command import reader_may_leave, record_bar, report, run_tool, say, tool
+from .command import option, reader_may_leave, record_bar, report, run_tool, say, tool
 from .ranks import choose_collectives, collective_options, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
@@ -46,63 +46,46 @@ if TYPE_CHECKING:
 @replay_options
 @threads_option
 @settings_option
-@click.option(
-    "--keep-going",
-    is_flag=True,
-    help="Run what can be run and report a verdict for every op: ok, refused, failed, mismatched or skipped.",
+@option(
+    "--keep-going", "Run what can be run and report a verdict for every op: ok, refused, failed, mismatched or skipped."
 )
-@click.option(
+@option(
     "--compare-kernels",
-    is_flag=True,
-    help="For an imported trace, on a CUDA device: run each op once more under the profiler, compare its device "
-    "kernels and their grids with the trace's, and print MATCH or DIFFERENT. Implies --keep-going.",
+    "For an imported trace, on a CUDA device: run each op once more under the profiler, compare its device kernels "
+    "and their grids with the trace's, and print MATCH or DIFFERENT. Implies --keep-going.",
 )
 @collective_options
 @guard_option
-@click.option(
-    "--record",
-    metavar="FILE",
-    help="Replay once more, and write what that computes as a capture of its own: the same ops with the digests and "
+@option(
+    "--record FILE",
+    "Replay once more, and write what that computes as a capture of its own: the same ops with the digests and "
     "scalars that they have here. opreplay-compare CAPTURE FILE says what differs.",
 )
-@click.option(
+@option(
     "--digests",
-    type=click.Choice(["captured", "ops"]),
+    "What --record takes digests of: what the capture has digests of, or every result of every op.",
+    type=["captured", "ops"],
     default="captured",
-    show_default=True,
-    help="What --record takes digests of: what the capture has digests of, or every result of every op.",
 )
-@click.option(
-    "--repeat",
+@option(
+    "--repeat N",
+    "Replay N times and compare the replays with each other, not with the capture: name the first op that differs "
+    "from itself, how often and where.",
     type=click.IntRange(2, 1_000_000),
-    metavar="N",
-    help="Replay N times and compare the replays with each other, not with the capture: name the first op that "
-    "differs from itself, how often and where.",
 )
-@click.option(
-    "--processes",
-    is_flag=True,
-    help="With --repeat: each replay in a fresh process, since some libraries choose kernels at first use.",
+@option(
+    "--processes", "With --repeat: each replay in a fresh process, since some libraries choose kernels at first use."
 )
-@click.option(
+@option(
     "--warm",
-    is_flag=True,
-    help="Execute everything once more, unverified, and print that time too: the first execution includes "
-    "allocation and page faults.",
+    "Execute everything once more, unverified, and print that time too: the first execution includes allocation and "
+    "page faults.",
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "jsonl"]),
-    default="text",
-    show_default=True,
-    help="How the result is printed.",
-)
-@click.option(
+@option("--format", "How the result is printed.", name="form", type=["text", "jsonl"], default="text")
+@option(
     "--list-initializers",
-    is_flag=True,
-    help="Print the initializers for content that was not captured, in the order they are tried, and exit. "
-    "Needs no CAPTURE.",
+    "Print the initializers for content that was not captured, in the order they are tried, and exit. Needs no "
+    "CAPTURE.",
 )
 @profiling_options
 @click.argument("capture", metavar="CAPTURE", type=click.Path(), required=False)
