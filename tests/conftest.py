@@ -1,6 +1,7 @@
 """What every test needs of the process it runs in."""
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -45,6 +46,14 @@ settings.register_profile("random", settings.get_profile("repeatable"), derandom
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """Each collection of garbage, with which a benchmark begins and many a test ends, looks at what came since then:
+    not at PyTorch and all the tests again, which takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """A capture ends with the test that began it, and gradients are on: a test that fails costs no other one."""
@@ -65,6 +74,10 @@ def nothing_is_left() -> Iterator[None]:
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` is."""
     return workers.workers()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what libraries still hold at the end they take for a leak
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
