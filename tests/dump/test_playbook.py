@@ -89,7 +89,8 @@ def test_every_flag_in_the_playbook_exists() -> None:
     ours = re.sub(
         r"^(?:- run: )?(?:nvidia-smi|python3? -m venv) .*$", "", WHOLE, flags=re.MULTILINE
     )  # others' commands
-    ours = re.sub(r"--steps 2\b|torchrun --nproc-per-node=\S+", "", ours)  # an example's, and torchrun's own
+    # An example's, torchrun's own, and a simulator's.
+    ours = re.sub(r"--steps 2\b|torchrun --nproc-per-node=\S+|--(?:workload|comm-group)-configuration\b", "", ours)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", ours)) <= known
     for tool in TOOLS:
         for line in re.findall(rf"^(?:\$ )?opreplay-{tool} (.+)$", WHOLE, re.MULTILINE):
