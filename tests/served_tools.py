@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from opreplay_tools.__main__ import TOOLS
@@ -24,7 +25,7 @@ SERVED = {name: TOOLS[name] for name in ("run", "benchmark", "compare", "trim", 
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
-server.connect({address!r})
+server.connect("\\0" + {address!r})
 said = json.dumps([{name!r}, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
 socket.send_fds(server, [len(said).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(said)
@@ -42,7 +43,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @contextmanager
 def served_tools(folder: Path) -> Iterator[Path]:
     """See `commands`; made in `folder`."""
-    commands, address = folder / "bin", str(folder / "socket")
+    commands, address = folder / "bin", f"opreplay-{uuid4()}"  # a name, since a path may be too long for a socket
     commands.mkdir()
     for name in TOOLS:
         command = commands / f"opreplay-{name}"
@@ -66,7 +67,7 @@ def serve(address: str) -> None:
     for name in ("replay.plan", "benchmark.run_report", "trim.trimming", "importers.importing"):
         importlib.import_module(f"replayfmt.{name}")
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(address)
+    listening.bind(f"\0{address}")
     listening.listen()
     os.write(1, b"ready\n")
     while True:
