@@ -172,7 +172,8 @@ def dispatch_hook() -> DispatchHook | NotAvailable:
     global _loaded
     try:
         _check_pytorch()
-        return DispatchHook(library("recorder.cpp"))
+        _loaded = DispatchHook(library("recorder.cpp"))
+        return _loaded
     except NotAvailable as problem:
         return problem
 
