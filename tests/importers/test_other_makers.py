@@ -64,6 +64,18 @@ def test_launches_of_other_runtimes_are_launches(category: str, device: str, imp
     assert str(place["device"]).startswith(device)
 
 
+@pytest.mark.parametrize("category", ["xpu_kernel", "npu_memcpy", "newdevice_memset"])
+def test_work_of_other_makers_devices_is_device_work(category: str, imported: Import) -> None:
+    result = imported([op("aten::mm", 10, 20, MM), launch(1, 12), kernel(1, 40, 6, category=category)])
+    assert result.of("op")[0].device_duration_ns == 6000
+
+
+def test_a_trace_of_launches_alone_is_refused_with_their_categories(tools: Tools, tmp_path: Path) -> None:
+    path = trace(tmp_path / "t.json", [launch(1, 12) | {"cat": "newdevice_runtime"}])
+    code, _out, err = tools("import", path, "-o", tmp_path / "out.opreplay")
+    assert code == 3 and "1 newdevice_runtime" in err
+
+
 def test_a_refusal_names_the_categories_that_are_not_known(tools: Tools, tmp_path: Path) -> None:
     events = [op("aten::mm", 10, 20, MM), launch(1, 12) | {"cat": "newdevice_calls"}, kernel(1, 40, 6)]
     code, _out, err = tools("import", trace(tmp_path / "t.json", events), "-o", tmp_path / "out.opreplay")
@@ -74,6 +86,11 @@ def test_an_operator_that_pytorch_removed_is_explained(imported: Import) -> None
     name = "aten::cudnn_convolution_backward_weight"
     (record,) = imported([op(name, 10, 20, [tensor("float", 4, 4)])]).of("unsupported")
     assert "aten::convolution_backward" in str(record.argument("detail"))
+
+
+def test_an_operator_that_this_pytorch_does_not_have_is_looked_for_in_no_library(imported: Import) -> None:
+    (record,) = imported([op("aten::of_tomorrow", 10, 20, [tensor("float", 4, 4)])]).of("unsupported")
+    assert "of another version" in str(record.argument("detail")) and "op-library" not in str(record.argument("detail"))
 
 
 def test_an_operator_that_pytorch_renamed_is_the_new_one(imported: Import) -> None:

@@ -18,7 +18,7 @@ import torch
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_schema import name_problem
 from replayfmt.pytorch.op_libraries import OpLibraries
-from replayfmt.pytorch.operators import operator_named
+from replayfmt.pytorch.operators import ALWAYS_THERE, operator_named
 from replayfmt.pytorch.overloads import (
     is_registered,
     overloads_of,
@@ -205,6 +205,12 @@ class Operators:
             return found, ""
         if name in REMOVED:
             return [], f"no operator {name} is registered here: {REMOVED[name]}"
+        namespace = name.partition("::")[0]
+        if namespace in ALWAYS_THERE and not self._libraries.modules_for(namespace):
+            return [], (
+                f"no operator {name} is registered here: it is not PyTorch {torch.__version__}'s, but of another "
+                "version or of a build with other backends; --op-alias names one that replaces it"
+            )
         why = self._libraries.provide(name, lambda: bool(self._registered(name)))
         found = self._registered(name)
         return found, "" if found else f"no operator {name} is registered here, {why}"

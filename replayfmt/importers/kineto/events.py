@@ -77,6 +77,7 @@ LAUNCH_CATEGORIES = frozenset(
 )
 # Runtimes of other accelerators (Gaudi's, MLU's) are called alike.
 _LAUNCHES = re.compile(r"[a-z]\w*_(runtime|driver)\Z")
+_WORKS = re.compile(r"[a-z]\w*_(kernel|memcpy|memset)\Z")  # of other makers' devices
 DEVICE_CATEGORIES = frozenset(
     {
         "kernel",
@@ -232,7 +233,7 @@ class WorkKind:
 
 class TraceEvents:
     """Everything in a trace that the import needs. `problems` counts errors in events, `others` the events that are not
-    calls, `unknown` those of which nothing is known, by category."""
+    calls, `unknown` those of which nothing is known, `runtimes` launches, all by category."""
 
     def __init__(self) -> None:
         self.ops, self.launches, self.work = OpEvents(), Launches(), DeviceWork()
@@ -248,6 +249,7 @@ class TraceEvents:
         self.problems: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
+        self.runtimes: Counter[str] = Counter()
         self._begun: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._kind_ids: dict[Any, int] = {}
         self._work_ids: dict[Any, int] = {}
@@ -318,8 +320,11 @@ class TraceEvents:
             runtime, separator, _rest = category.partition("_")
             if separator:
                 self.device_type = _DEVICE_TYPES.get(runtime, "privateuseone")  # what other packages' devices are
+            self.runtimes[str(category)] += 1
             self._launch(event)
-        elif category in DEVICE_CATEGORIES:
+        elif category in DEVICE_CATEGORIES or (
+            isinstance(category, str) and category not in OTHER_CATEGORIES and _WORKS.match(category)
+        ):
             self._work(event, str(category))
         elif isinstance(category, str) and category in OTHER_CATEGORIES:
             self.others[category] += 1

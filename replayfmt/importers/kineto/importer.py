@@ -158,6 +158,8 @@ def import_kineto(
         events = TraceEvents().read(stream)
     if not events.ops.start and not events.work.start:
         problems = _problems(stream, events)
+        if events.runtimes:
+            problems.insert(0, f"events that launch work it has: {most(events.runtimes)}")
         raise InvalidCapture(
             f"{path}: not a profiler trace: it has no operators and no device work"
             + (f" ({problems[0]})" if problems else "")
