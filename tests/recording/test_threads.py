@@ -19,6 +19,8 @@ from torch._C import _len_torch_dispatch_stack
 import replayfmt
 from replayfmt.errors import CaptureFailed, NothingCaptured
 from replayfmt.format.codes import RecordKind
+from replayfmt.recording.capture_session import CaptureSession
+from replayfmt.recording.program import threads
 from replayfmt.recording.program.thread_attachment import NextStep, own_id, thread_states
 
 from .conftest import Capture, Captured
@@ -446,3 +448,26 @@ def test_a_thread_that_is_gone_is_not_asked() -> None:
     assert {state.id for state in thread_states()} < known
     gone = [state for state in states if state.id not in {state.id for state in thread_states()}]
     assert gone and not any(map(steps.set, gone))
+
+
+def test_a_thread_that_is_asked_to_join_while_an_op_is_recorded_has_the_recorder_once(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whichever step it is asked: PyTorch takes a mode off the thread's stack until it returns."""
+    flush = CaptureSession.flush_if_due
+
+    def asked(self: CaptureSession) -> None:
+        assert threads._current is not None and threads._current.join()
+        flush(self)
+
+    monkeypatch.setattr(CaptureSession, "flush_if_due", asked)
+
+    def program() -> torch.Tensor:
+        x = torch.ones(3)
+        for _ in range(3):
+            x = x * 2 + 1
+        return x
+
+    captured = capture(program)
+    assert captured.unsupported() == {} and captured.ops().count("aten::mul.Tensor") == 3
+    captured.replays()

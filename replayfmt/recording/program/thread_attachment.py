@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, repeat, takewhile, tee
 from operator import truth
 from threading import get_ident
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,7 @@ from ..dispatch.mode import RecordingMode, mode_stack, remove_finished_modes, re
 from ..dispatch.native_mode import NativeMode
 from ..patches import Patch, PatchSet
 
+_HANDLER = RecordingMode.__torch_dispatch__.__code__
 _python = ctypes.pythonapi
 _WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _WORDS = 32  # words of a thread's state to read: the profile and trace functions are among them
@@ -370,11 +372,22 @@ class ModeAttachment:
     def joined(self) -> bool:
         return any(isinstance(mode, RecordingMode) and mode.core is self._core for mode in mode_stack())
 
+    def _handles_an_op(self) -> bool:
+        """Whether the thread is inside the mode, which PyTorch takes off the stack until it returns. A thread may be
+        asked to join at any step, also there; with the mode twice it would take itself for one of the program's."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _HANDLER and frame.f_locals["self"].core is self._core:
+                return True
+            frame = frame.f_back
+        return False
+
     def lost(self) -> str:
         return "" if torch._C._dispatch_tls_local_include_set().has(torch._C.DispatchKey.Python) else _KEYS_PUT_BACK
 
     def join(self) -> None:
-        set_modes([self.mode, *mode_stack()])  # as the outermost of the thread's modes
+        if not self._handles_an_op():
+            set_modes([self.mode, *mode_stack()])  # as the outermost of the thread's modes
 
     def leave(self) -> None:
         remove_finished_modes()
