@@ -14,7 +14,7 @@ from replayfmt.errors import ReplayMismatch, UsageError
 from replayfmt.format.output import check_place, same_file
 from replayfmt.format.validation import counted, printable
 
-from .command import option, reader_may_leave, record_bar, report, run_tool, say, tool
+from .command import option, reader_may_leave, record_bar, refuse, report, run_tool, say, tool
 from .ranks import choose_collectives, collective_options, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
@@ -25,6 +25,7 @@ from .replay_flags import (
     profiling_request,
     replay_options,
     rows_if_rejected,
+    selection_options,
     settings_option,
     threads_option,
     worker_command,
@@ -32,6 +33,7 @@ from .replay_flags import (
 
 if TYPE_CHECKING:
     from replayfmt.replay.results import ReplayResult
+    from replayfmt.trim.schedule import TrimSelection
 
 
 @tool(
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     "For an imported trace, on a CUDA device: run each op once more under the profiler, compare its device kernels "
     "and their grids with the trace's, and print MATCH or DIFFERENT. Implies --keep-going.",
 )
+@selection_options
 @collective_options
 @guard_option
 @option(
@@ -110,6 +113,7 @@ def cli(
     force: bool,
     collective_timeout: float,
     collectives: str | None,
+    wanted: TrimSelection,
 ) -> int:
     """Replay CAPTURE without its program and verify the results.
 
@@ -134,6 +138,11 @@ def cli(
             return context.invoke(cli, **(context.params | {"capture": ranks.path, "collectives": None})) or 0
 
         return on_all_ranks(lambda: Together(capture, collective_timeout), replay)
+    if not wanted.everything:
+        refuse(
+            context, ("repeat", "record", "warm"), "takes the whole capture: cut a part out first, with opreplay-trim"
+        )
+        keep_going = True
     if repeat is not None:
         return _repeat(capture, flags, repeat, processes, form)
     if processes:
@@ -148,6 +157,7 @@ def cli(
     keep_going = keep_going or compare_kernels
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
         from replayfmt.replay.convenience import as_rows, as_text
+        from replayfmt.trim.schedule import resolve_selection
 
         if compare_kernels:
             from replayfmt.benchmark import profiling
@@ -158,7 +168,10 @@ def cli(
             guarded(plan, err=form == "jsonl")
         shown = rows_if_rejected() if form == "jsonl" else nullcontext()
         with record_bar("replaying", plan.reader.record_count) as on_progress, shown:
-            result = plan.execute(verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True)
+            only = None if wanted.everything else plan.slice(resolve_selection(plan.reader, wanted).ordinals.tolist())
+            result = plan.execute(
+                verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True, only=only
+            )
             again = None
             if warm and result.divergence is None:
                 again = plan.execute(keep_going=keep_going, on_progress=on_progress, scope_times=True)
@@ -179,7 +192,7 @@ def cli(
             if compare_kernels:
                 for verdict in profiling.compare_kernels(plan, kernels):
                     click.echo(json.dumps(verdict.row()) if form == "jsonl" else printable(str(verdict)))
-    return _judge(capture, result)
+    return _judge(capture, result, part=not wanted.everything)
 
 
 def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form: str) -> int:
@@ -215,8 +228,8 @@ def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form:
     return 0 if found.ok else 1
 
 
-def _judge(capture: str, result: ReplayResult) -> int:
-    """Report a mismatch on stderr; returns the exit code."""
+def _judge(capture: str, result: ReplayResult, *, part: bool) -> int:
+    """Report a mismatch on stderr; returns the exit code. `part`: no more than that was asked for."""
     if result.divergence is not None:
         mismatch = ReplayMismatch(f"{capture}: the replay differs from the capture: {result.divergence}")
         findings = [f"results differ between two runs: {text}" for text in result.nondeterministic]
@@ -228,6 +241,8 @@ def _judge(capture: str, result: ReplayResult) -> int:
             )
         mismatch.findings = tuple(findings)
         report(mismatch)
+    if part and result.divergence is None and not result.left_out:
+        return int(any(each.verdict != "ok" for each in result.verdicts or ()))
     return 0 if result.outcome == "ok" else 1
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from in_process import Tools
 
+import replayfmt
 from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Kernel, Record
@@ -213,3 +214,39 @@ def test_the_tool_lists_verdicts_and_exits_with_1(captured: Captured, tools: Too
     assert [row["ordinal"] for row in rows[1:]] == ops
     assert Counter(row["verdict"] for row in rows[1:]) == {"ok": 2, "refused": 1, "skipped": 1}
     assert run(str(captured(lambda: torch.ones(3).exp(), "whole")))[0] == 0
+
+
+def ordinal_of(path: Path, name: str) -> int:
+    with replayfmt.open(path) as capture:
+        return next(op.ordinal for op in capture.ops if op.kernel.name == name)
+
+
+def test_a_part_runs_with_what_it_needs_and_is_judged_alone(captured: Captured, tools: Tools, tmp_path: Path) -> None:
+    """By scope, kernel or range, as everywhere; what is wrong elsewhere is not its matter."""
+
+    def program() -> torch.Tensor:
+        x = torch.randn(4, 4)
+        with replayfmt.scope("one"):
+            y = x.mm(x).relu()
+        with replayfmt.scope("two"):
+            return (y + 1).tanh()
+
+    path = captured(program, digests="ops")
+    tanh = ordinal_of(path, "aten::tanh")
+
+    def spoil(record: Record, ints: list[int], _floats: list[float]) -> None:
+        if record.kind is RecordKind.digest and record.argument("of") == tanh:
+            ints[2] ^= 1
+
+    spoiled = rewrite(path, tmp_path / "spoiled.opreplay", change=spoil)
+    assert tools("run", spoiled).code == 1
+    one = tools("run", "--scope=one", "--format=jsonl", spoiled)
+    rows = [json.loads(row) for row in one.out.splitlines()]
+    ran = {row["op"].partition(".")[0] for row in rows if row["kind"] == "verdict"}
+    assert one.code == 0 and rows[0]["outcome"] == "incomplete" and rows[0]["verification"]["mode"] == "bitwise"
+    assert {"aten::relu", "aten::mm"} <= ran and "aten::tanh" not in ran
+    assert (
+        tools("run", "--kernel=aten::tanh", spoiled).code == tools("run", f"--ops={tanh}:{tanh + 1}", spoiled).code == 1
+    )
+    refused = tools("run", "--scope=one", "--warm", path)
+    assert refused.code == 2 and "opreplay-trim" in refused.err
