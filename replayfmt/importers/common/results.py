@@ -19,6 +19,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
@@ -183,7 +184,8 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
     overload = find_overload(schema.name, name)
     if overload is None:
         return Results(None, f"torch.ops has no {schema.name}.{name}")
-    if _is_endless(schema, arguments):
+    named, lists = _signature(overload)
+    if lists and _is_endless(arguments):
         return Results(None, f"it may return more than {_MOST_RESULTS} tensors")
     if "torch._dynamo" not in sys.modules:
         # Trials import it. It keeps an exception, with the frames of everything that called it: of a thread, that is
@@ -195,7 +197,7 @@ def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) ->
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the operator's warnings are meant for its callers
-            positional, keywords = _arguments(schema, arguments, tensors)
+            positional, keywords = _arguments(named, arguments, tensors)
             returned = overload(*positional, **keywords)
     except Exception as error:  # any operator may fail in any way without content
         told = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
@@ -233,34 +235,39 @@ def refusal(schema: torch.FunctionSchema, results: Results) -> tuple[str, str]:
     return "", Guess(f"tried without data, the operator does not take these arguments: {results.unknown}")
 
 
-def _is_endless(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> bool:
+def _is_endless(arguments: Sequence[tuple[str, Any]]) -> bool:
     """Whether an operator that returns a list may return too many tensors: a trace may contain any size."""
-    lists = any(isinstance(each.type, torch._C.ListType) for each in schema.returns)
-    return lists and any(
+    return any(
         isinstance(value, TensorSpec) and max(value.sizes or (0,), default=0) > _MOST_RESULTS
         for _name, value in arguments
     )
 
 
+@lru_cache(maxsize=4096)
+def _signature(overload: OpOverload) -> tuple[list[tuple[str, bool]], bool]:
+    """The arguments of an operator, with whether they go by name alone, and whether it returns lists."""
+    schema = overload._schema
+    lists = any(isinstance(each.type, torch._C.ListType) for each in schema.returns)
+    return [(each.name, each.kwarg_only) for each in schema.arguments], lists
+
+
 def _arguments(
-    schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]], tensors: list[torch.Tensor]
+    named: Sequence[tuple[str, bool]], arguments: Sequence[tuple[str, Any]], tensors: list[torch.Tensor]
 ) -> tuple[list[Any], dict[str, Any]]:
     given = dict(arguments)
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     gap = False
-    takes_device = False
-    for argument in schema.arguments:
-        takes_device |= argument.name == "device"
-        if argument.name not in given:
+    for name, by_name in named:
+        if name not in given:
             gap = True
             continue
-        value = _on_meta(given[argument.name], tensors)
-        if gap or argument.kwarg_only:
-            keywords[argument.name] = value
+        value = _on_meta(given[name], tensors)
+        if gap or by_name:
+            keywords[name] = value
         else:
             positional.append(value)
-    if takes_device and not tensors:
+    if not tensors and any(name == "device" for name, _by_name in named):
         keywords["device"] = torch.device("meta")
     if keywords.get("pin_memory"):
         keywords["pin_memory"] = False
@@ -273,8 +280,11 @@ def _on_meta(value: Any, tensors: list[torch.Tensor]) -> Any:
         strides = contiguous(value.sizes) if value.strides is None else value.strides
         dtype = TORCH_DTYPE[value.dtype]
         length = bytes_needed(value.dtype, value.sizes, strides, value.offset) // ITEM_BYTES[value.dtype]
-        base = torch.empty(length, dtype=dtype, device="meta")
-        tensor = base.as_strided(value.sizes, strides, value.offset if length else 0)
+        if value.offset and length:
+            base = torch.empty(length, dtype=dtype, device="meta")
+            tensor = base.as_strided(value.sizes, strides, value.offset)
+        else:
+            tensor = torch.empty_strided(value.sizes, strides, dtype=dtype, device="meta")
         mark_view(tensor, value.flags)
         tensors.append(tensor)
         return tensor
