@@ -417,7 +417,13 @@ class Recorder:
         core = self._core
         if core is None or core.failure is not None:
             return []
-        return list(core.records.notes)
+        found, left_out = list(core.records.notes), len(core.digests.left_out)
+        if left_out:
+            found.append(
+                f"{left_out} of the storages were written in part, at places that are not known or too many: a replay "
+                "does not compare all that was written there"
+            )
+        return found
 
     def _misses(self) -> bool:
         """Whether the recorder works in the calling thread, and would not see what else that runs."""

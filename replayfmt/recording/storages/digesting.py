@@ -40,6 +40,7 @@ class Digests:
         self._records = records
         self._metas = metas
         self._storages = storages
+        self.left_out: set[int] = set()  # storages of which some written bytes were not digested
         self._fresh_from = 1  # storages with ids from here on were allocated after the last sweep
 
     def sweep(self, being_written: Collection[int] = ()) -> None:
@@ -117,6 +118,7 @@ class Digests:
 
     def _uncompared(self, tracker: Tracker, storage: torch.UntypedStorage, of: int) -> None:
         """Record that some of what was written of a storage is not compared."""
+        self.left_out.add(tracker.id)
         meta, offset = self._range(self._storages.dtype(tracker), 0, storage.nbytes(), storage.device)
         tensor = self._storages.view(tracker, meta, offset, self._metas.params[meta].item)
         self._records.digest(tensor, of, -1, None)
