@@ -5,7 +5,7 @@ each op, import, host read and collective, each behind its length. What only vie
 
 A node depends on those before it for one of these reasons, and on no others, so that there is no cycle:
 - data: it reads bytes that a node wrote (`data_deps`), or writes bytes that one read or wrote (`ctrl_deps`);
-- order: it follows on its stream, on its host thread, or on its process group;
+- order: it follows on its stream, on its host thread, on its process group, or from the same rank to the same;
 - waits: it comes after the program waited for a collective, an event, a stream or a device.
 
 Needs no PyTorch.
@@ -398,7 +398,8 @@ class _Rank:
         ranks = [int(each) for each in str(record.argument("ranks")).split(",")]
         inputs, outputs = (_tensors(record.argument(name)) for name in ("inputs", "outputs"))
         reads, writes = ([_span(each.storage, each.offset, each.meta) for each in some] for some in (inputs, outputs))
-        sent = inputs or outputs  # of a broadcast, a rank has one or the other
+        # Of a broadcast, a rank has one or the other; of a scatter, only the outputs are alike on all ranks.
+        sent = outputs if base.startswith("scatter") else inputs or outputs
         length = sum(_numel(each.meta) * ITEM_BYTES[each.meta.dtype] for each in sent)
         group = self._groups[str(record.argument("ranks")), record.argument("instance")]
         about: dict[str, Any] = {"is_cpu_op": False, "ordinal": record.ordinal, "comm_size": length, "pg_name": group}
@@ -407,15 +408,15 @@ class _Rank:
             kind = _SEND if "send" in base else _RECEIVE
             source, target = (me, peer) if kind == _SEND else (peer, me)
             about |= {"comm_src": source, "comm_dst": target, "comm_tag": record.argument("tag")}
+            lane: Any = ("pair", group, source, target)  # the other direction, and other ranks, need not wait for it
         else:
-            kind = _COLLECTIVE
+            kind, lane = _COLLECTIVE, ("group", group)
             about["comm_type"] = next(code for names, code in _COLLECTIVES if any(each in base for each in names))
             if about["comm_type"] not in _SIMULATED:
                 self._counts.unsimulated[operator] += 1
             if int(record.argument("peer")) >= 0:  # type: ignore[arg-type]
                 about["root"] = ranks[int(record.argument("peer"))]  # type: ignore[arg-type]
         devices = [each.meta.device for each in (*inputs, *outputs)]
-        lane = ("group", group)
         current = self._lanes(frame, row, devices)
         for each in current:  # it begins when what was issued before it is done
             self._order.join(lane, self._order.last(each))
