@@ -150,3 +150,14 @@ def test_memory_that_is_used_again_later_is_kept_until_then(tools: Tools, tmp_pa
 
 def test_factors_that_fit_are_exact(imported: Import) -> None:
     assert imported([op("aten::mm", 10, 20, FACTORS)]).report.calls()["exact"] == 1
+
+
+def test_threads_that_a_trace_numbers_as_the_system_does_are_told_apart(tmp_path: Path) -> None:
+    written = Written()
+    for thread in (140_245_123, 1, 140_245_999, 140_245_123):
+        written.node("aten::relu", RELU, [Traced(1, 1, [4])], [Traced(3, 3, [4])], thread=thread)
+    written.save(tmp_path / "et.json")
+    import_trace(tmp_path / "et.json", tmp_path / "out.opreplay")
+    with open_capture(tmp_path / "out.opreplay") as reader:
+        threads = [record.thread for record in reader.records() if record.kind.name == "op"]
+    assert threads == [32768, 1, 32769, 32768]

@@ -168,6 +168,7 @@ class NodeBuilder:
 
 
 PRODUCER = "opreplay-import"
+_FAR = 1 << 15
 _AT_START = Moment()
 
 
@@ -207,6 +208,7 @@ class ImportedSession:
         self._notes: dict[Any, int] = {}
         self._nodes = NodeBuilder(self._device_or_refuse, self.generator)
         self._last_ns = 0
+        self._far_threads: dict[int, int] = {}
 
     @property
     def records(self) -> int:
@@ -374,6 +376,9 @@ class ImportedSession:
     def _add(self, signature: int, kind: RecordKind, moment: Moment, slots: RecordSlots, note: int) -> int:
         if moment.start_ns < self._last_ns:
             moment = replace(moment, start_ns=self._last_ns)
+        if moment.thread >= 2 * _FAR:  # a system's number of a thread: records have 16 bits for it
+            number = self._far_threads.setdefault(moment.thread, len(self._far_threads))
+            moment = replace(moment, thread=_FAR + number % _FAR)
         self._last_ns = moment.start_ns
         return self._builder.add(signature, kind, moment, slots, note)
 
