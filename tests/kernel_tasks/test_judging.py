@@ -53,7 +53,8 @@ def test_a_kernel_that_cheats_is_rejected_for_the_reason_that_it_deserves(
 def test_a_wrong_element_is_shown_with_its_place_and_both_values(verdicts: dict[str, dict[str, Any]]) -> None:
     found = verdicts["one element is off"]
     worst = found["worst"]
-    assert (worst["index"][1], worst["beyond"], worst["where"]) == (127, 1, "result 0")
+    assert (worst["beyond"], worst["where"]) == (1, "result 0")
+    assert worst["index"][1] in (63, 127)  # of the layer that took longer when it was captured: it is judged first
     assert float(worst["got"]) - float(worst["expected"]) == pytest.approx(0.01, rel=1e-3)
     assert found["case"].startswith("w0")
 
