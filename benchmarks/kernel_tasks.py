@@ -15,9 +15,9 @@ from measuring import arguments, row, scratch
 
 import replayfmt
 from replayfmt.benchmark.candidates.judged import JudgeOptions, run_judge
+from replayfmt.dump.selection import OpSelection
 from replayfmt.export.kernel_task import TaskOptions, write_task
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.schedule import TrimSelection
 
 KERNEL = (
     "import torch\ndef addmm(self, mat1, mat2, *, beta=1, alpha=1):\n"
@@ -36,7 +36,7 @@ def program(ops: int, shapes: int) -> None:
 def made(capture: Path, out: Path, options: TaskOptions) -> float:
     began = time.perf_counter()
     with Plan(capture, keep_going=True) as plan:
-        write_task(plan, str(out), TrimSelection(kernel=("aten::addmm",)), options)
+        write_task(plan, str(out), OpSelection(kernel=("aten::addmm",)), options)
     return time.perf_counter() - began
 
 

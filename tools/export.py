@@ -16,9 +16,9 @@ from .command import is_given, option, record_bar, refuse, run_tool, say, tool
 from .replay_flags import ReplayFlags, flag_of, replay_options, selection_options
 
 if TYPE_CHECKING:
+    from replayfmt.dump.selection import OpSelection
     from replayfmt.export.perfetto import TimelineCounts
     from replayfmt.export.replay_zip import Exported
-    from replayfmt.trim.schedule import TrimSelection
 
 _TASKS = ("kernel-task", "flashinfer-bench", "kernelbench")
 _TABLE_FORMATS = ("csv", "parquet")
@@ -114,7 +114,7 @@ def cli(
     benchmark: str | None,
     power_log: str | None,
     zone: str | None,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     unique: bool,
     partial: bool,
     force: bool,
@@ -160,7 +160,7 @@ def cli(
 def _kernel_task(
     capture: str,
     out: str,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     inputs: Any,
     size_limit: str,
     flags: ReplayFlags,
@@ -193,7 +193,7 @@ def _kernel_task(
     say(f"{out}: {done.workloads:,} workloads of {done.calls:,} calls, {done.bytes:,} bytes")
 
 
-def _chakra(source: str, out: str, wanted: TrimSelection, benchmark: str | None, force: bool) -> None:
+def _chakra(source: str, out: str, wanted: OpSelection, benchmark: str | None, force: bool) -> None:
     from replayfmt.export.chakra import export_chakra
     from replayfmt.report.measurements import IsolatedTimes, read_benchmark, read_isolated
 
@@ -217,16 +217,16 @@ def _chakra(source: str, out: str, wanted: TrimSelection, benchmark: str | None,
     say(f"{out}: {counts.ranks} ranks, {nodes}; {counts.views:,} ops that only view memory are left out")
 
 
-def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: TrimSelection, force: bool) -> None:
+def _table(reader: CaptureReader, out: str, table: Any, form: Any, wanted: OpSelection, force: bool) -> None:
+    from replayfmt.dump.selection import resolve_selection
     from replayfmt.export.tables import export_table
-    from replayfmt.trim.schedule import resolve_selection
 
     ordinals = None if wanted.everything else resolve_selection(reader, wanted).ordinals
     rows = export_table(reader, out, table, form, ordinals, force=force)
     say(f"{out}: {rows:,} rows of {table}")
 
 
-def _timeline_of_ranks(context: click.Context, folder: str, out: str, wanted: TrimSelection, force: bool) -> None:
+def _timeline_of_ranks(context: click.Context, folder: str, out: str, wanted: OpSelection, force: bool) -> None:
     from replayfmt.export.perfetto import export_perfetto_ranks
 
     refuse(
@@ -255,7 +255,7 @@ def _say_timeline(out: str, counts: TimelineCounts, *more: str) -> None:
 def _timeline(
     reader: CaptureReader,
     out: str,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     replayed: tuple[str, ...],
     benchmark: str | None,
     power_log: str | None,
@@ -263,10 +263,10 @@ def _timeline(
     force: bool,
 ) -> None:
     from replayfmt.benchmark.result_files import refuse_input
+    from replayfmt.dump.selection import resolve_selection
     from replayfmt.export.perfetto import PowerSeries, export_perfetto
     from replayfmt.report.measurements import read_benchmark, read_isolated
     from replayfmt.report.timelines import ReplayedTrace
-    from replayfmt.trim.schedule import resolve_selection
 
     for given in (benchmark, power_log):
         if given is not None:

@@ -361,14 +361,14 @@ _SELECTION = together(
 
 
 def selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --ops, --scope, --kernel and --signature; the function receives them as `wanted`, a TrimSelection."""
+    """Add --ops, --scope, --kernel and --signature; the function receives them as `wanted`, a OpSelection."""
 
     @wraps(function)
     def bundled(*args: Any, **kwargs: Any) -> Any:
-        from replayfmt.trim.schedule import TrimSelection
+        from replayfmt.dump.selection import OpSelection
 
         given = [kwargs.pop(name) or None for name in ("ops", "scopes", "kernels", "signatures")]
-        return function(*args, wanted=TrimSelection(*given), **kwargs)
+        return function(*args, wanted=OpSelection(*given), **kwargs)
 
     return _SELECTION(bundled)
 
@@ -579,15 +579,15 @@ def profiling_request(mode: str | None, output: str | None, force: bool, capture
 def plan_of_scope(capture: str, flags: ReplayFlags, name: str) -> Iterator[Plan]:
     """The plan of a capture that was cut to the scopes of a name, in a temporary file. Raises ReplayRefused for
     what cutting it out, replaying it apart and the caller raise on purpose, without the file's name."""
+    from replayfmt.dump.selection import OpSelection
     from replayfmt.errors import OpReplayError, ReplayRefused
-    from replayfmt.trim.schedule import TrimSelection
     from replayfmt.trim.trimming import checked_here, trim_capture
 
     with tempfile.TemporaryDirectory() as directory:
         part = os.path.join(directory, "scope.opreplay")
         try:
             with flags.plan(capture, keep_going=True) as plan:
-                trim_capture(plan, part, TrimSelection(scope=(name,)), checked_here(flags.plan), verify=flags.verify)
+                trim_capture(plan, part, OpSelection(scope=(name,)), checked_here(flags.plan), verify=flags.verify)
             with flags.plan(part) as alone:
                 yield alone
         except OpReplayError as error:

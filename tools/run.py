@@ -32,8 +32,8 @@ from .replay_flags import (
 )
 
 if TYPE_CHECKING:
+    from replayfmt.dump.selection import OpSelection
     from replayfmt.replay.results import ReplayResult
-    from replayfmt.trim.schedule import TrimSelection
 
 
 @tool(
@@ -113,7 +113,7 @@ def cli(
     force: bool,
     collective_timeout: float,
     collectives: str | None,
-    wanted: TrimSelection,
+    wanted: OpSelection,
 ) -> int:
     """Replay CAPTURE without its program and verify the results.
 
@@ -156,8 +156,8 @@ def cli(
     profiling = profiling_request(device_profiling_mode, device_profiling_output, force, capture)
     keep_going = keep_going or compare_kernels
     with flags.plan(capture, keep_going=keep_going) as plan, profiled(profiling, plan):
+        from replayfmt.dump.selection import resolve_selection
         from replayfmt.replay.convenience import as_rows, as_text
-        from replayfmt.trim.schedule import resolve_selection
 
         if compare_kernels:
             from replayfmt.benchmark import profiling

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import click
 
+from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.output import check_place
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted
 from replayfmt.replay.results import Verification
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import (
     Prediction,
     ReplayCheck,
@@ -121,7 +121,7 @@ def cli(
     /,
     capture: str,
     out: str | None,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     payload: str,
     redact: bool,
     no_sources: bool,
@@ -240,7 +240,7 @@ def _replays_nothing(flags: ReplayFlags, why: str) -> None:
         raise UsageError(f"{why} replays nothing: leave {', '.join(given)} out")
 
 
-def _strip(capture: str, out: str, wanted: TrimSelection, force: bool, flags: ReplayFlags, sources: bool) -> None:
+def _strip(capture: str, out: str, wanted: OpSelection, force: bool, flags: ReplayFlags, sources: bool) -> None:
     with open_capture(capture) as reader:
         _report(
             strip_capture(
@@ -280,7 +280,7 @@ def _user() -> tuple[str, ...]:
         return ()  # a user this system has no name for
 
 
-def _trim(capture: str, out: str, wanted: TrimSelection, force: bool, flags: ReplayFlags) -> TrimResult:
+def _trim(capture: str, out: str, wanted: OpSelection, force: bool, flags: ReplayFlags) -> TrimResult:
     def check(path: str, verify: Verify) -> ReplayCheck:
         with open_capture(path) as reader:
             remaps = used_remaps(reader, flags.replay_file_remap)
@@ -300,7 +300,7 @@ def _trim(capture: str, out: str, wanted: TrimSelection, force: bool, flags: Rep
         )
 
 
-def _script(capture: str, out: str, data: str | None, wanted: TrimSelection, force: bool, flags: ReplayFlags) -> None:
+def _script(capture: str, out: str, data: str | None, wanted: OpSelection, force: bool, flags: ReplayFlags) -> None:
     from replayfmt.trim.script import script_with_data, synthesized_script
 
     if data is None:
@@ -325,7 +325,7 @@ def _script(capture: str, out: str, data: str | None, wanted: TrimSelection, for
     say(f"{result.path}: {result.ops:,} ops, {result.inputs:,} inputs")
 
 
-def _vectors(capture: str, out: str, wanted: TrimSelection, force: bool, partial: bool, flags: ReplayFlags) -> None:
+def _vectors(capture: str, out: str, wanted: OpSelection, force: bool, partial: bool, flags: ReplayFlags) -> None:
     from replayfmt.trim.vectors import write_vectors
 
     with flags.plan(capture, keep_going=True) as plan:

@@ -24,6 +24,7 @@ from replayfmt.benchmark.candidates import check_script
 from replayfmt.benchmark.candidates.judged import check_text
 from replayfmt.benchmark.per_op.groups import work_of
 from replayfmt.dump.kernel_skeleton import BINDINGS, kernel_skeleton
+from replayfmt.dump.selection import KeptRecords, OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import DType, KernelKind, RecordKind, TensorFlag
@@ -43,7 +44,7 @@ from replayfmt.replay.planning.records import GiveTensor, python_values, tensors
 from replayfmt.replay.run.run_twice import RunTwice
 from replayfmt.replay.run.steps import IsolatedCall
 from replayfmt.trim.copying import nested_values
-from replayfmt.trim.schedule import KeptRecords, Planner, TrimSelection, resolve_selection
+from replayfmt.trim.schedule import Planner
 from replayfmt.trim.script import FRAME, InputFill, made_inputs, operator_changes, script_helpers
 from replayfmt.trim.script_text import BodyWriter, Input, ScriptEvents, ScriptOp
 from replayfmt.trim.script_triton import TritonSections, identifier
@@ -144,7 +145,7 @@ class _Workload:
         )
 
 
-def write_task(plan: Plan, out: str, wanted: TrimSelection, options: TaskOptions) -> TaskResult:
+def write_task(plan: Plan, out: str, wanted: OpSelection, options: TaskOptions) -> TaskResult:
     """Write the task of a selection into a new folder. `plan` is for the whole capture, made with keep_going.
 
     Raises UsageError for a selection that is no task, ReplayRefused for what a task cannot express, and what
@@ -169,7 +170,7 @@ class _Task:
 
     kind = ""
 
-    def __init__(self, plan: Plan, wanted: TrimSelection, options: TaskOptions) -> None:
+    def __init__(self, plan: Plan, wanted: OpSelection, options: TaskOptions) -> None:
         self.plan, self.reader, self.wanted, self.options = plan, plan.reader, wanted, options
         self.workloads: list[_Workload] = []
         self.left_out: list[str] = []
@@ -587,7 +588,7 @@ def _isolated(reader: CaptureReader, record: Record) -> IsolatedCall:
 class _KernelTask(_Task):
     """The calls of one kernel: an operator of PyTorch's own, or a Triton kernel."""
 
-    def __init__(self, plan: Plan, wanted: TrimSelection, options: TaskOptions) -> None:
+    def __init__(self, plan: Plan, wanted: OpSelection, options: TaskOptions) -> None:
         super().__init__(plan, wanted, options)
         self.kernels: dict[int, int] = {}  # kernel → program
 
@@ -777,7 +778,7 @@ class _FusionTask(_Task):
 
     kind = "fusion"
 
-    def __init__(self, plan: Plan, wanted: TrimSelection, options: TaskOptions) -> None:
+    def __init__(self, plan: Plan, wanted: OpSelection, options: TaskOptions) -> None:
         super().__init__(plan, wanted, options)
         self.sections = TritonSections(plan.reader, options.allow_code, FRAME)
         self._passes: dict[int, _Call] = {}

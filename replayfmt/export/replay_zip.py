@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from replayfmt.dump.selection import OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind, TensorFlag
 from replayfmt.format.model import DeviceValue, GeneratorValue, Record, StorageValue, TensorValue
@@ -33,7 +34,6 @@ from replayfmt.initializers import TensorInfo
 from replayfmt.pytorch.operators import refused_names
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, undispatched
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.schedule import TrimSelection, resolve_selection
 
 OWN = "opreplay"  # the member that holds what the IR has no place for
 
@@ -305,7 +305,7 @@ class Exported:
 def export_replay_zip(
     reader: CaptureReader,
     out: str | os.PathLike[str],
-    wanted: TrimSelection = TrimSelection(),  # noqa: B008 - frozen
+    wanted: OpSelection = OpSelection(),  # noqa: B008 - frozen
     *,
     unique: bool = False,
     partial: bool = False,
@@ -356,7 +356,7 @@ def _script() -> str:
 
 def _entries(
     reader: CaptureReader,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     unique: bool,
     exported: Exported,
     on_record: Callable[[int, int], None] | None,
@@ -432,7 +432,7 @@ def escaped(text: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+-.!|" else c for c in printable(text))
 
 
-def _readme(reader: CaptureReader, wanted: TrimSelection, entries: list[dict[str, Any]], exported: Exported) -> str:
+def _readme(reader: CaptureReader, wanted: OpSelection, entries: list[dict[str, Any]], exported: Exported) -> str:
     names = Counter[str]()
     for entry in entries:
         names[entry["op_name"]] += entry["count"]

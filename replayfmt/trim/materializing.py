@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from replayfmt.dump.selection import KeptRecords
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import KernelKind, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.model import (
@@ -31,7 +32,7 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
 
 from .copying import Copier, nested_values
-from .schedule import EnterContent, KeptRecords, Schedule
+from .schedule import EnterContent, Schedule
 from .writing import EnteringContent, Writing
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, Unpack
 
 import torch
 
+from replayfmt.dump.selection import OpSelection, resolve_selection
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import (
     OPAQUE_RESULTS,
@@ -35,7 +36,7 @@ from replayfmt.replay.preparation import PlanOptions
 
 from .copying import Copier
 from .materializing import Materializer, add_digest
-from .schedule import EnterContent, Planner, TrimSelection, resolve_selection
+from .schedule import EnterContent, Planner
 from .trimming import Contents, Copying, TrimResult, output, refuse_incomplete, writer_of
 from .writing import EnteringContent
 
@@ -79,7 +80,7 @@ def record_plan(
     reader = plan.reader
     refuse_incomplete(reader, plan.options.allow_incomplete)
     with output(reader, out, force) as partial:
-        kept = resolve_selection(reader, TrimSelection())
+        kept = resolve_selection(reader, OpSelection())
         schedule = Planner(reader, kept, None).plan()
         with writer_of(partial, _session(plan, digests), doing="recording") as writer:
             copier = _Elsewhere(plan, writer)

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 
+from replayfmt.dump.selection import KeptRecords, OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import ITEM_BYTES, KernelKind
 from replayfmt.format.model import Record, TensorValue
@@ -39,7 +40,7 @@ from replayfmt.replay.run.run_twice import RunTwice
 
 from .copying import Copier, nested_values
 from .materializing import Materializer
-from .schedule import KeptRecords, Planner, Schedule, TrimSelection, givers, resolve_selection, with_producers
+from .schedule import Planner, Schedule, givers, with_producers
 from .script_text import BodyWriter, Changes, Input, ScriptBody, ScriptEvents, ScriptOp
 from .script_triton import ALWAYS_STATED, TritonSections, comment, device, dtype, setting
 from .trimming import Prediction, Verify, predict, refuse_incomplete, refuse_unsupported, rename, writer_of
@@ -271,7 +272,7 @@ class ScriptFile:
         arrays += [Array(f"content_{number}", data[number]) for number in sorted(self._body.loads)]
         return arrays + [Array(f"state_{number}", data[number]) for number in sorted(self._body.states)]
 
-    def text(self, wanted: TrimSelection, kept: KeptRecords, data: str | None) -> str:
+    def text(self, wanted: OpSelection, kept: KeptRecords, data: str | None) -> str:
         """The whole script; `data` is the path of the data file relative to it, None if inputs are synthesized."""
         reader, body = self._events.reader, self._body
         session = reader.session
@@ -431,7 +432,7 @@ class ScriptResult:
 def synthesized_script(
     reader: CaptureReader,
     out: str,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     *,
     force: bool = False,
     allow_incomplete: bool = False,
@@ -456,7 +457,7 @@ def script_with_data(
     plan: Plan,
     out: str,
     data: str,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     *,
     verify: Verify = "auto",
     force: bool = False,
@@ -520,7 +521,7 @@ def _hash(tensor: torch.Tensor) -> str:
     return hashlib.sha256(row_major_bytes(tensor)).hexdigest()
 
 
-def _resolved(reader: CaptureReader, wanted: TrimSelection) -> KeptRecords:
+def _resolved(reader: CaptureReader, wanted: OpSelection) -> KeptRecords:
     kept = resolve_selection(reader, wanted)
     if kept.ops > MOST_OPS:
         raise UsageError(
@@ -570,7 +571,7 @@ def _write(
     events: ScriptEvents,
     schedule: Schedule,
     kept: KeptRecords,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     data: str | None,
     hashes: dict[tuple[int, int], str],
     *,

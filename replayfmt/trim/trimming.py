@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from replayfmt.dump.selection import KeptRecords, OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, InvalidCapture, OutputExists, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import DType, RecordKind, StorageOrigin
 from replayfmt.format.external_files import FileRemaps
@@ -37,16 +38,7 @@ from replayfmt.format.redaction import WITHOUT_SOURCES, Redaction
 from replayfmt.format.writer import CaptureWriter
 
 from .copying import Copier, notes_on_code
-from .schedule import (
-    EnterContent,
-    KeptRecords,
-    Planner,
-    Schedule,
-    TrimSelection,
-    givers,
-    resolve_selection,
-    with_producers,
-)
+from .schedule import EnterContent, Planner, Schedule, givers, with_producers
 from .writing import POLICIES, EnteringContent, Writing, plan_stripped, write_stripped
 
 if TYPE_CHECKING:
@@ -134,7 +126,7 @@ def _is_embedded(reader: CaptureReader, source: RangeValue) -> bool:
 def strip_capture(
     reader: CaptureReader,
     out: str,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     *,
     force: bool = False,
     allow_incomplete: bool = False,
@@ -202,7 +194,7 @@ def checked_here(make: Callable[[str], Plan]) -> Check:
 def trim_capture(
     plan: Plan,
     out: str,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     check: Check,
     *,
     verify: Verify = "auto",
@@ -232,7 +224,7 @@ def _trim(
     plan: Plan,
     partial: str,
     out: str,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     asked: KeptRecords,
     check: Check,
     verify: Verify,
@@ -363,7 +355,7 @@ def _notes(schedule: Schedule) -> list[str]:
     return notes
 
 
-def _origin(session: CaptureInfo, wanted: TrimSelection, policies: dict[str, Any]) -> dict[str, Any]:
+def _origin(session: CaptureInfo, wanted: OpSelection, policies: dict[str, Any]) -> dict[str, Any]:
     """Policies that name the capture from which a trimmed one originates, even after repeated trimming."""
     before = session.policies.get(TRIMMED_SELECTION)
     selection = wanted.text if before is None else f"{before}; {wanted.text}"
@@ -376,7 +368,7 @@ def _origin(session: CaptureInfo, wanted: TrimSelection, policies: dict[str, Any
 
 def _trimmed_session(
     session: CaptureInfo,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     schedule: Schedule,
     mode: str,
     differences: list[str],
@@ -463,7 +455,7 @@ def copy_capture(
     """
     refuse_incomplete(reader, allow_incomplete)
     with output(reader, out, force) as partial:
-        kept = resolve_selection(reader, TrimSelection())
+        kept = resolve_selection(reader, OpSelection())
         schedule = Planner(reader, kept, None).plan()
         redaction = Redaction(reader.session, words) if redact else None
         session = replace(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from replayfmt.dump.selection import OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, ReplayRefused
 from replayfmt.format.codes import ITEM_BYTES, DType, Layout, MemoryFormat, OpStatus, RecordKind
 from replayfmt.format.model import (
@@ -43,7 +44,6 @@ from replayfmt.replay.planning.kernels import ResolvedKernel, addresses_of, leav
 from replayfmt.replay.planning.records import GiveTensor, tensors_of
 from replayfmt.replay.run.run_twice import RunTwice
 
-from .schedule import TrimSelection, resolve_selection
 from .trimming import Verify, refuse_incomplete
 
 _NAMES: dict[DType, str] = {
@@ -234,7 +234,7 @@ class VectorsResult:
 def write_vectors(
     plan: Plan,
     out: str,
-    wanted: TrimSelection,
+    wanted: OpSelection,
     *,
     verify: Verify = "auto",
     force: bool = False,

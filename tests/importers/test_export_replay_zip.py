@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from opreplay_tools.export import cli
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import OutputExists, ReplayRefused, UsageError
 from replayfmt.export.replay_zip import escaped, export_replay_zip
 from replayfmt.format.codes import DType, RecordKind
@@ -22,7 +23,6 @@ from replayfmt.format.maintenance import check_capture
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.signature_text import signature_of
 from replayfmt.importers.tracelens import import_tracelens
-from replayfmt.trim.schedule import TrimSelection
 
 from .observed import Mlp
 
@@ -81,7 +81,7 @@ def _memory(values: Any, known: dict[int, int] | None = None) -> list[Any]:
 
 def export(path: Path, out: Path, **options: Any) -> Any:
     with open_capture(path) as reader:
-        return export_replay_zip(reader, out, options.pop("wanted", TrimSelection()), **options)
+        return export_replay_zip(reader, out, options.pop("wanted", OpSelection()), **options)
 
 
 def test_it_imports_back_identically(capture: Path, tmp_path: Path) -> None:
@@ -267,10 +267,10 @@ def test_unique_counts_calls_with_the_same_arguments(capture: Path, tmp_path: Pa
 
 
 def test_a_selection_is_exported_alone(capture: Path, tmp_path: Path) -> None:
-    exported = export(capture, tmp_path / "x.zip", wanted=TrimSelection(kernel="aten::addmm"))
+    exported = export(capture, tmp_path / "x.zip", wanted=OpSelection(kernel="aten::addmm"))
     assert exported.entries == 6
     with pytest.raises(UsageError):
-        export(capture, tmp_path / "y.zip", wanted=TrimSelection(kernel="aten::nothing"))
+        export(capture, tmp_path / "y.zip", wanted=OpSelection(kernel="aten::nothing"))
 
 
 def test_what_the_ir_cannot_say_is_refused_with_all_of_it_listed(tmp_path: Path) -> None:

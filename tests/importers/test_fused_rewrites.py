@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from opreplay_tools.dump import cli as dump
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.format.codes import DType
 from replayfmt.format.model import Kernel
 from replayfmt.format.reader import open_capture
 from replayfmt.importers.importing import import_trace
 from replayfmt.importers.rewrites.portable import Portable
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import strip_capture
 
 from .test_portable import Machine, rewrite
@@ -187,7 +187,7 @@ def test_aiters_attention_is_replaced_though_the_library_is_not_here(tmp_path: P
     rows = [json.loads(line) for line in CliRunner().invoke(dump, [str(out), "--format=jsonl"]).output.splitlines()]
     assert [row["duration_ns"] for row in rows if row["kind"] == "op"] == times
     with open_capture(out) as reader:
-        strip_capture(reader, str(tmp_path / "stripped.opreplay"), TrimSelection())
+        strip_capture(reader, str(tmp_path / "stripped.opreplay"), OpSelection())
     with replayfmt.open(tmp_path / "stripped.opreplay") as capture:
         assert [each.record.duration_ns for each in capture.ops] == times
     assert import_trace(path, out, force=True).calls()["incomplete"] == 2, "only where that is asked for"

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.environment import preserved_settings
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.script import synthesized_script
 
 from .operator_samples import SHARE, operators, replay_samples
@@ -80,7 +80,7 @@ def test_a_script_s_integers_do_the_work_that_those_of_a_replay_do(
 
 def _run_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     with CaptureReader(folder / "c.opreplay") as reader:
-        synthesized_script(reader, str(folder / "script.py"), TrimSelection())
+        synthesized_script(reader, str(folder / "script.py"), OpSelection())
     monkeypatch.setattr(sys, "argv", ["script.py"])
     with preserved_settings():  # a script sets those of its capture for its whole process
         module = runpy.run_path(str(folder / "script.py"))

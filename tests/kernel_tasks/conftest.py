@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from in_process import Tool as Tool
 
+from replayfmt.dump.selection import OpSelection
 from replayfmt.export.kernel_task import TaskOptions, write_task
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.schedule import TrimSelection
 
 HERE = Path(__file__).parent
 Exported = Callable[..., Path]
@@ -42,7 +42,7 @@ def exported(capture: Path, tmp_path_factory: pytest.TempPathFactory) -> Exporte
         key = (source, ops, kernel, scope, *sorted(options.items()))
         if key not in known:
             known[key] = tmp_path_factory.mktemp("task") / "task"
-            wanted = TrimSelection(ops, scope and (scope,), kernel and (kernel,))
+            wanted = OpSelection(ops, scope and (scope,), kernel and (kernel,))
             with Plan(source or capture, keep_going=True, allow_code=True) as plan:
                 write_task(plan, str(known[key]), wanted, TaskOptions(**options))  # type: ignore[arg-type]
         return known[key]

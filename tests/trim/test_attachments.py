@@ -12,6 +12,7 @@ from safety.code_captures import CODE, CONTENT, write
 from safety.test_code import Negating
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import KernelKind
@@ -24,7 +25,6 @@ from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.replay.planning.kernels import Effects, ResolvedKernel, effects_of_schema
 from replayfmt.replay.resolution import kernel_lookup
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import checked_here, copy_capture, strip_capture, trim_capture
 
 from .conftest import Tool
@@ -108,7 +108,7 @@ def test_what_is_not_redacted_is_copied_exactly(telling: Path, tmp_path: Path, t
 def test_stripped_captures_keep_code_unless_it_is_left_out(telling: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.opreplay"
     with open_capture(telling) as reader:
-        result = strip_capture(reader, str(out), TrimSelection())
+        result = strip_capture(reader, str(out), OpSelection())
     assert [role for role, _name, _content in attached(out)["native::negate0"]] == [role for role, _content in TELLING]
     assert result.notes == [
         "5 attachments of kernels kept: code is as it was written, with the names and paths in it; "
@@ -158,9 +158,9 @@ def test_a_part_with_code_is_computed_and_verified_with_leave_alone(
         replayfmt.Plan(path, keep_going=True) as plan,
         pytest.raises(ReplayRefused, match="what comes before ordinal 3 cannot be replayed here"),
     ):
-        trim_capture(plan, str(out), TrimSelection(ops="2:3"), check)
+        trim_capture(plan, str(out), OpSelection(ops="2:3"), check)
     with replayfmt.Plan(path, keep_going=True, allow_code=True) as plan:
-        result = trim_capture(plan, str(out), TrimSelection(ops="2:3"), check)
+        result = trim_capture(plan, str(out), OpSelection(ops="2:3"), check)
     assert result.digests == 1 and ": 1 digest," in result.checked
     assert list(attached(out)) == ["native::negate1"]
     with open_capture(out) as reader:

@@ -45,13 +45,13 @@ def test_a_step_on_the_gpu_replays_from_its_memory_and_its_generator(captured: C
 
 
 def test_a_script_of_work_on_the_gpu_gives_what_was_captured(captured: Captured, tmp_path: Path) -> None:
+    from replayfmt.dump.selection import OpSelection
     from replayfmt.replay.plan import Plan
-    from replayfmt.trim.schedule import TrimSelection
     from replayfmt.trim.script import script_with_data
 
     path, script = captured(training), tmp_path / "script.py"
     with Plan(path, keep_going=True) as plan:
-        script_with_data(plan, str(script), str(tmp_path / "data.safetensors"), TrimSelection(scope="step 1"))
+        script_with_data(plan, str(script), str(tmp_path / "data.safetensors"), OpSelection(scope="step 1"))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as captured" in done.stdout and "CAPTURED" not in done.stdout

@@ -12,10 +12,10 @@ import torch
 from in_process import Ran, Tools
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.script import script_with_data
 
 from .conftest import Captured
@@ -126,7 +126,7 @@ def test_a_script_with_data_gives_such_bytes_again_as_well(captured: Captured, t
 
     script, data = tmp_path / "script.py", tmp_path / "data.safetensors"
     with Plan(captured(program), keep_going=True) as plan:
-        result = script_with_data(plan, str(script), str(data), TrimSelection(scope="kept"))
+        result = script_with_data(plan, str(script), str(data), OpSelection(scope="kept"))
     assert result.ops == 4 and "_ctc_loss" in script.read_text()
 
 

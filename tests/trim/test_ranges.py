@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.reader import open_capture
 from replayfmt.format.signature_text import signature_text
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import checked_here, trim_capture
 
 from .conftest import Captured
@@ -275,7 +275,7 @@ def test_only_live_storages_are_embedded_and_never_more_than_predicted(captured:
     path, out = captured(program), tmp_path / "out.opreplay"
     with Plan(path, keep_going=True) as plan:
         result = trim_capture(
-            plan, str(out), TrimSelection(scope="kept"), checked_here(Plan), on_prediction=predictions.append
+            plan, str(out), OpSelection(scope="kept"), checked_here(Plan), on_prediction=predictions.append
         )
     assert result.embedded_bytes == predictions[0].embedded_bytes == 4000
     assert out.stat().st_size < 20_000

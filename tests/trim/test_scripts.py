@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import OutputExists, ReplayRefused, UsageError
 from replayfmt.format.codes import OpStatus, RecordKind, ValueKind
 from replayfmt.format.model import CaptureInfo, Kernel, Node, Signature
@@ -25,7 +26,6 @@ from replayfmt.format.reader import open_capture
 from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.script import ScriptResult, script_with_data, synthesized_script
 from replayfmt.trim.script_triton import argument, comment, identifier, scalar
 
@@ -36,7 +36,7 @@ from .trimmed import ops
 def with_data(path: Path, folder: Path, **wanted: str) -> tuple[Path, ScriptResult]:
     out, data = folder / "script.py", folder / "data.safetensors"
     with Plan(path, keep_going=True) as plan:
-        return out, script_with_data(plan, str(out), str(data), TrimSelection(**wanted), force=True)
+        return out, script_with_data(plan, str(out), str(data), OpSelection(**wanted), force=True)
 
 
 def run_here(script: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -170,7 +170,7 @@ def test_a_script_without_data_makes_inputs_of_the_captured_shapes_up(
 ) -> None:
     path, out = captured(everything_a_script_can_do), tmp_path / "script.py"
     with open_capture(path) as reader:
-        result = synthesized_script(reader, str(out), TrimSelection(scope="part"))
+        result = synthesized_script(reader, str(out), OpSelection(scope="part"))
     assert (result.data_path, result.verified) == (None, "")
     first, again = run(out), run_here(out, capsys)
     assert first and first == again, "the same every time"
@@ -225,7 +225,7 @@ def test_what_a_script_cannot_express_is_refused_by_name(captured: Captured, tmp
     for number, (program, said) in enumerate(cases):
         path = captured(program, f"case{number}")
         with open_capture(path) as reader, pytest.raises(ReplayRefused, match=said):
-            synthesized_script(reader, str(out), TrimSelection())
+            synthesized_script(reader, str(out), OpSelection())
         assert not any(each.name.startswith("script") for each in tmp_path.iterdir())
 
 
@@ -235,13 +235,13 @@ def test_too_many_ops_and_existing_files_are_refused(
     path, out = captured(lambda: torch.ones(3).add(1).mul(2)), tmp_path / "script.py"
     monkeypatch.setattr("replayfmt.trim.script.MOST_OPS", 2)
     with open_capture(path) as reader, pytest.raises(UsageError, match="too many for a script"):
-        synthesized_script(reader, str(out), TrimSelection())
+        synthesized_script(reader, str(out), OpSelection())
     out.write_text("mine")
     with open_capture(path) as reader:
         with pytest.raises(OutputExists):
-            synthesized_script(reader, str(out), TrimSelection(ops="0:1"))
+            synthesized_script(reader, str(out), OpSelection(ops="0:1"))
         with pytest.raises(UsageError, match="must be different files"):
-            synthesized_script(reader, str(path), TrimSelection(ops="0:1"), force=True)
+            synthesized_script(reader, str(path), OpSelection(ops="0:1"), force=True)
     assert out.read_text() == "mine"
 
 
@@ -272,7 +272,7 @@ def test_names_and_strings_of_a_capture_never_become_code(tmp_path: Path) -> Non
     )
     writer.close(2)
     with open_capture(path) as reader:
-        synthesized_script(reader, str(out), TrimSelection(scope=HOSTILE))
+        synthesized_script(reader, str(out), OpSelection(scope=HOSTILE))
     tree = ast.parse(out.read_text())
     calls = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     assert "__import__" not in calls
@@ -301,5 +301,5 @@ def test_an_operator_that_is_not_torchs_own_is_refused(captured: Captured, tmp_p
     library.impl("twice", lambda x: x * 2, "CPU")
     path = captured(lambda: torch.ops.trimscript.twice(torch.ones(3)))
     with open_capture(path) as reader, pytest.raises(ReplayRefused, match="not an operator of torch's own"):
-        synthesized_script(reader, str(tmp_path / "script.py"), TrimSelection(kernel="trimscript::*"))
+        synthesized_script(reader, str(tmp_path / "script.py"), OpSelection(kernel="trimscript::*"))
     assert json.dumps(sorted(each.name for each in tmp_path.iterdir())) == '["capture.opreplay"]'

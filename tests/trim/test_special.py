@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.model import Kernel
@@ -20,7 +21,7 @@ from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import Effects, ResolvedKernel
 from replayfmt.replay.resolution.kernel_lookup import resolve
 from replayfmt.trim.materializing import DefinedBytes, region_of
-from replayfmt.trim.schedule import OpenScopes, TrimSelection
+from replayfmt.trim.schedule import OpenScopes
 from replayfmt.trim.trimming import checked_here, trim_capture
 
 from .conftest import Captured
@@ -102,7 +103,7 @@ def test_an_interrupt_leaves_nothing_behind(captured: Captured, tmp_path: Path) 
         raise KeyboardInterrupt
 
     with Plan(path, keep_going=True) as plan, pytest.raises(KeyboardInterrupt):
-        trim_capture(plan, str(out), TrimSelection(ops="1:3"), checked_here(Plan), on_progress=interrupted)
+        trim_capture(plan, str(out), OpSelection(ops="1:3"), checked_here(Plan), on_progress=interrupted)
     assert [each.name for each in tmp_path.iterdir()] == ["capture.opreplay"]
 
 
@@ -170,7 +171,7 @@ def test_progress_counts_up_to_the_end_of_what_is_kept(captured: Captured, tmp_p
         trim_capture(
             plan,
             str(tmp_path / "out.opreplay"),
-            TrimSelection(ops="5:21"),
+            OpSelection(ops="5:21"),
             checked_here(Plan),
             on_progress=lambda done, total: seen.append((done, total)),
         )
@@ -215,5 +216,5 @@ def test_a_kernel_that_is_no_operator_replays_and_is_refused_by_name(
     with Plan(path, keep_going=True) as plan:
         assert plan.execute(verify="bitwise").outcome == "ok"
         with pytest.raises(ReplayRefused, match=r"ordinal \d+: aten::mul.Tensor cannot be kept: expected an operator"):
-            trim_capture(plan, str(out), TrimSelection(kernel=("aten::mul",)), checked_here)
+            trim_capture(plan, str(out), OpSelection(kernel=("aten::mul",)), checked_here)
     assert not list(tmp_path.glob("out.*")), "nothing half written"

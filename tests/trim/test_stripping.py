@@ -15,6 +15,7 @@ import torch
 from replay.rewriting import rewrite
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import InvalidCapture, ReplayRefused
 from replayfmt.format.codes import OpStatus, RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.maintenance import check_capture
@@ -23,7 +24,6 @@ from replayfmt.format.reader import open_capture
 from replayfmt.format.record_columns import RecordColumns
 from replayfmt.format.writer import CaptureWriter
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import TrimResult, strip_capture
 
 from .conftest import Captured
@@ -45,7 +45,7 @@ def program() -> None:
 
 def strip(path: Path, out: Path, **wanted: str) -> TrimResult:
     with open_capture(path) as reader:
-        return strip_capture(reader, str(out), TrimSelection(**wanted))
+        return strip_capture(reader, str(out), OpSelection(**wanted))
 
 
 def bodies(path: Path) -> Iterator[bytes]:
@@ -278,7 +278,7 @@ def test_a_selection_that_names_a_path_is_redacted_too(tmp_path: Path) -> None:
 def test_captures_with_records_of_every_kind_can_be_stripped(name: str, tmp_path: Path) -> None:
     path, out = GOLDEN / f"{name}.opreplay", tmp_path / "out.opreplay"
     with open_capture(path) as reader:
-        strip_capture(reader, str(out), TrimSelection(), allow_incomplete=True)
+        strip_capture(reader, str(out), OpSelection(), allow_incomplete=True)
         contents = [bytes(reader.payload(number)) for number in range(1, len(reader.payloads) + 1)]
         kinds = dict(reader.summary.records)
     check_capture(str(out))

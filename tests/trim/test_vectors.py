@@ -13,11 +13,11 @@ import torch
 from replay.rewriting import rewrite
 
 import replayfmt
+from replayfmt.dump.selection import OpSelection
 from replayfmt.errors import CaptureFailed, OutputExists, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.model import Kernel
 from replayfmt.replay.plan import Plan
 from replayfmt.trim import vectors
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.vectors import VectorsResult, file_name, write_vectors
 
 from .conftest import Captured, Tool
@@ -52,7 +52,7 @@ def written(
     path: Path, out: Path, *, verify: Any = "auto", force: bool = False, partial: bool = False, **wanted: str
 ) -> VectorsResult:
     with Plan(path, keep_going=True) as plan:
-        return write_vectors(plan, str(out), TrimSelection(**wanted), verify=verify, force=force, partial=partial)
+        return write_vectors(plan, str(out), OpSelection(**wanted), verify=verify, force=force, partial=partial)
 
 
 def cases(out: Path) -> dict[str, list[dict[str, Any]]]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from replayfmt.dump.selection import OpSelection
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin
 from replayfmt.format.maintenance import check_capture
 from replayfmt.format.model import CompositeValue, Record, TensorDigest, TensorValue, Value
@@ -15,7 +16,6 @@ from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import storage_bytes
 from replayfmt.replay.plan import Plan
-from replayfmt.trim.schedule import TrimSelection
 from replayfmt.trim.trimming import Prediction, TrimResult, checked_here, trim_capture
 
 
@@ -26,7 +26,7 @@ def trim(path: Path, out: Path, *, verify: str = "auto", force: bool = False, **
         result = trim_capture(
             plan,
             str(out),
-            TrimSelection(**wanted),
+            OpSelection(**wanted),
             checked_here(Plan),
             verify=verify,  # type: ignore[arg-type]
             force=force,
