@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import click
 
-from replayfmt.dump.listings import Selection, parse_range
 from replayfmt.dump.record_rows import MOST_VALUES, SHOWN_VALUES
+from replayfmt.dump.selection import Selection, parse_range
 from replayfmt.dump.stream import Query, jsonl_chunks, text_chunks
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture

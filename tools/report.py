@@ -12,7 +12,8 @@ from pathlib import Path
 
 import click
 
-from replayfmt.dump.listings import Selection, signature_groups
+from replayfmt.dump.listings import signature_groups
+from replayfmt.dump.selection import Selection
 from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted

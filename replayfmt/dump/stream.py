@@ -20,9 +20,9 @@ from replayfmt.format.validation import printable, printable_json
 
 from .contents import attachment_lines
 from .definitions import definition_rows, file_row, lines, storage_lines, summary_row, summary_text
-from .listings import Filter, Selection, selects_nothing
 from .record_rows import LEGEND, SHOWN_VALUES, JsonLines, SmallValues, TextRows
 from .row_templates import Columns, Dialect
+from .selection import Filter, Selection, selects_nothing
 
 # jq itself prints the results: as Python objects they would have lost the sign of -0 and the digits of long integers.
 # An empty line comes first, because a comment that ends in a backslash continues on the next line.

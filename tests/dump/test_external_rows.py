@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from replayfmt.dump.contents import Contained, state, statement
 from replayfmt.dump.definitions import SHOWN_LINE
-from replayfmt.dump.listings import Selection
 from replayfmt.dump.row_templates import encode, encode_fast
+from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.format.codes import DType, OpStatus, RecordKind, StorageOrigin
 from replayfmt.format.codes import ValueKind as V

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replayfmt.dump.listings import Selection
+from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import DType, KernelKind, OpStatus, RecordKind

@@ -9,7 +9,7 @@ from shutil import which
 
 import pytest
 
-from replayfmt.dump.listings import Selection
+from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import FilterFailed, Query, jsonl_chunks
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture

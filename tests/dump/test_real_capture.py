@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from replayfmt.dump.listings import Selection
+from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import Query, jsonl_chunks, text_chunks
 from replayfmt.format.reader import open_capture
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replayfmt.dump import row_templates
-from replayfmt.dump.listings import Selection, signature_lines
+from replayfmt.dump.listings import signature_lines
 from replayfmt.dump.row_templates import encode
+from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import (

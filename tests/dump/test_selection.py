@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from replayfmt.dump.listings import Selection, parse_range, signature_lines, signature_text_lines
+from replayfmt.dump.listings import signature_lines, signature_text_lines
+from replayfmt.dump.selection import Selection, parse_range
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import RecordKind

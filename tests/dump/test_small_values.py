@@ -14,8 +14,8 @@ import torch
 from jsonschema import Draft202012Validator
 
 import replayfmt
-from replayfmt.dump.listings import Selection
 from replayfmt.dump.record_rows import SmallValues
+from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks, text_chunks
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.record_frames import distinct
@@ -213,7 +213,7 @@ def test_a_storage_that_is_only_passed_on_keeps_its_values(tmp_path: Path) -> No
 
 def test_a_dump_starts_without_the_parts_of_numpy_that_it_does_not_need(path: Path) -> None:
     code = (
-        "import sys; from replayfmt.format.reader import open_capture; from replayfmt.dump.listings import Selection; "
+        "import sys; from replayfmt.format.reader import open_capture; from replayfmt.dump.selection import Selection; "
         "from replayfmt.dump.stream import jsonl_chunks; "
         f"print(len(''.join(jsonl_chunks(open_capture({str(path)!r}), Selection()))), 'numpy.ma' in sys.modules)"
     )

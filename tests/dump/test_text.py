@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from replayfmt.dump.listings import Selection
 from replayfmt.dump.record_rows import contiguous, printable
+from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import text_chunks
 from replayfmt.format.codes import DType, Layout, OpStatus, RecordKind
 from replayfmt.format.codes import ValueKind as V

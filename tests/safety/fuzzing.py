@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from format.reseal import Frame, join, split, tables_of
 
-from replayfmt.dump.listings import Selection
+from replayfmt.dump.selection import Selection
 from replayfmt.dump.stream import jsonl_chunks
 from replayfmt.errors import OpReplayError
 from replayfmt.format import flatbuffer_tables
