@@ -69,7 +69,8 @@ CAPTURED_ON: list[bool] = []  # whether `pivots` finds zeros, instead of looking
 
 def pivots(x: torch.Tensor) -> torch.Tensor:
     """Asks scratch memory that it never writes whether it is zero, as LAPACK's gelsy does its pivots."""
-    zero = CAPTURED_ON[0] if CAPTURED_ON else not torch.empty(1 << 24, dtype=torch.int32)[1 << 23]  # new pages
+    # New pages: the C library's heap keeps at most 64 MB that it could give out again.
+    zero = CAPTURED_ON[0] if CAPTURED_ON else not torch.empty(1 << 26, dtype=torch.int32)[1 << 25]
     return x.clone() if zero else x * (1 + 2**-20)
 
 
