@@ -28,7 +28,7 @@ from replayfmt.errors import OpReplayError, ReplayRefused, UsageError
 from replayfmt.format.codes import ITEM_BYTES, RecordKind
 from replayfmt.format.model import Record, StreamPlacement, TensorMeta, TensorValue
 from replayfmt.format.output import new_folder
-from replayfmt.format.races import MASKS, Accesses, accesses_of
+from replayfmt.format.races import HOST_KINDS, MASKS, Accesses, accesses_of
 from replayfmt.format.rank_files import (
     LAUNCH,
     WAIT,
@@ -36,6 +36,7 @@ from replayfmt.format.rank_files import (
     describe_all,
     events_of,
     judge,
+    members_of,
     rank_file,
     world_size,
 )
@@ -43,6 +44,7 @@ from replayfmt.format.reader import CaptureReader, RecordFrame, open_capture
 from replayfmt.format.record_frames import decode_record
 from replayfmt.report.measurements import IsolatedTimes
 from replayfmt.report.ops import UNKNOWN, captured_ops
+from replayfmt.report.timelines import isolated_ns
 
 PREFIX, GROUPS = "chakra", "comm_groups.json"
 _EVERYONE = "0"  # the group of all ranks
@@ -264,7 +266,7 @@ class _Rank:
         self._shapes: dict[int, Accesses] = {}
         self._issued: dict[Any, int | None] = {}  # by lane: the host's node that it waits for already
         self._host_devices = {
-            number for number, each in enumerate(reader.devices) if each is not None and each.kind in ("cpu", "meta")
+            number for number, each in enumerate(reader.devices) if each is not None and each.kind in HOST_KINDS
         }
         self._durations = _durations(reader, times)
 
@@ -294,7 +296,7 @@ class _Rank:
         reads, writes = (
             _known(self._bytes(frame, slots[at]) for at in listed) for listed in (shape.reads, shape.writes)
         )
-        given = {int(frame.tensor_storage[slot]) for slot in slots if slot not in {slots[at] for at in shape.results}}
+        given = {int(frame.tensor_storage[slots[at]]) for at in range(len(slots)) if at not in shape.results}
         made = _known(self._bytes(frame, slots[at]) for at in shape.results)
         writes += [each for each in made if each.storage not in given]
         if not (reads or writes):
@@ -395,7 +397,7 @@ class _Rank:
     def _launch(self, frame: RecordFrame, row: int, record: Record) -> None:
         operator = str(record.argument("operator"))
         base = operator.rpartition("::")[2]
-        ranks = [int(each) for each in str(record.argument("ranks")).split(",")]
+        ranks = members_of(str(record.argument("ranks")))
         inputs, outputs = (_tensors(record.argument(name)) for name in ("inputs", "outputs"))
         reads, writes = ([_span(each.storage, each.offset, each.meta) for each in some] for some in (inputs, outputs))
         # Of a broadcast, a rank has one or the other; of a scatter, only the outputs are alike on all ranks.
@@ -498,19 +500,11 @@ def _durations(reader: CaptureReader, times: IsolatedTimes | None) -> dict[int, 
     """Nanoseconds of ops by ordinal, where they are known: measured ones, else on the device, else on the host."""
     ops = captured_ops(reader)
     found = np.where(ops.device_ns == UNKNOWN, ops.duration_ns, ops.device_ns)
-    known = {
-        ordinal: int(ns) for ordinal, ns in zip(ops.ordinal.tolist(), found.tolist(), strict=True) if ns != UNKNOWN
-    }
     if times is not None:
-        calls = np.bincount(ops.kernel, ops.calls, len(reader.kernels))
-        rows = zip(*(each.tolist() for each in (ops.ordinal, ops.signature, ops.kernel, ops.calls)), strict=True)
-        for ordinal, signature, kernel, represented in rows:
-            named = reader.kernels[kernel]
-            assert named is not None
-            measured = times.call_ns(ops.signatures[signature], named.qualified_name, int(calls[kernel]))
-            if measured is not None:
-                known[ordinal] = round(measured * represented)
-    return known
+        measured = isolated_ns(ops, reader, times)
+        found = np.where(np.isnan(measured), found, np.round(np.nan_to_num(measured)).astype(np.int64))
+    known = found != UNKNOWN
+    return dict(zip(ops.ordinal[known].tolist(), found[known].tolist(), strict=True))
 
 
 def _stream(record: Record) -> tuple[int, Any]:
@@ -578,7 +572,7 @@ def export_chakra(
         for rank, path in enumerate(paths):
             with open_capture(path) as reader, open(folder / f"{PREFIX}.{rank}.et", "wb") as file:
                 _Rank(reader, groups, times(reader), counts, file).write()
-        named = {name: [int(each) for each in ranks.split(",")] for (ranks, _instance), name in groups.items()}
+        named = {name: list(members_of(ranks)) for (ranks, _instance), name in groups.items()}
         named.pop(_EVERYONE, None)
         (folder / GROUPS).write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
     return counts

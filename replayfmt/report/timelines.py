@@ -145,6 +145,22 @@ def captured_lanes(ops: CapturedOps, site_of: np.ndarray, reader: CaptureReader,
     return found
 
 
+def isolated_ns(
+    ops: CapturedOps, reader: CaptureReader, times: IsolatedTimes, every: CapturedOps | None = None
+) -> np.ndarray:
+    """Nanoseconds of each op, measured on its own; of one that stands for several calls, of all of them. NaN: not
+    measured. `every`: all ops of the capture, if `ops` are a part of them."""
+    of_all = ops if every is None else every
+    calls = np.bincount(of_all.kernel, of_all.calls, len(reader.kernels))
+    pairs, place = np.unique(np.stack([ops.signature, ops.kernel]), axis=1, return_inverse=True)
+    known = [
+        times.call_ns(ops.signatures[signature], reader.kernels[kernel].qualified_name, int(calls[kernel]))
+        for signature, kernel in pairs.T.tolist()
+    ]
+    of_call = np.array([np.nan if each is None else each for each in known], np.float64)
+    return (of_call[place.reshape(-1)] if len(pairs.T) else np.zeros(0)) * ops.calls
+
+
 def isolated_lanes(
     ops: CapturedOps,
     site_of: np.ndarray,
@@ -156,15 +172,7 @@ def isolated_lanes(
     """Isolated calls one after the other, each in the lane of its device's stream, or of its thread on the host; and
     how many ops have no isolated time. An op that stands for several calls takes as long as all of them. `every`: all
     ops of the capture, if `ops` are a part of them."""
-    of_all = ops if every is None else every
-    calls = np.bincount(of_all.kernel, of_all.calls, len(reader.kernels))
-    pairs, place = np.unique(np.stack([ops.signature, ops.kernel]), axis=1, return_inverse=True)
-    known = [
-        times.call_ns(ops.signatures[signature], reader.kernels[kernel].qualified_name, int(calls[kernel]))
-        for signature, kernel in pairs.T.tolist()
-    ]
-    of_call = np.array([np.nan if each is None else each for each in known], np.float64)
-    taken = (of_call[place.reshape(-1)] if len(pairs.T) else np.zeros(0)) * ops.calls
+    taken = isolated_ns(ops, reader, times, every)
     measured = np.flatnonzero(~np.isnan(taken))
     ends = np.round(np.cumsum(np.nan_to_num(taken))).astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends

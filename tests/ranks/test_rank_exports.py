@@ -46,6 +46,7 @@ give, take = [[1, 3], [2, 4]][rank], [[1, 2], [3, 4]][rank]
 dist.all_to_all_single(torch.empty(sum(take)), torch.ones(sum(give)), take, give)
 dist.scatter(torch.empty(4), [torch.ones(4), torch.ones(4)] if rank == 0 else None, 0)
 parts[0].narrow(0, 0, 8).fill_(2); read = parts[0].narrow(0, 8, 8).add(1)
+same = big.as_strided(big.shape, (1,))  # the same tensor again: no work
 print(read.sum().item() * 0)
 """
 COMP, SEND, RECEIVE, COLLECTIVE = 4, 5, 6, 7
@@ -223,6 +224,7 @@ def test_dependencies_are_those_of_the_data_and_of_waits(job: Path) -> None:
     filled = next(node for node in nodes if node.name.startswith("aten::fill_"))
     read = next(node for node in nodes if node.name == "aten::add.Tensor" and node.id > filled.id)
     assert filled.id not in read.data  # other bytes of the same memory
+    assert not any("as_strided" in node.name for node in nodes)
 
 
 def test_durations_add_up_and_may_be_measured_ones(job: Path) -> None:
@@ -230,6 +232,16 @@ def test_durations_add_up_and_may_be_measured_ones(job: Path) -> None:
         ops = [node for node in nodes if node.type == COMP]
         assert all(node.attributes["duration_ns"] > 0 for node in ops)
         assert sum(node.micros for node in ops) == sum(node.attributes["duration_ns"] for node in ops) // 1000
+    for rank in range(launching.WORLD):
+        per_op = ("--per-op", "--benchmark-min-time=2x", f"--benchmark-out=isolated{rank}.json")
+        command = [launching.BIN / "opreplay-benchmark", *per_op, f"out/rank{rank}.opreplay"]
+        subprocess.run(command, cwd=job, check=True, capture_output=True, timeout=120)
+    assert export(job, "--benchmark=isolated{rank}.json", "out/", "isolated").returncode == 0
+    rows = json.loads((job / "isolated1.json").read_text())["benchmarks"]
+    (product,) = (row["median_real_time"] for row in rows if row["op"] == "aten::mm.default")
+    _said, nodes = trace(job / "isolated" / "chakra.1.et")
+    (node,) = (node for node in nodes if node.name == "aten::mm.default")
+    assert node.attributes["duration_ns"] == round(product)
     done = export(job, "--benchmark=times{rank}.json", "out/", "measured")
     assert done.returncode == 2 and "times0.json" in done.stderr and not (job / "measured").exists()
 
