@@ -16,7 +16,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -92,8 +91,6 @@ def export_perfetto(
     with result_file(out, force) as output:
         output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
         events = _EventWriter(output)
-        events.add(_named("process_name", _HOST, 0, "captured: host"))
-        events.add(_named("process_name", _COUNTERS, 0, "captured: memory and power"))
         for event in timeline.events():
             events.add(event)
         for series, times in zip(power, chosen, strict=True):
@@ -148,9 +145,7 @@ def _of_rank(
     """A rank's events in processes of its own, `later_ns` later; its launches of collectives also go to `launches`."""
     timeline = _CaptureTimeline(reader, None)
     timeline.counts = counts
-    names = [_named("process_name", _HOST, 0, "captured: host")]
-    names.append(_named("process_name", _COUNTERS, 0, "captured: memory and power"))
-    for event in chain(names, timeline.events()):
+    for event in timeline.events():
         event["pid"] += _FIRST_REPLAYED * rank
         if event["name"] == "process_name":
             event["args"]["name"] = event["args"]["name"].replace("captured", f"rank {rank}", 1)
@@ -213,6 +208,8 @@ class _CaptureTimeline:
     def events(self) -> Iterator[dict[str, Any]]:
         """All of them, frame by frame."""
         reader = self._reader
+        yield _named("process_name", _HOST, 0, "captured: host")
+        yield _named("process_name", _COUNTERS, 0, "captured: memory and power")
         if not reader.session.has_times:
             untold = sum(len(columns["ordinal"]) for columns in op_column_frames(reader, self._ordinals))
             self.counts.left_out["ops: the trace that was imported does not say when they began"] += untold

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from replayfmt.dump.selection import KeptRecords
+from replayfmt.dump.selection import EDGES, KeptRecords
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, TensorFlag
 from replayfmt.format.frames import MAX_LENGTH
 from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Record, Scope, TensorMeta, TensorValue, Value
@@ -152,17 +152,10 @@ class RecordShape:
         self.written, self.overwritten = written, overwritten
         self.written_storages = self.storages if writes_storages else []
         op = self.kind is RecordKind.op
-        self.passive = (op and not written and not self.written_storages) or self.kind in (
-            RecordKind.digest,
-            RecordKind.host_read,
-            RecordKind.synchronize,
-            RecordKind.event_record,
-            RecordKind.event_wait,
-            RecordKind.stream_use,
-            RecordKind.stream_synchronize,
-            RecordKind.event_synchronize,
-            RecordKind.collective,
-        )
+        self.passive = (op and not written and not self.written_storages) or self.kind in _PASSIVE
+
+
+_PASSIVE = EDGES | {RecordKind.digest, RecordKind.host_read, RecordKind.collective}
 
 
 class Rows:
