@@ -5,6 +5,9 @@ Threads that existed before the capture get it at their next step (thread_attach
 creates, once they enter Python: if one of these turns out to run operators, an unsupported record says that it may have
 run others before. The work of a thread that never enters Python is not seen here. When the capture ends, every thread
 drops the mode at its next step.
+
+The worker threads of autograd are not asked: PyTorch gives each the dispatch state of the thread whose backward pass it
+runs. (A worker is in a pass whenever it takes a step, and so could never join.)
 """
 
 from __future__ import annotations
@@ -356,7 +359,9 @@ def _step() -> bool:
 
 
 def _take_part(capture: Threads) -> bool:
-    """The calling thread joins a capture. Returns whether it could."""
+    """The calling thread joins a capture. Returns whether it could, or need not."""
+    if _is_autograd_worker():
+        return True
     leave_finished()
     _leaving.pop(own_id(), 0)
     return capture.join()
@@ -378,6 +383,15 @@ def _leave() -> bool:
 def _in_backward_pass() -> bool:
     """Whether the calling thread is in one. What it carried when the pass began is put back when the pass ends."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_autograd_worker() -> bool:
+    """Whether autograd started the calling thread, for a device or for nested passes. PyTorch names it, on Linux."""
+    try:
+        with open("/proc/thread-self/comm", "rb") as file:
+            return file.read().startswith(b"pt_autograd_")
+    except OSError:
+        return False
 
 
 @functools.cache
