@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -24,13 +25,8 @@ from programs import Training
 import replayfmt
 from replayfmt.errors import OpReplayError
 
-ROOT = Path(__file__).resolve().parents[2]
-# What pytest says of a test, with several processes and with one.
-_WORDS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
-_OUTCOME = re.compile(
-    rf"^\[gw\d+\] \[ *\d+%\] (?P<outcome>{_WORDS}) (?P<first>tests/\S+::.+?) *$"
-    rf"|^(?P<second>tests/\S+::.+?) (?P<then>{_WORDS})(?: \(.*\))? +\[ *\d+%\]$"
-)
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 # ------------------------------------------------------------------------------------------------------------ compiled
@@ -48,12 +44,24 @@ def compiled() -> None:
         ):
             replays(source, path, allow_code=True)
     triton_program()
-    for what, mode in (("CUDA graph trees", "reduce-overhead"), ("max-autotune", "max-autotune-no-cudagraphs")):
-        with telling(name := prefix.format(what)):
-            if not needs_gpu(name):  # on the host both are the default mode, and take long to compile
-                torch.compiler.reset()
-                _compiled(path := WORK / f"{mode}.opreplay", mode=mode)
-                replays(name, path, allow_code=True)
+    with telling(name := prefix.format("CUDA graph trees")):
+        if not needs_gpu(name):  # on the host this and the next are the default mode, and take long to compile
+            torch.compiler.reset()
+            _compiled(path := WORK / "graph_trees.opreplay", mode="reduce-overhead")
+            replays(name, path, allow_code=True)
+    with telling(name := prefix.format("max-autotune")):
+        if not needs_gpu(name):
+            torch.compiler.reset()
+            _autotuned(path := WORK / "autotuned.opreplay")
+            replays(name, path, allow_code=True)
+
+
+def _autotuned(path: Path) -> None:
+    """Capture one product: for each shape of a product, autotuning takes more than ten seconds."""
+    a, b = (torch.randn(512, 512, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.compile(lambda a, b: torch.relu(a @ b) + 1, mode="max-autotune-no-cudagraphs")
+    product(a, b)
+    captured(path, lambda: product(a, b))
 
 
 def _compiled(path: Path, **options: Any) -> None:
@@ -64,7 +72,7 @@ def _compiled(path: Path, **options: Any) -> None:
         small(x)
         captured(path, lambda: small(x))
         return
-    work = Training(llama=True, batch=8, layers=2)  # each layer is compiled for itself
+    work = Training(llama=True, batch=8, layers=1)  # each layer is compiled for itself
     work.run = torch.compile(work.model, **options)  # type: ignore[assignment]
     for _ in range(3):
         work.step()
@@ -210,7 +218,7 @@ def tests() -> None:
     collected, passed = "tests marked gpu: all are collected", "tests marked gpu: passed, of those that ran"
     # Only files that have such tests: importing all others would take longer than running these.
     every = (path for path in ROOT.glob("tests/**/test_*.py") if "pytest.mark.gpu" in path.read_text())
-    files = sorted(str(path.relative_to(ROOT)) for path in every)
+    files = sorted((str(path.relative_to(ROOT)) for path in every), key=lambda file: ("energy" not in file, file))
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     if not ON_GPU:
         with telling(collected, passed):
@@ -221,22 +229,34 @@ def tests() -> None:
             tell(collected, count > 0 and not errors and done.returncode == 0, tests=count, errors=errors[:20])
             tell(passed, None, reason=NEEDS_GPU)
         return
-    with telling(collected, passed):
-        workers = ["-n", "8", "--dist=worksteal"] if importlib.util.find_spec("xdist") else []
-        outcomes, errors, ended = _outcomes([*command, "-vv", "--tb=short", *workers, *files])
-        counts = Counter(outcomes.values())
+    with telling(collected, passed, share=1):
+        command += ["-p", "outcomes", "-q", "--tb=short"]
+        if importlib.util.find_spec("xdist"):  # one test at a time, so that the long ones, which come first, are spread
+            command += ["-n", str(min(os.cpu_count() or 1, 16)), "--dist=load", "--maxschedchunk=1"]
+        rows, ended = _outcomes([*command, *files])
+        errors = [row for row in rows if row["outcome"] == "not collected"]
+        outcomes = {row["test"]: row["outcome"] for row in rows if row not in errors}
         tell(collected, bool(outcomes) and not errors, tests=len(outcomes), errors=errors[:20])
-        ran = counts["PASSED"] + counts["FAILED"] + counts["ERROR"]
-        failed = {name: outcome for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")}
-        details = {"counts": counts, "ended": ended, "failed": sorted(failed), "outcomes": outcomes}
-        tell(passed, counts["PASSED"] / ran if ran else None, **details, **({} if ran else {"reason": "no test ran"}))
+        counts = Counter(outcomes.values())
+        ran = counts["passed"] + counts["failed"] + counts["error"]
+        details = {
+            "counts": counts,
+            "ended": ended,
+            "failed": {row["test"]: row["message"] for row in rows if "message" in row},
+            "longest": sorted(((row["seconds"], row["test"]) for row in rows), reverse=True)[:12],
+            "outcomes": outcomes,
+        }
+        tell(passed, counts["passed"] / ran if ran else None, **details, **({} if ran else {"reason": "no test ran"}))
 
 
-def _outcomes(command: list[str]) -> tuple[dict[str, str], list[str], str]:
-    """Each test's outcome, as pytest says it; errors of files; and whether the time sufficed."""
-    outcomes: dict[str, str] = {}
-    errors: list[str] = []
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def _outcomes(command: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """The rows of outcomes.py, and whether the time sufficed."""
+    rows: list[dict[str, Any]] = []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     left = float(os.environ["GPU_CHECK_ENDS"]) - time.time()
     timers = [threading.Timer(left - 5, process.send_signal, [signal.SIGINT]), threading.Timer(left, process.kill)]
     for timer in timers:
@@ -245,12 +265,10 @@ def _outcomes(command: list[str]) -> tuple[dict[str, str], list[str], str]:
     assert process.stdout is not None
     for line in map(str.rstrip, process.stdout):
         print(line, flush=True)
-        if found := _OUTCOME.search(line):
-            outcomes[found["first"] or found["second"]] = found["outcome"] or found["then"]
-        elif line.startswith("ERROR tests/"):
-            errors.append(line)
+        if line.startswith('{"test"'):
+            rows.append(json.loads(line))
     code = process.wait()
     in_time = timers[0].is_alive()
     for timer in timers:
         timer.cancel()
-    return outcomes, errors, f"exit code {code}" if in_time else "the time was up before all had run"
+    return rows, f"exit code {code}" if in_time else "the time was up before all had run"

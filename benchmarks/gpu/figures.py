@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ ON_GPU = DEVICE == "cuda"
 WORK = Path(os.environ.get("GPU_CHECK_WORK", "build/gpu/work"))
 NEEDS_GPU = "it needs a GPU"
 _told: set[str] = set()
+_STEP_S = float(os.environ.get("GPU_CHECK_ENDS", time.time() + 1e6)) - time.time()
 
 
 def wait() -> None:
@@ -39,24 +41,52 @@ def tell(what: str, measured: float | None, **details: Any) -> None:
     print(json.dumps(figure.row(None if measured is None else float(measured), details), default=str), flush=True)
 
 
+class _TooLong(BaseException):
+    """Not an Exception, which measuring takes for that of an op."""
+
+
 @contextlib.contextmanager
-def telling(*names: str) -> Iterator[None]:
-    """A part of a step, which tells these figures. If it fails, those that are left are not measured, and the step goes
-    on."""
+def telling(*names: str, share: float = 0.6) -> Iterator[None]:
+    """A part of a step, which tells these figures. If it fails, or takes more than this share of the step's time, those
+    that are left are not measured, and the step goes on."""
     began, reason = time.perf_counter(), "the part ended without it"
     try:
-        yield
+        with _at_most(share):
+            yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a tool leaves with SystemExit
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
         said = str(error).strip().partition("\n")[0][:300]
+        if findings := getattr(error, "findings", ()):
+            print(*findings, sep="\n", file=sys.stderr, flush=True)
+            said = findings[0][:400] + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else "")
         reason = f"{type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno})"
     print(f"# {names[0]}: {time.perf_counter() - began:.1f} s", flush=True)
     for name in names:
         if name not in _told:
             tell(name, None, reason=reason)
+
+
+@contextlib.contextmanager
+def _at_most(share: float) -> Iterator[None]:
+    """Raises _TooLong in a part that takes more than this share of the step's time; parts of a part are not timed."""
+    seconds = share * _STEP_S
+    if share >= 1 or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+
+    def too_long(*_: object) -> None:
+        raise _TooLong(f"it took more than {seconds:.0f} s, its share of the step's time")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def needs_gpu(*names: str) -> bool:

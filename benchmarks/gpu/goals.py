@@ -135,13 +135,13 @@ FIGURES = {figure.what: figure for figure in _figures()}
 # In priority order, with limits in seconds: what was not reached when the time is up matters least.
 STEPS = {
     "machine": 120,  # a few seconds, unless the recorder in C++ has to be built
-    "capture": 80,
-    "replay": 80,
+    "capture": 60,
+    "replay": 90,
     "verification": 50,
     "per_op": 75,
-    "compiled": 80,
     "streams": 30,
+    "probes": 20,
+    "energy": 50,
+    "compiled": 75,
     "tests": 150,
-    "probes": 40,
-    "energy": 40,
 }

@@ -23,9 +23,12 @@ def decoding() -> list[list[float]]:
     """A static input, a state that each replay adds to, and a static output."""
     torch.manual_seed(0)
     weight, token = torch.randn(64, 64, device="cuda"), torch.zeros(64, device="cuda")
-    state, graph = torch.zeros(64, 64, device="cuda"), torch.cuda.CUDAGraph()
+    state, graph, stream = torch.zeros(64, 64, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(stream):  # cuBLAS cannot be started inside a graph's capture
+        _warm = (torch.outer(token, token) @ weight) @ token
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
         state.add_(torch.outer(token, token) @ weight)
         logits = (state.relu() @ token).softmax(0)
     seen = []

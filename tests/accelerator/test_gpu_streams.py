@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -76,19 +77,22 @@ def asking_for_losses(side: torch.cuda.Stream | None) -> list[float]:
     """Losses that travel to pinned memory, read when their event says that they are there; or what another stream
     computed, used without an edge but that answer."""
     torch.manual_seed(0)
-    x, seen = torch.randn(2048, 2048, device="cuda") / 64, []
+    weight, first = (torch.randn(2048, 2048, device="cuda") for _ in range(2))
+    x, seen = first, []
     torch.cuda.synchronize()
     for _ in range(3):
         event = torch.cuda.Event()
         with torch.cuda.stream(side):
             for _ in range(20):
-                x = x @ x / x.norm()
+                product = x @ weight
+                x = product / product.norm()
             loss = x.sum()
             host = loss.to("cpu", non_blocking=True)
             event.record()
         while not event.query():
             pass
         seen += [float(host * 1), (loss * 2).item()]
+    assert all(map(math.isfinite, seen))
     return seen
 
 

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import torch
 
+import replayfmt
 from replayfmt.benchmark.energy.energy_report import make_energy_report
 from replayfmt.benchmark.energy.power_log import read_power_log
 from replayfmt.benchmark.energy.running import WindowClock, WindowOptions, WindowRunner
@@ -435,9 +436,11 @@ def test_no_window_is_run_once_the_sampler_is_gone(captured):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_counter_and_the_integral_of_power_agree_on_a_gpu(tools, captured, tmp_path):
-    out = tmp_path / "report.json"
-    flags = ["--energy", "--energy-source=gpu", "--op-limit=1", "--replay-scope=execute", "--power-averaging=5"]
-    assert tools("benchmark", captured, *flags, f"--energy-out={out}").code == 0
+def test_a_counter_and_the_integral_of_power_agree_on_a_gpu(tools, tmp_path):
+    path, out, x = tmp_path / "one_op.opreplay", tmp_path / "report.json", torch.ones(64, device="cuda")
+    with replayfmt.capture(path):
+        x.sin()
+    flags = ["--energy", "--energy-source=gpu", "--power-averaging=3"]
+    assert tools("benchmark", path, *flags, f"--energy-out={out}").code == 0
     idle = json.loads(out.read_text())["idle"]
     assert idle["joules_from_power"] == pytest.approx(idle["joules"], rel=0.05)

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,17 +190,95 @@ def test_the_summary_names_the_missed_goals_and_counts_reasons(check: ModuleType
     assert f"| {names[1]} | 0 (1: yes) | ≥ 1 | **no** |" in check.table(rows)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[gw3] [ 12%] PASSED tests/accelerator/test_gpu_graphs.py::test_a[native-two words] ",
-        "tests/accelerator/test_gpu_graphs.py::test_a[native-two words] PASSED [ 12%]",
-    ],
-)
-def test_outcomes_of_tests_are_read_as_pytest_says_them(line: str) -> None:
-    text = (FOLDER / "code_steps.py").read_text()
-    found = dict[str, Any]()
-    exec("import re\n" + text[text.index("_WORDS =") : text.index("\n\n# ---")], found)
-    matched = found["_OUTCOME"].search(line.rstrip())
-    assert (matched["first"] or matched["second"]) == "tests/accelerator/test_gpu_graphs.py::test_a[native-two words]"
-    assert (matched["outcome"] or matched["then"]) == "PASSED"
+WORKERS = [["-n", "2"]] if importlib.util.find_spec("xdist") else []
+
+
+@pytest.mark.parametrize("workers", [[], *WORKERS])
+def test_each_outcome_and_the_traceback_of_a_failure_are_known_before_pytest_ends(
+    tmp_path: Path, workers: list[str]
+) -> None:
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\n\ndef test_good(): pass\n\ndef test_bad():\n    given = 3\n    assert given == 4\n\n"
+        "@pytest.fixture\ndef broken(): raise OSError('no such board')\n\ndef test_ugly(broken): pass\n"
+    )
+    (tmp_path / "test_unreadable.py").write_text("import no_module_of_this_name\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "outcomes", "-q", "--tb=short"]
+    done = subprocess.run(
+        [*command, "--continue-on-collection-errors", *workers],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(FOLDER)},
+    )
+    before_the_end = done.stdout.partition("= ERRORS =")[0].splitlines()
+    rows = {row["test"]: row for row in map(json.loads, (line for line in before_the_end if line.startswith("{")))}
+    assert {name: row["outcome"] for name, row in rows.items()} == {
+        "test_three.py::test_good": "passed",
+        "test_three.py::test_bad": "failed",
+        "test_three.py::test_ugly": "error",
+        "test_unreadable.py": "not collected",
+    }, done.stdout
+    assert "test_three.py:7: assert 3 == 4" in rows["test_three.py::test_bad"]["message"]
+    assert "no such board" in rows["test_three.py::test_ugly"]["message"]
+    assert "no_module_of_this_name" in rows["test_unreadable.py"]["message"]
+    assert "    assert given == 4" in before_the_end
+
+
+PARTS = """
+import time
+from figures import telling
+from replayfmt.errors import ReplayRefused
+
+names = ["probe dmat on relu: same results, records as calculated", "energy: sum of the kernels / whole"]
+names += ["streams, a CUDA graph: replays as captured"]
+with telling(names[0]):
+    with telling(names[1]):
+        raise ReplayRefused("cannot be replayed here, for 2 reasons", ("a Triton kernel has no source", "the other"))
+with telling(names[2], share=1e-9):
+    try:
+        time.sleep(600)
+    except Exception:
+        pass
+"""
+
+
+def test_a_part_says_what_refused_a_replay_and_a_long_one_leaves_time_for_the_next() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)]), "GPU_CHECK_DEVICE": "cpu"}
+    done = subprocess.run([sys.executable, "-c", PARTS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    refused, unmeasured, late = (row["details"]["reason"] for row in rows)
+    assert refused.startswith("ReplayRefused: a Triton kernel has no source (and 1 more)")
+    assert unmeasured == "the part ended without it" and "its share of the step's time" in late
+    assert "the other" in done.stderr.splitlines()
+
+
+@pytest.fixture
+def kernel_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("GPU_CHECK_DEVICE", "cpu")
+    yield module("kernel_steps")
+    for name in ("goals", "figures", "programs"):
+        sys.modules.pop(name, None)
+
+
+def test_the_bytes_that_addresses_cover_are_those_of_whole_tensors_alone(kernel_steps: ModuleType) -> None:
+    one, other = [*range(4096, 8192, 16)], [*range(1 << 20, (1 << 20) + 512, 8)]
+    assert kernel_steps.bytes_between(one + other + one) == 4096 + 512
+    assert kernel_steps.bytes_between([0, *one]) != 4096  # a record that was never written
+    assert kernel_steps.bytes_between(one[:7] + one[8:]) != 4096
+
+
+def test_the_time_of_a_profilers_event_belongs_to_the_outermost_recorded_operator_around_it(
+    kernel_steps: ModuleType,
+) -> None:
+    def event(name: str, parent: object, us: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, cpu_parent=parent, us=us)
+
+    backward = event("autograd::engine::evaluate_function: SoftmaxBackward0", None, 0)
+    softmax = event("aten::_softmax_backward_data", backward, 5)
+    product = event("aten::mul", softmax, 2)
+    events = [backward, softmax, product, event("cudaLaunchKernel", product, 3), event("aten::mul", None, 7)]
+    events += [event("aten::matmul", None, 11), event("a_kernel", None, 13)]
+    found = kernel_steps.by_recorded(events, {"aten::_softmax_backward_data", "aten::mul"}, "us")
+    assert found == {"aten::_softmax_backward_data": 10, "aten::mul": 7, "aten::matmul": 11}
