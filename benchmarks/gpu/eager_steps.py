@@ -86,18 +86,31 @@ def machine() -> None:
         others.append(thread_watch("auto").state)
         there, seconds = not isinstance(hook, NotAvailable), time.perf_counter() - began
         tell("the native recorder is there", there, hook=str(hook)[:200], others=others, seconds=seconds)
-    with telling(what := "hashing 256 MiB of a device: time / copying it to the host"):
-        from replayfmt.pytorch.tensors.digests import hash_tensor
+    names = [f"{each} 256 MiB of a device: time / copying it to the host" for each in ("hashing", "the digest of")]
+    with telling(same := "digests of a device's content are those of the host's", *names):
+        from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 
+        found = {}
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool):
+            there = torch.randn(9_000_001, device=DEVICE).mul(9).to(dtype)[1:]
+            one, other = digest_tensor(there), digest_tensor(there.cpu())
+            found[str(dtype)] = (one.hex, one.sample, one.min, one.max) == (
+                other.hex,
+                other.sample,
+                other.min,
+                other.max,
+            )
+        tell(same, all(found.values()), by_dtype=found)
         big = torch.randn((256 if ON_GPU else 8) << 18, device=DEVICE)
         pinned = torch.empty_like(big, device="cpu", pin_memory=ON_GPU)
-        hash_tensor(big)
         taken = in_turns(
             3,
             copy=lambda: timed(lambda: pinned.copy_(big)).wall_ms,
             hash=lambda: timed(lambda: hash_tensor(big)).wall_ms,
+            digest=lambda: timed(lambda: digest_tensor(big)).wall_ms,
         )
-        tell(what, median_of(lambda h, c: h / c, taken["hash"], taken["copy"]), bytes=big.nbytes, milliseconds=taken)
+        for what, kind in zip(names, ("hash", "digest"), strict=True):
+            tell(what, median_of(lambda h, c: h / c, taken[kind], taken["copy"]), bytes=big.nbytes, milliseconds=taken)
 
 
 # ------------------------------------------------------------------------------------------------------------- capture

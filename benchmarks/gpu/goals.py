@@ -62,7 +62,9 @@ def _figures() -> list[Figure]:
     found = [
         _yes("machine", "a capture of the host's work leaves the device alone"),
         _yes("machine", "the native recorder is there"),
+        _yes("machine", "digests of a device's content are those of the host's"),
         Figure("machine", "hashing 256 MiB of a device: time / copying it to the host"),
+        Figure("machine", "the digest of 256 MiB of a device: time / copying it to the host"),
     ]
     for name in PROGRAMS:
         training = name.endswith("training")

@@ -1,5 +1,6 @@
 // Statistics of the elements of a tensor, for its digest: the same figures, to the last bit, as the NumPy code in
-// replayfmt/pytorch/tensors/digests.py computes, in one pass instead of five.
+// replayfmt/pytorch/tensors/digests.py computes, in one pass instead of five. And the hashes of the chunks of long
+// content (long_content.py there).
 //
 // Elements are taken in blocks of the same length as there. A block's sums are added up in the order in which NumPy adds
 // contiguous doubles: halves of halves, down to runs of at most 128 elements in eight interleaved sums. No product and
@@ -383,6 +384,50 @@ void add(State& sum, const State& block) {
   sum.squares += block.squares;
 }
 
+// What XXH3-64 combines the words of a chunk with, by stripe and lane, and its sums with; what the sums begin with.
+constexpr int kLanes = 8, kStripes = 16;
+struct HashConstants {
+  uint64_t secret[kStripes][kLanes], merging[kLanes], start[kLanes], length;
+};
+
+INLINE uint64_t chunk_hash(const unsigned char* chunk, const HashConstants& constants) {
+  uint64_t sums[kLanes];
+  std::memcpy(sums, constants.start, sizeof sums);
+  for (int stripe = 0; stripe < kStripes; stripe++) {
+    uint64_t words[kLanes];
+    std::memcpy(words, chunk + stripe * sizeof words, sizeof words);
+    for (int lane = 0; lane < kLanes; lane++) {
+      const uint64_t keyed = words[lane] ^ constants.secret[stripe][lane];
+      sums[lane] += (keyed & 0xffffffff) * (keyed >> 32) + words[lane ^ 1];
+    }
+  }
+  uint64_t found = constants.length;
+  for (int lane = 0; lane < kLanes; lane += 2) {
+    const auto product = static_cast<unsigned __int128>(sums[lane] ^ constants.merging[lane]) *
+                         (sums[lane + 1] ^ constants.merging[lane + 1]);
+    found += static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+  }
+  found = (found ^ found >> 37) * 0x165667919e3779f9ull;
+  return found ^ found >> 32;
+}
+
+INLINE void hash_chunks(const unsigned char* data, int64_t count, const HashConstants& constants, uint64_t* hashes) {
+  for (int64_t number = 0; number < count; number++) {
+    hashes[number] = chunk_hash(data + number * (kStripes * kLanes * 8), constants);
+  }
+}
+
+void hash_chunks_of_any(const unsigned char* data, int64_t count, const HashConstants& constants, uint64_t* hashes) {
+  hash_chunks(data, count, constants, hashes);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void hash_chunks_avx2(const unsigned char* data, int64_t count,
+                                                      const HashConstants& constants, uint64_t* hashes) {
+  hash_chunks(data, count, constants, hashes);
+}
+#endif
+
 // Calls `work` in up to `threads` threads, the caller's included.
 template <typename Work>
 void in_threads(int threads, Work work) {
@@ -446,6 +491,23 @@ __attribute__((visibility("default"))) int64_t opreplay_statistics(OpReplayStati
   } catch (const std::bad_alloc&) {
   }
   return done;
+}
+
+// Write the XXH3-64 of each chunk of 1 KiB to `hashes`.
+__attribute__((visibility("default"))) void opreplay_chunk_hashes(const unsigned char* data, int64_t count,
+                                                                  const HashConstants* constants, uint64_t* hashes,
+                                                                  int threads) {
+  auto* hash = hash_chunks_of_any;
+#if defined(__x86_64__)
+  hash = __builtin_cpu_supports("avx2") ? hash_chunks_avx2 : hash;
+#endif
+  constexpr int64_t kShare = 1 << 10;
+  std::atomic<int64_t> next{0};
+  in_threads(threads, [&] {
+    for (int64_t first = kShare * next++; first < count; first = kShare * next++) {
+      hash(data + first * (kStripes * kLanes * 8), std::min(kShare, count - first), *constants, hashes + first);
+    }
+  });
 }
 
 }  // extern "C"

@@ -12,7 +12,7 @@ from on_device import devices_as_they_were, recorder  # noqa: F401 - fixtures of
 
 import replayfmt
 from replayfmt import Plan
-from replayfmt.pytorch.tensors import digests
+from replayfmt.pytorch.tensors import digests, long_content
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 from replayfmt.pytorch.tensors.memory import undispatched
 
@@ -57,6 +57,8 @@ def test_the_memory_of_a_capture_is_what_the_devices_allocator_counts_in_a_repla
 def test_a_digest_of_a_devices_tensor_is_the_hosts_however_large_it_is_and_however_it_lies(
     dtype: torch.dtype, kilobytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("LONG_BYTES", "PIECE_BYTES"):
+        monkeypatch.setattr(long_content, name, 1 << 20)
     monkeypatch.setattr(digests, "_PIECE_BYTES", 1 << 20)
     rows = (kilobytes << 10) // (100 * dtype.itemsize)
     host = torch.randn(rows, 10, 10).mul(3).to(dtype)
@@ -79,6 +81,17 @@ def test_digests_take_no_more_of_a_devices_memory_than_a_piece(monkeypatch: pyte
         digest_tensor(there)
         hash_tensor(there)
     assert torch.sim.max_memory_allocated(1) - before <= 2 << 16  # type: ignore[attr-defined]
+
+
+def test_a_long_digest_takes_no_more_of_a_devices_memory_than_twelve_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_content, "LONG_BYTES", 1 << 16)
+    monkeypatch.setattr(long_content, "PIECE_BYTES", 1 << 16)
+    there = torch.randn(1 << 20, device="sim:1").to(torch.int8)
+    torch.sim.reset_peak_memory_stats(1)  # type: ignore[attr-defined]
+    before = torch.sim.max_memory_allocated(1)  # type: ignore[attr-defined]
+    with undispatched():
+        digest_tensor(there)
+    assert torch.sim.max_memory_allocated(1) - before <= 12 << 16  # type: ignore[attr-defined]
 
 
 def test_what_a_program_writes_after_a_scope_does_not_reach_the_digests_at_its_end(

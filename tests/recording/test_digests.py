@@ -21,8 +21,9 @@ import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Sample, TensorDigest, sample_positions
 from replayfmt.format.reader import open_capture
-from replayfmt.pytorch.tensors import digests
+from replayfmt.pytorch.tensors import digests, long_content
 from replayfmt.pytorch.tensors.digests import BLOCK_ELEMENTS, digest_tensor, hash_tensor
+from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 
 DTYPES = [
     torch.float64,
@@ -68,9 +69,16 @@ def bits(elements: int, dtype: torch.dtype) -> torch.Tensor:
     return content.view(dtype)
 
 
+def hash_by_definition(content: bytes, short_bytes: int | None = None) -> int:
+    if len(content) <= (long_content.LONG_BYTES if short_bytes is None else short_bytes):
+        return xxhash.xxh3_128_intdigest(content)
+    chunks = (content[start : start + 1024] for start in range(0, len(content), 1024))
+    return xxhash.xxh3_128_intdigest(b"".join(xxhash.xxh3_64_digest(each)[::-1] for each in chunks))
+
+
 def by_definition(tensor: torch.Tensor) -> TensorDigest:
     flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
-    content = xxhash.xxh3_128_intdigest(bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b"")
+    content = hash_by_definition(bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b"")
     halves = content & ((1 << 64) - 1), content >> 64
     if flat.dtype is torch.uint64:
         every = flat.tolist()
@@ -117,6 +125,43 @@ def test_a_digest_is_what_its_definition_says(dtype: torch.dtype, layout: str) -
             assert_same(digest_tensor(tensor), expected)
             assert hash_tensor(tensor) == (expected.hash_low, expected.hash_high)
             assert_same(digest_tensor(tensor), expected)  # known by now
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.int8, torch.bool, torch.complex64])
+def test_long_content_is_hashed_by_chunks_here_and_where_a_device_has_it(
+    dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a device does it, on the host: the same operators, in pieces."""
+    assert long_content.LONG_BYTES == 1 << 24
+    monkeypatch.setattr(long_content, "LONG_BYTES", 5_000)
+    monkeypatch.setattr(long_content, "PIECE_BYTES", 6_000)
+    torch.manual_seed(4)
+    tensor = LAYOUTS[layout](bits(9_000, dtype))
+    expected = by_definition(tensor)
+    assert_same(digest_tensor(tensor), expected)
+    assert hash_tensor(tensor) == (expected.hash_low, expected.hash_high)
+    found = digests._digest_on_device(digests._bits(tensor), dtype, DTYPE_CODE[dtype]) if tensor.numel() else None
+    if found is not None:
+        assert_same(found, expected)
+    # Elsewhere it comes to the host: what has no statistics on a device, and rows that fill no whole number of chunks
+    # within a piece.
+    if layout in ("contiguous", "expanded", "one element"):
+        has_statistics = dtype not in (torch.bool, torch.complex64)
+        assert (found is not None) == (layout == "contiguous" and has_statistics)
+
+
+def test_the_library_in_c_hashes_as_xxhash_does() -> None:
+    digests.use_native()
+    assert isinstance(getattr(long_content.LongHash.hash_chunks, "__self__", None), digests.BlockStatistics)
+    content = bits(3 << 20, torch.uint8)  # enough for several threads
+    found = long_content.LongHash()
+    for part in content[:100], content[100:1_000], content[1_000:5_000], content[5_000:]:
+        found.update(part.numpy())
+    chunks = (content[start : start + 1024].numpy() for start in range(0, len(content), 1024))
+    assert found.intdigest() == xxhash.xxh3_128_intdigest(
+        b"".join(xxhash.xxh3_64_digest(each)[::-1] for each in chunks)
+    )
 
 
 def test_blocks_and_rows_of_any_length_add_up() -> None:

@@ -25,6 +25,16 @@ from replayfmt.format.codes import DType, TensorFlag
 from replayfmt.format.model import Sample, TensorDigest, sample_positions, signed
 from replayfmt.native.building import NotAvailable, library, say
 
+from .long_content import (
+    CHUNK_BYTES,
+    HASH_CONSTANTS,
+    LongHash,
+    add_device_piece,
+    content_hash,
+    device_pieces,
+    hash_chunks_with_xxhash,
+    is_long,
+)
 from .memory import DTYPE_CODE, TORCH_DTYPE, call_undispatched, fetched, host_view, make_view, row_major_pieces
 
 BLOCK_ELEMENTS = 1 << 16  # as doubles they fit the L2 cache; in smaller blocks NumPy's calls cost more
@@ -63,7 +73,11 @@ class BlockStatistics:
     def __init__(self) -> None:
         found = library("block_statistics.cpp")
         self._short = _declared(found)
-        self._long = _declared(ctypes.CDLL(found._name, handle=found._handle))
+        without_gil = ctypes.CDLL(found._name, handle=found._handle)
+        self._long = _declared(without_gil)
+        self._hash = without_gil.opreplay_chunk_hashes
+        self._hash.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
+        self._hash.restype = None
 
     def add(self, totals: Totals, address: int, count: int, kind: str) -> int:
         """Add `count` contiguous elements to `totals`, in blocks of BLOCK_ELEMENTS. Returns how many were added: whole
@@ -75,6 +89,19 @@ class BlockStatistics:
         if count < _LONG:
             return int(self._short(totals, address, count, ord(kind), 1))
         return int(self._long(totals, address, count, ord(kind), _threads(count)))
+
+    def hash_chunks(self, chunks: memoryview) -> bytes:
+        """The XXH3-64 of each chunk of long content, little-endian."""
+        count = len(chunks) // CHUNK_BYTES
+        hashes = np.empty(count, "<u8")
+        self._hash(
+            np.frombuffer(chunks, np.uint8).ctypes.data,
+            count,
+            HASH_CONSTANTS,
+            hashes.ctypes.data,
+            _threads(len(chunks) // 4),
+        )
+        return hashes.tobytes()
 
 
 def _declared(found: ctypes.CDLL) -> ctypes._NamedFuncPointer:
@@ -219,7 +246,12 @@ def use_native() -> None:
         if native.add(found, bits.ctypes.data, len(bits), _KINDS[code]) != len(bits) or bytes(found) != bytes(expected):
             say("digests take longer in this process (this NumPy does not add up as the library in C++ does)")
             return
+    chunks = numbers[:BLOCK_ELEMENTS].data.cast("B")
+    if native.hash_chunks(chunks) != hash_chunks_with_xxhash(chunks):
+        say("digests take longer in this process (the library in C++ does not hash as xxhash does)")
+        return
     _native = native
+    LongHash.hash_chunks = native.hash_chunks
 
 
 @cache
@@ -310,6 +342,11 @@ _PATTERNS = {
     if code.name.startswith(("bits", "quint4", "quint2", "float4"))
     or code.name in {f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8)}
 }
+# Whose statistics a device computes as the host does.
+_DEVICE_NUMBERS = {
+    *(DType.float64, DType.float32, DType.float16, DType.bfloat16),
+    *(DType.int8, DType.int16, DType.int32, DType.int64, DType.uint8),
+}
 _PACKED = {DType.quint4x2, DType.quint2x4}
 _QUANTIZED_CARRIER = {DType.qint8: torch.int8, DType.quint8: torch.uint8, DType.qint32: torch.int32}
 
@@ -318,7 +355,7 @@ def digest_tensor(tensor: torch.Tensor) -> TensorDigest:
     """Digest of a strided tensor's logical elements. Raises TypeError for any other layout and packed dtypes."""
     tensor, code = _resolved(tensor)
     if _comes_in_pieces(tensor):
-        return _digest_pieces(_bits(tensor), code)
+        return _digest_on_device(_bits(tensor), tensor.dtype, code) or _digest_pieces(_bits(tensor), code)
     host = _on_host(tensor, code)
     return _digest(host.untyped_storage(), code, host.shape, host.stride(), int(host.storage_offset()))
 
@@ -348,8 +385,13 @@ def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:
     Raises TypeError as `digest_tensor` does."""
     tensor, code = _resolved(tensor)
     if _comes_in_pieces(tensor):
-        running = xxhash.xxh3_128()
-        for piece in row_major_pieces(_bits(tensor), _PIECE_BYTES):
+        bits = _bits(tensor)
+        running = content_hash(bits.numel() * bits.element_size())
+        if isinstance(running, LongHash) and (there := device_pieces(bits)) is not None:
+            for piece in there:
+                add_device_piece(running, piece)
+            return _halves(running.intdigest())
+        for piece in row_major_pieces(bits, _PIECE_BYTES):
             running.update(_array(piece).data)
         return _halves(running.intdigest())
     host = _on_host(tensor, code)
@@ -380,7 +422,7 @@ def _resolved(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
 
 
 def _comes_in_pieces(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu" and tensor.numel() * tensor.element_size() > _PIECE_BYTES
+    return tensor.device.type != "cpu" and is_long(tensor.numel() * tensor.element_size())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -433,7 +475,7 @@ def _digest(
 
 def _digest_pieces(bits: torch.Tensor, code: DType) -> TensorDigest:
     """The digest of a device's elements, whose bits these are, read once and in pieces."""
-    running, totals = xxhash.xxh3_128(), Totals()
+    running, totals = content_hash(bits.numel() * bits.element_size()), Totals()
     positions, sampled, start = _positions(bits.numel()), [], 0
     numbers = code not in _PATTERNS
     for piece in row_major_pieces(bits, _PIECE_BYTES):
@@ -448,6 +490,35 @@ def _digest_pieces(bits: torch.Tensor, code: DType) -> TensorDigest:
     low, high = _halves(running.intdigest())
     found = figures(totals, code) if numbers and code is not DType.bool else (0, 0, None, None, None, None)
     return TensorDigest(low, high, start, *found, _values(np.concatenate(sampled), code) if numbers else ())
+
+
+def _digest_on_device(bits: torch.Tensor, dtype: torch.dtype, code: DType) -> TensorDigest | None:
+    """The same, computed where the elements are; None where that cannot be. The last bits of mean and norm differ from
+    the host's: a device adds in another order."""
+    running, totals = content_hash(bits.numel() * bits.element_size()), Totals()
+    there = device_pieces(bits) if code in _DEVICE_NUMBERS else None
+    if there is None or not isinstance(running, LongHash):
+        return None
+    for piece in there:
+        add_device_piece(running, piece)
+        numbers = piece.view(dtype)
+        if not dtype.is_floating_point:
+            numbers = numbers.to(torch.float64)
+        found = [*numbers.aminmax(), numbers.sum(dtype=torch.float64)]
+        found.append(torch.linalg.vector_norm(numbers, dtype=torch.float64))
+        low, high, total, norm = torch.stack([each.to(torch.float64) for each in found]).tolist()
+        if math.isfinite(low) and math.isfinite(high):
+            totals.finite += len(piece)
+            totals.lowest, totals.highest = min(totals.lowest, low), max(totals.highest, high)
+            totals.total += total
+            totals.squares += norm * norm
+        else:
+            here = piece.to("cpu", copy=True)
+            add(totals, _array(here), code)
+    places = np.unravel_index(_positions(bits.numel()), bits.shape)
+    sampled = bits[tuple(torch.from_numpy(each).to(bits.device) for each in places)].cpu()
+    low_half, high_half = _halves(running.intdigest())
+    return TensorDigest(low_half, high_half, bits.numel(), *figures(totals, code), _values(_array(sampled), code))
 
 
 def _compute(
@@ -474,13 +545,16 @@ def _halves(digest: int) -> tuple[int, int]:
 
 
 def _hash_elements(array: np.ndarray) -> int:
-    """XXH3-128 of the elements' bytes in row-major order."""
-    if array.flags.c_contiguous:
+    """The hash of the elements' bytes in row-major order."""
+    if array.flags.c_contiguous and not is_long(array.nbytes):
         return _hash(array)
-    running = xxhash.xxh3_128()
+    running = content_hash(array.nbytes)
+    if array.flags.c_contiguous:
+        running.update(array.data)
+        return int(running.intdigest())
     for piece in pieces(array, _GATHERED_ELEMENTS):
         running.update(piece.data)
-    return running.intdigest()
+    return int(running.intdigest())
 
 
 @lru_cache(64)
