@@ -24,8 +24,8 @@ from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite, OperatorKernel
-from replayfmt.replay.run.content import Clones, has_memory
-from replayfmt.replay.run.run_twice import Outcome, RunTwice, only_views, same_elements
+from replayfmt.replay.run.content import Clones
+from replayfmt.replay.run.run_twice import Outcome, RunTwice, only_views, same_elements, written_storages
 from replayfmt.replay.substitution.distance import Distance, distance, scale_of, worst_element
 from replayfmt.replay.substitution.distance import Tolerance as Close
 
@@ -94,9 +94,7 @@ class OtherWay:
         if self._device is not None:
             clones = Clones(self._device)
         else:
-            names = [each.node.name for each in site.layout.args if set(each.tensors) & set(_written(site))]
-            given = {**dict(zip(site.kernel.argument_names, args, strict=False)), **named}
-            clones = Clones(only={key for name in names for key in _storages(given.get(name))})
+            clones = Clones(only=written_storages(site, args, named))
         return clones, clones.of(args), clones.of(named)
 
     def run(self, site: CallSite, copies: tuple[Clones, Any, Any], states: list[torch.Tensor]) -> Called:
@@ -135,19 +133,6 @@ def _device(text: str) -> torch.device:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"--against={text}: is no device that works here: {reason}") from None
     return device
-
-
-def _written(site: CallSite) -> tuple[int, ...]:
-    return (*site.effects.writes, *site.effects.unsure)
-
-
-def _storages(value: Any) -> list[int]:
-    if isinstance(value, torch.Tensor):
-        strided = value.layout is torch.strided and has_memory(value)
-        return [value.untyped_storage()._cdata] if strided else []
-    if isinstance(value, torch.UntypedStorage):
-        return [value._cdata]
-    return [each for part in value for each in _storages(part)] if isinstance(value, list | tuple) else []
 
 
 _SHOWN = 20

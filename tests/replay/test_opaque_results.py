@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from replayfmt.errors import InvalidCapture, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
 from replayfmt.pytorch.operators import OpaqueResults, OpaqueSpec
+from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, byte_tensor, make_view, new_storage
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.results import ReplayResult
 from replayfmt.replay.run import run_twice
@@ -65,10 +67,10 @@ def _noted_fills(monkeypatch: pytest.MonkeyPatch) -> None:
     fill_new_memory = run_twice._new_memory_filled
 
     @contextmanager
-    def noted(fill: int, lengths: dict[torch.device, list[int]]) -> Iterator[None]:
+    def noted(fill: int, *args: Any) -> Iterator[None]:
         FILLS.append(fill)
         try:
-            with fill_new_memory(fill, lengths):
+            with fill_new_memory(fill, *args):
                 yield
         finally:
             FILLS.pop()
@@ -242,11 +244,101 @@ def test_a_capture_whose_policy_is_no_list_of_results_is_invalid(captured: Captu
         Plan(path)
 
 
-def test_results_that_are_views_with_gaps_are_compared_by_their_own_bytes() -> None:
-    """Freed memory must not be taken for what a kernel left unwritten, or for addresses."""
-    source = torch.arange(1 << 14, dtype=torch.float32).reshape(128, 128)
-    contents = [run_twice._elements(source[:, first : first + 32]) for first in range(96)]
-    others = [torch.full((128 * 32,), -1.0) for _ in range(96)]
-    assert len(others) == 96
-    for first, content in enumerate(contents):
-        assert content.tobytes() == source[:, first : first + 32].numpy().tobytes()
+@pytest.mark.parametrize("dtype", list(TORCH_DTYPE.values()), ids=str)
+def test_results_of_every_dtype_and_layout_are_compared_and_explained_by_the_bytes_of_their_own_elements(
+    dtype: torch.dtype,
+) -> None:
+    size = dtype.itemsize
+    for strides in ((4, 1), (1, 6), (8, 2)):  # the last has gaps, which hold something else each time
+        storages = [new_storage(64 * size, torch.device("cpu")) for _ in range(3)]
+        for value, storage in enumerate(storages):
+            byte_tensor(storage).fill_(value)
+        one, same, other = (make_view(each, dtype, (6, 4), strides, 1) for each in storages)
+        bits = [run_twice._bits(each) for each in (one, same, other)]
+        bits[1].copy_(bits[0])
+        bits[2].copy_(bits[0])
+        assert run_twice.same_elements(one, same) and run_twice.same_elements(one, other)
+        element = byte_tensor(storages[2])[size * (1 + strides[0]) :][:size]
+        element.fill_(0x5C)
+        assert not run_twice.same_elements(one, other)
+        assert run_twice._explained(one, other, []) is None  # of nothing is known what was in new memory
+        said = run_twice._explained(one, other, [(other, 0x5C)])
+        assert said == f"{size} of its {24 * size} bytes are left unwritten"
+        assert run_twice._difference(one, other).startswith("1 of 24 elements differ")
+
+
+def test_lazily_conjugated_and_negated_results_are_compared_by_what_they_are() -> None:
+    x = torch.randn(6, dtype=torch.complex64)
+    assert run_twice.same_elements(x.conj(), x.conj_physical())
+    assert not run_twice.same_elements(x.conj(), x)
+    assert run_twice.same_elements(x.imag, x.conj().imag.neg())
+    assert run_twice._difference(x.conj(), x).startswith("6 of 6 elements differ")
+
+
+def test_what_is_numerically_equal_is_no_difference() -> None:
+    nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert run_twice._difference(torch.tensor([0.0, nan[0]]), torch.tensor([-0.0, nan[1]])) == ""
+    close = torch.tensor([2**60, 2**60]), torch.tensor([2**60, 2**60 + 1])  # the same as float64
+    assert run_twice._difference(*close).startswith("1 of 2 elements differ")
+
+
+def test_what_is_left_unwritten_is_found_where_the_c_library_fills_nothing(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As glibc, which gives out blocks that a thread has just freed as they are."""
+
+    def recycled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.empty(1 << 10, dtype=torch.int64).fill_(next(CHANCES))  # freed, and taken again
+        return x * 2, torch.empty(1 << 10, dtype=torch.int64)
+
+    operator("recycled(Tensor x) -> (Tensor, Tensor)", recycled)
+    path = captured(lambda: KEPT.extend(torch.ops.opaquetest.recycled(torch.ones(4))))
+    KEPT.clear()
+    monkeypatch.setattr(run_twice, "_LIBC", SimpleNamespace(mallopt=lambda *_args: 0))
+    result = executed(path)
+    assert (result.outcome, result.nondeterministic) == ("ok", ())
+    assert named(result) == [("opaquetest::recycled.default", 1)]
+    assert result.opaque_results[0].why == "found by running it twice: 8192 of its 8192 bytes are left unwritten"
+
+
+def test_each_run_in_a_pool_finds_all_its_free_memory_filled_and_its_results_outlive_it(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    blocks = [{"size": 16, "state": "active_allocated"}, {"size": 48, "state": "inactive"}]
+    pools = []
+
+    class Pool:
+        def snapshot(self) -> list[dict[str, Any]]:
+            return [{"address": memory.data_ptr(), "blocks": blocks}] if pools else []  # empty before its first use
+
+    @contextmanager
+    def use(pool: Pool) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    def pooled(x: torch.Tensor) -> torch.Tensor:
+        """Its result lies in the pool, and all but its first element is left unwritten."""
+        result = memory[16:48] if pools else torch.zeros(32, dtype=torch.uint8)
+        result[:1] = x[:1]
+        return result
+
+    fill_free = run_twice._fill_free
+    monkeypatch.setattr(run_twice, "_fill_free", lambda free, _device, fill: fill_free(free, memory.device, fill))
+    for name, fake in (("device", lambda _device: nullcontext()), ("MemPool", Pool), ("use_mem_pool", use)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    operator("pooled(Tensor x) -> Tensor", pooled)
+    path = captured(lambda: KEPT.append(torch.ops.opaquetest.pooled(torch.ones(4, dtype=torch.uint8))))
+    outcomes = []
+
+    class Looker(run_twice.RunTwice):
+        def _search(self, call: Any) -> None:
+            if call.site.kernel.schema.name == "opaquetest::pooled":
+                outcomes.extend(call.runs((7, 0, 9), {torch.device("cuda", 0): [32]}))
+
+    with Plan(path) as plan:
+        looker = Looker(plan.generators)
+        plan.run_with(looker)
+    assert not looker.left_out
+    assert [each.values[0, ""].tolist() for each in outcomes] == [[1, *[fill] * 31] for fill in (7, 0, 9)]
+    assert len(pools) == 4 and memory[:16].tolist() == [0] * 16  # a first run lets the pool grow

@@ -193,13 +193,13 @@ def row_major_pieces(tensor: torch.Tensor, most_bytes: int = PIECE_BYTES) -> Ite
     """
     most = most_bytes // tensor.element_size()
     buffer = torch.empty((most,), dtype=tensor.dtype, pin_memory=pins_memory(tensor.device.type))
-    for part in _parts(tensor.view(-1) if tensor.is_contiguous() else tensor, most):
+    for part in parts(tensor.view(-1) if tensor.is_contiguous() else tensor, most):
         piece = buffer[: part.numel()]
         piece.view(part.shape).copy_(part)
         yield piece
 
 
-def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+def parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     """The elements in row-major order, in views of at most `most`."""
     if tensor.numel() <= most:
         yield tensor
@@ -207,7 +207,7 @@ def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     row = tensor.numel() // len(tensor)
     if row > most:
         for part in tensor:
-            yield from _parts(part, most)
+            yield from parts(part, most)
         return
     for start in range(0, len(tensor), most // row):
         yield tensor[start : start + most // row]

@@ -1,20 +1,23 @@
 """Runs operators twice, on memory with different prior content, to find the results that no replay reproduces.
 
-The runs get copies of the same arguments and the same state of the random generators. If a byte of a result shows what
-the memory held before, the kernel left it unwritten; if a word is an address in both runs, it is an address of this
-process. Either makes the result opaque: it is neither compared nor embedded. Any other difference is nondeterminism: no
-replay reproduces that operator bit for bit, so what depends on it is compared within tolerances. A third run, on memory
-full of zeros, finds kernels that read what nothing wrote, and only ask whether it is zero. Used when a replay
-differs from its capture, and before content is taken from a replay.
+The runs get the same arguments (copies of those that the operator may write) and the same state of the random
+generators. New memory holds one fill in the first run and zeros in the second, so a kernel that reads what nothing
+wrote, if only to ask whether it is zero, differs. If two runs differ, three more with a fill each tell why: bytes that
+follow the fills were left unwritten, and words that are addresses of this process in both runs are of no other. Either
+makes the result opaque: it is neither compared nor embedded. Any other difference is nondeterminism: no replay
+reproduces that operator bit for bit, so what depends on it is compared within tolerances. Results are compared where
+they are. Used when a replay differs from its capture, and before content is taken from a replay.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,7 @@ import torch
 
 from replayfmt.errors import SubstitutionFailed
 from replayfmt.format.validation import printable
-from replayfmt.pytorch.tensors.memory import byte_tensor, new_storage, row_major_bytes
+from replayfmt.pytorch.tensors.memory import INTEGERS, byte_tensor, make_view, new_storage, parts
 
 from ..planning.kernels import CallSite
 from ..verification import StopReplay
@@ -30,11 +33,18 @@ from .content import Clones, has_memory, strided_parts
 
 _MOST_REPORTED = 10  # operators
 _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
-# The fill bytes of new memory in the first and the second run: bytes that kernels are unlikely to write.
-_FILLS = (0xA5, 0x5C)
+# What new memory holds: a byte that kernels are unlikely to write in the first run, zeros in the second, and another
+# such byte once they differ. New storages on the CPU hold torch's junk in place of the bytes.
+_FILLS = (0xA5, 0, 0x5C)
 _LIBC = ctypes.CDLL(None)
 _M_PERTURB = -6  # glibc's M_PERTURB: allocated memory is filled with the inverse of this byte
-_WORD = 8
+_WORD_BYTES = 8
+_SAMPLE = 64  # words that are looked at before all of them are
+_PIECE = 1 << 22  # elements that are explained at once
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+Key = tuple[int | str, str]  # of a result, see Outcome
+Lengths = dict[torch.device, list[int]]
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ def name_nondeterministic(
 
 
 class RunTwice:
-    """Wraps kernels: each runs twice on copies before its actual call, or more often with `repeats`.
+    """Wraps kernels: each runs twice before its actual call, or more often with `repeats`.
 
     `ordinals` are the ops to check, None for all; but not those that are `known`. With `patience_s` the replay is
     stopped after that many seconds; with `unless_found_by` at that ordinal, if nothing was found before it. `opaque`
@@ -102,6 +112,7 @@ class RunTwice:
         self.reached = 0
         self._known = known
         self._remedies: dict[int, str] = {}  # by kernel id
+        self._lengths: dict[Hashable, Lengths] = {}  # of results, where calls with the same metadata had any
         self._unless_found_by, self._repeats = unless_found_by, repeats
         self._generators = [generator for generator in dict.fromkeys(generators) if generator is not None]
         self._ordinals = ordinals
@@ -134,22 +145,7 @@ class RunTwice:
             )
             raise StopReplay
         try:
-            first = self._run(site, args, kwargs, _FILLS[0], {})
-            lengths = first.lengths()
-            if any(device.type != "cpu" for device in lengths):  # its memory can be filled once its length is known
-                first = self._run(site, args, kwargs, _FILLS[0], lengths)
-            for _ in range(self._repeats):
-                second = self._run(site, args, kwargs, _FILLS[1], lengths)
-                how = self._compare(site, first, second)
-                if not how:
-                    how = self._compare(site, first.agreeing(second), self._run(site, args, kwargs, 0, lengths))
-                    how = how and f"its kernel reads memory that nothing wrote: {how}"
-                if how:
-                    remedy = self._remedies.get(site.kernel_id)
-                    if remedy is None:
-                        remedy = self._remedies[site.kernel_id] = self._remedy(site, args, kwargs, lengths)
-                    self.unsteady[site.ordinal] = NondeterministicOp(site.ordinal, site.kernel_id, how, remedy)
-                    break
+            self._search(_Call(self, site, args, kwargs))
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, MemoryError) as error:
             # The actual call may raise it too, and reports where; memory for copies may be all that is missing.
             reason = printable((str(error).splitlines() or [type(error).__name__])[0], 200)
@@ -159,68 +155,128 @@ class RunTwice:
     def found(self) -> bool:
         return bool(self.opaque or self.unsteady)
 
-    def _run(
-        self,
-        site: CallSite,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        fill: int,
-        lengths: dict[torch.device, list[int]],
-    ) -> Outcome:
-        clones = Clones()
-        copies, named = clones.of(args), clones.of(kwargs)
-        with self._undrawn(), _new_memory_filled(fill, lengths):
-            return Outcome.of(site, site.original(*copies, **named), copies, named)
+    def _search(self, call: _Call) -> None:
+        site = call.site
+        key = site.signature_id, site.metas
+        known = self._lengths.get(key, {})
+        first = call.run(_FILLS[0], known)
+        lengths = self._lengths[key] = first.lengths()
+        if lengths != known:  # a device's memory can be filled once the lengths are known
+            first = call.run(_FILLS[0], lengths)
+        if lengths and self._repeats > 1:
+            first, second = call.runs(_FILLS[:2], lengths)
+        else:
+            second = call.run(_FILLS[1], lengths)
+        for turn in range(1, self._repeats + 1):
+            differing = first.differing(second)
+            if differing and self._explain(call, first, second, differing, lengths):
+                return
+            if turn < self._repeats:
+                second = call.run(_FILLS[(turn + 1) % 2], lengths)
 
-    def _compare(self, site: CallSite, first: Outcome, second: Outcome) -> str:
-        """How two runs differ; "" if only in what makes results opaque, which is kept."""
+    def _explain(
+        self, call: _Call, first: Outcome, second: Outcome, differing: Collection[Key], lengths: Lengths
+    ) -> bool:
+        """Keep why two runs differ; whether that is more than what makes results opaque."""
+        site = call.site
+        filled = call.runs(_FILLS, lengths)
+        unsteady = []
         how = ""
-        for (label, place), one in first.values.items():
-            other = second.values.get((label, place))
-            if other is None:
-                continue
+        for key in differing:
+            one, other = first.values[key], second.values[key]
             if one.dtype != other.dtype or one.shape != other.shape:
                 how = how or "its results have other shapes"
+                unsteady.append(key)
                 continue
-            if same_elements(one, other):
-                continue
-            why = _explained(_elements(one), _elements(other))
+            found = [
+                (run.values[key], fill)
+                for run, fill in zip(filled, _FILLS, strict=True)
+                if key in run.values and run.values[key].shape == one.shape
+            ]
+            why = _explained(one, other, found if len(found) == len(_FILLS) else [])
             if why is None:
-                how = how or _difference(one, other)
-            elif isinstance(label, int):  # an argument that was resized is among the results, too
-                self.opaque.append(OpaqueFound(site.ordinal, site.kernel_id, label, why))
-        return how
-
-    def _remedy(
-        self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: dict[torch.device, list[int]]
-    ) -> str:
-        """What would make a nondeterministic op deterministic, found by trying it."""
-        name = site.kernel.schema.name
-        instead = ""
-        if any(part in name for part in _ATTENTION):
-            instead = " (or run it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
-        try:
-            with _deterministic():
-                first = self._run(site, args, kwargs, _FILLS[0], lengths)
-                same = not any(
-                    self._compare(site, first, self._run(site, args, kwargs, _FILLS[0], lengths)) for _ in range(4)
-                )
-        except RuntimeError as error:
-            if "CUBLAS_WORKSPACE_CONFIG" in str(error):
-                return "set CUBLAS_WORKSPACE_CONFIG=:4096:8 and torch.use_deterministic_algorithms(True)"
-            return f"PyTorch has no deterministic kernel for it{instead}"
-        if same:
-            return f"torch.use_deterministic_algorithms(True) makes it deterministic{instead}"
-        return f"torch.use_deterministic_algorithms(True) does not make it deterministic{instead}"
+                difference = _difference(one, other)
+                if difference:
+                    how = how or difference
+                    unsteady.append(key)
+            elif isinstance(key[0], int):  # an argument that was resized is among the results, too
+                self.opaque.append(OpaqueFound(site.ordinal, site.kernel_id, key[0], why))
+        if not unsteady:
+            return False
+        if not filled[0].differing(first, unsteady) and not filled[1].differing(second, unsteady):
+            how = f"its kernel reads memory that nothing wrote: {how}"
+        remedy = self._remedies.get(site.kernel_id)
+        if remedy is None:
+            remedy = self._remedies[site.kernel_id] = _remedy(call, unsteady, lengths)
+        self.unsteady[site.ordinal] = NondeterministicOp(site.ordinal, site.kernel_id, how, remedy)
+        return True
 
     @contextmanager
-    def _undrawn(self) -> Iterator[None]:
-        states = [generator.get_state() for generator in self._generators]
+    def undrawn(self, site: CallSite) -> Iterator[None]:
+        """The random generators afterwards are as they were before."""
+        drawing = site.kernel.draws or not site.kernel.own
+        states = [(each, each.get_state()) for each in self._generators] if drawing else []
         try:
             yield
         finally:
-            for generator, state in zip(self._generators, states, strict=True):
+            for generator, state in states:
                 generator.set_state(state)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a site's kernel, to be repeated."""
+
+    search: RunTwice
+    site: CallSite
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, fill: int, lengths: Lengths, pool: Any = None) -> Outcome:
+        """Its outcome if new memory holds this fill, with results of these lengths; on a device whatever is new, if it
+        comes from a pool."""
+        clones = Clones(only=written_storages(self.site, self.args, self.kwargs))
+        copies, named = clones.of(self.args), clones.of(self.kwargs)
+        with self.search.undrawn(self.site), _new_memory_filled(fill, lengths, pool):
+            returned = self.site.original(*copies, **named)
+        outcome = Outcome.of(self.site, returned, copies, named)
+        if pool is None:
+            return outcome
+        kept = Clones()  # the pool's memory is for the next run
+        return Outcome({key: kept.of(value) for key, value in outcome.values.items()})
+
+    def runs(self, fills: Sequence[int], lengths: Lengths) -> list[Outcome]:
+        """Its outcomes with each fill. Where a device has private pools, no other memory is new: a caching allocator
+        may give out any free memory for results, and for what a kernel needs in between."""
+        device = next((device for device in lengths if device.type == "cuda"), None)
+        if device is not None:
+            try:
+                with torch.cuda.device(device):
+                    pool = torch.cuda.MemPool()
+                    self.run(fills[0], {device: []}, pool)  # the pool gets as much memory as the call needs
+                    return [self.run(fill, {device: []}, pool) for fill in fills]
+            except RuntimeError:  # no memory is left for a pool, or the allocator has none
+                pass
+        return [self.run(fill, lengths) for fill in fills]
+
+
+def _remedy(call: _Call, keys: Collection[Key], lengths: Lengths) -> str:
+    """What would make a nondeterministic op deterministic, found by trying it."""
+    name = call.site.kernel.schema.name
+    instead = ""
+    if any(part in name for part in _ATTENTION):
+        instead = " (or run it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
+    try:
+        with _deterministic():
+            first = call.run(_FILLS[0], lengths)
+            same = not any(first.differing(call.run(_FILLS[0], lengths), keys) for _ in range(4))
+    except RuntimeError as error:
+        if "CUBLAS_WORKSPACE_CONFIG" in str(error):
+            return "set CUBLAS_WORKSPACE_CONFIG=:4096:8 and torch.use_deterministic_algorithms(True)"
+        return f"PyTorch has no deterministic kernel for it{instead}"
+    if same:
+        return f"torch.use_deterministic_algorithms(True) makes it deterministic{instead}"
+    return f"torch.use_deterministic_algorithms(True) does not make it deterministic{instead}"
 
 
 class _Twice:
@@ -239,22 +295,14 @@ class Outcome:
     """What a call produced: results by index, and arguments that it may have written by name. Parts of composites and
     lists under the same label are numbered in the label's text."""
 
-    values: dict[tuple[int | str, str], torch.Tensor]
+    values: dict[Key, torch.Tensor]
 
     @staticmethod
     def of(site: CallSite, returned: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         schema = site.kernel.schema
-        names = [argument.name for argument in schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        slots = set(site.effects.writes) | set(site.effects.unsure)
-        written = {
-            each.node.name: given[each.node.name]
-            for each in site.layout.args
-            if set(each.tensors) & slots and each.node.name in given
-        }
         results = (returned,) if len(schema.returns) == 1 else returned if schema.returns else ()
         labelled: list[tuple[int | str, Any]] = [*enumerate(results if isinstance(results, list | tuple) else ())]
-        labelled += written.items()
+        labelled += _written(site, args, kwargs).items()
         return Outcome(
             {
                 (label, place): value
@@ -264,18 +312,42 @@ class Outcome:
             }
         )
 
-    def agreeing(self, other: Outcome) -> Outcome:
-        """What is the same in another outcome, of the same shapes."""
-        both = self.values.keys() & other.values.keys()
-        return Outcome({key: self.values[key] for key in both if same_elements(self.values[key], other.values[key])})
+    def differing(self, other: Outcome, keys: Collection[Key] | None = None) -> list[Key]:
+        """What is in both, or which of these, and not the same."""
+        both = [key for key in self.values if key in other.values and (keys is None or key in keys)]
+        same = _same([(self.values[key], other.values[key]) for key in both])
+        return [key for key, equal in zip(both, same, strict=True) if not equal]
 
-    def lengths(self) -> dict[torch.device, list[int]]:
-        """The lengths of the returned storages, by device."""
-        found: dict[torch.device, list[int]] = {}
+    def lengths(self) -> Lengths:
+        """The lengths of the storages that were returned on devices, by device."""
+        found: Lengths = {}
         for (label, _place), value in self.values.items():
-            if isinstance(label, int):
+            if isinstance(label, int) and value.device.type != "cpu":
                 found.setdefault(value.device, []).append(value.untyped_storage().nbytes())
         return found
+
+
+def written_storages(site: CallSite, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
+    """The storages of arguments that a call writes or may write, by identity."""
+    return {key for value in _written(site, args, kwargs).values() for key in _storages(value)}
+
+
+def _written(site: CallSite, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    slots = {*site.effects.writes, *site.effects.unsure}
+    names = [each.node.name for each in site.layout.args if slots.intersection(each.tensors)]
+    if not names:
+        return {}
+    given = {**dict(zip((each.name for each in site.kernel.schema.arguments), args, strict=False)), **kwargs}
+    return {name: given[name] for name in names if name in given}
+
+
+def _storages(value: Any) -> list[int]:
+    if isinstance(value, torch.Tensor):
+        strided = value.layout is torch.strided and has_memory(value)
+        return [value.untyped_storage()._cdata] if strided else []
+    if isinstance(value, torch.UntypedStorage):
+        return [value._cdata]
+    return [each for part in value for each in _storages(part)] if isinstance(value, list | tuple) else []
 
 
 def only_views(site: CallSite) -> bool:
@@ -296,16 +368,37 @@ def _deterministic() -> Iterator[None]:
 
 
 @contextmanager
-def _new_memory_filled(fill: int, lengths: dict[torch.device, list[int]]) -> Iterator[None]:
-    """Fill memory allocated inside with this byte: everything from malloc, and storages of these lengths from caching
-    allocators."""
-    _LIBC.mallopt(_M_PERTURB, fill ^ 0xFF)
-    try:
+def _new_memory_filled(fill: int, lengths: Lengths, pool: Any = None) -> Iterator[None]:
+    """Fill memory allocated inside: everything from malloc with this byte, new storages on the CPU with torch's junk
+    (zeros for 0), storages of these lengths from caching allocators, and all that a pool gives out."""
+    flag = _fill_flags().get(not fill)
+    with ExitStack() as stack:
+        stack.callback(_LIBC.mallopt, _M_PERTURB, 0)
+        _LIBC.mallopt(_M_PERTURB, fill ^ 0xFF)
         for device, all_of in lengths.items():
             _dirty([new_storage(length, device) for length in all_of], fill)
+        if flag is not None:
+            # glibc gives out blocks that a thread has just freed as they are.
+            stack.callback(setattr, flag, "value", flag.value)
+            flag.value = True
+        if pool is not None:
+            _fill_free(pool.snapshot(), next(iter(lengths)), fill)
+            stack.enter_context(torch.cuda.use_mem_pool(pool))
         yield
-    finally:
-        _LIBC.mallopt(_M_PERTURB, 0)
+
+
+@functools.cache
+def _fill_flags() -> dict[bool, ctypes.c_bool]:
+    """torch's flags to fill new storages on the CPU with zeros (True) and with junk (False), where it has them."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+        names = {True: "zero", False: "junk"}
+        return {
+            zero: ctypes.c_bool.in_dll(library, f"FLAGS_caffe2_cpu_allocator_do_{name}_fill")
+            for zero, name in names.items()
+        }
+    except (OSError, ValueError):
+        return {}
 
 
 def _dirty(storages: list[torch.UntypedStorage], fill: int) -> None:
@@ -314,54 +407,133 @@ def _dirty(storages: list[torch.UntypedStorage], fill: int) -> None:
         byte_tensor(storage).fill_(fill)
 
 
-def _elements(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a strided tensor's elements in row-major order."""
-    return np.frombuffer(row_major_bytes(tensor), np.uint8)
+def _fill_free(segments: list[dict[str, Any]], device: torch.device, fill: int) -> None:
+    """Fill what is free in a pool's segments on a device, given as its snapshot has them."""
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                free: Any = torch._C._construct_storage_from_data_pointer(address, device, block["size"])
+                byte_tensor(free).fill_(fill)
+            address += block["size"]
+
+
+def _bits(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
+    """The elements of a strided tensor's memory as integers, or those at its places in another storage."""
+    size, strides, offset = tensor.element_size(), tensor.stride(), int(tensor.storage_offset())
+    storage = storage or tensor.untyped_storage()
+    if size == 16:
+        return make_view(storage, torch.int64, (*tensor.shape, 2), (*(2 * each for each in strides), 1), 2 * offset)
+    return make_view(storage, _INTEGER[size], tensor.shape, strides, offset)
+
+
+def _both_bits(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if one.is_conj() != other.is_conj() or one.is_neg() != other.is_neg():
+        one, other = (each.resolve_conj().resolve_neg() for each in (one, other))
+    return _bits(one), _bits(other)
 
 
 def same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal bit for bit, compared where they are if that is cheap."""
-    if one.is_contiguous() and other.is_contiguous() and not (one.is_conj() or one.is_neg() or one.is_quantized):
-        length = one.numel() * one.element_size()
-        parts = [
-            byte_tensor(each.untyped_storage())[int(each.storage_offset()) * each.element_size() :][:length]
-            for each in (one, other)
-        ]
-        return torch.equal(*parts)
-    return bool((_elements(one) == _elements(other)).all())
+    """Whether two tensors of one dtype and shape are equal bit for bit, compared where they are."""
+    return _same([(one, other)])[0]
 
 
-def _explained(one: np.ndarray, other: np.ndarray) -> str | None:
-    """Why two runs may differ in these bytes; None if it is nondeterminism."""
-    unequal = one != other
-    unwritten = (one == _FILLS[0]) & (other == _FILLS[1])
-    rest = unequal & ~unwritten
-    if not rest.any():
-        return f"{int(unwritten.sum())} of its {len(one)} bytes are left unwritten"
-    if len(one) % _WORD:
+def _same(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Whether each two tensors are equal bit for bit. Waits once for each device."""
+    same = [True] * len(pairs)
+    waiting: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
+    for place, (one, other) in enumerate(pairs):
+        if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+            same[place] = False
+        elif one.device.type == "cpu":
+            same[place] = torch.equal(*_both_bits(one, other))
+        else:
+            places, verdicts = waiting.setdefault(one.device, ([], []))
+            places.append(place)
+            verdicts.append(torch.ne(*_both_bits(one, other)).any())
+    for places, verdicts in waiting.values():
+        for place, differs in zip(places, torch.stack(verdicts).tolist(), strict=True):
+            same[place] = not differs
+    return same
+
+
+def _explained(one: torch.Tensor, other: torch.Tensor, filled: Sequence[tuple[torch.Tensor, int]]) -> str | None:
+    """Why two runs may differ in these results; None if it is nondeterminism. `filled` are results of more runs, each
+    with the fill of what was new in it."""
+    bits, other_bits = _both_bits(one, other)
+    evidence = [(_bits(result), _unwritten(result, fill), fill) for result, fill in filled]
+    counts, rests = [], []
+    for a, b, *runs in zip(
+        *(parts(each, _PIECE) for each in (bits, other_bits)),
+        *(parts(each, _PIECE) for result, pattern, _ in evidence for each in (result, pattern)),
+        strict=True,
+    ):
+        differs = _bytes(a) != _bytes(b)
+        unwritten = torch.full_like(differs, bool(evidence))
+        for result, pattern, (*_, fill) in zip(runs[::2], runs[1::2], evidence, strict=True):
+            held = _bytes(result)
+            unwritten &= (held == _bytes(pattern)) | (held == fill)
+        rest = differs & ~unwritten
+        counts.append(torch.stack([unwritten.sum(), rest.sum()]))
+        rests.append(rest)
+    unwritten_bytes, rest_bytes = torch.stack(counts).sum(0).tolist()
+    length_bytes = one.numel() * one.element_size()
+    if not rest_bytes:
+        return f"{unwritten_bytes} of its {length_bytes} bytes are left unwritten"
+    if length_bytes % _WORD_BYTES:
         return None
-    words = np.flatnonzero(rest.reshape(-1, _WORD).any(axis=1))
-    starts, ends = _mapped()
-    for run in (one, other):
-        values = run.view(np.uint64)[words]
-        place = np.searchsorted(starts, values, "right")
-        if not place.all() or (values >= ends[place - 1]).any():
-            return None
-    return f"{len(words)} of its {len(one) // _WORD} words are addresses"
+    words = torch.cat(rests).view(-1, _WORD_BYTES).any(dim=1).nonzero().view(-1)
+    for some in (words[:_SAMPLE], words):
+        for each in (bits, other_bits):
+            if not _are_addresses(_bytes(each).view(-1, _WORD_BYTES)[some].view(torch.int64)):
+                return None
+    return f"{len(words)} of its {length_bytes // _WORD_BYTES} words are addresses"
 
 
-def _mapped() -> tuple[np.ndarray, np.ndarray]:
-    """The start and end addresses of this process's memory mappings, ascending."""
+def _bytes(bits: torch.Tensor) -> torch.Tensor:
+    return bits.contiguous().view(-1).view(torch.uint8)
+
+
+def _unwritten(like: torch.Tensor, fill: int) -> torch.Tensor:
+    """The bits of such a tensor on memory that holds a fill."""
+    with _new_memory_filled(fill, {}):
+        storage = new_storage(like.untyped_storage().nbytes(), like.device)
+    if like.device.type != "cpu" or not _fill_flags():
+        byte_tensor(storage).fill_(fill)
+    return _bits(like, storage)
+
+
+def _are_addresses(words: torch.Tensor) -> bool:
+    """Whether all of these lie in this process's memory mappings."""
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
         ranges = [line.partition(" ")[0].split("-") for line in maps]
     bounds = np.array([[int(bound, 16) for bound in each] for each in ranges], np.uint64).reshape(-1, 2)
-    return bounds[:, 0], bounds[:, 1]
+    starts, ends = bounds[:, 0], bounds[:, 1]  # ascending
+    values = words.cpu().numpy().reshape(-1).view(np.uint64)
+    place = np.searchsorted(starts, values, "right")
+    return bool(place.all()) and not (values >= ends[place - 1]).any()
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> str:
     """How far apart two results of one op are; "" if they are numerically equal."""
-    count = int(((one != other) & ~(one.isnan() & other.isnan())).sum())
-    if not count:
-        return ""
-    largest = float((one.to(torch.float64) - other.to(torch.float64)).abs().nan_to_num().max())
-    return f"{count} of {one.numel()} elements differ, by at most {largest:.3g}"
+    found = []
+    try:
+        for a, b in zip(parts(one, _PIECE), parts(other, _PIECE), strict=True):
+            x, y = _numbers(a), _numbers(b)
+            if one.dtype in INTEGERS:
+                differs = torch.ne(*_both_bits(a, b)).reshape(x.shape)
+            else:
+                differs = (x != y) & ~(x.isnan() & y.isnan())
+            found.append(torch.stack([differs.any(dim=-1).sum().double(), (x - y).abs().nan_to_num().max()]))
+        counts, largest = torch.stack(found).unbind(1)
+        count = int(counts.sum())
+        return f"{count} of {one.numel()} elements differ, by at most {float(largest.max()):.3g}" if count else ""
+    except RuntimeError:  # the dtype has no numbers here
+        bits = [each.reshape(one.numel(), -1) for each in _both_bits(one, other)]
+        return f"{int(torch.ne(*bits).any(dim=1).sum())} of {one.numel()} elements differ"
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as float64, each in a row of its own."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return values.resolve_neg().to(torch.float64).reshape(tensor.numel(), -1)
