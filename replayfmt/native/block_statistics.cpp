@@ -26,7 +26,7 @@
 #include <vector>
 
 #if defined(__x86_64__)
-#include <xmmintrin.h>
+#include <immintrin.h>
 #endif
 
 extern "C" {
@@ -390,9 +390,10 @@ struct HashConstants {
   uint64_t secret[kStripes][kLanes], merging[kLanes], start[kLanes], length;
 };
 
-INLINE uint64_t chunk_hash(const unsigned char* chunk, const HashConstants& constants) {
-  uint64_t sums[kLanes];
-  std::memcpy(sums, constants.start, sizeof sums);
+// Adds a chunk to the sums, lane by lane: the product of a keyed word's halves, and the neighbouring word.
+using AddChunk = void (*)(const unsigned char* chunk, const HashConstants& constants, uint64_t* sums);
+
+void add_chunk(const unsigned char* chunk, const HashConstants& constants, uint64_t* sums) {
   for (int stripe = 0; stripe < kStripes; stripe++) {
     uint64_t words[kLanes];
     std::memcpy(words, chunk + stripe * sizeof words, sizeof words);
@@ -401,6 +402,31 @@ INLINE uint64_t chunk_hash(const unsigned char* chunk, const HashConstants& cons
       sums[lane] += (keyed & 0xffffffff) * (keyed >> 32) + words[lane ^ 1];
     }
   }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void add_chunk_avx2(const unsigned char* chunk, const HashConstants& constants,
+                                                    uint64_t* sums) {
+  __m256i found[2], added[2] = {};
+  std::memcpy(found, sums, sizeof found);
+  for (int stripe = 0; stripe < kStripes; stripe++) {
+    for (int half = 0; half < 2; half++) {
+      __m256i words, secret;
+      std::memcpy(&words, chunk + stripe * 64 + half * 32, sizeof words);
+      std::memcpy(&secret, constants.secret[stripe] + half * 4, sizeof secret);
+      const __m256i keyed = words ^ secret;
+      found[half] += _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+      added[half] += words;
+    }
+  }
+  for (int half = 0; half < 2; half++) {
+    found[half] += _mm256_shuffle_epi32(added[half], 0x4e);
+  }
+  std::memcpy(sums, found, sizeof found);
+}
+#endif
+
+INLINE uint64_t folded(const uint64_t* sums, const HashConstants& constants) {
   uint64_t found = constants.length;
   for (int lane = 0; lane < kLanes; lane += 2) {
     const auto product = static_cast<unsigned __int128>(sums[lane] ^ constants.merging[lane]) *
@@ -410,23 +436,6 @@ INLINE uint64_t chunk_hash(const unsigned char* chunk, const HashConstants& cons
   found = (found ^ found >> 37) * 0x165667919e3779f9ull;
   return found ^ found >> 32;
 }
-
-INLINE void hash_chunks(const unsigned char* data, int64_t count, const HashConstants& constants, uint64_t* hashes) {
-  for (int64_t number = 0; number < count; number++) {
-    hashes[number] = chunk_hash(data + number * (kStripes * kLanes * 8), constants);
-  }
-}
-
-void hash_chunks_of_any(const unsigned char* data, int64_t count, const HashConstants& constants, uint64_t* hashes) {
-  hash_chunks(data, count, constants, hashes);
-}
-
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) void hash_chunks_avx2(const unsigned char* data, int64_t count,
-                                                      const HashConstants& constants, uint64_t* hashes) {
-  hash_chunks(data, count, constants, hashes);
-}
-#endif
 
 // Calls `work` in up to `threads` threads, the caller's included.
 template <typename Work>
@@ -497,15 +506,20 @@ __attribute__((visibility("default"))) int64_t opreplay_statistics(OpReplayStati
 __attribute__((visibility("default"))) void opreplay_chunk_hashes(const unsigned char* data, int64_t count,
                                                                   const HashConstants* constants, uint64_t* hashes,
                                                                   int threads) {
-  auto* hash = hash_chunks_of_any;
+  AddChunk add = add_chunk;
 #if defined(__x86_64__)
-  hash = __builtin_cpu_supports("avx2") ? hash_chunks_avx2 : hash;
+  add = __builtin_cpu_supports("avx2") ? add_chunk_avx2 : add;
 #endif
   constexpr int64_t kShare = 1 << 10;
   std::atomic<int64_t> next{0};
   in_threads(threads, [&] {
     for (int64_t first = kShare * next++; first < count; first = kShare * next++) {
-      hash(data + first * (kStripes * kLanes * 8), std::min(kShare, count - first), *constants, hashes + first);
+      for (int64_t number = first; number < std::min(first + kShare, count); number++) {
+        uint64_t sums[kLanes];
+        std::memcpy(sums, constants->start, sizeof sums);
+        add(data + number * sizeof constants->secret, *constants, sums);
+        hashes[number] = folded(sums, *constants);
+      }
     }
   });
 }
