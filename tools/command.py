@@ -20,6 +20,8 @@ import click
 from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.validation import printable
 
+INTERRUPTED = 130  # exit code, as shells say: ended by SIGINT
+
 # fmt: off
 GROUPS: dict[str, tuple[str, ...]] = {
     "Output": (
@@ -397,7 +399,10 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
         report(UsageError(f"{message}{_elsewhere(error)} ({command.name} --help)"))
         code = UsageError.exit_code
     except (click.Abort, KeyboardInterrupt):
-        code = 130
+        code = INTERRUPTED
+        if own_streams:
+            with said_if_possible():
+                say("interrupted", err=True)
     except ReaderLeft:  # ends the tool, but is not an error of our own
         _discard(sys.stdout)
         code = 0

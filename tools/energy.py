@@ -15,7 +15,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import Seconds, option, reader_may_leave, refuse, run_tool, say, together, tool
+from .command import INTERRUPTED, Seconds, option, reader_may_leave, refuse, run_tool, say, together, tool
 from .replay_flags import plan_of_scope
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def run_energy_windows(work: Work, write: Callable[[str], None]) -> int:
     for each in found.not_run:
         say(f"not run: {each['name']}: {each['reason']}")
     say(f"integrate a power log over them with: opreplay-energy {path} POWER.csv")
-    return 1 if found.not_run else 0
+    return _code(found)
 
 
 def run_energy(work: Work, write: Callable[[str], None] | None, keep_log: Callable[[str], None] | None) -> int:
@@ -171,6 +171,13 @@ def run_energy(work: Work, write: Callable[[str], None] | None, keep_log: Callab
         write(report.json())
     for line in report.lines():
         say(line)
+    return _code(found)
+
+
+def _code(found: WindowsFile) -> int:
+    if found.context["interrupted"]:
+        say("interrupted: the other ops were not measured", err=True)
+        return INTERRUPTED
     return 1 if found.not_run else 0
 
 
@@ -226,7 +233,7 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
         _scope(work, region, runner)
     with work.flags.plan(work.capture, keep_going=True) as each:
         runner.ops(each)
-    if work.program is not None:
+    if work.program is not None and not runner.interrupted:
         runner.program(work.program)
     gpus.end()
     offset_s = _utc_offset_s()
@@ -238,6 +245,7 @@ def _windows(work: Work, plan: Plan, sampler: Sampler | None) -> WindowsFile:
         "window_s": options.window_s,
         "distinct_ops": runner.distinct_ops,
         "selected_ops": runner.selected_ops,
+        "interrupted": runner.interrupted,
         "utc_offset_changed": offset_s != began_offset_s,
     }
     return WindowsFile(told | settings, offset_s, runner.windows, runner.not_run)

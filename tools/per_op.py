@@ -13,7 +13,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import is_given, option, reader_may_leave, refuse, said_if_possible, say, together
+from .command import INTERRUPTED, is_given, option, reader_may_leave, refuse, said_if_possible, say, together
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.baseline import BaselineComparison, Document
@@ -131,7 +131,6 @@ def show_below(lines: list[str], form: str) -> None:
 
 
 _DEFAULT_MIN_TIME = "0.05s"
-_INTERRUPTED = 130  # as shells say: ended by SIGINT
 # Flags for measuring whole replays.
 _WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode", "device_profiling_output")
 _CHOOSE_OPS = ["op_filter", "op_limit"]  # also those that --energy and --energy-windows run
@@ -290,7 +289,7 @@ def run_per_op(
         _show(report, form)
         show_below(below, form)
     if runs[-1].interrupted:
-        return _INTERRUPTED
+        return INTERRUPTED
     return code if all(run.complete for run in runs) else 1
 
 

@@ -338,6 +338,7 @@ _REASONS = {
     0x80: "hardware power brake",
     0x100: "display clocks",
 }
+_POWER_CAP = _REASONS[0x4]
 _THROTTLING = frozenset(_REASONS[bit] for bit in (0x4, 0x8, 0x20, 0x40, 0x80))
 # Clocks move in small steps all the time.
 _MOST_CLOCK_CHANGE = 0.05
@@ -422,15 +423,29 @@ def _is_state(value: Any) -> bool:
     return reasons is None or (isinstance(reasons, list) and all(isinstance(each, str) for each in reasons))
 
 
-def gpu_caveats(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Reasons in the states of GPUs (`GpuWatch.rows`) to doubt what was measured between them."""
+def power_capped(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether the power limit, and nothing else, lowered the clocks of GPUs (`GpuWatch.rows`)."""
+    return {reason for row in rows for reason in _slowed_by(row)} == {_POWER_CAP}
+
+
+def _slowed_by(row: dict[str, Any]) -> set[str]:
+    states = [state for state in (row["before"], row["after"]) if state is not None]
+    return {reason for state in states for reason in state["clock_reasons"] or ()} & _THROTTLING
+
+
+def gpu_caveats(rows: Sequence[dict[str, Any]], *, hardest: bool = False) -> list[str]:
+    """Reasons in the states of GPUs (`GpuWatch.rows`) to doubt what was measured between them. `hardest`: the work
+    takes all the power that there is, so what the power limit does to the clock belongs to the measurement."""
     found = []
+    capped = hardest and power_capped(rows)
     for row in rows:
         before, after = row["before"], row["after"]
         if before is None or after is None:
             continue
         for name, title in _CLOCKS:
             was, became = before[name], after[name]
+            if capped and name == "sm_clock_mhz":
+                continue
             if was and became is not None and abs(became - was) > _MOST_CLOCK_CHANGE * was:
                 found.append(
                     f"{row['device']}: its {title} changed from {was:g} to {became:g} MHz while it was measured"
@@ -443,8 +458,8 @@ def gpu_caveats(rows: Sequence[dict[str, Any]]) -> list[str]:
         was, became = before["temperature_c"], after["temperature_c"]
         if was is not None and became is not None and abs(became - was) > _MOST_WARMING_C:
             found.append(f"{row['device']}: went from {was:g} to {became:g} °C while it was measured")
-        reasons = {*(before["clock_reasons"] or ()), *(after["clock_reasons"] or ())} & _THROTTLING
-        if reasons:
+        reasons = _slowed_by(row)
+        if reasons and not capped:
             found.append(f"{row['device']}: was slowed down while it was measured: {', '.join(sorted(reasons))}")
     return found
 

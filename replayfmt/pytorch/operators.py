@@ -287,6 +287,9 @@ _UNREAD = {
     "opreplay::collective": ("outputs",),
     "opreplay::collective_wait": ("outputs",),
 }
+# Tensors that lend only their shape on processors and NVIDIA's GPUs, by operator: what is measured there does not read
+# them. (Kernels for other devices may, so captures keep their content.)
+_LENDS_SHAPE: dict[str, tuple[str, ...]] = {}
 # Operators that only use an argument, of what they write or read as the schema says, where another one is true.
 _ONLY_WITH = {
     "aten::rrelu_with_noise": ("noise", "training"),
@@ -345,7 +348,8 @@ class Operator:
     `own`, `in_parts`, `in_parts_for_gradients`, `fills_results`: see the namespaces above. `empty`: its results are
     unwritten memory. `idle`: it only allocates, looks at metadata, or names what is there. `attaches_memory`: it
     gives its first argument other memory. `copies`: index of the argument that it copies as it is, -1 for none.
-    `unread`, `quiet_writes`: arguments that it does not read, or writes without an annotation. `only_with`:
+    `unread`, `lends_shape`, `quiet_writes`: arguments that it does not read anywhere, does not read on processors and
+    NVIDIA's GPUs, or writes without an annotation. `only_with`:
     (argument, the flag without which it is not used), `unread_with`: (argument, the flag with which it is not read),
     `read_for_result`: by argument, (the flags of the results that are wanted, the place of the one for which it is
     read). `writes_a_part`: of each argument that it writes, `writes_some`: of its first. `casts_inside`: what it
@@ -378,6 +382,7 @@ class Operator:
     copies: int
     packs: bool
     unread: tuple[str, ...]
+    lends_shape: tuple[str, ...]
     quiet_writes: tuple[str, ...]
     only_with: tuple[str, str] | None
     unread_with: tuple[str, str] | None
@@ -422,6 +427,7 @@ def operator_named(name: str, overload: str = "default") -> Operator:
         copies=0 if packs else _COPIES.get(named, -1),
         packs=packs,
         unread=_UNREAD.get(name if overload == "default" else f"{name}.{overload}", ()),
+        lends_shape=_LENDS_SHAPE.get(name, ()),
         quiet_writes=_UNANNOTATED_WRITES.get(name, ()),
         only_with=_ONLY_WITH.get(name),
         unread_with=_UNREAD_WITH.get(name),

@@ -181,19 +181,23 @@ def test_ops_of_the_host_are_timed_by_the_hosts_clock_and_those_of_devices_by_ev
         assert row["host_time"] > 0 and row["real_time"] > 0 and "device_waited" not in row, row
 
 
-def test_a_peak_of_a_device_that_is_slowed_down_is_doubtful_and_not_kept(
+def test_a_peak_of_a_device_that_is_slowed_down_is_doubtful_and_not_kept_unless_its_power_limit_did_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roofline, "_COPIED_BYTES", {True: 1000})
     for name in ("_AT_LEAST_NS", "_MOST_SPREAD"):
         monkeypatch.setattr(roofline, name, {"_AT_LEAST_NS": 1, "_MOST_SPREAD": 1e9}[name])
-    kept = tmp_path / "peaks.json"
-    for reasons, doubts in ((("hardware thermal slowdown",), 1), ((), 0)):
-        state = GpuState(1500, 1200, 40, 300, reasons)
-        found = roofline.Peaks(torch.device("sim:1"), 1, cache=kept, open_gpu=lambda _, state=state: lambda: state)
-        peak = found.of_bandwidth()
-        assert peak is not None and len(peak.doubts) == doubts and kept.exists() != bool(doubts)
-        assert "SM clock 1500 MHz before" in peak.conditions
+    cap, heat = "software power cap", "hardware thermal slowdown"
+    for number, (reasons, doubts) in enumerate((((heat,), 2), ((heat, cap), 2), ((cap,), 0), ((), 1))):
+        clocks, kept = iter((1980, 1530)), tmp_path / f"peaks_{number}.json"
+
+        def opened(_device: torch.device, clocks: Any = clocks, reasons: Any = reasons) -> Any:
+            return lambda: GpuState(next(clocks), 1200, 40, 300, reasons)
+
+        peak = roofline.Peaks(torch.device("sim:1"), 1, cache=kept, open_gpu=opened).of_bandwidth()
+        assert peak is not None and len(peak.doubts) == doubts and kept.exists() != bool(doubts), reasons
+        assert "SM clock 1980 MHz before, 1530 MHz after" in peak.conditions
+        assert (cap in peak.conditions) is (cap in reasons)
 
 
 def test_a_replacement_that_leaves_another_stream_current_is_found(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Where energy comes from: NVML and RAPL behind zeus, the process that samples them, and what happens when they go."""
 
 import json
+import signal
 import subprocess
 import sys
 from datetime import UTC
@@ -297,6 +298,39 @@ def a_zeus(folder, monkeypatch, text):
     (folder / "zeus" / "__init__.py").write_text("")
     (folder / "zeus" / "device.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_an_interrupt_keeps_what_was_measured_and_says_so(tools, tmp_path, monkeypatch):
+    """Ctrl-C while the second op is measured, whose window must not be in the report."""
+    a_zeus(tmp_path, monkeypatch, FAKE_ZEUS)
+    path, out, repeat, x = tmp_path / "a.opreplay", tmp_path / "report.json", WindowRunner._repeat, torch.ones(3)
+    with replayfmt.capture(path):
+        x.sin().cos().tan()
+
+    def interrupted(self, role, name, *arguments, **named):
+        repeat(self, role, name, *arguments, **named)
+        if "cos" in name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(WindowRunner, "_repeat", interrupted)
+    flags = ["--energy", "--energy-source=gpu", "--power-interval=0.005", "--power-averaging=0.05"]
+    ran = tools("benchmark", path, *flags, f"--energy-out={out}")
+    assert ran.code == 130 and "interrupted: the other ops were not measured" in ran.err.splitlines()
+    sine, *others = json.loads(out.read_text())["kernels"]
+    assert "whole model " in ran.out and sine["kernel"] == "aten::sin.default" and sine["runs"]
+    assert [(each["kernel"], each["reason"]) for each in others] == [
+        (f"aten::{name}.default", "interrupted before it was measured") for name in ("cos", "tan")
+    ]
+
+
+def test_an_interrupt_of_a_whole_group_of_processes_leaves_the_sampler_alone(tmp_path, monkeypatch):
+    a_zeus(tmp_path, monkeypatch, FAKE_ZEUS)
+    log = tmp_path / "power.csv"
+    with sampling(log, 0.001) as sampler:
+        sampler._process.send_signal(signal.SIGINT)
+        before = log.stat().st_size
+        while log.stat().st_size < before + 1000:
+            sampler.require_running()
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ class WindowRunner:
         self.windows: list[EnergyWindow] = []
         self.not_run: list[dict[str, Any]] = []
         self.distinct_ops = self.selected_ops = 0
+        self.interrupted = False
 
     def idle_and_whole(self, plan: Plan, when_verified: Callable[[], None] = lambda: None) -> None:
         """After a verified replay a window in which nothing runs, and at once the whole replay: the rise of power is
@@ -133,7 +134,7 @@ class WindowRunner:
             self.require_source()
 
     def ops(self, plan: Plan) -> None:
-        """Every distinct op. The plan must be made with keep_going."""
+        """Every distinct op. The plan must be made with keep_going. An interrupt (SIGINT) ends it: `interrupted`."""
         options = self._options
         chosen = select_ops(plan.reader, pattern=options.pattern, limit=options.limit, progress=self._progress)
 
@@ -152,6 +153,9 @@ class WindowRunner:
             begun = len(self.windows)
             try:
                 self._op(op, group, plan.devices)
+            except KeyboardInterrupt:
+                del self.windows[begun:]
+                raise
             except Exception as error:  # any exception of an op is its verdict, and the replay continues
                 del self.windows[begun:]
                 failed[group.first_ordinal] = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -161,7 +165,12 @@ class WindowRunner:
             done += 1
             self.require_source()
 
-        verdicts = {each.ordinal: each.reason for each in plan.examine(each, only) if each.verdict != "ok"}
+        verdicts: dict[int, str] = {}
+        try:
+            verdicts = {each.ordinal: each.reason for each in plan.examine(each, only) if each.verdict != "ok"}
+        except KeyboardInterrupt:
+            self.interrupted = True
+            failed |= dict.fromkeys(waiting, "interrupted before it was measured")
         self._tell(chosen, waiting, failed, verdicts)
 
     def _tell(

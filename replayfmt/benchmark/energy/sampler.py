@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -120,7 +121,8 @@ def sampling(log: Path, interval_s: float, kinds: Sequence[str] = KINDS) -> Iter
 
 
 def main() -> None:
-    """Sample until stdin ends."""
+    """Sample until stdin ends. Ctrl-C is for the one that measures, which still reports what was sampled."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     interval, kinds = float(sys.argv[1]), sys.argv[2].split(",")
     try:
         source = open_source(kinds)

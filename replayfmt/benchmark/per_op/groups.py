@@ -275,6 +275,7 @@ class _Tensors:
         by_name = {argument.name: value for argument, value in zip(arguments, call.arguments, strict=False)}
         by_name |= call.named
         quiet = operator_named(kernel.name, kernel.overload).quiet_writes
+        self._values = by_name
         # Numbers, not named by every overload of what puts values somewhere.
         self._adds = by_name.get("accumulate") is True or "reduce" in by_name
         self.by_name = {name: list(_tensors_in(value)) for name, value in by_name.items()}
@@ -299,20 +300,32 @@ class _Tensors:
         if known.idle or self.only_views:
             return 0, 0
         written = _distinct_bytes([*self.written, *self.returned])
-        read_names = [name for name in self.by_name if name not in self._only_out and name not in known.unread]
-        if known.reads_nothing:
-            read_names = []
-        elif known.overwrites_self:
-            read_names = read_names[1:]
+        first = next(iter(self.by_name), "")
+        read = [name for name in self.by_name if not known.reads_nothing and self._reads(known, name, name == first)]
+        rest = _distinct_bytes([tensor for name in read if name != first for tensor in self.by_name[name]])
         if known.puts is not None and self.by_name.get(known.puts[0]) and self.written:
             put = min(_distinct_bytes(self.by_name[known.puts[0]]), _distinct_bytes(self.written))
-            rest = [tensor for name in read_names[1:] for tensor in self.by_name[name]]
-            return _distinct_bytes(rest) + (put if known.puts[1] or self._adds else 0), put
-        if known.chooses and read_names:
-            chosen = self.by_name[read_names[0]]
-            rest = [tensor for name in read_names[1:] for tensor in self.by_name[name]]
-            return min(_distinct_bytes(chosen), written) + _distinct_bytes(rest), written
-        return _distinct_bytes([tensor for name in read_names for tensor in self.by_name[name]]), written
+            return rest + (put if known.puts[1] or self._adds else 0), put
+        if known.chooses and first in read:
+            return min(_distinct_bytes(self.by_name[first]), written) + rest, written
+        return _distinct_bytes([tensor for name in read for tensor in self.by_name[name]]), written
+
+    def _reads(self, known: Operator, name: str, first: bool) -> bool:
+        """Whether the call reads the content of this argument."""
+        given = self._values
+        if name in self._only_out or name in known.unread or name in known.lends_shape:
+            return False
+        if known.unread_with is not None and name == known.unread_with[0]:
+            return not given.get(known.unread_with[1])
+        if known.only_with is not None and name == known.only_with[0]:
+            return bool(given.get(known.only_with[1]))
+        if name in known.read_for_result:
+            flags, place = known.read_for_result[name]
+            wanted = given.get(flags)
+            return not isinstance(wanted, list | tuple) or bool(wanted[place])
+        if known.like_other or not first:
+            return first or not known.like_other
+        return not known.overwrites_self and not (known.beta and given.get("beta") == 0)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -31,7 +31,7 @@ from replayfmt.format.validation import counted
 from replayfmt.pytorch.accelerators import is_accelerator
 from replayfmt.pytorch.environment import describe_device
 
-from ..machine import BackgroundLoad, GpuWatch, Open, gpu_caveats, gpu_lines
+from ..machine import BackgroundLoad, GpuWatch, Open, gpu_caveats, gpu_lines, power_capped
 from ..meters import Clock
 from ..statistics import rate
 from .groups import CallWork
@@ -216,11 +216,12 @@ class Peaks:
         gpus.end()
         self._synchronize()
         fastest, spread = min(times), statistics.median(times) / min(times) - 1
-        conditions, doubts = [f"{len(times)} times, half within {spread:.0%} of the fastest"], gpu_caveats(gpus.rows())
+        conditions = [f"{len(times)} times, half within {spread:.0%} of the fastest"]
+        doubts = gpu_caveats(gpus.rows(), hardest=True)
         if share is not None:
             conditions.append(f"others had {share:.0%} of the processors")
         conditions += gpu_lines(gpus.rows())
-        if spread > _MOST_SPREAD:
+        if spread > _MOST_SPREAD and not power_capped(gpus.rows()):
             doubts.append(f"half of its runs took {spread:.0%} longer than the fastest")
         if share is not None and share > _MOST_OTHERS and not is_accelerator(self.device):
             doubts.append(f"other work had {share:.0%} of the processors")
