@@ -289,7 +289,15 @@ _UNREAD = {
 }
 # Tensors that lend only their shape on processors and NVIDIA's GPUs, by operator: what is measured there does not read
 # them. (Kernels for other devices may, so captures keep their content.)
-_LENDS_SHAPE: dict[str, tuple[str, ...]] = {}
+_LENDS_SHAPE = {
+    f"aten::{name}_backward": ("self",)
+    for name in (
+        "nll_loss", "nll_loss2d", "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d",
+        "adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d", "avg_pool2d", "avg_pool3d",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+        "replication_pad1d", "replication_pad2d", "replication_pad3d",
+    )
+}  # fmt: skip
 # Operators that only use an argument, of what they write or read as the schema says, where another one is true.
 _ONLY_WITH = {
     "aten::rrelu_with_noise": ("noise", "training"),

@@ -6,6 +6,8 @@ from itertools import accumulate, chain, count, repeat
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import replayfmt
 from replayfmt.benchmark.meters import Clock
@@ -15,6 +17,7 @@ from replayfmt.benchmark.per_op.roofline import Peak, Peaks, parse_rate, peak_ca
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
+from replayfmt.pytorch import operators
 from replayfmt.replay.run.steps import IsolatedCall
 
 aten = torch.ops.aten
@@ -30,6 +33,8 @@ def f32(*sizes):
 
 
 AT = torch.tensor([3])
+CONVOLUTION = (f32(1, 1, 4, 4), f32(1, 1, 4, 4), f32(1, 1, 3, 3), [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+CONVOLUTION += ([True, False, False],)
 
 
 def test_a_matrix_product_has_the_operations_and_bytes_of_its_definition():
@@ -83,6 +88,8 @@ def test_operations_without_a_formula_are_not_known_and_not_zero():
         (aten.scatter_add_.default, (f32(1000), 0, AT, f32(1)), {}, 8 + 4 + 4, 4),
         (aten.index_put.default, (f32(1000, 2), [AT], f32(1, 2)), {}, 8000 + 8 + 8, 8000),
         (aten.nll_loss_forward.default, (f32(1, 1000), AT, None, 0, -100), {}, 8 + 8, 4 + 4),
+        (aten.addmm.default, (f32(4, 4), f32(4, 4), f32(4, 4)), {"beta": 0}, 2 * 64, 64),
+        (aten.convolution_backward.default, CONVOLUTION, {}, 64 + 36, 64),  # without a gradient of the weight
         (aten.view.default, (f32(4), [2, 2]), {}, 0, 0),
         (aten.split.Tensor, (f32(4), 2), {}, 0, 0),
         (aten.empty.memory_format, ([4],), {}, 0, 0),
@@ -95,6 +102,59 @@ def test_bytes_are_those_that_a_call_has_to_move_at_least(overload, arguments, n
         arguments = (arguments[0], arguments[0])
     found = work(overload, *arguments, **named)
     assert (found.bytes_read, found.bytes_written) == (read, written)
+
+
+SHAPES = {  # of programs whose backward passes are given tensors for their shape alone
+    "nll_loss": (lambda x: F.nll_loss(x, torch.tensor([1, 0])), (2, 3)),
+    "nll_loss2d": (lambda x: F.nll_loss(x, torch.ones(1, 2, 2, dtype=torch.int64)), (1, 3, 2, 2)),
+    "max_pool2d_with_indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], (1, 1, 4, 4)),
+    "max_pool3d_with_indices": (lambda x: F.max_pool3d(x, 2, return_indices=True)[0], (1, 1, 4, 4, 4)),
+    "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, 2), (1, 1, 4, 4)),
+    "adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x, 2), (1, 1, 4, 4, 4)),
+    "fractional_max_pool2d": (lambda x: F.fractional_max_pool2d(x, 2, output_size=2), (1, 1, 5, 5)),
+    "fractional_max_pool3d": (lambda x: F.fractional_max_pool3d(x, 2, output_size=2), (1, 1, 5, 5, 5)),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), (1, 1, 4, 4)),
+    "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), (1, 1, 4, 4, 4)),
+    "_adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 2), (1, 1, 5, 5)),
+    "_adaptive_avg_pool3d": (lambda x: F.adaptive_avg_pool3d(x, 2), (1, 1, 5, 5, 5)),
+    **{
+        f"{mode}_pad{n}d": (lambda x, n=n, how=how: F.pad(x, [1] * 2 * n, how), [1] + [4] * (n + 1))
+        for mode, how in (("reflection", "reflect"), ("replication", "replicate"))
+        for n in (1, 2, 3)
+    },
+}
+
+
+class Emptied(TorchDispatchMode):
+    """Calls the operators of _LENDS_SHAPE with NaN in what they are said not to read."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, names = kwargs or {}, [argument.name for argument in func._schema.arguments]
+        if unread := operators._LENDS_SHAPE.get(func._schema.name):
+            emptied = [
+                torch.full_like(value, torch.nan) if name in unread else value
+                for name, value in zip(names, args, strict=False)
+            ]
+            found = work(func, *args, **kwargs)
+            given = sum(each.nbytes for each in args if isinstance(each, torch.Tensor))
+            assert found.bytes_read == given - args[names.index(unread[0])].nbytes
+            result = func(*emptied, **kwargs)
+            self.called[func._schema.name] = torch.equal(result, func(*args, **kwargs)) and not result.isnan().any()
+            return result
+        return func(*args, **kwargs)
+
+
+def test_a_tensor_that_lends_only_its_shape_is_not_read_and_not_charged():
+    with Emptied() as mode:
+        for program, sizes in SHAPES.values():
+            program(torch.rand(*sizes, requires_grad=True)).square().sum().backward()
+    assert mode.called == {f"aten::{name}_backward": True for name in SHAPES} and set(mode.called) == set(
+        operators._LENDS_SHAPE
+    )
 
 
 @pytest.mark.parametrize(
