@@ -117,6 +117,7 @@ def _figures() -> list[Figure]:
         _yes("compiled", "Triton program: a wrong replacement is rejected"),
     ]
     found += [_yes("streams", f"streams, {case}: replays as captured") for case in STREAM_CASES]
+    found += [_yes("ranks", f"one rank, {how}: replays as captured") for how in ("alone", "by torchrun")]
     found += [
         _yes("tests", "tests marked gpu: all are collected"),
         Figure("tests", "tests marked gpu: passed, of those that ran", at_least=1),
@@ -145,5 +146,6 @@ STEPS = {
     "probes": 20,
     "energy": 50,
     "compiled": 75,
+    "ranks": 60,
     "tests": 150,
 }

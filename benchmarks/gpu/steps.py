@@ -15,6 +15,7 @@ MODULES = {
     "energy": "kernel_steps",
     "compiled": "code_steps",
     "streams": "code_steps",
+    "ranks": "rank_steps",
     "tests": "code_steps",
 }
 
