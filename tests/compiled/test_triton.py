@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from replayfmt.recording.code.triton_launches import AutotunerUnsupported, function_of
 from replayfmt.recording.inductor import Unknown, read_module
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,46 @@ def test_a_binary_is_kept_where_triton_would_compile_the_same(found: dict[str, A
     # The region's argument may lie anywhere, which Inductor knows, and Triton looks at.
     assert "cubin" not in kernels[SINE]["roles"] and kernels[SINE]["target"]["arch"] == 90
     assert kernels[SINE]["how"] == "compiled by Triton from the stored source"
+
+
+def test_kernels_that_a_worker_compiled_are_recorded_as_those_compiled_here(found: dict[str, Any]) -> None:
+    """What a worker sends back has no function of Python."""
+    assert found["elsewhere"] == found["plain"]
+
+
+SOURCE = SimpleNamespace(fn=len, src="def kernel(): pass", cache_key="one", hash="one")
+
+
+@pytest.mark.parametrize(
+    ("kept", "loaded", "why"),
+    [
+        (SOURCE, None, ""),
+        ({"fn": None}, SOURCE, ""),
+        ({"fn": None, "hash": None}, SOURCE, ""),  # it was not compiled
+        ({"fn": None}, {"src": "def kernel(): return"}, "is not what was compiled"),
+        ({"fn": None}, {"cache_key": "another"}, "is not what was compiled"),
+        ({"fn": None}, {"fn": None}, "is not what was compiled"),
+        ({"fn": None}, {}, "cannot load its source again: FileNotFoundError"),
+        ({"fn": None}, None, "kept no way to load its source"),
+    ],
+)
+def test_a_dropped_source_is_one_that_has_the_text_and_the_hash_of_what_was_compiled(
+    kept: Any, loaded: Any, why: str
+) -> None:
+    def changed(changes: Any) -> Any:
+        return SOURCE if changes is SOURCE else SimpleNamespace(**{**vars(SOURCE), **changes})
+
+    def reload() -> Any:
+        if loaded == {}:
+            raise FileNotFoundError
+        return SimpleNamespace(fn=changed(loaded))
+
+    tuner = SimpleNamespace(fn=changed(kept), _reload_kernel=None if loaded is None else reload)
+    if not why:
+        assert function_of(tuner) is SOURCE
+    else:
+        with pytest.raises(AutotunerUnsupported, match=why):
+            function_of(tuner)
 
 
 def test_trial_launches_and_what_compiling_computes_are_no_part_of_a_capture(found: dict[str, Any]) -> None:

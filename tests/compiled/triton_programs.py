@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.runtime.triton_heuristics as heuristics
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.backends.compiler import GPUTarget
 
@@ -87,6 +89,21 @@ def chained(x: torch.Tensor) -> torch.Tensor:
     return (x.sin() @ x).relu() + 1
 
 
+def compiled_elsewhere(program: Program, x: torch.Tensor) -> Program:
+    """A program whose kernels one of Inductor's workers has compiled: a process that sends them back in pickles."""
+    with inductor_config.patch(compile_threads=2, worker_start_method="fork"):
+        PyCodeCache.cache_clear()  # a worker has loaded no kernels before
+        torch._dynamo.reset()
+        AsyncCompile.wait_pool_ready()
+        TUNERS.clear()
+        run: Any = torch.compile(program)
+        run(x)
+        AsyncCompile.process_pool().shutdown()
+    AsyncCompile._ready_future = None
+    assert not TUNERS, "the kernels were compiled here"
+    return run
+
+
 def refuse(*_: Any, **__: Any) -> None:
     raise ValueError("the program's own compiler refuses")
 
@@ -128,6 +145,8 @@ def main() -> None:
     tuner.compile_results[0].kernel, kept = object(), result.kernel  # as where Inductor keeps the binary alone
     found["static"] = capture(folder / "static.opreplay", run, x)
     result.kernel = kept
+    elsewhere = compiled_elsewhere(chained, x)
+    found["elsewhere"] = capture(folder / "elsewhere.opreplay", elsewhere, x)
     print(json.dumps(found))
 
 

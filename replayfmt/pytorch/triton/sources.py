@@ -57,8 +57,8 @@ def is_constexpr_of_function(value: Any) -> bool:
 
 def kernel_name(kernel: Any) -> str:
     """The name of the function in a kernel object, an autotuner around one included."""
-    function: Any = getattr(kernel, "fn", None)
-    while hasattr(function, "fn"):
+    function = kernel
+    while getattr(function, "fn", None) is not None:
         function = function.fn
     return getattr(function, "__qualname__", None) or getattr(kernel, "name", None) or type(kernel).__name__
 

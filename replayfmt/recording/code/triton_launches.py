@@ -87,13 +87,41 @@ def _plugins(tuner: Any) -> Any:
     return getattr(tuner, "_plugins", ())
 
 
-def launch_of(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TunedLaunch:
+class TunedFunction(NamedTuple):
+    """The decorated function of an autotuner. `kept`: as the autotuner has it; `binders`: by device, what Triton makes
+    to specialize arguments (in the function's own place they would keep Inductor from pickling it)."""
+
+    kept: Any
+    function: Any
+    binders: dict[int, Any]
+
+
+def function_of(tuner: Any) -> Any:
+    """The decorated function of an autotuner, with the function of Python. Inductor drops that when it compiles in
+    another process or caches what it compiled, and keeps a way to load the source again. Raises AutotunerUnsupported if
+    that gives another text or another hash than what was compiled had."""
+    kernel = tuner.fn
+    if kernel.fn is not None:
+        return kernel
+    reload = getattr(tuner, "_reload_kernel", None)
+    if reload is None:
+        raise AutotunerUnsupported("Inductor compiled it in another process, and kept no way to load its source")
+    try:
+        loaded = reload().fn
+    except Exception as error:
+        raise AutotunerUnsupported(f"Inductor cannot load its source again: {type(error).__name__}: {error}") from error
+    if loaded.fn is None or loaded.src != kernel.src or kernel.hash not in (None, loaded.cache_key):
+        raise AutotunerUnsupported("its source, as Inductor loads it again, is not what was compiled")
+    return loaded
+
+
+def launch_of(tuner: Any, tuned: TunedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TunedLaunch:
     """What a launch gives the kernel. Raises AutotunerUnsupported."""
     heuristics: Any = sys.modules[_TUNER_MODULE]
     if _plugins(tuner):
         raise AutotunerUnsupported("a plugin of its autotuner may do anything in place of a launch")
     (launcher,) = tuner.launchers
-    code, config, function = launcher.__code__, launcher.config, tuner.fn
+    code, config, function = launcher.__code__, launcher.config, tuned.function
     given = {**dict(zip(code.co_varnames[: code.co_argcount - 1], args, strict=False)), **kwargs}
     result = next((each for each in tuner.compile_results if each.config is config), None)
     meta = tuner._create_compile_meta(config) if result is None else result.compile_meta
@@ -108,19 +136,21 @@ def launch_of(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tune
     compiled = getattr(result, "kernel", None)
     if not hasattr(compiled, "asm") or not hasattr(compiled, "src"):
         compiled = None
-    alike = compiled is not None and _alike(function, arguments, options, compiled)
+    alike = compiled is not None and _alike(tuned, arguments, options, compiled)
     generated = tuner.heuristic_type is not heuristics.HeuristicType.USER_AUTOTUNE
     return TunedLaunch(function, arguments, options, tuple(grid), compiled, alike, generated)
 
 
-def _alike(function: Any, arguments: dict[str, Any], options: dict[str, Any], compiled: Any) -> bool:
+def _alike(tuned: TunedFunction, arguments: dict[str, Any], options: dict[str, Any], compiled: Any) -> bool:
     import triton
 
     try:
         device = triton.runtime.driver.active.get_current_device()
-        _kernels, _keys, _target, backend, binder = function.device_caches[device]
+        if device not in tuned.binders:
+            tuned.binders[device] = tuned.function.create_binder()
+        _kernels, _keys, _target, backend, binder = tuned.binders[device]
         bound, special, parsed = binder(**arguments, **options)
-        _options, signature, constants, attrs = function._pack_args(backend, options, bound, special, parsed)
+        _options, signature, constants, attrs = tuned.function._pack_args(backend, options, bound, special, parsed)
     except (AttributeError, KeyError, TypeError, ValueError):  # another version of Triton
         return False
     source = compiled.src
@@ -285,6 +315,7 @@ class TritonLaunches(Patched):
         self._recorder = recorder
         self._known = KnownKernels()
         self._kernels: dict[Any, CodeKernel] = {}
+        self._tuned_functions: dict[int, TunedFunction] = {}  # by what their autotuners keep
         self._now = threading.local()  # `tuner`: the autotuner that runs; `launch`: what the kernel's call does
         self._patches = PatchSet(table(self), self._report_missing)
 
@@ -413,7 +444,7 @@ class TritonLaunches(Patched):
                     return original(tuner, *args, **kwargs)
                 given = {name: value for name, value in kwargs.items() if name not in _OF_TUNER}
                 with self._recorder.hidden():
-                    told = self._recorder.attempt(_explained, _tuned, tuner, args, given)
+                    told = self._recorder.attempt(_explained, self._tuned, tuner, args, given)
                 if not isinstance(told, TunedLaunch):
                     return self._unrecorded(tuner, told, lambda: original(tuner, *args, **kwargs), (args, given))
                 launch = _Launch(
@@ -432,6 +463,15 @@ class TritonLaunches(Patched):
                 raise
 
         return run
+
+    def _tuned(self, tuner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> TunedLaunch:
+        """What a launch of Inductor's autotuner gives the kernel, once the configuration is chosen. Raises
+        AutotunerUnsupported."""
+        choose(tuner, args, given)
+        known = self._tuned_functions.get(id(tuner.fn))  # kept, so that no other has its id
+        if known is None:
+            known = self._tuned_functions[id(tuner.fn)] = TunedFunction(tuner.fn, function_of(tuner), {})
+        return launch_of(tuner, known, args, given)
 
     def _tried(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that a trial launch may have written."""
@@ -562,13 +602,6 @@ class TritonLaunches(Patched):
 def _tries_its_own_way(tuner: Any) -> bool:
     """Whether the class of an autotuner has a `_bench` of its own, which `trial` is not around."""
     return next((kind.__module__ for kind in type(tuner).__mro__ if "_bench" in vars(kind)), _AUTOTUNER) != _AUTOTUNER
-
-
-def _tuned(tuner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> TunedLaunch:
-    """What a launch of Inductor's autotuner gives the kernel, once the configuration is chosen. Raises
-    AutotunerUnsupported."""
-    choose(tuner, args, given)
-    return launch_of(tuner, args, given)
 
 
 def _explained(step: Callable[..., _T], *args: Any) -> _T | str:
