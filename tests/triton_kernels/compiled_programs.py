@@ -24,7 +24,7 @@ from replayfmt.format.model import TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.replay.resolution.code_kernels import launcher_of, resolve_triton
 from tests.triton_kernels import programs
-from tests.triton_kernels.fake_device import install
+from tests.triton_kernels.fake_device import install, replay_as_on_a_device
 
 
 def double(x: torch.Tensor, n: int, block: int) -> None:
@@ -47,7 +47,22 @@ def describe(x: torch.Tensor, out: torch.Tensor, *_: int) -> None:
     out.copy_(x * 2)
 
 
+def describe_to(x: Any, out: Any, *_: int) -> None:
+    out.base.copy_(x.base + 1)
+
+
+def add_stages(x: torch.Tensor, grid: int, stages: int) -> None:
+    x.fill_(grid + stages)
+
+
+def add_both(x: torch.Tensor, stages: int, given: int, warps: int) -> None:
+    x.fill_(stages + given + warps)
+
+
 DOES = {
+    "described_kernel": describe_to,
+    "launch_grid_kernel": add_stages,
+    "named_like_options": add_both,
     "describing_kernel": describe,
     "double_kernel": double,
     "fill_kernel": fill,
@@ -258,6 +273,27 @@ def launch_again(reader: CaptureReader, record: Any, given: dict[str, torch.Tens
     return launched(kernel, contents_of(reader, kernel), **values)
 
 
+@triton.jit
+def named_like_options(x, num_stages: tl.constexpr, given, num_warps: tl.constexpr):
+    tl.store(x + tl.program_id(0), given + num_stages + num_warps)
+
+
+def replayed(path: Path) -> list[Any]:
+    """The outcome and the notes of a replay of launches by name, by position, and of descriptors."""
+    install(90, DOES)
+    replay_as_on_a_device()
+    x = torch.zeros(3)
+    with replayfmt.capture(path):
+        named_like_options[(3,)](x, num_stages=1, given=4, num_warps=1)
+        y = x + 1
+        named_like_options[(3,)](x, 3, 4, num_warps=2)
+        kept = x, y, programs.names_that_launches_have(), programs.descriptors()
+    assert kept[2].tolist() == [6.0] * 3
+    with replayfmt.Plan(path, allow_code=True) as plan:
+        result = plan.execute(verify="bitwise")
+        return [result.outcome, *result.notes]
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     found: dict[str, Any] = {}
@@ -324,6 +360,7 @@ def main() -> None:
     found["often"] = launched_often(kernel, contents)
     found["with memory"] = with_memory(folder / "memory.opreplay")
     found["without sources"] = without_sources(folder / "without.opreplay")
+    found["replayed"] = replayed(folder / "replayed.opreplay")
     print(json.dumps(found))
 
 

@@ -179,6 +179,13 @@ def test_hooks_see_launches_of_what_was_launched_before(found: dict[str, Any]) -
     ]
 
 
+def test_parameters_that_are_named_like_options_are_given_as_the_program_gave_them(found: dict[str, Any]) -> None:
+    """By name they are options, too, and the kernel is compiled with them."""
+    outcome, *notes = found["replayed"]
+    launched = "triton::described_kernel, triton::launch_grid_kernel, triton::named_like_options"
+    assert outcome == "ok" and f"4 triton kernels are launched from the stored binary: {launched}" in notes
+
+
 def test_a_script_compiles_what_was_compiled(found: dict[str, Any], tmp_path: Path, tools: Tools) -> None:
     out = tmp_path / "out.py"
     capture = found["folder"] / "sm80.opreplay"

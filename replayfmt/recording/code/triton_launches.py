@@ -563,7 +563,8 @@ class TritonLaunches(Patched):
         if isinstance(known, str):
             return known
         if compiled is not None:
-            options = {**{name: getattr(compiled.metadata, name) for name in _COMPILED_FOR}, **options}
+            apart = [name for name in _COMPILED_FOR if name not in described.bound]
+            options = {**{name: getattr(compiled.metadata, name) for name in apart}, **options}
         try:
             sizes = tuple(operator.index(each) for each in grid)
             form = known.forms.lay_out(described.bound, options, sizes)

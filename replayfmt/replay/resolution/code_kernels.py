@@ -248,8 +248,10 @@ class TritonKernel(StoredCodeKernel):
             raise ValueError(f"its metadata have the parameters {self._parameters}, its source {function.arg_names}")
         self._function = function
         self._assembly = Assembly(stored.parameters, frozenset(self._names), module)
-        kinds = [each.kind for each in inspect.signature(function.fn).parameters.values()]
-        self._keywords = [place for place, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
+        declared = enumerate(inspect.signature(function.fn).parameters.values())
+        # Triton takes what is named like an option for one only if it is given by name; so is all that is after it.
+        by_name = [at for at, each in declared if each.kind is each.KEYWORD_ONLY or each.name in stored.options]
+        self._keywords = range(min(by_name, default=len(self._parameters)), len(self._parameters))
 
     def _require_loaded(self) -> None:
         if self._function is None:
@@ -425,7 +427,7 @@ class TritonKernel(StoredCodeKernel):
             raise ReplayFailed(f"{self._named} is not given what it takes ({error})") from None
         if self._keywords:
             given |= {self._parameters[place]: parameters[place] for place in self._keywords}
-            parameters = [each for place, each in enumerate(parameters) if place not in self._keywords]
+            parameters = parameters[: self._keywords.start]
         run = with_memory(self._function.run)
         with self._device(values):
             run(*parameters, grid=grid, warmup=False, **given)
