@@ -174,6 +174,7 @@ torch._inductor.output_code
 torch._inductor.runtime.runtime_utils
 torch._inductor.runtime.triton_heuristics.CachingAutotuner._create_compile_meta
 torch._inductor.runtime.triton_heuristics.CachingAutotuner._create_compile_options
+torch._inductor.runtime.triton_heuristics.CachingAutotuner._reload_kernel
 torch._neg_view
 torch._nested_view_from_buffer
 torch._ops.OpOverload._handle

@@ -112,8 +112,12 @@ def test_trial_launches_and_what_compiling_computes_are_no_part_of_a_capture(fou
     assert tuned["ops"] == ["aten::empty_strided", "triton::triton_poi_fused_exp_0"] and tuned["unsupported"] == []
 
 
+def test_a_binary_that_inductor_launches_without_triton_is_taken_from_tritons_cache(found: dict[str, Any]) -> None:
+    assert found["static"] == found["plain"]
+
+
 def test_without_what_was_compiled_the_source_is_kept(found: dict[str, Any]) -> None:
-    static = found["static"]
+    static = found["static and gone"]
     assert static["ops"] == CHAINED and static["result"] == found["expected"]
     assert static["kernels"][SINE]["roles"] == ["metadata", "source"]
     assert static["kernels"][SINE]["target"] == "inductor"

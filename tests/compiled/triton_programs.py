@@ -4,16 +4,19 @@ script it works in the directory that it is given, and prints what it found as J
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.runtime.triton_heuristics as heuristics
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.backends.compiler import GPUTarget
 
@@ -141,10 +144,13 @@ def main() -> None:
     except ValueError as error:
         found["refused"] = str(error)
     CachingAutotuner.precompile, tuner.launchers = precompile, launchers  # type: ignore[method-assign]
-    result = tuner.compile_results[0]
-    tuner.compile_results[0].kernel, kept = object(), result.kernel  # as where Inductor keeps the binary alone
+    for tuner in TUNERS:
+        for result in tuner.compile_results:
+            result.kernel._cubin_path = ""  # as Inductor has it
+            result.kernel = StaticallyLaunchedCudaKernel(result.kernel)
     found["static"] = capture(folder / "static.opreplay", run, x)
-    result.kernel = kept
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder)):
+        found["static and gone"] = capture(folder / "gone.opreplay", run, x)
     elsewhere = compiled_elsewhere(chained, x)
     found["elsewhere"] = capture(folder / "elsewhere.opreplay", elsewhere, x)
     print(json.dumps(found))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def attributes() -> tuple[set[str], set[str]]:
 
 
 def found(name: str) -> Any:
-    """What a dotted name leads to in the installed PyTorch: a module, an attribute, or one that `__init__` sets."""
+    """What a dotted name leads to in the installed PyTorch: a module, an attribute, or one of which methods speak."""
     at: Any = torch
     so_far = "torch"
     for part in name.split(".")[1:]:
@@ -114,7 +115,8 @@ def found(name: str) -> Any:
         if not hasattr(at, part):
             with suppress(ImportError):
                 import_module(so_far)
-        if part in getattr(getattr(getattr(at, "__init__", None), "__code__", None), "co_names", ()):
+        methods = vars(at).values() if isinstance(at, type) else ()
+        if any(part in each.__code__.co_names for each in methods if isinstance(each, FunctionType)):
             return at
         at = sys.modules.get(so_far, getattr(at, part, _MISSING))
     return at

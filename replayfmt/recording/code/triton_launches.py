@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from replayfmt.format.codes import KernelKind
@@ -42,6 +44,7 @@ from ..undispatched import tensors_of
 
 _TUNER_MODULE = "torch._inductor.runtime.triton_heuristics"
 _PASSED_ON = (bool, int, str)
+_CACHE = "TRITON_CACHE_DIR"
 
 
 class AutotunerUnsupported(Exception):
@@ -89,11 +92,13 @@ def _plugins(tuner: Any) -> Any:
 
 class TunedFunction(NamedTuple):
     """The decorated function of an autotuner. `kept`: as the autotuner has it; `binders`: by device, what Triton makes
-    to specialize arguments (in the function's own place they would keep Inductor from pickling it)."""
+    to specialize arguments (in the function's own place they would keep Inductor from pickling it); `binaries`: what
+    Triton has compiled of it, by what Inductor launches."""
 
     kept: Any
     function: Any
     binders: dict[int, Any]
+    binaries: dict[Any, Any]
 
 
 def function_of(tuner: Any) -> Any:
@@ -106,10 +111,14 @@ def function_of(tuner: Any) -> Any:
     reload = getattr(tuner, "_reload_kernel", None)
     if reload is None:
         raise AutotunerUnsupported("Inductor compiled it in another process, and kept no way to load its source")
+    cache = os.environ.get(_CACHE)
     try:
         loaded = reload().fn
     except Exception as error:
         raise AutotunerUnsupported(f"Inductor cannot load its source again: {type(error).__name__}: {error}") from error
+    finally:
+        if cache is None:
+            os.environ.pop(_CACHE, None)  # which an autotuner sets when it is made
     if loaded.fn is None or loaded.src != kernel.src or kernel.hash not in (None, loaded.cache_key):
         raise AutotunerUnsupported("its source, as Inductor loads it again, is not what was compiled")
     return loaded
@@ -134,11 +143,32 @@ def launch_of(tuner: Any, tuned: TunedFunction, args: tuple[Any, ...], kwargs: d
     options = {name: value for name, value in chosen.items() if isinstance(value, _PASSED_ON) and name not in arguments}
     grid = heuristics.GridExpr.from_meta(tuner.inductor_meta, config).eval_slow(dict(given))
     compiled = getattr(result, "kernel", None)
-    if not hasattr(compiled, "asm") or not hasattr(compiled, "src"):
-        compiled = None
+    if compiled is not None and not (hasattr(compiled, "asm") and hasattr(compiled, "src")):
+        if compiled not in tuned.binaries:
+            tuned.binaries[compiled] = _in_tritons_cache(function, compiled, meta)
+        compiled = tuned.binaries[compiled]
     alike = compiled is not None and _alike(tuned, arguments, options, compiled)
     generated = tuner.heuristic_type is not heuristics.HeuristicType.USER_AUTOTUNE
     return TunedLaunch(function, arguments, options, tuple(grid), compiled, alike, generated)
+
+
+def _in_tritons_cache(function: Any, kernel: Any, meta: dict[str, Any]) -> Any:
+    """Triton's object for a binary that Inductor launches without Triton, from the cache that Inductor has loaded it
+    from. None if it is there no longer, or is another."""
+    from triton.compiler import ASTSource, CompiledKernel
+
+    heuristics: Any = sys.modules[_TUNER_MODULE]
+    try:
+        cache = Path(heuristics.triton_cache_dir(meta["device"] or 0))
+        folder = cache / heuristics.triton_hash_to_path_key(kernel.hash)
+        files = {each.name: str(each) for each in folder.iterdir() if each.name.startswith(f"{kernel.name}.")}
+        source = ASTSource(function, meta["signature"], meta["constants"], meta["configs"][0])
+        made: Any = CompiledKernel(source, files, kernel.hash)
+        said = made.metadata
+        same = (said.hash, said.num_warps, said.shared) == (kernel.hash, kernel.num_warps, kernel.shared)
+    except (AttributeError, KeyError, OSError, StopIteration, ValueError):
+        return None
+    return made if same else None
 
 
 def _alike(tuned: TunedFunction, arguments: dict[str, Any], options: dict[str, Any], compiled: Any) -> bool:
@@ -470,7 +500,7 @@ class TritonLaunches(Patched):
         choose(tuner, args, given)
         known = self._tuned_functions.get(id(tuner.fn))  # kept, so that no other has its id
         if known is None:
-            known = self._tuned_functions[id(tuner.fn)] = TunedFunction(tuner.fn, function_of(tuner), {})
+            known = self._tuned_functions[id(tuner.fn)] = TunedFunction(tuner.fn, function_of(tuner), {}, {})
         return launch_of(tuner, known, args, given)
 
     def _tried(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
