@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Ran, Tools
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import replayfmt
 from replayfmt.errors import InvalidCapture, UsageError
@@ -342,3 +343,34 @@ def test_each_run_in_a_pool_finds_all_its_free_memory_filled_and_its_results_out
     assert not looker.left_out
     assert [each.values[0, ""].tolist() for each in outcomes] == [[1, *[fill] * 31] for fill in (7, 0, 9)]
     assert len(pools) == 4 and memory[:16].tolist() == [0] * 16  # a first run lets the pool grow
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("backend", "dtype", "seeds"),
+    [
+        (SDPBackend.EFFICIENT_ATTENTION, torch.float32, {2, 3}),
+        (SDPBackend.FLASH_ATTENTION, torch.bfloat16, {6, 7}),
+        (SDPBackend.CUDNN_ATTENTION, torch.bfloat16, {6, 7}),
+    ],
+    ids=str,
+)
+def test_seeds_that_attention_on_a_gpu_leaves_unwritten_are_no_nondeterminism(
+    captured: Captured, backend: SDPBackend, dtype: torch.dtype, seeds: set[int]
+) -> None:
+    def program() -> None:
+        x = torch.randn(2, 4, 128, 64, device="cuda", dtype=dtype, requires_grad=True)
+        with sdpa_kernel(backend):
+            KEPT.append(torch.nn.functional.scaled_dot_product_attention(x, x, x))
+
+    path = captured(program, digests="ops")
+    KEPT.clear()
+    result = executed(path)
+    assert (result.outcome, result.nondeterministic) == ("ok", ()), result.divergence
+    with Plan(path) as plan:
+        for repeats in (1, 3):  # more often: in a pool of its own
+            twice = run_twice.RunTwice(plan.generators, repeats=repeats)
+            plan.run_with(twice)
+            assert (twice.unsteady, twice.left_out) == ({}, "")
+        assert {each.index for each in twice.opaque} == seeds

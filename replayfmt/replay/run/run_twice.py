@@ -495,12 +495,13 @@ def _bytes(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _unwritten(like: torch.Tensor, fill: int) -> torch.Tensor:
-    """The bits of such a tensor on memory that holds a fill."""
-    with _new_memory_filled(fill, {}):
-        storage = new_storage(like.untyped_storage().nbytes(), like.device)
-    if like.device.type != "cpu" or not _fill_flags():
-        byte_tensor(storage).fill_(fill)
-    return _bits(like, storage)
+    """The bits of such a tensor on new memory that holds a fill."""
+    if like.device.type == "cpu" and _fill_flags():
+        with _new_memory_filled(fill, {}):
+            return _bits(like, new_storage(like.untyped_storage().nbytes(), like.device))
+    bits = _bits(like)
+    value = int.from_bytes(bytes([fill]) * bits.element_size(), "little", signed=bits.dtype != torch.uint8)
+    return bits.new_full((), value).expand(bits.shape)
 
 
 def _are_addresses(words: torch.Tensor) -> bool:
