@@ -43,6 +43,7 @@ DOES = {
     "triton_poi_fused_sin_0": sine,
     "triton_poi_fused_add_relu_1": rectified,
     "triton_poi_fused_exp_0": lambda given, out, *_sizes: out.copy_(given.exp()),
+    "triton_poi_fused_add_exp_0": lambda given, out, *_sizes: out.copy_(given.exp() + 1),
 }
 
 
@@ -122,6 +123,9 @@ def main() -> None:
         wide = torch.arange(1 << 13).float() / (1 << 13)
         tuned: Any = torch.compile(lambda x: x.exp())
         found["tuned"] = capture(folder / "tuned.opreplay", tuned, wide) | {"result": None}
+    with inductor_config.patch(coordinate_descent_tuning=True):
+        descended: Any = torch.compile(lambda x: x.exp() + 1)
+        found["descended"] = capture(folder / "descended.opreplay", descended, wide) | {"result": None}
 
     class Plugin:
         def pre_dispatch(self, tuner: Any, *args: Any, **kwargs: Any) -> Any:

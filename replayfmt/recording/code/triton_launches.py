@@ -142,7 +142,8 @@ def launch_of(tuner: Any, tuned: TunedFunction, args: tuple[Any, ...], kwargs: d
     chosen = tuner._create_compile_options(config, meta)
     options = {name: value for name, value in chosen.items() if isinstance(value, _PASSED_ON) and name not in arguments}
     grid = heuristics.GridExpr.from_meta(tuner.inductor_meta, config).eval_slow(dict(given))
-    compiled = getattr(result, "kernel", None)
+    scope = launcher.__globals__  # which has what coordinate descent compiled, and nothing else has
+    compiled = scope.get("bin", getattr(scope.get("runner"), "__self__", None)) if result is None else result.kernel
     if compiled is not None and not (hasattr(compiled, "asm") and hasattr(compiled, "src")):
         if compiled not in tuned.binaries:
             tuned.binaries[compiled] = _in_tritons_cache(function, compiled, meta)
