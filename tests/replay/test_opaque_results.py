@@ -296,10 +296,11 @@ def test_what_is_left_unwritten_is_found_where_the_c_library_fills_nothing(
     path = captured(lambda: KEPT.extend(torch.ops.opaquetest.recycled(torch.ones(4))))
     KEPT.clear()
     monkeypatch.setattr(run_twice, "_LIBC", SimpleNamespace(mallopt=lambda *_args: 0))
-    result = executed(path)
-    assert (result.outcome, result.nondeterministic) == ("ok", ())
-    assert named(result) == [("opaquetest::recycled.default", 1)]
-    assert result.opaque_results[0].why == "found by running it twice: 8192 of its 8192 bytes are left unwritten"
+    with Plan(path) as plan:
+        twice = run_twice.RunTwice(plan.generators)
+        plan.run_with(twice)
+    assert not twice.unsteady
+    assert [(each.index, each.why) for each in twice.opaque] == [(1, "8192 of its 8192 bytes are left unwritten")]
 
 
 def test_each_run_in_a_pool_finds_all_its_free_memory_filled_and_its_results_outlive_it(
