@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from goals import FIGURES, STEPS  # noqa: E402 - from this folder
+from goals import FIGURES, STEPS, YES  # noqa: E402 - from this folder
 
 _LEAST_S = 8.0  # a step that has less time is not begun
 _GRACE_S = 6.0  # between asking a step to end and ending it
@@ -185,11 +185,9 @@ def _signal(process: subprocess.Popen[str], number: int) -> None:
 def summary(rows: Sequence[dict[str, Any]], seconds: float) -> str:
     """One screen: what was measured on which device, each step's verdicts, every missed goal, and why others were not
     measured."""
-    machine = next((row["details"]["machine"] for row in rows if "machine" in row["details"]), {})
-    names = ("gpu", "device", "torch", "triton", "python", "cuda")
-    known = [f"{name} {machine[name]}" for name in names if machine.get(name)]
-    lines = ["OpReplay on " + (" · ".join(known) or "a machine that the step `machine` would name")]
-    if machine.get("device") == "cpu":
+    where = _where(rows)
+    lines = [f"OpReplay on {where}"]
+    if "device cpu" in where:
         lines.append("Without a GPU this tries the check itself: the programs are tiny, and the figures mean nothing.")
     verdicts = ("met", "missed", "not measured", "no goal")
     lines += ["", f"{'':14}" + "".join(f"{verdict:>14}" for verdict in verdicts)]
@@ -213,9 +211,17 @@ def summary(rows: Sequence[dict[str, Any]], seconds: float) -> str:
     return "\n".join(lines)
 
 
+def _where(rows: Sequence[dict[str, Any]]) -> str:
+    machine = next((row["details"]["machine"] for row in rows if "machine" in row["details"]), {})
+    names = ("gpu", "device", "torch", "triton", "python", "cuda")
+    known = [f"{name} {machine[name]}" for name in names if machine.get(name)]
+    return " · ".join(known) or "a machine that the step `machine` would name"
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows with a figure as benchmarks/README.md has them."""
-    lines = ["| what | measured | target | met |", "| --- | --- | --- | --- |"]
+    """The rows with a figure as benchmarks/README.md has them, below what they hold for."""
+    lines = [f"`make gpu`, {time.strftime('%Y-%m-%d')}: {_where(rows)}", ""]
+    lines += ["| what | measured | target | met |", "| --- | --- | --- | --- |"]
     for row in rows:
         if row["measured"] is not None:
             met = {True: "yes", False: "**no**", None: ""}[row["met"]]
@@ -224,11 +230,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _figure(row: dict[str, Any]) -> str:
+    if row["unit"] == YES:
+        return "yes" if row["measured"] == 1 else "no"
     return f"{row['measured']:.3g} {row['unit']}"
 
 
 def _goal(row: dict[str, Any]) -> str:
     low, high = row["at_least"], row["at_most"]
+    if row["unit"] == YES:
+        return "yes"
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"
     return f"≤ {high:g}" if high is not None else f"≥ {low:g}" if low is not None else ""
