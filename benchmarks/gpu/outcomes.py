@@ -26,13 +26,13 @@ class Outcomes:
 
     def _write(self, report: pytest.TestReport | pytest.CollectReport, outcome: str, seconds: float) -> None:
         row: dict[str, object] = {"test": report.nodeid, "outcome": outcome, "seconds": round(seconds, 1)}
-        self._reporter.ensure_newline()
+        text = ""
         if report.failed:
-            self._reporter.write_line(report.longreprtext)
+            text = report.longreprtext + "\n"
             crash = getattr(report.longrepr, "reprcrash", None)
             said = f"{crash.path}:{crash.lineno}: {crash.message}"[:_MOST] if crash else report.longreprtext[-_MOST:]
             row["message"] = said
-        self._reporter.write_line(json.dumps(row))
+        self._reporter.write(f"\n{text}{json.dumps(row)}\n", flush=True)  # on a line of its own, whatever is before it
 
 
 @pytest.hookimpl(trylast=True)  # after the reporter was made

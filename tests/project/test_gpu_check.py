@@ -200,7 +200,8 @@ def test_each_outcome_and_the_traceback_of_a_failure_are_known_before_pytest_end
     tmp_path: Path, workers: list[str]
 ) -> None:
     (tmp_path / "test_three.py").write_text(
-        "import pytest\n\ndef test_good(): pass\n\ndef test_bad():\n    given = 3\n    assert given == 4\n\n"
+        "import pytest\n\n@pytest.mark.parametrize('n', range(9))\ndef test_good(n): pass\n\n"
+        "def test_bad():\n    given = 3\n    assert given == 4\n\n"
         "@pytest.fixture\ndef broken(): raise OSError('no such board')\n\ndef test_ugly(broken): pass\n"
     )
     (tmp_path / "test_unreadable.py").write_text("import no_module_of_this_name\n")
@@ -215,12 +216,12 @@ def test_each_outcome_and_the_traceback_of_a_failure_are_known_before_pytest_end
     before_the_end = done.stdout.partition("= ERRORS =")[0].splitlines()
     rows = {row["test"]: row for row in map(json.loads, (line for line in before_the_end if line.startswith("{")))}
     assert {name: row["outcome"] for name, row in rows.items()} == {
-        "test_three.py::test_good": "passed",
+        **{f"test_three.py::test_good[{n}]": "passed" for n in range(9)},
         "test_three.py::test_bad": "failed",
         "test_three.py::test_ugly": "error",
         "test_unreadable.py": "not collected",
     }, done.stdout
-    assert "test_three.py:7: assert 3 == 4" in rows["test_three.py::test_bad"]["message"]
+    assert "test_three.py:8: assert 3 == 4" in rows["test_three.py::test_bad"]["message"]
     assert "no such board" in rows["test_three.py::test_ugly"]["message"]
     assert "no_module_of_this_name" in rows["test_unreadable.py"]["message"]
     assert "    assert given == 4" in before_the_end
