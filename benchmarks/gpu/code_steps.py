@@ -35,7 +35,7 @@ ROOT = HERE.parents[1]
 def compiled() -> None:
     prefix = "compiled, {}: replays as captured"
     binaries, source = prefix.format("default, from binaries"), prefix.format("default, from source")
-    with telling(binaries, source):
+    with telling(binaries, source, share=0.8):  # what compiles first takes longest
         path = WORK / "compiled.opreplay"
         _compiled(path)
         replays(binaries, path, allow_code=True)

@@ -46,7 +46,7 @@ class _TooLong(BaseException):
 
 
 @contextlib.contextmanager
-def telling(*names: str, share: float = 0.6) -> Iterator[None]:
+def telling(*names: str, share: float = 0.7) -> Iterator[None]:
     """A part of a step, which tells these figures. If it fails, or takes more than this share of the step's time, those
     that are left are not measured, and the step goes on."""
     began, reason = time.perf_counter(), "the part ended without it"
