@@ -214,7 +214,7 @@ class CaptureSession:
         self.ops_seen = 0
         self.progress = options.progress()
         self.stop_scope_left = False  # the scope at whose end recording stops has ended
-        self.warm_ups = 0  # how many calls are in progress that compute with memory nobody wrote, for nobody
+        self.unwritten_reads = 0  # calls of PyTorch's in progress that read memory which no captured op wrote
         self.graph_captures = 0  # how many graphs of a device are being captured: no memory of it can be read
         self.unwritten_scopes: set[str] = set()  # those of `reads_unwritten` in which such a read occurred
         # Operators of finalizers and signal handlers in the middle of the recorder's work, not told yet.
@@ -500,9 +500,9 @@ class CaptureSession:
                 self.calls.raised(call, started, ended, interrupted)
 
     def _expects_unwritten(self) -> bool:
-        """Whether memory that nobody wrote may be read now: by a warm-up of PyTorch's, or in one of this thread's
+        """Whether memory that no captured op wrote may be read now: by PyTorch's own code, or in one of this thread's
         scopes."""
-        if self.warm_ups:
+        if self.unwritten_reads:
             return True
         found = self.scopes.open_of(self.options.reads_unwritten)
         self.unwritten_scopes.update(found)

@@ -349,6 +349,7 @@ class CollectiveHooks:
                 place = _MODULE if owner.__module__ != "torch" else "torch._C"
                 patches += [Patch(place, f"{owner.__name__}.{name}", hook) for name in names if name in vars(owner)]
             patches.append(Patch(_MODULE, "ProcessGroup.__init__", self._made))
+            patches.append(Patch("torch.distributed", "_verify_params_across_processes", self._filling))
         self._patches = PatchSet(patches)
 
     def install(self) -> None:
@@ -447,15 +448,15 @@ class CollectiveHooks:
         recent.clear()
 
     def _filling(self, original: CollectiveFunction) -> CollectiveFunction:
-        """A method of DDP's that fills memory through addresses, and copies it."""
+        """A function of DDP's in C++ that fills host memory through addresses, and copies it to the device."""
 
         @functools.wraps(original)
         def fill(*args: Any, **kwargs: Any) -> Any:
-            self._session.warm_ups += 1
+            self._session.unwritten_reads += 1
             try:
                 return original(*args, **kwargs)
             finally:
-                self._session.warm_ups -= 1
+                self._session.unwritten_reads -= 1
 
         return fill
 

@@ -18,7 +18,7 @@ _HERE = Path(__file__).parent
 # Small ones share a process, because importing PyTorch takes longer than their tests.
 _SHARE = [
     [f"{name}_on_device" for name in names.split()]
-    for names in ("graph_kernels graph_pools graph_streams graph_work", "kinds memory threads")
+    for names in ("graph_kernels graph_pools graph_streams graph_work", "kinds memory ranks threads")
 ]
 _ALONE = sorted({each.stem for each in _HERE.glob("*on_device.py")} - {name for names in _SHARE for name in names})
 

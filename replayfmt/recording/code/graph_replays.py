@@ -196,11 +196,11 @@ class Graphs(Patched):
             mode = self._recorder.attempt(self._recorder.mode_here)
             if mode is None:
                 return original(*args, **kwargs)
-            mode.core.warm_ups += 1
+            mode.core.unwritten_reads += 1
             try:
                 return original(*args, **kwargs)
             finally:
-                mode.core.warm_ups -= 1
+                mode.core.unwritten_reads -= 1
 
         return make_graphed_callables
 
