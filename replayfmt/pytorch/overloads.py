@@ -168,6 +168,7 @@ class ArgumentRules:
         return ""
 
 
+_TENSORS = re.compile(r"Tensor|List\[Tensor\]")
 _HOLDERS = tuple(
     holder
     for holder in (
@@ -235,7 +236,8 @@ def direct_function(
 
 def _candidates(overload: OpOverload) -> Iterator[Callable[..., Any]]:
     namespace, _, base = overload._schema.name.partition("::")
-    if namespace != "aten":
+    # PyTorch's own functions return symbolic integers (the lengths that flash attention returns) as tensors.
+    if namespace != "aten" or not all(_TENSORS.fullmatch(str(each.type)) for each in overload._schema.returns):
         return
     for holder in _HOLDERS:
         for name in (base, base.removeprefix("linalg_"), base.removeprefix("fft_"), base.removeprefix("special_")):

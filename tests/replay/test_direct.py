@@ -48,6 +48,9 @@ def test_a_function_that_arrives_as_captured_is_called(
         (aten._unsafe_view.default, "%s(%s, %s)", [None, [1]], [0]),  # no such function
         (aten.zeros.default, "%s(%s, pin_memory=False)", [[2]], []),  # arrives with other arguments
         (aten.add.Tensor, "%s(%s, %s, beta=%s)", [None, None, 2], [0, 1]),
+        # Of its nine results, torch's function returns two symbolic integers as tensors.
+        (aten._scaled_dot_product_flash_attention.default, "%s(%s, %s, %s)", [None, None, None], [0, 1, 2]),
+        (aten._scaled_dot_product_cudnn_attention.default, "%s(%s, %s, %s, None, True)", [None] * 3, [0, 1, 2]),
     ],
 )
 def test_otherwise_the_overload_itself_is_called(
