@@ -33,6 +33,7 @@ class OperatorForHook(NamedTuple):
     fills: bool  # it writes every element of its first argument, and reads none of them
     empty: bool  # it returns memory that nothing has been written to
     draws: bool  # it fills its first argument with random numbers
+    backends: tuple[Any, ...]  # dispatch keys under which it is one kernel, and a composite elsewhere; none: always
 
 
 @dataclass(frozen=True)

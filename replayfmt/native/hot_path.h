@@ -75,6 +75,9 @@ class HotCall {
     return known && device_ == at::kCPU && session_.drawn && *session_.drawn == Draws::now();
   }
 
+  // Whether the operator runs as one kernel where its first argument is.
+  bool is_one_kernel() const { return is_one_kernel_; }
+
   // The next result, likewise: known apart from new storages and views.
   bool take_result(const at::Tensor& tensor) {
     begin_results();
@@ -281,6 +284,9 @@ class HotCall {
     }
     if (index == 0) {
       device_ = tensor.device().type();
+      is_one_kernel_ = is_one_kernel_ || std::any_of(op_.backends.begin(), op_.backends.end(), [&](c10::DispatchKey backend) {
+                         return tensor.key_set().has(backend);
+                       });
     }
     const bool written = std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end();
     if (written && is_out(index) && storage->bytes == 0) {
@@ -449,6 +455,7 @@ class HotCall {
   bool has_results_ = false;
   bool writes_for_python_ = false;
   at::DeviceType device_ = at::kMeta;  // of the first argument
+  bool is_one_kernel_ = op_.backends.empty();
   Encoded encoded_;
   c10::ArrayRef<c10::IValue> given_;   // of a kernel of generated code
   std::vector<c10::TensorImpl*> unregistered_;

@@ -89,8 +89,9 @@ inline const Operator& describe(const OperatorHandle& op, const FunctionSchema& 
       if (py::object said = call(capture.functions.describe, function); !said.is_none()) {
         using Indices = std::vector<size_t>;
         std::tie(made->plain, made->writes, made->watches, made->dropout, made->takes_numbers, made->fills, made->empty,
-                 made->draws) =
-            py::cast<std::tuple<bool, Indices, Indices, std::optional<size_t>, bool, bool, bool, bool>>(said);
+                 made->draws, made->backends) =
+            py::cast<std::tuple<bool, Indices, Indices, std::optional<size_t>, bool, bool, bool, bool,
+                                std::vector<c10::DispatchKey>>>(said);
       }
     }
   }
@@ -185,7 +186,7 @@ class HotRun {
         return false;
       }
     }
-    if (!is_as_begun() || (known_.draws && !(session_.turns.is_free() && call_.draws_as_told()))) {
+    if (!is_as_begun() || !call_.is_one_kernel() || (known_.draws && !(session_.turns.is_free() && call_.draws_as_told()))) {
       return false;
     }
     if (known_.draws) {

@@ -282,3 +282,19 @@ def test_programs_with_streams_replay_bitwise(tmp_path: Path, program: Callable[
                 result = plan.execute(verify="bitwise")
                 assert current() == callers, "the caller's stream is current again"
             assert result.outcome == "ok", str(result.divergence)
+
+
+def test_attention_that_returns_lengths_missing_tensors_and_unwritten_seeds_replays(tmp_path: Path) -> None:
+    """As flash attention does on a GPU; what a backward pass is to get is alive at the end."""
+    q = torch.randn(2, 4, 32, 16, device="sim:0")
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path), torch.no_grad():
+        kept = [torch.ops.aten._scaled_dot_product_flash_attention(q, q, q) for _ in range(3)]
+        assert [kept[0][index] for index in (2, 3, 4, 5)] == [None, None, 32, 32]
+        y = kept[2][0] + 1
+    assert not open_capture(path).summary.unsupported
+    with Plan(path) as plan:
+        for _ in range(2):
+            result = plan.execute(verify="auto")
+            assert result.outcome == "ok" and not result.nondeterministic, result.divergence
+    del kept, y

@@ -1195,7 +1195,25 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&by_the_host>());
 }
 
+// As on CUDA: lengths that are numbers, results that are no tensors, and seeds that nothing is written to.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>
+flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool causal, bool,
+                std::optional<double> scale) {
+  const auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(q.cpu(), k.cpu(), v.cpu(), dropout, causal,
+                                                                           std::nullopt, scale);
+  const auto seed = q.options().dtype(at::kUInt64);
+  return {out.to(q.device()), sums.to(q.device()), {}, {}, q.sym_size(2), k.sym_size(2),
+          at::empty({2}, seed), at::empty({}, seed), at::empty({0}, q.options())};
+}
+
+// Elsewhere a composite of other operators.
+at::Tensor silu_backward(const at::Tensor& grad, const at::Tensor& x) {
+  return at::silu_backward(grad.cpu(), x.cpu()).to(x.device());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("_scaled_dot_product_flash_attention", flash_attention);
+  library.impl("silu_backward", silu_backward);
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("as_strided", as_strided);

@@ -117,6 +117,23 @@ def test_what_was_seen_takes_it(capture: Capture, cold: list[str]) -> None:
     captured.replays()
 
 
+def test_an_operator_takes_it_where_it_is_one_kernel_and_a_composite_elsewhere(
+    capture: Capture, cold: list[str]
+) -> None:
+    """As silu's backward on the host, and the fused norm of a GPU."""
+    x, grad = torch.randn(8), torch.ones(8)
+
+    def program() -> Any:
+        kept = [torch.ops.aten.silu_backward(grad, x) * 2 for _ in range(2)]
+        cold.clear()
+        return [*kept, torch.ops.aten.silu_backward(grad, x) * 2]
+
+    captured = capture(program)
+    assert cold == []
+    assert captured.ops().count("aten::silu_backward.default") == 3
+    captured.replays()
+
+
 def test_shapes_that_are_new_take_it(capture: Capture, cold: list[str]) -> None:
     """Batches of every length, as in graphs and sentences, two threads' among them."""
 

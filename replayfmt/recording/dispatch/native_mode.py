@@ -192,7 +192,7 @@ class NativeMode(ObservingMode):
         in_place = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
         plain = (
             kernel.namespace == "aten"
-            and kernel.action is Action.record
+            and (kernel.action is Action.record or bool(kernel.own_kernels))
             and kernel.body is None
             and not (draws and not (fills and in_place))
             and not (kernel.opaque_results or kernel.unnameable or kernel.in_place_view)
@@ -213,6 +213,7 @@ class NativeMode(ObservingMode):
             fills,
             operator.empty,
             draws,
+            kernel.own_kernels,
         )
 
     def register_thread(self) -> None:
