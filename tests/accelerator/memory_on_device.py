@@ -83,6 +83,23 @@ def test_digests_take_no_more_of_a_devices_memory_than_a_piece(monkeypatch: pyte
     assert torch.sim.max_memory_allocated(1) - before <= 2 << 16  # type: ignore[attr-defined]
 
 
+def test_a_long_digest_is_made_on_the_host_where_a_device_has_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LONG_BYTES", "PIECE_BYTES"):
+        monkeypatch.setattr(long_content, name, 1 << 16)
+    host = torch.randn(1 << 16)
+    there = host.to("sim:0")
+    with undispatched():
+        digest_tensor(there)  # the constants are there
+
+        def full(*_: object) -> None:
+            raise torch.OutOfMemoryError("sim: out of memory")
+
+        monkeypatch.setattr(long_content, "chunk_hashes", full)
+        expected = digest_tensor(host)
+        assert digest_tensor(there).hex == expected.hex
+        assert hash_tensor(there) == (expected.hash_low, expected.hash_high)
+
+
 def test_a_long_digest_takes_no_more_of_a_devices_memory_than_twelve_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_content, "LONG_BYTES", 1 << 16)
     monkeypatch.setattr(long_content, "PIECE_BYTES", 1 << 16)

@@ -355,7 +355,11 @@ def digest_tensor(tensor: torch.Tensor) -> TensorDigest:
     """Digest of a strided tensor's logical elements. Raises TypeError for any other layout and packed dtypes."""
     tensor, code = _resolved(tensor)
     if _comes_in_pieces(tensor):
-        return _digest_on_device(_bits(tensor), tensor.dtype, code) or _digest_pieces(_bits(tensor), code)
+        try:
+            found = _digest_on_device(_bits(tensor), tensor.dtype, code)
+        except torch.OutOfMemoryError:
+            found = None  # the host needs no memory there
+        return found or _digest_pieces(_bits(tensor), code)
     host = _on_host(tensor, code)
     return _digest(host.untyped_storage(), code, host.shape, host.stride(), int(host.storage_offset()))
 
@@ -388,9 +392,12 @@ def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:
         bits = _bits(tensor)
         running = content_hash(bits.numel() * bits.element_size())
         if isinstance(running, LongHash) and (there := device_pieces(bits)) is not None:
-            for piece in there:
-                add_device_piece(running, piece)
-            return _halves(running.intdigest())
+            try:
+                for piece in there:
+                    add_device_piece(running, piece)
+                return _halves(running.intdigest())
+            except torch.OutOfMemoryError:
+                running = LongHash()
         for piece in row_major_pieces(bits, _PIECE_BYTES):
             running.update(_array(piece).data)
         return _halves(running.intdigest())
