@@ -202,6 +202,7 @@ torch.distributed.ProcessGroup._allgather_base
 torch.distributed.ProcessGroup._reduce_scatter_base
 torch.distributed._functional_collectives
 torch.distributed._symmetric_memory
+torch.distributed._verify_params_across_processes
 torch.distributed.distributed_c10d._get_default_store
 torch.distributed.distributed_c10d._resolve_process_group
 torch.distributed.distributed_c10d._world
