@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -243,6 +244,26 @@ def test_the_report_says_on_the_console_what_is_in_it():
     assert "comparison  whole 100 J, predicted 11 J: -89.0%, ratio 0.110" in text
     assert "unmeasured  bad: RuntimeError: no" in text
     assert "WARNING: only 4 of 9 distinct ops were selected" in text
+
+
+def test_the_comparison_says_what_errors_and_idle_power_explain():
+    def reported(calls, **context):
+        windows = WindowsFile(context, 0, [*WINDOWS[:2], replace(WINDOWS[2], count=calls)], [])
+        report = make_energy_report(windows, log_of(every(0.1, 100, levels)), offset_s=0.0)
+        jsonschema.validate(report.content, SCHEMA)
+        return report.content["comparison"], "\n".join(report.lines())
+
+    comparison, said = reported(30)
+    assert comparison["ratio"] == pytest.approx(0.6) and "errors explain" not in said
+    assert comparison["idle_joules_between_kernels"] == pytest.approx(20 * (1 - 30 * 0.01))
+    assert "a run takes 1.000 s, its kernels one by one 300.0 ms: the rest of the time at idle power is 14 J" in said
+    comparison, said = reported(46)  # steps of 20 W
+    assert comparison["ratio"] == pytest.approx(0.92) and "the errors explain that: +-14.6 J together" in said
+    comparison, said = reported(200)
+    assert comparison["idle_joules_between_kernels"] is None and "one by one" not in said
+    # What was not selected took time as well.
+    comparison, said = reported(30, distinct_ops=9, selected_ops=1)
+    assert comparison["idle_joules_between_kernels"] is None and "one by one" not in said
 
 
 def test_without_a_measured_whole_there_is_no_comparison():

@@ -77,6 +77,15 @@ def report_lines(content: dict[str, Any], top: int) -> Iterator[str]:
             f"{joules_text(comparison['predicted_joules_per_run'])}: {comparison['error_percent']:+.1f}%, ratio "
             f"{comparison['ratio']:.3f}"
         )
+        if abs(comparison["error_joules"]) <= comparison["error_bound_joules"]:
+            bound = joules_text(comparison["error_bound_joules"])
+            yield f"            the errors explain that: +-{bound} together"
+        if (between := comparison["idle_joules_between_kernels"]) is not None:
+            whole, apart = (content[key]["seconds_per_run"] * 1e9 for key in ("whole_model", "isolated_kernels"))
+            yield (
+                f"            a run takes {duration(whole)}, its kernels one by one {duration(apart)}: the rest of the "
+                f"time at idle power is {joules_text(between)}, which the whole alone holds"
+            )
     for name, part in content["by_class"].items():
         yield printable(
             f"class       {name}: {joules_text(part['joules_per_run'])} a run, {counted(part['calls'], 'call')}"
@@ -205,7 +214,7 @@ def make_energy_report(
     def first(role: Role) -> dict[str, Any] | None:
         return part(next(iter(by_role.get(role, ())), None))
 
-    whole = part(whole_window)
+    idle, whole = first("idle"), part(whole_window)
     isolated = _isolated(kernels)
     gaps = sum(each.gaps > 0 for each in found.values())
     warnings = [*warnings]
@@ -220,7 +229,7 @@ def make_energy_report(
         warnings.append(f"{counted(gaps, 'window')} {verb} gaps in the power log, of more than three intervals")
     warnings += [*_disagreement(whole), *gpu_caveats(gpus)]
     distinct, selected = windows.context.get("distinct_ops"), windows.context.get("selected_ops")
-    if isinstance(distinct, int) and isinstance(selected, int) and selected < distinct:
+    if partial := isinstance(distinct, int) and isinstance(selected, int) and selected < distinct:
         warnings.append(
             f"only {selected} of {distinct} distinct ops were selected: the prediction covers these, not the whole"
         )
@@ -253,12 +262,12 @@ def make_energy_report(
                 "clock": how,
                 "whole_seconds": log.whole_seconds,
             },
-            "idle": first("idle"),
+            "idle": idle,
             "whole_model": whole,
             "program": first("program"),
             "scopes": [part(window) for window in by_role.get("scope", ())] + _scopes_not_run(windows, method),
             "isolated_kernels": isolated,
-            "comparison": _comparison(whole, isolated),
+            "comparison": _comparison(whole, isolated, None if partial else idle),
             "by_class": _by_class(kernels),
             "kernels": kernels,
             "warnings": warnings,
@@ -358,6 +367,7 @@ def _part(
         "joules_per_run": a_run.joules,
         "error_joules_per_run": a_run.error,
         "restoring_joules_per_run": a_run.restoring,
+        "seconds_per_run": a_run.seconds,
         "method": method if restoring is None else f"{method}{_LESS}",
         "seconds": energy.seconds,
         "samples": energy.samples,
@@ -437,13 +447,14 @@ def _isolated(kernels: list[dict[str, Any]]) -> dict[str, Any]:
         "predicted_joules_per_run": predicted,
         "predicted_error_joules": sum(e["error_joules_per_call"] * e["count"] for e in measured) if measured else None,
         "estimated_joules_of_the_rest": predicted / covered * (seconds - covered) if estimable else None,
+        "seconds_per_run": seconds if len(timed) == len(kernels) else None,
         "without_estimate": sum(each["count"] for each in untimed),
         "share_of_calls": sum(each["count"] for each in measured) / calls if calls else None,
         "share_of_time": covered / seconds if seconds > 0 else None,
     }
 
 
-def _comparison(whole: dict[str, Any] | None, isolated: dict[str, Any]) -> dict[str, Any]:
+def _comparison(whole: dict[str, Any] | None, isolated: dict[str, Any], idle: dict[str, Any] | None) -> dict[str, Any]:
     whole_joules = None if whole is None else whole["joules_per_run"]
     predicted = isolated["predicted_joules_per_run"]
     found: dict[str, Any] = {
@@ -452,20 +463,27 @@ def _comparison(whole: dict[str, Any] | None, isolated: dict[str, Any]) -> dict[
         "error_joules": None,
         "error_percent": None,
         "ratio": None,
+        "error_bound_joules": None,
+        "idle_joules_between_kernels": None,
         "reason": None,
     }
-    if whole_joules is None or predicted is None:
-        if whole_joules is not None:
-            return found | {"reason": "no kernel was measured"}
+    if whole is None or whole_joules is None:
         why = "it has no window" if whole is None else whole["reason"]
         return found | {"reason": f"the whole model was not measured: {why}"}
+    if predicted is None:
+        return found | {"reason": "no kernel was measured"}
     if whole_joules <= 0:
         return found | {"reason": "the whole model took 0 J, by the log"}
     difference = predicted - whole_joules
+    watts = None if idle is None else idle["mean_watts"]
+    if watts is not None and isolated["seconds_per_run"] is not None:
+        between = whole["seconds_per_run"] - isolated["seconds_per_run"]
+        found["idle_joules_between_kernels"] = watts * between if between > 0 else None
     return found | {
         "error_joules": difference,
         "error_percent": difference / whole_joules * 100,
         "ratio": predicted / whole_joules,
+        "error_bound_joules": whole["error_joules_per_run"] + isolated["predicted_error_joules"],
     }
 
 
