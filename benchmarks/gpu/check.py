@@ -55,6 +55,7 @@ def make_importable(site: Path, native: Path | None, python: str) -> dict[str, s
     return {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # stacks of a crash, in steps.log
         "XDG_CACHE_HOME": str(cache),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # ExecutionTraceObserver announces each start as a warning
     }
@@ -135,7 +136,8 @@ class Check:
             code = process.wait()
         if late.is_set():
             return f"it was over its limit of {limit:.0f} s"
-        return "done" if code == 0 else f"exit code {code} (steps.log has more)"
+        ended = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "done" if code == 0 else f"{ended} (steps.log has more)"
 
     def _write(self, row: dict[str, Any]) -> None:
         _line(self._results, row)

@@ -30,7 +30,7 @@ from figures import (
     verified,
     wait,
 )
-from goals import PROGRAMS
+from goals import FIGURES, PROGRAMS
 from programs import Training, program
 from torch.profiler import ExecutionTraceObserver
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -324,25 +324,30 @@ def verification() -> None:
             found = verified(path)
             tell(outcome, found.pop("ok"), **found)
             tell(kernels, found["nondeterministic_count"], **found)
-    costs = "verification, digests=live: step / without digests", "verification, digests=ops: step / without a capture"
-    with telling(*costs):
+    numbers = itertools.count()
+
+    def under(digests: str, work: Training, steps: int) -> Callable[[], float]:
+        """Milliseconds of a step in a scope of its own, after the first of a capture: `live` digests where it ends."""
+
+        def step() -> None:
+            with replayfmt.scope("step"):
+                work.step()
+
+        def run() -> float:
+            with replayfmt.capture(WORK / f"digests_{next(numbers) % 2}.opreplay", force=True, digests=digests):
+                step()
+                return timed(lambda: [step() for _ in range(steps)]).wall_ms / steps
+
+        return run
+
+    live, ops = (name for name in FIGURES if name.startswith("verification, digests="))
+    with telling(live):
         work = Training(llama=False)
-        for _ in range(2):
-            work.step()
-        numbers = itertools.count()
-
-        def under(digests: str) -> Callable[[], float]:
-            """Milliseconds of a step after the first of a capture, to its end: what lives is hashed there."""
-
-            def run() -> float:
-                with replayfmt.capture(WORK / f"digests_{next(numbers) % 2}.opreplay", force=True, digests=digests):
-                    work.step()
-                    return timed(lambda: [work.step() for _ in range(2)]).wall_ms / 2
-
-            return run
-
-        taken = in_turns(
-            3, eager=lambda: timed(work.step).wall_ms, none=under("none"), live=under("live"), ops=under("ops")
-        )
-        tell(costs[0], median_of(lambda one, other: one / other, taken["live"], taken["none"]), milliseconds=taken)
-        tell(costs[1], median_of(lambda one, other: one / other, taken["ops"], taken["eager"]), milliseconds=taken)
+        work.step()
+        taken = in_turns(3, none=under("none", work, 2), live=under("live", work, 2))
+        tell(live, median_of(lambda one, other: one / other, taken["live"], taken["none"]), milliseconds=taken)
+    with telling(ops):  # every result is digested: of a large batch, for minutes
+        work = Training(llama=False, batch=4 if ON_GPU else 2)
+        work.step()
+        taken = in_turns(2, eager=lambda: timed(work.step).wall_ms, ops=under("ops", work, 1))
+        tell(ops, median_of(lambda one, other: one / other, taken["ops"], taken["eager"]), milliseconds=taken)

@@ -25,7 +25,7 @@ DEVICE = os.environ.get("GPU_CHECK_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
 WORK = Path(os.environ.get("GPU_CHECK_WORK", "build/gpu/work"))
 NEEDS_GPU = "it needs a GPU"
-_told: set[str] = set()
+_reasons: dict[str, str] = {}  # by figure: why it was not measured; "" if it was
 _STEP_S = float(os.environ.get("GPU_CHECK_ENDS", time.time() + 1e6)) - time.time()
 
 
@@ -37,12 +37,18 @@ def wait() -> None:
 def tell(what: str, measured: float | None, **details: Any) -> None:
     """Print a figure, one of goals.py, as a line of JSON. `measured` is None where `details` has a `reason`."""
     figure = FIGURES[what]
-    _told.add(what)
+    _reasons[what] = "" if measured is not None else details["reason"]
     print(json.dumps(figure.row(None if measured is None else float(measured), details), default=str), flush=True)
 
 
-class _TooLong(BaseException):
-    """Not an Exception, which measuring takes for that of an op."""
+class _NotMeasured(BaseException):
+    """Its text is the reason. Not an Exception, which measuring takes for that of an op."""
+
+
+def require(found: object, figure: str) -> None:
+    """Ends a part that needs what the part of this figure found, if that found nothing."""
+    if not found:
+        raise _NotMeasured(f"it needs what was to be measured for `{figure}`: {_reasons[figure]}")
 
 
 @contextlib.contextmanager
@@ -53,8 +59,11 @@ def telling(*names: str, share: float = 0.7) -> Iterator[None]:
     try:
         with _at_most(share):
             yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the step's time is up
         raise
+    except _NotMeasured as why:
+        traceback.print_exc()
+        reason = str(why)
     except BaseException as error:  # a tool leaves with SystemExit
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -65,20 +74,20 @@ def telling(*names: str, share: float = 0.7) -> Iterator[None]:
         reason = f"{type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno})"
     print(f"# {names[0]}: {time.perf_counter() - began:.1f} s", flush=True)
     for name in names:
-        if name not in _told:
+        if name not in _reasons:
             tell(name, None, reason=reason)
 
 
 @contextlib.contextmanager
 def _at_most(share: float) -> Iterator[None]:
-    """Raises _TooLong in a part that takes more than this share of the step's time; parts of a part are not timed."""
+    """Ends a part that takes more than this share of the step's time; parts of a part are not timed."""
     seconds = share * _STEP_S
     if share >= 1 or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
         return
 
     def too_long(*_: object) -> None:
-        raise _TooLong(f"it took more than {seconds:.0f} s, its share of the step's time")
+        raise _NotMeasured(f"it took more than {seconds:.0f} s, its share of the step's time")
 
     before = signal.signal(signal.SIGALRM, too_long)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -180,7 +189,10 @@ def replays(what: str, path: Path, verify: str = "auto", **options: Any) -> None
 
 
 def tool(name: str, *arguments: object, codes: tuple[int, ...] = (0,)) -> str:
-    """What a command line tool prints, run in this process. Raises RuntimeError for another exit code than expected."""
+    """What a command line tool prints, run in this process. Raises RuntimeError for another exit code than expected,
+    and KeyboardInterrupt if the tool was interrupted: the step's time is up."""
+    from opreplay_tools.command import INTERRUPTED
+
     out, before, code = io.TextIOWrapper(io.BytesIO(), "utf-8"), sys.argv, 0
     problems = io.StringIO()
     sys.argv = [f"opreplay-{name}", *map(str, arguments)]
@@ -195,6 +207,8 @@ def tool(name: str, *arguments: object, codes: tuple[int, ...] = (0,)) -> str:
         out.flush()
         said = out.buffer.getvalue().decode(errors="replace")  # type: ignore[attr-defined]
         print(said[-3000:], problems.getvalue()[-3000:], flush=True)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
     if code not in codes:
         last = (problems.getvalue() or said).strip().rpartition("\n")[2]
         raise RuntimeError(f"opreplay-{name}: exit code {code}: {last[:300]}")

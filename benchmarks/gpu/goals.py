@@ -86,8 +86,10 @@ def _figures() -> list[Figure]:
             Figure("replay", f"replay, {name}: peak memory / the program's", at_most=1.05),
         ]
     found += [
-        Figure("verification", "verification, digests=live: step / without digests", at_most=1.03),
-        Figure("verification", "verification, digests=ops: step / without a capture", at_most=2.0),
+        Figure(
+            "verification", "verification, digests=live, a scope for each step: step / without digests", at_most=1.03
+        ),
+        Figure("verification", "verification, digests=ops, batch of 4: step / without a capture", at_most=2.0),
     ]
     for name in ("float32", "bfloat16"):
         found += [
@@ -144,7 +146,7 @@ STEPS = {
     "per_op": 75,
     "streams": 30,
     "probes": 20,
-    "energy": 50,
+    "energy": 65,
     "compiled": 75,
     "ranks": 60,
     "tests": 150,

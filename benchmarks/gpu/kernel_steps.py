@@ -10,7 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import DEVICE, NEEDS_GPU, ON_GPU, WORK, Timer, benchmark, captured, needs_gpu, tell, telling, tool, wait
+from figures import (
+    DEVICE,
+    NEEDS_GPU,
+    ON_GPU,
+    WORK,
+    Timer,
+    benchmark,
+    captured,
+    needs_gpu,
+    require,
+    tell,
+    telling,
+    tool,
+    wait,
+)
 from goals import PROBED, PROBES
 from programs import Training
 from torch.profiler import ProfilerActivity, profile
@@ -69,6 +83,7 @@ def per_op() -> None:
         with telling(what):
             if inputs == "in graphs" and needs_gpu(what):
                 continue
+            require(whole, top)
             if inputs not in found:
                 found[inputs] = benchmark(path, "--per-op", *MIN_TIME, *flags[inputs], codes=(0, 1))
             context, rows = found[inputs]["context"], found[inputs]["benchmarks"]
@@ -83,9 +98,11 @@ def per_op() -> None:
             tell(what, _sum_us(rows) / whole["us"], **details)
     with telling(waiting):
         if not needs_gpu(waiting):
+            require(found.get("hot"), sums["hot"])
             rows = [row for row in found["hot"]["benchmarks"] if "device_waited" in row]
             tell(waiting, len(rows), ops=[row["op"] for row in rows[:10]])
     with telling(roof):
+        require(found.get("cold"), sums["cold"])
         shares = [(row.get("share_of_roof", 0.0), row["op"]) for row in found["cold"]["benchmarks"] if "op" in row]
         tell(roof, max(shares)[0], first=sorted(shares)[-5:], peaks=found["cold"]["context"]["peaks"])
 
@@ -225,7 +242,7 @@ def energy() -> None:
 
         program()
         captured(path, program, digests="none")
-        flags = ["--energy", f"--energy-source={'gpu' if ON_GPU else 'cpu'}", "--power-averaging=2"]
+        flags = ["--energy", f"--energy-source={'gpu' if ON_GPU else 'cpu'}", "--power-averaging=4"]
         tool("benchmark", *flags, f"--energy-out={report}", "--force", path)
         content = json.loads(report.read_text())
         whole, compared = content["whole_model"], content["comparison"]

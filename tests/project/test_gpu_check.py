@@ -88,7 +88,7 @@ def test_every_figure_has_a_row_without_a_gpu_too(tmp_path: Path, goals: ModuleT
 
 
 STEPS = """
-import importlib.util, json, sys, time
+import importlib.util, json, os, sys, time
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 from goals import FIGURES
 first, *others = [figure for figure in FIGURES.values() if figure.step == sys.argv[1]]
@@ -97,13 +97,15 @@ print(json.dumps(first.row(1, found)), flush=True)
 print('{"what": "half a li', flush=True)
 if sys.argv[1] == "capture":
     time.sleep(600)
+if sys.argv[1] == "energy":
+    os.kill(os.getpid(), 11)
 sys.exit(3 if sys.argv[1] == "streams" else 0)
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The check with steps that tell one figure each; `capture` then hangs, and `streams` fails."""
+    """The check with steps that tell one figure each; `capture` then hangs, and `streams` fails, `energy` crashes."""
     for name in ("check.py", "goals.py"):
         (tmp_path / "benchmarks/gpu").mkdir(parents=True, exist_ok=True)
         (tmp_path / "benchmarks/gpu" / name).write_bytes((FOLDER / name).read_bytes())
@@ -131,6 +133,15 @@ def test_a_step_that_hangs_or_fails_stops_no_other_and_keeps_what_it_told(folder
     assert {"capture"} <= measured
     (reason,) = {row["details"]["reason"] for row in figures if row["step"] == "capture" and row["measured"] is None}
     assert "the step did not come so far: it was over its limit" in reason
+
+
+def test_the_stack_of_a_step_that_crashes_is_in_the_log(folder: Path) -> None:
+    process = started(folder, "--steps=energy")
+    process.communicate()
+    (outcome,) = (row["outcome"] for row in rows_of(folder / "build/gpu") if "outcome" in row)
+    assert outcome == "it was ended by SIGSEGV (steps.log has more)"
+    assert "Fatal Python error: Segmentation fault" in (log := (folder / "build/gpu/steps.log").read_text())
+    assert "steps.py" in log.partition("Current thread")[2]
 
 
 def test_what_was_measured_is_kept_when_the_check_itself_is_killed(folder: Path) -> None:
@@ -228,12 +239,14 @@ def test_each_outcome_and_the_traceback_of_a_failure_are_known_before_pytest_end
 
 
 PARTS = """
-import time
-from figures import telling
+import time, types
+import figures
+from figures import require, telling, tool
 from replayfmt.errors import ReplayRefused
 
 names = ["probe dmat on relu: same results, records as calculated", "energy: sum of the kernels / whole"]
-names += ["streams, a CUDA graph: replays as captured"]
+names += ["streams, a CUDA graph: replays as captured", "tests marked gpu: all are collected"]
+names += ["the native recorder is there"]
 with telling(names[0]):
     with telling(names[1]):
         raise ReplayRefused("cannot be replayed here, for 2 reasons", ("a Triton kernel has no source", "the other"))
@@ -242,17 +255,24 @@ with telling(names[2], share=1e-9):
         time.sleep(600)
     except Exception:
         pass
+with telling(names[3]):
+    require({}, names[2])
+figures.importlib = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(main=lambda: exit(130)))
+with telling(names[4]):
+    tool("benchmark")
 """
 
 
 def test_a_part_says_what_refused_a_replay_and_a_long_one_leaves_time_for_the_next() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)]), "GPU_CHECK_DEVICE": "cpu"}
     done = subprocess.run([sys.executable, "-c", PARTS], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    # A tool that was interrupted ends the step, whose time is up, and is no reason of its own.
+    assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    refused, unmeasured, late = (row["details"]["reason"] for row in rows)
+    refused, unmeasured, late, needing = (row["details"]["reason"] for row in rows)
     assert refused.startswith("ReplayRefused: a Triton kernel has no source (and 1 more)")
-    assert unmeasured == "the part ended without it" and "its share of the step's time" in late
+    assert unmeasured == "the part ended without it" and late.endswith("its share of the step's time")
+    assert needing == f"it needs what was to be measured for `streams, a CUDA graph: replays as captured`: {late}"
     assert "the other" in done.stderr.splitlines()
 
 

@@ -1,4 +1,4 @@
-"""A kernel whose time is that of its rounds, and one that does the same in a tenth more of them."""
+"""A kernel whose time is that of its rounds, and one that does the same in three times as many."""
 
 import triton
 import triton.language as tl
@@ -17,6 +17,6 @@ def busy(x, rounds, counted, BLOCK: tl.constexpr):
 def busy_for_longer(x, rounds, counted, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + at)
-    for i in range(rounds + rounds // 10):
+    for i in range(rounds * 3):
         values = tl.where(i < counted, values * 0.999 + 0.001, values)
     tl.store(x + at, values)

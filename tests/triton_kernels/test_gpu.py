@@ -76,7 +76,8 @@ def test_kernels_that_inductor_generated_are_replayed_bitwise(tmp_path: Path) ->
     replayed(path)
 
 
-def test_a_kernel_that_takes_a_tenth_longer_is_found(tmp_path: Path, tools: Tools) -> None:
+def test_a_kernel_that_takes_three_times_as_long_is_found(tmp_path: Path, tools: Tools) -> None:
+    """So much that it is found while other programs use the GPU, too."""
     busy_kernels = importlib.import_module("tests.triton_kernels.busy_kernels")
     path = tmp_path / "busy.opreplay"
     x = torch.ones(1 << 16, device="cuda")
