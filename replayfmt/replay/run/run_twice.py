@@ -239,7 +239,7 @@ class _Call:
         copies, named = clones.of(self.args), clones.of(self.kwargs)
         with self.search.undrawn(self.site), _new_memory_filled(fill, lengths, pool):
             returned = self.site.original(*copies, **named)
-        outcome = Outcome.of(self.site, returned, copies, named)
+            outcome = Outcome.of(self.site, returned, copies, named)  # here: dense copies of other layouts are new, too
         if pool is None:
             return outcome
         kept = Clones()  # the pool's memory is for the next run
