@@ -228,6 +228,45 @@ def test_a_graph_of_the_base_class_is_one_as_any(tmp_path: Path) -> None:
     replays_bitwise(path)
 
 
+def test_the_seeds_that_pytorch_keeps_for_a_graph_are_no_memory_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a generator of CUDA: C++ allocates them when a first graph is captured, and fills them for each
+    capture and each replay. They live as long as any graph, maybe one that the program captured before."""
+    path, x, replay_in_cpp = tmp_path / "a.opreplay", torch.arange(4.0).to(DEVICE), base.replay
+    seeds: list[torch.Tensor] = []
+
+    def register(_graph: Any, _generator: Any) -> None:
+        seeds.append(torch.empty(1, dtype=torch.int64, device=DEVICE))
+
+    def begin(graph: Any, **options: Any) -> None:
+        seeds.append(torch.empty(1, dtype=torch.int64, device=DEVICE))
+        for each in seeds:
+            each.fill_(0)
+        begin_in_cpp(graph, **options)
+
+    def replay(graph: Any) -> None:
+        for each in seeds:
+            each.fill_(4)
+        replay_in_cpp(graph)
+
+    with monkeypatch.context() as patched:
+        for name, method in (("register_generator_state", register), ("capture_begin", begin), ("replay", replay)):
+            patched.setattr(base, name, method, raising=False)
+        with replayfmt.capture(path):
+            graph = torch.accelerator.Graph()
+            graph.register_generator_state(None)  # type: ignore[attr-defined]
+            torch.accelerator.synchronize()
+            with torch.Stream(DEVICE), graph:
+                x.mul_(2)
+            torch.accelerator.synchronize()
+            graph.replay()
+            assert x.tolist() == [0, 2, 4, 6]
+    assert [each.tolist() for each in seeds] == [[4], [4]]
+    replays_bitwise(path)
+    assert "aten::fill_" not in calls(path) and "aten::empty" not in calls(path)
+
+
 def test_what_a_class_of_graphs_does_around_its_base_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

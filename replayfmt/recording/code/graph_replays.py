@@ -98,7 +98,9 @@ class Graphs(Patched):
                 self._recorder.attempt(self._follow_streams, mode)
             self._now.begins = True
             try:
-                result = original(graph, *args, **kwargs)
+                # The seeds of generators, which PyTorch writes here and at each replay: a replay's graph has its own.
+                with self._recorder.hidden():
+                    result = original(graph, *args, **kwargs)
             finally:
                 self._now.begins = False
             if mode is not None:
@@ -294,6 +296,16 @@ class Graphs(Patched):
 
         return reset
 
+    def register(self, original: _Function) -> _Function:
+        """Of `register_generator_state`, which allocates seeds, too."""
+
+        @functools.wraps(original)
+        def register_generator_state(graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+            with self._recorder.hidden():
+                return original(graph, *args, **kwargs)
+
+        return register_generator_state
+
     def branch(self, original: _Function) -> _Function:
         """Of what begins a part of a graph that is run on a condition (`torch.cond` while a graph is captured)."""
 
@@ -367,9 +379,14 @@ def table(graphs: Graphs) -> list[Patch]:
             ("reset", graphs.reset),
         )
     ]
-    # The first half of `capture_end`, which not every version has apart.
-    halves = [base for _module, _name, base in _CLASSES if _in_cpp(base, "capture_end_pre")]
-    found += [Patch("torch._C", f"{base}.capture_end_pre", graphs.end, REASON) for base in halves]
+    # The first half of `capture_end`, which not every version has apart, and what not every device has.
+    more = (("capture_end_pre", graphs.end), ("register_generator_state", graphs.register))
+    found += [
+        Patch("torch._C", f"{base}.{method}", make, REASON)
+        for _module, _name, base in _CLASSES
+        for method, make in more
+        if _in_cpp(base, method)
+    ]
     raw = ("raw_cuda_graph", "raw_cuda_graph_exec")
     found += [Patch("torch.cuda.graphs", f"CUDAGraph.{method}", graphs.raw, REASON) for method in raw]
     branches = ("begin_capture_to_if_node", "begin_capture_to_while_node")  # not every version has them
