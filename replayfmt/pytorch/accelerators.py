@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -357,10 +358,15 @@ def captured(device: torch.device, issue: Callable[[], None]) -> Any:
     before, index = torch.accelerator.current_stream(device), torch.accelerator.current_device_index()
     try:
         if device.type == "cuda":
-            # A stream of its own: torch.cuda.graph keeps one for all captures, on the device of the first.
-            stream = torch.cuda.Stream(device)
-            with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                issue()
+            pool = torch.cuda.graph_pool_handle()
+            with torch.cuda.device(device):
+                try:
+                    with _capturing_on_cuda(graph, pool):
+                        issue()
+                except BaseException:
+                    torch.accelerator.set_stream(before)
+                    _end_spoilt(graph, pool)
+                    raise
         elif device.type == "xpu":
             with torch.xpu.device(device), torch.xpu.graph(graph):
                 issue()
@@ -372,6 +378,28 @@ def captured(device: torch.device, issue: Callable[[], None]) -> Any:
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(index)
     return graph
+
+
+_spoilt: list[Any] = []  # graphs to which PyTorch still has pointers
+
+
+def _capturing_on_cuda(graph: Any, pool: Any) -> AbstractContextManager[None]:
+    """Captures what the current device is given. On a stream of its own: torch.cuda.graph keeps one for all captures,
+    on the device of the first."""
+    stream = torch.cuda.Stream()
+    return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+
+
+def _end_spoilt(graph: Any, pool: Any) -> None:
+    """End a capture on the current device that failed. PyTorch ends none that CUDA found to be spoilt: its allocator
+    goes on with the pool, and the device's generator refuses to draw until another capture has ended."""
+    with suppress(RuntimeError):  # it was ended, as only what was issued had failed; or the device does nothing more
+        index = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+        _spoilt.append(graph)
+        with _capturing_on_cuda(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
+            torch.cuda._sleep(1)
 
 
 def without_draws(device: torch.device, run: Callable[[], None]) -> None:

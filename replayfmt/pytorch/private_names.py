@@ -63,6 +63,8 @@ torch._C._after_autograd_keyset
 torch._C._aoti
 torch._C._autograd
 torch._C._construct_storage_from_data_pointer
+torch._C._cuda_endAllocateToPool
+torch._C._cuda_releasePool
 torch._C._current_graph_task_id
 torch._C._disabled_torch_dispatch_impl
 torch._C._dispatch_call_boxed

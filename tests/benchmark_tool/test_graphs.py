@@ -14,6 +14,7 @@ from replayfmt.benchmark.per_op.op_report import make_op_report
 from replayfmt.benchmark.per_op.results import OpOptions
 from replayfmt.benchmark.statistics import MinTime
 from replayfmt.errors import UsageError
+from replayfmt.pytorch import accelerators
 from replayfmt.replay.plan import Plan
 
 TICK_NS = 100_000  # the clock moves so far each time it is read; a call between two readings takes no more
@@ -116,10 +117,15 @@ def test_an_op_that_moves_the_memory_that_it_writes_has_no_graph():
 
 
 class CudaOf211:
-    """What PyTorch 2.11 has of graphs: those of torch.cuda, and none of torch.accelerator. Streams by their names."""
+    """What PyTorch 2.11 has of graphs: those of torch.cuda, and none of torch.accelerator. Streams by their names.
+
+    A capture that `refuses` ends neither what its pool is for nor the generator's part in it.
+    """
 
     def __init__(self, patch):
-        self.current, self.log = "default", []
+        self.current, self.log, self.refuses = "default", [], False
+        self.pools, self.released, self.draws = [], [], True
+        numbers = iter(range(9))
         cuda = self
 
         class CUDAGraph:
@@ -128,25 +134,40 @@ class CudaOf211:
 
         class Graph:
             def __init__(self, cuda_graph, pool=None, stream=None, capture_error_mode="global"):
-                self.graph, self.stream, self.mode = cuda_graph, stream, capture_error_mode
+                self.graph, self.pool, self.stream, self.mode = cuda_graph, pool, stream, capture_error_mode
 
             def __enter__(self):
                 self.before, cuda.current = cuda.current, self.stream
                 cuda.log.append(("begin", self.stream, self.mode))
+                cuda.pools.append(self.pool)
+                cuda.draws = False
 
             def __exit__(self, *_error):
                 cuda.log.append(("end", self.stream))
-                if "refuses" in cuda.log:
+                if cuda.refuses:
+                    cuda.refuses = False
                     raise RuntimeError("operation failed due to a previous error during capture")
+                cuda.pools.remove(self.pool)
+                cuda.draws = True
                 self.graph.work = lambda: cuda.log.append("replayed")
                 cuda.current = self.before
+
+        def end(_index, pool):
+            if pool not in self.pools:
+                raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+            self.pools.remove(pool)
 
         patch.delattr(torch.accelerator, "Graph", raising=False)
         patch.setattr(torch, "Stream", lambda _device: nullcontext())
         for module, name, value in (
             (torch.cuda, "CUDAGraph", CUDAGraph),
             (torch.cuda, "graph", Graph),
-            (torch.cuda, "Stream", lambda device: f"a stream of {device}"),
+            (torch.cuda, "Stream", lambda: "a stream"),
+            (torch.cuda, "graph_pool_handle", lambda: (0, next(numbers))),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "_sleep", lambda _cycles: None),
+            (torch._C, "_cuda_endAllocateToPool", end),
+            (torch._C, "_cuda_releasePool", lambda *pool: self.released.append(pool)),
             (torch.cuda, "device", lambda _device: nullcontext()),
             (torch.accelerator, "synchronize", lambda _device: None),
             (torch.accelerator, "current_stream", lambda _device: self.current),
@@ -160,24 +181,27 @@ class CudaOf211:
 def test_pytorch_2_11_records_calls_into_a_graph_of_torch_cuda(monkeypatch):
     cuda = CudaOf211(monkeypatch)
     launch = graphs_of([torch.device("cuda:0")])(lambda: cuda.log.append(f"issued to {cuda.current}"))
-    stream = "a stream of cuda:0"
-    captured = [("begin", stream, "thread_local"), f"issued to {stream}", ("end", stream)]
+    captured = [("begin", "a stream", "thread_local"), "issued to a stream", ("end", "a stream")]
     assert cuda.log == ["issued to default", *captured]  # once to warm up
     launch()
     assert cuda.log[-1] == "replayed" and cuda.current == "default"
 
 
-def test_work_that_cuda_refuses_to_capture_gives_its_own_reason_and_the_stream_back(monkeypatch):
+@pytest.mark.parametrize("refuses", [True, False])
+def test_work_that_cannot_be_captured_gives_its_own_reason_and_all_back(monkeypatch, refuses):
+    """The stream, the allocator and the generator; `refuses`: CUDA does, not the work itself."""
     cuda = CudaOf211(monkeypatch)
+    monkeypatch.setattr(accelerators, "_spoilt", kept := [])
 
     def work():
         if cuda.current != "default":
-            cuda.log.append("refuses")
+            cuda.refuses = refuses
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(NoGraph, match="operation not permitted when stream is capturing"):
         graphs_of([torch.device("cuda:0")])(work)
-    assert cuda.current == "default"
+    assert (cuda.current, cuda.pools, cuda.draws) == ("default", [], True)
+    assert (cuda.released, len(kept)) == (([(0, (0, 0))], 1) if refuses else ([], 0))  # PyTorch points to what is kept
 
 
 @pytest.mark.parametrize(
@@ -221,6 +245,7 @@ def test_calls_in_a_cuda_graph_take_less_than_calls_one_by_one(tools, tmp_path):
     (view,) = (row for name, row in rows.items() if "aten::t." in name)
     (read,) = (row for name, row in rows.items() if "_local_scalar_dense" in name)
     assert "launches nothing" in view["no_graph"][0] and read["no_graph"]
+    assert torch.randn(4, device="cuda").isfinite().all()  # the captures that failed keep no generator
 
 
 @pytest.mark.gpu
@@ -251,3 +276,4 @@ def test_a_copy_that_cuda_cannot_capture_is_told(tools, tmp_path):
     assert tools("benchmark", "--cuda-graph", f"--benchmark-out={out}", path).code == 0
     (row,) = json.loads(out.read_text())["benchmarks"]
     assert row["graph"] is False and "cuda could not capture it: ordinal" in row["no_graph"]
+    assert torch.randn(4, device="cuda").isfinite().all()  # the capture that failed keeps no generator
