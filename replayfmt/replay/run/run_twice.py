@@ -36,8 +36,6 @@ _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", 
 # What new memory holds: a byte that kernels are unlikely to write in the first run, zeros in the second, and another
 # such byte once they differ. New storages on the CPU hold torch's junk in place of the bytes.
 _FILLS = (0xA5, 0, 0x5C)
-_LIBC = ctypes.CDLL(None)
-_M_PERTURB = -6  # glibc's M_PERTURB: allocated memory is filled with the inverse of this byte
 _WORD_BYTES = 8
 _SAMPLE = 64  # words that are looked at before all of them are
 _PIECE = 1 << 22  # elements that are explained at once
@@ -369,16 +367,14 @@ def _deterministic() -> Iterator[None]:
 
 @contextmanager
 def _new_memory_filled(fill: int, lengths: Lengths, pool: Any = None) -> Iterator[None]:
-    """Fill memory allocated inside: everything from malloc with this byte, new storages on the CPU with torch's junk
-    (zeros for 0), storages of these lengths from caching allocators, and all that a pool gives out."""
+    """Fill memory allocated inside: new storages on the CPU with torch's junk (zeros for 0), storages of these lengths
+    from caching allocators with this byte, and all that a pool gives out."""
     flag = _fill_flags().get(not fill)
     with ExitStack() as stack:
-        stack.callback(_LIBC.mallopt, _M_PERTURB, 0)
-        _LIBC.mallopt(_M_PERTURB, fill ^ 0xFF)
         for device, all_of in lengths.items():
             _dirty([new_storage(length, device) for length in all_of], fill)
         if flag is not None:
-            # glibc gives out blocks that a thread has just freed as they are.
+            # Not by glibc's M_PERTURB: with it, other threads (a driver's) get memory from calloc that is not zero.
             stack.callback(setattr, flag, "value", flag.value)
             flag.value = True
         if pool is not None:
