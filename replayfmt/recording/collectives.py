@@ -84,7 +84,7 @@ class _Output:
 class Launch:
     """One collective, from just before it begins to the wait for it. `done`: it was waited for where we can see it."""
 
-    __slots__ = ("__weakref__", "args", "call", "done", "kernel", "kwargs", "made", "meaning", "outputs")
+    __slots__ = ("__weakref__", "args", "call", "device", "done", "kernel", "kwargs", "made", "meaning", "outputs")
 
     def __init__(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kernel, self.args, self.kwargs = kernel, args, kwargs
@@ -92,6 +92,7 @@ class Launch:
         self.made: Call | None = None
         self.call: OpCall | None = None
         self.outputs: list[_Output] = []
+        self.device: torch.device | None = None  # whose streams wait for it
         self.done = False
 
 
@@ -175,6 +176,7 @@ class InFlight:
             for tensor in tensors_in((*launch.args, *launch.kwargs.values())):
                 self._wait_for_tensor(tensor)
             return
+        assert launch.made is not None
         outputs = list(meaning.outputs)
         if not meaning.operator.startswith("c10d::"):
             storages = {storage_of(tensor)._cdata for tensor in outputs}
@@ -182,7 +184,6 @@ class InFlight:
             if meaning.operator.rpartition("::")[2] not in ("isend", "irecv"):
                 outputs += returned
             self._produced(returned)
-            assert launch.made is not None
             call = self._begin(self._launch, (*launch.made, meaning.inputs, outputs))  # with what it returned
             launch.call = call if isinstance(call, OpCall) else None
         if launch.call is None:
@@ -190,6 +191,9 @@ class InFlight:
         now = time.perf_counter_ns()
         self._session.returned(launch.call, None, now, now)
         launch.call = None
+        streams, used = self._session.streams, tensors_in((meaning.inputs, outputs))
+        if streams is not None and used and streams.launched(launch.made.work, used[0].device):
+            launch.device = used[0].device
         tracker_of = self._session.storages.tracker_of
         for tensor in outputs:
             tracker = tracker_of(storage_of(tensor))
@@ -271,6 +275,9 @@ class InFlight:
         self._unmark(launch)
         made = launch.made
         assert made is not None
+        if launch.device is not None:
+            self._session.streams.landed(made.work, launch.device)
+            launch.device = None
         outputs, results = call_undispatched(self._what_arrived, launch.outputs)
         call = self._begin(self._wait, (made.work, outputs, results))
         if isinstance(call, OpCall):

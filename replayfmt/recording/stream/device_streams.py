@@ -235,7 +235,9 @@ class Streams:
     # -------------------------------------------------------------------------------------------------------- the trace
 
     def recorded(self, event: int, stream: int) -> None:
-        device, number = self._stream(stream)
+        self._recorded(event, *self._stream(stream))
+
+    def _recorded(self, event: int, device: torch.device, number: int) -> None:
         known = self._events.get(event)
         if known is None:
             known = heapq.heappop(self._free) if self._free else len(self._events) + 1
@@ -257,6 +259,19 @@ class Streams:
         known = self._events.pop(event, None)
         if known is not None:
             heapq.heappush(self._free, known)
+
+    def launched(self, work: int, device: torch.device) -> bool:
+        """A collective was launched. Its library has its own streams and events, so an event of ours takes their place.
+        Returns whether there is one, for `landed`."""
+        if device.type != self.kind or self.first_seen is not None:
+            return False
+        self._recorded(~work, *self.of(torch.accelerator.current_stream(device)))
+        return True
+
+    def landed(self, work: int, device: torch.device) -> None:
+        """The current stream waits for that collective."""
+        self._records.event_wait(self._events[~work], *self.of(torch.accelerator.current_stream(device)))
+        self.deleted(~work)
 
     def synchronized_event(self, event: int) -> None:
         known = self._events.get(event)
