@@ -323,6 +323,7 @@ def test_each_run_in_a_pool_finds_all_its_free_memory_filled_and_its_results_out
     monkeypatch.setattr(run_twice, "_fill_free", lambda free, _device, fill: fill_free(free, memory.device, fill))
     for name, fake in (("device", lambda _device: nullcontext()), ("MemPool", Pool), ("use_mem_pool", use)):
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     operator("pooled(Tensor x) -> Tensor", pooled)
     path = captured(lambda: KEPT.append(torch.ops.opaquetest.pooled(torch.ones(4, dtype=torch.uint8))))
     outcomes = []

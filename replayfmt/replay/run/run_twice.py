@@ -378,6 +378,7 @@ def _new_memory_filled(fill: int, lengths: Lengths, pool: Any = None) -> Iterato
             stack.callback(setattr, flag, "value", flag.value)
             flag.value = True
         if pool is not None:
+            torch.cuda.synchronize()  # an op may use streams of its own
             _fill_free(pool.snapshot(), next(iter(lengths)), fill)
             stack.enter_context(torch.cuda.use_mem_pool(pool))
         yield
