@@ -465,7 +465,7 @@ def signed(value: int) -> int:
 class TensorDigest:
     """Digest of one tensor's logical elements, in row-major order.
 
-    `hash_low` and `hash_high` are the halves of the hash of their bytes: XXH3-128, of more than 16 MiB that of their
+    `hash_low` and `hash_high` are the halves of the hash of their bytes: XXH3-128, of more than 8 MiB that of their
     chunks' hashes (FORMAT.md). Statistics are over the finite elements and None if there are none or the dtype has no
     order (bool, bits; complex has only `mean` and `l2`, of absolute values). `sample` holds the elements at
     `sample_positions`, unless the dtype has no such value (bits).
