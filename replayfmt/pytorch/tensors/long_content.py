@@ -19,8 +19,6 @@ import xxhash
 CHUNK_BYTES = 1 << 10
 LONG_BYTES = 8 << 20  # a device and the host take equally long for 5 MiB of a device's
 PIECE_BYTES = 32 << 20  # of a device's tensor, looked at at once, which takes at most twelve times as much there
-    32 << 20
-)  # of a device's tensor, looked at at once, which takes at most twelve times as much there  # of a device's tensor that are looked at at once; that allocates at most twelve times as much there
 _WORDS, _STRIPES, _LANES = CHUNK_BYTES // 8, 16, 8
 _LOW = 0xFFFFFFFF
 _SECRET = bytes.fromhex(  # XXH3's own
