@@ -29,5 +29,13 @@ dist.all_gather_into_tensor(gathered, given)
 dist.broadcast(other, 0)
 scattered = torch.empty(64 * world, device=device)
 dist.all_to_all_single(scattered, gathered)
+if device == "cuda":  # what a stream of its own computes is sent, and used where the wait is
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        doubled = given * 2
+        pending = dist.all_reduce(doubled, async_op=True)
+    pending.wait()
+    other = other + doubled.sum()
 print("loss", loss.item(), "sum", (gathered + scattered).sum().item() + other.sum().item())
 dist.destroy_process_group()
