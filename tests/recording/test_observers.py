@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,6 +182,8 @@ def test_it_is_on_again_where_a_capture_ended_that_another_thread_ended(tmp_path
     seen: list[bool] = []
 
     def first() -> None:
+        while not began._cond._waiters:  # a thread that joins only now makes all loud
+            time.sleep(0.001)
         recording.__enter__()
         seen.append(not falls_quiet())
         began.wait()
