@@ -20,6 +20,7 @@ import replayfmt
 from replayfmt.errors import CaptureFailed, NothingCaptured
 from replayfmt.format.codes import RecordKind
 from replayfmt.recording.capture_session import CaptureSession
+from replayfmt.recording.dispatch.mode import mode_stack, set_modes
 from replayfmt.recording.program import threads
 from replayfmt.recording.program.thread_attachment import NextStep, own_id, thread_states
 
@@ -470,4 +471,21 @@ def test_a_thread_that_is_asked_to_join_while_an_op_is_recorded_has_the_recorder
 
     captured = capture(program)
     assert captured.unsupported() == {} and captured.ops().count("aten::mul.Tensor") == 3
+    captured.replays()
+
+
+@pytest.mark.recorder("python")
+def test_a_thread_that_joined_where_no_frame_shows_the_op_has_the_recorder_once_from_the_next_op_on(
+    capture: Capture,
+) -> None:
+    """PyTorch puts the mode back that it had taken off, beside the one of the joining."""
+
+    def program() -> torch.Tensor:
+        set_modes([*mode_stack(), *mode_stack()])
+        x = torch.ones(3) * 2
+        assert len(mode_stack()) == 1
+        return x + 1
+
+    captured = capture(program)
+    assert captured.unsupported() == {} and captured.ops().count("aten::mul.Tensor") == 1
     captured.replays()

@@ -147,7 +147,7 @@ class RecordingMode(TorchDispatchMode):
             return self._unrecorded(func)(*args, **kwargs)
         if types and any(map(dispatches_itself, types)):  # `detach` names plain classes too
             return func(*args, **kwargs) if _is_tracing(types) else NotImplemented
-        if _len_torch_dispatch_stack():
+        if _len_torch_dispatch_stack() and self._is_above_others():
             return self._beneath(func, args, kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             with core.thread_watch.covered():
@@ -264,6 +264,12 @@ class RecordingMode(TorchDispatchMode):
         return not core.on
 
     # ---------------------------------------------------------------------------------------------------- special cases
+
+    def _is_above_others(self) -> bool:
+        """Whether other modes lie below this one. A thread that joined in a step while PyTorch had set this mode aside
+        (where an argument dies, say) has it twice: once from here on."""
+        remove_mode(self)
+        return bool(_len_torch_dispatch_stack())
 
     def _beneath(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles another mode below this one: a tracer that does not really run anything, or a mode that replaces what

@@ -233,18 +233,20 @@ class Threads:
                 )
 
     def join(self) -> bool:
-        """The calling thread participates from now on, with the mode as its outermost one. Returns whether it could.
-        Takes no lock: the thread may be anywhere."""
+        """The calling thread participates from now on, with the mode as its outermost one. Returns whether it could, or
+        need not. Takes no lock: the thread may be anywhere."""
         if self.core.finished:
             return True
         if _in_backward_pass():
-            return False
+            return _is_autograd_worker()
         number, ident = own_id(), get_ident()
         joined = self._presence.joined()  # it may have kept the key of an earlier capture
         if joined and number in self._carrying:
             return True
         if not joined:
             if number in self._late:
+                if _is_autograd_worker():
+                    return True
                 self._late_idents.add(ident)
             self.core.scopes.contexts.pop(ident, None)  # of a thread that had this ident before
             self._presence.join()
@@ -360,8 +362,6 @@ def _step() -> bool:
 
 def _take_part(capture: Threads) -> bool:
     """The calling thread joins a capture. Returns whether it could, or need not."""
-    if _is_autograd_worker():
-        return True
     leave_finished()
     _leaving.pop(own_id(), 0)
     return capture.join()
