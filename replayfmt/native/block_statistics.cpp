@@ -386,6 +386,7 @@ void add(State& sum, const State& block) {
 
 // What XXH3-64 combines the words of a chunk with, by stripe and lane, and its sums with; what the sums begin with.
 constexpr int kLanes = 8, kStripes = 16;
+constexpr int64_t kChunk = kStripes * kLanes * sizeof(uint64_t);
 struct HashConstants {
   uint64_t secret[kStripes][kLanes], merging[kLanes], start[kLanes], length;
 };
@@ -517,7 +518,7 @@ __attribute__((visibility("default"))) void opreplay_chunk_hashes(const unsigned
       for (int64_t number = first; number < std::min(first + kShare, count); number++) {
         uint64_t sums[kLanes];
         std::memcpy(sums, constants->start, sizeof sums);
-        add(data + number * sizeof constants->secret, *constants, sums);
+        add(data + number * kChunk, *constants, sums);
         hashes[number] = folded(sums, *constants);
       }
     }

@@ -6,8 +6,8 @@ creates, once they enter Python: if one of these turns out to run operators, an 
 run others before. The work of a thread that never enters Python is not seen here. When the capture ends, every thread
 drops the mode at its next step.
 
-The worker threads of autograd are not asked: PyTorch gives each the dispatch state of the thread whose backward pass it
-runs. (A worker is in a pass whenever it takes a step, and so could never join.)
+The worker threads of autograd need not join: PyTorch gives each the dispatch state of the thread whose backward pass it
+runs. (A worker is in a pass at nearly every step, and would be asked at each.)
 """
 
 from __future__ import annotations
