@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from .long_content import (
 )
 from .memory import DTYPE_CODE, TORCH_DTYPE, call_undispatched, fetched, host_view, make_view, row_major_pieces
 
+_T = TypeVar("_T")
 BLOCK_ELEMENTS = 1 << 16  # as doubles they fit the L2 cache; in smaller blocks NumPy's calls cost more
 _BLOCKS_A_THREAD = 64  # a millisecond of work or more: on a busy machine, a thread waits several for a processor
 _MOST_THREADS = 8  # more threads only wait for memory
@@ -355,11 +356,8 @@ def digest_tensor(tensor: torch.Tensor) -> TensorDigest:
     """Digest of a strided tensor's logical elements. Raises TypeError for any other layout and packed dtypes."""
     tensor, code = _resolved(tensor)
     if _comes_in_pieces(tensor):
-        try:
-            found = _digest_on_device(_bits(tensor), tensor.dtype, code)
-        except torch.OutOfMemoryError:
-            found = None  # the host needs no memory there
-        return found or _digest_pieces(_bits(tensor), code)
+        bits = _bits(tensor)
+        return _where_it_is(_digest_on_device, bits, tensor.dtype, code) or _digest_pieces(bits, code)
     host = _on_host(tensor, code)
     return _digest(host.untyped_storage(), code, host.shape, host.stride(), int(host.storage_offset()))
 
@@ -390,17 +388,8 @@ def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:
     tensor, code = _resolved(tensor)
     if _comes_in_pieces(tensor):
         bits = _bits(tensor)
-        running = content_hash(bits.numel() * bits.element_size())
-        if isinstance(running, LongHash) and (there := device_pieces(bits)) is not None:
-            try:
-                for piece in there:
-                    add_device_piece(running, piece)
-                return _halves(running.intdigest())
-            except torch.OutOfMemoryError:
-                running = LongHash()
-        for piece in row_major_pieces(bits, _PIECE_BYTES):
-            running.update(_array(piece).data)
-        return _halves(running.intdigest())
+        there = _where_it_is(_hash_on_device, bits)
+        return _halves(_hash_pieces(bits) if there is None else there)
     host = _on_host(tensor, code)
     if not host.numel():
         return _halves(_hash(b""))
@@ -411,6 +400,30 @@ def hash_tensor(tensor: torch.Tensor) -> tuple[int, int]:
         int(host.storage_offset()),
     )
     return _halves(_hash_elements(array))
+
+
+def _where_it_is(compute: Callable[..., _T | None], *args: Any) -> _T | None:
+    """What is computed on a device; None where that cannot be, or where it has no memory for it."""
+    try:
+        return compute(*args)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _hash_on_device(bits: torch.Tensor) -> int | None:
+    running, there = content_hash(bits.numel() * bits.element_size()), device_pieces(bits)
+    if there is None or not isinstance(running, LongHash):
+        return None
+    for piece in there:
+        add_device_piece(running, piece)
+    return running.intdigest()
+
+
+def _hash_pieces(bits: torch.Tensor) -> int:
+    running = content_hash(bits.numel() * bits.element_size())
+    for piece in row_major_pieces(bits, _PIECE_BYTES):
+        running.update(_array(piece).data)
+    return int(running.intdigest())
 
 
 def _resolved(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
