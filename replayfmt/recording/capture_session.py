@@ -202,6 +202,7 @@ class CaptureSession:
         self.collectives = InFlight(self, options.collective_results != "none")
         self.children: Callable[[], list[str]] = list  # sentences about child processes that worked
         self.look: Callable[[], None] = lambda: None  # finds threads that began unseen
+        self.ask_to_leave: Callable[[], None] = lambda: None  # the calling thread drops the modes of finished captures
         self.flushing = FlushTimes(native)
         self.on = False
         self.began = False  # it has been on

@@ -315,6 +315,41 @@ def test_a_thread_that_began_in_one_capture_takes_part_in_the_next(capture: Capt
         captured.replays()
 
 
+def test_a_thread_that_two_captures_met_inside_one_operator_leaves_both(tmp_path: Path) -> None:
+    """However long the operator takes: PyTorch puts the mode back when it is over."""
+    entered, go_on = threading.Event(), threading.Event()
+    left: list[int] = []
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        while not go_on.wait(0.001):
+            pass
+        for _ in range(2 * threads._PATIENCE):
+            pass
+        return x + 1
+
+    library = torch.library.Library("two_captures", "FRAGMENT")
+    library.define("slow(Tensor x) -> Tensor")
+    library.impl("slow", slow, "CPU")
+
+    def work() -> None:
+        torch.ops.two_captures.slow(torch.ones(2))
+        left.append(_len_torch_dispatch_stack())
+
+    thread = threading.Thread(target=work)
+    try:
+        with replayfmt.capture(tmp_path / "first.opreplay"):
+            thread.start()
+            assert entered.wait(_WAIT_S)
+        with replayfmt.capture(tmp_path / "second.opreplay"):
+            torch.ones(2).sin()
+    finally:
+        go_on.set()
+        thread.join()
+        library._destroy()
+    assert left == [0]
+
+
 # ------------------------------------------------------------------------------------------------- threads of C code
 
 

@@ -139,6 +139,9 @@ class RecordingMode(TorchDispatchMode):
         except BaseException as error:
             leave_no_frames(error)
             raise
+        finally:
+            if self.core.closed:  # PyTorch puts the mode back when this returns
+                self.core.attempt(self.core.ask_to_leave)
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decides what kind of call this is, and returns its result."""

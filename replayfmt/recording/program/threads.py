@@ -46,7 +46,7 @@ _STARTERS = (
 )
 _WAITING_S = 0.05  # a thread that has not run for so long waits for something, and joins when it goes on
 _LONGEST_JOINING_S = 3.0
-_PATIENCE = 10_000  # steps allowed to a thread that is to leave but is inside an operator of the former capture
+_PATIENCE = 10_000  # steps allowed to a thread that is to leave while something has set the mode aside
 
 
 class Threads:
@@ -62,6 +62,7 @@ class Threads:
         self._installed = False
         self._at_start: list[str] = []  # sentences to tell once recording is on
         presence.opened = self._settle
+        core.ask_to_leave = lambda: _ask_to_leave({own_id()})
         self._patches = PatchSet(
             [
                 *[
@@ -161,11 +162,9 @@ class Threads:
         self._patches.remove()
         if not _in_backward_pass():
             self._carrying.discard(own_id())
+        _ask_to_leave(self._carrying)
         for state in thread_states():
-            if state.id in self._carrying:
-                _leaving[state.id] = _PATIENCE
-                _next_step().set(state)
-            elif state.id in self._handled:
+            if state.id in self._handled and state.id not in self._carrying:
                 _next_step().clear(state)
 
     def forked(self) -> None:
@@ -255,6 +254,8 @@ class Threads:
             self.core.several = True
             if not joined:
                 self._settle()
+            if self.core.closed:  # it ended meanwhile
+                _ask_to_leave({number})
         self._presence.show()
         return True
 
@@ -346,6 +347,15 @@ _current: Threads | None = None
 _leaving: dict[int, int] = {}  # by state id: steps left of threads that carry the mode of a capture that is over
 
 
+def _ask_to_leave(numbers: set[int]) -> None:
+    """Make threads, by state id, drop the modes of captures that are over, at their next step. A thread that ends with
+    a mode needs the interpreter's lock to drop it, and aborts the process if the interpreter is at its end."""
+    for state in thread_states():
+        if state.id in numbers:
+            _leaving[state.id] = _PATIENCE
+            _next_step().set(state)
+
+
 def _step() -> bool:
     """A step of a thread that was asked. Returns whether it is done. Raises only what a signal handler of the program
     raises meanwhile."""
@@ -375,7 +385,7 @@ def _leave() -> bool:
     number = own_id()
     patience = _leaving.pop(number, 0)
     if patience > 1 and not gone:
-        _leaving[number] = patience - 1  # inside an operator, which has set the mode aside
+        _leaving[number] = patience - 1  # something has set the mode aside, and puts it back
         return False
     return True
 
