@@ -9,14 +9,18 @@ from collections.abc import Iterable, Iterator
 
 import click
 
+from replayfmt.dump.in_turns import write_chunk, write_in_turns
 from replayfmt.dump.record_rows import MOST_VALUES, SHOWN_VALUES
 from replayfmt.dump.selection import Selection, parse_range
-from replayfmt.dump.stream import Query, jsonl_chunks, text_chunks
+from replayfmt.dump.stream import Query, jsonl_chunks, jsonl_parts, text_chunks, text_parts
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import printable
 
 from .command import option, run_tool, tool
+
+_WORTH_A_PROCESS = 20_000  # records; their rows take about a tenth of a second
+_MOST_PROCESSES = 4  # the one that writes is soon the one that others wait for
 
 
 @tool(
@@ -188,6 +192,10 @@ def cli(
                 write(forms.get(form or "", table.device_kernel_text)(reader))
         elif program is not None:
             write(program.apply(jsonl_chunks(reader, selection, summary, values)))
+        elif selection.everything and not summary and (processes := _processes(reader.record_count)) > 1:
+            parts = jsonl_parts if form == "jsonl" else text_parts
+            count = 1 + len(reader.record_frames)
+            write_in_turns(count, lambda: parts(reader, values), sys.stdout.buffer, processes)
         else:
             write((jsonl_chunks if form == "jsonl" else text_chunks)(reader, selection, summary, values))
     finally:
@@ -208,12 +216,18 @@ def _rows_of_ranks(folder: str, selection: Selection, summary: bool, values: int
                     yield re.sub(r"^\{", f'{{"rank":{rank},', chunk, flags=re.MULTILINE)
 
 
+def _processes(records: int) -> int:
+    """How many processes write the rows of so many records soonest."""
+    if records < _WORTH_A_PROCESS or not hasattr(os, "fork"):
+        return 1
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(processors, records // _WORTH_A_PROCESS, _MOST_PROCESSES)
+
+
 def write(chunks: Iterable[str]) -> None:
-    """Print chunks of whole lines, in UTF-8 whatever the locale."""
-    output = sys.stdout.buffer
+    """Print chunks of whole lines."""
     for chunk in chunks:
-        output.write(chunk.encode("utf-8", "backslashreplace"))
-        output.flush()
+        write_chunk(sys.stdout.buffer, chunk)
 
 
 def write_bytes(content: bytes | memoryview, capture: str, output: str | None, force: bool) -> None:

@@ -6,7 +6,7 @@ Rows of JSON may go through a jq filter, which is compiled once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from operator import add
 from typing import Any
@@ -107,56 +107,71 @@ def jsonl_chunks(
     InvalidCapture when it comes to a damaged frame, and UsageError before the first chunk, for a selection that takes
     nothing, too.
     """
-    chosen = Filter(reader, selection)
+    if selection.everything and not summary_only:
+        return _all_parts(reader, jsonl_parts(reader, values))
     head = lines(iter([file_row(reader), summary_row(reader)]))
-    if summary_only:
-        yield from head
-        return
-    dialect = JsonLines(reader)
-    small = SmallValues(reader, values, dialect.values)
-    if not selection.everything:
-        yield from _with_records(head, reader, dialect, chosen, selection, small)
-        return
-    yield from head
-    yield from lines(definition_rows(reader))
-    for number, frame in _frames(reader, chosen):
-        yield from storage_lines(reader, frame)
-        yield from _records(dialect, number, frame, chosen, small)
+    return head if summary_only else _selected(head, reader, JsonLines(reader), selection, values)
 
 
 def text_chunks(
     reader: CaptureReader, selection: Selection, summary_only: bool = False, values: int = SHOWN_VALUES
 ) -> Iterator[str]:
     """The capture as text for people: the summary, then a line for each selected record. Raises as jsonl_chunks."""
-    chosen = Filter(reader, selection)
-    if summary_only:
-        yield summary_text(reader)
-        return
-    dialect = TextRows(reader)
-    attachments = attachment_lines(reader) if selection.everything else iter(())
-    head = chain([summary_text(reader)], attachments, [LEGEND])
-    yield from _with_records(head, reader, dialect, chosen, selection, SmallValues(reader, values, dialect.values))
+    if selection.everything and not summary_only:
+        return _all_parts(reader, text_parts(reader, values))
+    head = [summary_text(reader)]
+    return iter(head) if summary_only else _selected(iter([*head, LEGEND]), reader, TextRows(reader), selection, values)
 
 
-def _with_records(
-    head: Iterator[str],
+def jsonl_parts(reader: CaptureReader, values: int) -> Callable[[int], Iterator[str]]:
+    """A whole capture as JSON lines in parts, to be requested in order: first what stands before the records, then each
+    frame."""
+    definitions = chain([file_row(reader), summary_row(reader)], definition_rows(reader))
+    return _parts(reader, lines(definitions), JsonLines(reader), values, storage_lines)
+
+
+def text_parts(reader: CaptureReader, values: int) -> Callable[[int], Iterator[str]]:
+    """Likewise, as text for people."""
+    head = chain([summary_text(reader)], attachment_lines(reader), [LEGEND])
+    return _parts(reader, head, TextRows(reader), values, lambda _reader, _frame: iter(()))
+
+
+def _parts(
     reader: CaptureReader,
+    head: Iterator[str],
     dialect: Dialect,
-    chosen: Filter,
-    selection: Selection,
-    small: SmallValues,
+    values: int,
+    before: Callable[[CaptureReader, RecordFrame], Iterator[str]],
+) -> Callable[[int], Iterator[str]]:
+    every, small = Filter(reader, Selection()), SmallValues(reader, values, dialect.values)
+
+    def part(number: int) -> Iterator[str]:
+        if not number:
+            yield from head
+            return
+        frame = reader.frame(number - 1)
+        yield from before(reader, frame)
+        yield from _records(dialect, number - 1, frame, every, small)
+
+    return part
+
+
+def _all_parts(reader: CaptureReader, part: Callable[[int], Iterator[str]]) -> Iterator[str]:
+    return chain.from_iterable(map(part, range(1 + len(reader.record_frames))))
+
+
+def _selected(
+    head: Iterator[str], reader: CaptureReader, dialect: Dialect, selection: Selection, values: int
 ) -> Iterator[str]:
     """The head, then the selected records. Raises UsageError before the first chunk if there is none of them."""
-    records: Iterator[str] = chain.from_iterable(
+    chosen, small = Filter(reader, selection), SmallValues(reader, values, dialect.values)
+    records = chain.from_iterable(
         _records(dialect, number, frame, chosen, small) for number, frame in _frames(reader, chosen)
     )
-    if not selection.everything:
-        first = next(records, None)
-        if first is None:
-            raise selects_nothing(reader, selection)
-        records = chain([first], records)
-    yield from head
-    yield from records
+    first = next(records, None)
+    if first is None:
+        raise selects_nothing(reader, selection)
+    return chain(head, [first], records)
 
 
 def _frames(reader: CaptureReader, chosen: Filter) -> Iterator[tuple[int, RecordFrame]]:
