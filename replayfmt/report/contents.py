@@ -385,7 +385,8 @@ _ABOUT = [
     "Isolated: not a run, but the median time of each call in a loop of its own, one after the other in capture order; "
     "nothing overlaps in it, and there are no gaps. Each has its own axis of time.",
     "Drag to zoom, double-click to see everything, click a bar for its call site. Where there is no room for each op, "
-    "neighbours share a bar, which says how many they are.",
+    "neighbours share a bar, which says how many they are. A long time without an op is narrower, in grey, and says "
+    "how long it was.",
 ]
 
 

@@ -137,6 +137,9 @@
   const drawTimeline = (element, timeline) => {
     const ops = readBars(timeline.bars);
     const scopes = readBars(timeline.scopes);
+    // When a place in the picture was: pauses have less room than they took.
+    const time = (place) =>
+      timeline.pauses.reduce((sum, [from, to, taken]) => sum + (Math.min(1, Math.max(0, (place - from) / (to - from))) * (taken - to + from)), place);
     const ends = (bars) => bars.lane.reduce((most, _lane, i) => Math.max(most, bars.start[i] + bars.span[i]), 0);
     const whole = Math.max(ends(ops), ends(scopes), 1);
     const told = document.createElement("p");
@@ -153,15 +156,16 @@
         for (const bar of chosen) {
           const colour = kind === "scope" ? "#9aa4ae" : (timeline.coloured[raw.name[bar.i]] ?? timeline.others);
           const name = kind === "scope" ? "scopes" : colour === timeline.others ? "other kernels" : timeline.names[raw.name[bar.i]];
-          if (!groups.has(name)) groups.set(name, { x: [], base: [], y: [], hovertext: [], customdata: [], colour });
+          if (!groups.has(name)) groups.set(name, { x: [], base: [], y: [], text: [], hovertext: [], customdata: [], colour });
           const group = groups.get(name);
           const what = escaped(shortened(timeline.names[raw.name[bar.i]]));
-          const when = `${seconds(bar.end - bar.start)}, from ${seconds(bar.start)}`;
+          const when = `${seconds(Math.round(time(bar.end) - time(bar.start)))}, from ${seconds(Math.round(time(bar.start)))}`;
           const many = bar.count > 1;
           if (kind === "op") [mostOps, bars, shown] = [Math.max(mostOps, bar.count), bars + 1, shown + bar.count];
           group.x.push(Math.max(bar.end - bar.start, pixel / 2) / 1e9);
           group.base.push(bar.start / 1e9);
           group.y.push(bar.lane);
+          group.text.push(kind !== "scope" ? "" : many ? `${bar.count} scopes` : escaped(timeline.names[raw.name[bar.i]].split("/").pop()));
           group.customdata.push(many || !raw.site[bar.i] ? "" : `site-${raw.site[bar.i]}`);
           group.hovertext.push(
             kind === "scope" ? (many ? `${bar.count} passes through scopes<br>${when}` : `${what}<br>${when}`)
@@ -180,6 +184,7 @@
       return [...groups].map(([name, { colour, ...columns }]) => ({
         type: "bar", orientation: "h", name: escaped(shortened(name, 36)), ...columns,
         hovertemplate: "%{hovertext}<extra></extra>", marker: { color: colour, line: { width: 0 } }, width: 0.8,
+        textposition: "inside", insidetextanchor: "middle", textangle: 0, insidetextfont: { color: "#1b1f23" },
       }));
     };
 
@@ -191,6 +196,9 @@
       yaxis: { tickvals: timeline.lanes.map((_lane, i) => i), ticktext: timeline.lanes, range: [timeline.lanes.length - 0.5, -0.5], fixedrange: true, automargin: true },
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
       showlegend: true,
+      uniformtext: { mode: "hide", minsize: 10 },
+      shapes: timeline.pauses.map(([from, to]) => ({ type: "rect", yref: "paper", y0: 0, y1: 1, x0: from / 1e9, x1: to / 1e9, fillcolor: "rgba(128,128,128,0.25)", line: { width: 0 } })),
+      annotations: timeline.pauses.map(([from, to, taken]) => ({ x: (from + to) / 2e9, yref: "paper", y: 0.5, text: seconds(Number(taken.toPrecision(2))), hovertext: `${seconds(taken)} without an op`, textangle: -90, showarrow: false })),
       modebar: { bgcolor: "rgba(0,0,0,0)", color: "#8c8c8c", activecolor: "#56b4e9", orientation: "v" },
       margin: { t: 70, r: 40 },
     };

@@ -217,6 +217,8 @@ def _timeline(picture: TimelinePicture, axes: Axes, figure: Figure) -> None:
         text = timeline.names[name].rpartition("/")[2] if count == 1 else f"{count} scopes"
         if len(text) * room < end - start:
             axes.text((start + end) / 2e9, lane, text, ha="center", va="center", fontsize=7)
+    for pause in timeline.pauses:
+        axes.axvspan(pause.start / 1e9, pause.end / 1e9, color=LIGHT, zorder=0)
     axes.set_yticks(range(lanes), [_label(lane, 34) for lane in timeline.lanes])
     axes.set_ylim(lanes - 0.5, -0.5)
     axes.set_xlim(0, whole / 1e9)
@@ -225,6 +227,8 @@ def _timeline(picture: TimelinePicture, axes: Axes, figure: Figure) -> None:
         "timeline": "; on devices a bar begins when the host issued the op" if devices else "",
         "timeline-isolated": " if each call followed the one before",
     }.get(picture.name, "")
+    if timeline.pauses:
+        more += "; times without an op are narrower, in grey"
     _format(axes, "x", Axis(f"since the first op or scope{more}", "s"))
     if len(ops) < len(timeline.bars):
         axes.set_title(" (neighbours share a bar, coloured as the longest of them)", loc="left")

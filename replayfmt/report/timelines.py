@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -294,6 +294,7 @@ def _stream_label(ops: CapturedOps, reader: CaptureReader) -> Callable[[int], st
 
 _MOST_BARS = 250_000  # in a page; beyond, neighbours are put together before it is written
 _MOST_LANES = 40
+_PAUSE = 0.25  # of all time with an op
 
 
 @dataclass(frozen=True)
@@ -316,14 +317,24 @@ class Bars:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """A long time without an op, of `taken_ns`, for which a timeline has less room, between `start` and `end`."""
+
+    start: int
+    end: int
+    taken_ns: int
+
+
+@dataclass(frozen=True)
 class Timeline:
-    """Lanes from top to bottom. Times count from the first op or scope. `bars` are ops, `scopes` passes through scopes;
-    `names` are shared by the timelines of a page."""
+    """Lanes from top to bottom. Times count from the first op or scope, without what `pauses` leave out. `bars` are
+    ops, `scopes` passes through scopes; `names` are shared by the timelines of a page."""
 
     lanes: list[str]
     names: list[str]
     bars: Bars
     scopes: Bars
+    pauses: list[Pause]
     lanes_left_out: int
 
 
@@ -332,11 +343,38 @@ def timeline_of(lanes: Sequence[Lane], names: NameTable) -> Timeline:
     origin = min(int(lane.start.min()) for lane in lanes)
     shown = list(enumerate(lanes[:_MOST_LANES]))
     ops, scopes = (
-        merged(_bars([(place, lane) for place, lane in shown if lane.scopes is wanted], origin), _MOST_BARS)
-        for wanted in (False, True)
+        _bars([(place, lane) for place, lane in shown if lane.scopes is wanted], origin) for wanted in (False, True)
     )
+    pauses, (ops, scopes) = _without_pauses(ops, scopes)
     labels = [lane.label for _place, lane in shown]
-    return Timeline(labels, names.all(), ops, scopes, len(lanes) - len(shown))
+    bars = merged(ops, _MOST_BARS), merged(scopes, _MOST_BARS)
+    return Timeline(labels, names.all(), *bars, pauses, len(lanes) - len(shown))
+
+
+def _without_pauses(ops: Bars, scopes: Bars) -> tuple[list[Pause], list[Bars]]:
+    """The bars with less room for each time without an op that is longer than a share of all time with one."""
+    order = np.argsort(ops.start, kind="stable")
+    reached = np.concatenate([[0], np.maximum.accumulate(ops.end[order])])
+    end = max(int(bars.end.max(initial=0)) for bars in (ops, scopes))
+    taken = np.concatenate([ops.start[order], [end]]) - reached
+    busy = end - int(taken[taken > 0].sum())
+    long = np.flatnonzero(taken > busy * _PAUSE) if busy else np.zeros(0, np.int64)
+    room = np.minimum(taken[long], max(1, min(busy // 20, busy // (2 * max(1, len(long))))))
+    left_out = np.cumsum(taken[long] - room)
+    starts = reached[long] - left_out + taken[long] - room
+    pauses = [
+        Pause(*each) for each in zip(starts.tolist(), (starts + room).tolist(), taken[long].tolist(), strict=True)
+    ]
+    if not pauses:
+        return [], [ops, scopes]
+    real = np.stack([reached[long], reached[long] + taken[long]], axis=1).reshape(-1)
+    drawn = np.stack([starts, starts + room], axis=1).reshape(-1)
+    real, drawn = np.append(np.append(0, real), end), np.append(np.append(0, drawn), drawn[-1] + end - real[-1])
+
+    def moved(times: np.ndarray) -> np.ndarray:
+        return np.round(np.interp(times, real, drawn)).astype(np.int64)
+
+    return pauses, [replace(bars, start=moved(bars.start), end=moved(bars.end)) for bars in (ops, scopes)]
 
 
 def merged(bars: Bars, most: int) -> Bars:

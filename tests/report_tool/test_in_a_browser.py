@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import replayfmt
 
 from .conftest import Measured, tool
 
@@ -145,6 +149,31 @@ def test_zooming_into_the_timeline_tells_apart_what_shared_a_bar(browser: Any, p
     assert 0 < len(apart) < 10 and not any(" ops</b>" in text for text in apart) and "a bar for each" in told.text
     browser.execute_script("document.getElementById('picture-timeline').emit('plotly_doubleclick')")
     assert bars_of_ops(browser) == before
+
+
+def test_scopes_have_names_and_a_long_time_without_an_op_is_narrow_and_says_so(browser: Any, tmp_path: Path) -> None:
+    with replayfmt.capture(tmp_path / "c.opreplay"):
+        for each in ("first", "second"):
+            with replayfmt.scope(each):
+                x = torch.ones(8)
+                for _ in range(50):
+                    x = x + 1
+            time.sleep(1 if each == "first" else 0)
+    assert tool("report", "-o", tmp_path / "c.html", tmp_path / "c.opreplay") == 0
+    opened(browser, tmp_path / "c.html")
+    shown = browser.execute_script(
+        """
+        const picture = document.getElementById('picture-timeline');
+        const texts = [...picture.querySelectorAll('.bartext')].map(each => each.textContent);
+        const said = [...picture.querySelectorAll('.annotation-text')].map(each => each.textContent);
+        const end = picture.data.flatMap(each => each.base.map((base, i) => base + each.x[i]));
+        return [texts, said, Math.max(...end), picture.data.flatMap(each => each.hovertext)]"""
+    )
+    texts, said, end, hover = shown
+    assert {"first", "second"} <= set(texts)
+    assert any(text.endswith(" s") and text.startswith("1") for text in said) and end < 0.5
+    assert any("from 1." in text for text in hover), "the time itself stays"
+    assert browser.get_log("browser") == []
 
 
 def test_a_bar_of_a_replay_leads_nowhere_and_one_of_a_call_to_its_row(browser: Any, page: Path) -> None:

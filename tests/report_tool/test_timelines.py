@@ -20,7 +20,15 @@ from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.importers.importing import import_trace
 from replayfmt.report.measurements import IsolatedTimes, MeasuredCalls, Measurements, read_isolated
 from replayfmt.report.ops import captured_ops
-from replayfmt.report.timelines import Lane, NameTable, ReplayedTrace, captured_lanes, isolated_lanes, replayed_lanes
+from replayfmt.report.timelines import (
+    Lane,
+    NameTable,
+    ReplayedTrace,
+    captured_lanes,
+    isolated_lanes,
+    replayed_lanes,
+    timeline_of,
+)
 
 from .conftest import Measured, tool
 
@@ -204,3 +212,42 @@ def test_queued_kernels_are_drawn_from_when_the_device_began_with_them(tmp_path:
         ("aten::mm.default", (100 + 1500 * place) * 1000, 1_500_000) for place in range(4)
     ]
     assert len(ops.only(ops.ordinal[:1]).kernels) == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- pauses
+
+
+def lane(*bars: tuple[int, int], scopes: bool = False) -> Lane:
+    start, taken = np.array(bars, np.int64).reshape(-1, 2).T
+    zeros = np.zeros(len(start), np.int64)
+    return Lane("scopes" if scopes else "ops", scopes, start, taken, zeros, zeros, zeros)
+
+
+def test_a_long_time_without_an_op_has_little_room_and_all_else_the_room_of_its_time() -> None:
+    second = 10**9
+    ops = lane((5, 100), (105, 50), (20 * second, 100), (20 * second + 130, 20))
+    timeline = timeline_of([lane((5, 30 * second), scopes=True), ops], NameTable())
+    assert [each.taken_ns for each in timeline.pauses] == [20 * second - 155, 10 * second + 5 - 150]
+    assert timeline.bars.start.tolist()[:2] == [0, 100], "and short times between ops stay"
+    (first, last) = timeline.pauses
+    assert first.start == 150 and 150 < first.end < 200
+    assert (timeline.bars.start - first.end).tolist()[2:] == [0, 130]
+    assert (timeline.bars.end - timeline.bars.start).tolist() == [100, 50, 100, 20]
+    assert (last.start, last.end) == (first.end + 150, int(timeline.scopes.end[0]))
+    assert last.end < 2 * 270, "most of the picture is ops"
+
+
+def test_ops_without_long_pauses_stand_as_they_ran() -> None:
+    timeline = timeline_of([lane((0, 10), (11, 10), (22, 10)), lane((0, 34), scopes=True)], NameTable())
+    assert timeline.pauses == [] and timeline.bars.start.tolist() == [0, 11, 22]
+    assert timeline_of([lane((7, 0), (90, 0))], NameTable()).bars.start.tolist() == [0, 83], "no op takes any time"
+
+
+@pytest.mark.parametrize("steps", [2, 100])
+def test_steps_between_which_a_program_waits_are_half_of_the_picture_at_least(steps: int) -> None:
+    ops = lane(*[(step * 10**6 + each * 10, 10) for step in range(steps) for each in range(8)])
+    timeline = timeline_of([ops], NameTable())
+    assert len(timeline.pauses) == steps - 1
+    assert int(timeline.bars.end[-1]) <= 2 * 80 * steps
+    ends, starts = timeline.bars.end.tolist()[:-1], timeline.bars.start.tolist()[1:]
+    assert sum(start > end for end, start in zip(ends, starts, strict=True)) == steps - 1
