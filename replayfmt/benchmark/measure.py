@@ -12,7 +12,7 @@ its device (`require_graphs`), without the gaps in which that waits for the host
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,20 +31,7 @@ from replayfmt.replay.results import ReplayResult, VerifyMode
 from replayfmt.replay.run.execute import OnScope
 
 from .machine import GpuWatch, largest_cache
-from .meters import (
-    METERS,
-    Clock,
-    MakeMeter,
-    MeasuredRegion,
-    NotMeasured,
-    Quantity,
-    Readings,
-    ReplayTimer,
-    ScopeWatch,
-    find_regions,
-    stopwatch_for,
-    whole_capture,
-)
+from .meters import Clock, MeasuredRegion, Readings, ReplayTimer, ScopeWatch, find_regions, stopwatch_for, whole_capture
 from .statistics import MOST_ITERATIONS, MinTime, Precision, StoppingRule, TimeStatistics, summarize
 
 FLAG = "--cuda-graph"
@@ -155,14 +142,12 @@ class Options:
 class Sample:
     """One repetition of one region: the time of each of its iterations, in nanoseconds, in order.
 
-    `host` is set if `real` is the devices' time: how long the host took to issue the work. `further` has the readings
-    of the other meters for each iteration, in their own units.
+    `host` is set if `real` is the devices' time: how long the host took to issue the work.
     """
 
     real: np.ndarray
     cpu: np.ndarray
     host: np.ndarray | None
-    further: Mapping[Quantity, np.ndarray | NotMeasured] = field(default_factory=dict)
 
     @staticmethod
     def of(iterations: Sequence[Readings]) -> Sample:
@@ -171,22 +156,11 @@ class Sample:
             np.array([each.real_ns for each in iterations], dtype=np.float64),
             np.array([each.cpu_ns for each in iterations], dtype=np.float64),
             np.array(host, dtype=np.float64) if len(host) == len(iterations) else None,
-            further_readings(iterations),
         )
 
     def statistics(self) -> TimeStatistics:
         """Statistics of the iterations' real times."""
         return summarize(self.real)
-
-
-def further_readings(iterations: Sequence[Readings]) -> dict[Quantity, np.ndarray | NotMeasured]:
-    """The readings of the meters other than clocks, in order; for a meter that missed an iteration, the reason."""
-    found: dict[Quantity, np.ndarray | NotMeasured] = {}
-    for quantity in iterations[0].further:
-        readings = [each.further[quantity] for each in iterations]
-        missed = [reading for reading in readings if isinstance(reading, NotMeasured)]
-        found[quantity] = missed[0] if missed else np.array(readings, dtype=np.float64)
-    return found
 
 
 @dataclass(frozen=True)
@@ -222,7 +196,7 @@ class Run:
     requested. `before` and `after` are the results of the verified replays, None if verification is off. `cut_short` is
     the number of elapsed seconds if measuring gave up before it had the requested timed seconds, else None. `inputs`
     says what was in the caches; `step_ns` is the smallest step of the clock that the times are from, None if unknown;
-    `meters` describes every meter (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`).
+    `meters` describes every clock (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`).
     """
 
     options: Options
@@ -255,13 +229,12 @@ def measure(
     *,
     clock: Clock | None = None,
     progress: Progress | None = None,
-    meters: Sequence[MakeMeter] = METERS,
     plan_of_scope: PlanOfScope | None = None,
     align: Callable[[], None] | None = None,
 ) -> Run:
     """Benchmark a plan.
 
-    `clock` replaces the host's clocks, `meters` the list of meters; graphs of scopes need `plan_of_scope`. `align` is
+    `clock` replaces the host's clocks; graphs of scopes need `plan_of_scope`. `align` is
     called, untimed, right before each replay, also before those that warm up. Raises
     UsageError and ReplayRefused for scopes that cannot be measured and for devices without graphs, before anything
     runs; ReplayFailed if a replay fails; ReplayMismatch if a verified replay does not match.
@@ -270,14 +243,7 @@ def measure(
     if options.cuda_graph:
         require_graphs(plan.devices)
     runner = _Runner(
-        plan,
-        whole_capture(plan.reader),
-        regions,
-        options,
-        timed_by(plan, clock),
-        progress or _no_progress,
-        meters,
-        align=align,
+        plan, whole_capture(plan.reader), regions, options, timed_by(plan, clock), progress or unseen, align=align
     )
     before = runner.verify("before")
     gpus = GpuWatch(plan.devices)
@@ -289,17 +255,13 @@ def measure(
     scopes = [Measurement(watch.region, samples) for watch, samples in zip(runner.watches, runner.samples, strict=True)]
     measurements = scopes or [whole]
     if options.cuda_graph:
-        measurements = [
-            replace(each, in_graph=_in_graph(each.region, runner, plan_of_scope, meters)) for each in measurements
-        ]
+        measurements = [replace(each, in_graph=_in_graph(each.region, runner, plan_of_scope)) for each in measurements]
     gpus.end()
     after = runner.verify("after")
     return Run(options, measurements, whole, before, after, cut_short, runner.inputs, *runner.meters(), gpus.rows())
 
 
-def _in_graph(
-    region: MeasuredRegion, runner: _Runner, plan_of_scope: PlanOfScope | None, meters: Sequence[MakeMeter]
-) -> GraphMeasurement:
+def _in_graph(region: MeasuredRegion, runner: _Runner, plan_of_scope: PlanOfScope | None) -> GraphMeasurement:
     """The launches of a region in one graph: of the whole replay, or of a capture that was cut to a scope."""
     try:
         if region.name is None:
@@ -310,9 +272,7 @@ def _in_graph(
             raise NotGraphCapturable("a graph of a scope needs a capture that was cut to it")
         with opened as plan:
             graph = WholeGraph(plan)
-            launches = _Runner(
-                plan, region, [], runner.options, timed_by(plan, runner.clock), runner.progress, meters, graph
-            )
+            launches = _Runner(plan, region, [], runner.options, timed_by(plan, runner.clock), runner.progress, graph)
             iterations, _cut_short = launches.first_repetition()
             for _ in range(1, runner.options.repetitions):
                 launches.repetition(iterations)
@@ -328,10 +288,6 @@ def timed_by(plan: Plan, clock: Clock | None) -> Clock:
     return clock if streams is None else replace(clock, streams=streams.besides_default)
 
 
-def _no_progress(_what: str, _done: int, _of: int | None) -> None:
-    """Progress that is not shown."""
-
-
 class _Runner:
     """The replays of one benchmark, in order, and their times so far."""
 
@@ -343,7 +299,6 @@ class _Runner:
         options: Options,
         clock: Clock,
         progress: Progress,
-        meters: Sequence[MakeMeter],
         graph: WholeGraph | None = None,
         align: Callable[[], None] | None = None,
     ) -> None:
@@ -352,11 +307,11 @@ class _Runner:
         self._graph = graph
         self.whole_region = whole
         self.whole_samples: list[Sample] = []
-        self.watches = [ScopeWatch(region, stopwatch_for(plan.devices, clock, meters)) for region in regions]
+        self.watches = [ScopeWatch(region, stopwatch_for(plan.devices, clock)) for region in regions]
         flush = CacheFlush(plan.devices) if options.inputs == "cold" else None
         self.inputs = describe_inputs(options.inputs, flush, "replays")
         before = [each for each in (flush, align) if each is not None]
-        self._timer = ReplayTimer(stopwatch_for(plan.devices, clock, meters), self.watches, before)
+        self._timer = ReplayTimer(stopwatch_for(plan.devices, clock), self.watches, before)
         self.samples: list[list[Sample]] = [[] for _ in regions]
 
     def meters(self) -> tuple[float | None, list[dict[str, Any]]]:

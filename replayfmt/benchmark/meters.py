@@ -1,22 +1,21 @@
-"""Meters that observe a running replay, the stopwatch that runs them together, and the scopes that they measure.
+"""The clocks of a benchmark, the stopwatch that runs them together, and the scopes that they measure.
 
-A meter measures something between its start and its stop, which may be called any number of times. The clocks are
-meters: the host's real time, the CPU time of the process, and the time of accelerators, from events on their streams;
-all in nanoseconds. `METERS` lists the meters of a benchmark. To add one, write its class and add it to that list.
+The clocks are the host's real time, the CPU time of the process, and the time of accelerators, from events on their
+streams; all in nanoseconds. If accelerators take part, the real time is theirs, and the host's time for issuing the
+work is reported beside it.
 
-A stopwatch runs meters during a whole replay, or during its passes through the scopes of a name or full path
-(`find_regions`). Passes add up; a matching scope inside a matching scope belongs to the outermost one. If accelerators
-take part, the real time is theirs, and the host's time for issuing the work is reported beside it. Nothing waits for a
-device during a replay.
+A stopwatch runs during a whole replay, or during its passes through the scopes of a name or full path (`find_regions`).
+Passes add up; a matching scope inside a matching scope belongs to the outermost one. Nothing waits for a device during
+a replay.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -183,84 +182,6 @@ class _ScopeWalk:
         return MeasuredRegion(self._name, self._paths, self._passes, self._ops, captured, reason)
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """What a meter measures. `name` is its field in reports, such as `cpu_time`; `unit` is the unit of its readings."""
-
-    name: str
-    unit: str
-
-    @property
-    def title(self) -> str:
-        """The column header."""
-        return f"{self.name.replace('_', ' ').capitalize()} ({self.unit})"
-
-
-@dataclass(frozen=True)
-class NotMeasured:
-    """Replaces a reading: why there is none. Not zero."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a reading of a quantity is worth: where it comes from (`source`), the smallest difference that it can show
-    (`resolution`, in the quantity's unit; None if that is not known), and what else may be wrong with it (`error`)."""
-
-    quantity: Quantity
-    source: str
-    resolution: float | None
-    error: str
-
-    def row(self) -> dict[str, Any]:
-        """For a report's list of meters."""
-        found = {
-            "name": self.quantity.name,
-            "unit": self.quantity.unit,
-            "source": self.source,
-            "resolution": self.resolution,
-            "error": self.error,
-        }
-        return found if self.resolution is not None else found | {"resolution_reason": "the source does not say"}
-
-
-# A number in the quantity's unit.
-Reading: TypeAlias = "float | NotMeasured"
-
-
-class Meter(Protocol):
-    """Adds up what it measures between `start` and `stop`, which may be called any number of times between two resets.
-
-    `start` and `stop` run inside a replay, around timed work: they neither wait for a device nor allocate more than
-    they must. `read` is called after the replay, once devices have finished their work.
-    """
-
-    @property
-    def quantities(self) -> tuple[Quantity, ...]: ...
-
-    def describe(self) -> tuple[Description, ...]:
-        """What the readings are worth, in the order of `quantities`."""
-
-    def reset(self) -> None:
-        """Forget everything measured so far."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def read(self) -> tuple[Reading, ...]:
-        """What has been measured since `reset`, in the order of `quantities`."""
-
-
-@dataclass(frozen=True)
-class AbsentMeter:
-    """Replaces a meter that cannot measure here."""
-
-    quantities: tuple[Quantity, ...]
-    reason: str
-
-
 def no_streams(_device: torch.device) -> list[torch.Stream]:
     """The further streams of a device that works on its current one alone."""
     return []
@@ -268,21 +189,14 @@ def no_streams(_device: torch.device) -> list[torch.Stream]:
 
 @dataclass(frozen=True)
 class Clock:
-    """What meters read: the host's clocks, two functions that return nanoseconds, and the streams that a device works
-    on besides its current one."""
+    """What a stopwatch reads: the host's clocks, two functions that return nanoseconds, and the streams that a device
+    works on besides its current one."""
 
     real: Callable[[], int] = time.perf_counter_ns
     cpu: Callable[[], int] = time.process_time_ns
     streams: Callable[[torch.device], list[torch.Stream]] = no_streams
 
 
-# Makes a meter for the devices that a plan uses, or says why there is none.
-MakeMeter = Callable[[Sequence[torch.device], Clock], "Meter | AbsentMeter"]
-
-
-HOST_TIME = Quantity("host_time", "ns")
-CPU_TIME = Quantity("cpu_time", "ns")
-DEVICE_TIME = Quantity("device_time", "ns")
 # What is told of the clocks of the system; of others nothing is known.
 _SOURCES: dict[Callable[[], int], str] = {
     time.perf_counter_ns: "time.perf_counter_ns",
@@ -296,14 +210,12 @@ _EVENT_STEP_NS = {"cuda": 500.0}
 class HostTimer:
     """The host's real time and the CPU time of the process."""
 
-    quantities = (HOST_TIME, CPU_TIME)
-
     def __init__(self, clock: Clock) -> None:
         self._real_clock, self._cpu_clock = clock.real, clock.cpu
         self.reset()
 
-    def describe(self) -> tuple[Description, Description]:
-        return _described(HOST_TIME, self._real_clock), _described(CPU_TIME, self._cpu_clock)
+    def describe(self) -> list[dict[str, Any]]:
+        return [_clock_row("host_time", self._real_clock), _clock_row("cpu_time", self._cpu_clock)]
 
     def reset(self) -> None:
         self._real = self._cpu = self._real_start = self._cpu_start = 0
@@ -318,14 +230,13 @@ class HostTimer:
         self._real += now - self._real_start
 
     def read(self) -> tuple[float, float]:
+        """Real and CPU time."""
         return self._real, self._cpu
 
 
 class DeviceTimer:
     """The accelerators' time. With several devices, or streams of one, each time is the longest of theirs: they work in
     parallel, and begin when all of them have done what came before."""
-
-    quantities = (DEVICE_TIME,)
 
     def __init__(
         self,
@@ -342,17 +253,15 @@ class DeviceTimer:
         self._pairs: list[list[tuple[Any, Any]]] = []  # kept between replays: events cost more to make than to use
         self._used = 0
 
-    def describe(self) -> tuple[Description]:
+    def describe(self) -> dict[str, Any]:
         steps = {_EVENT_STEP_NS.get(device.type) for device in self._devices}
         known = [step for step in steps if step is not None]
-        return (
-            Description(
-                DEVICE_TIME,
-                f"events on the current stream of {', '.join(map(str, self._devices))}"
-                + (f", and on {len(self._streams)} more of theirs" if self._streams else ""),
-                max(known) if len(known) == len(steps) else None,
-                "half a step; waiting of the device for the host between two events counts as its time",
-            ),
+        more = f", and on {len(self._streams)} more of theirs" if self._streams else ""
+        return _clock(
+            "device_time",
+            f"events on the current stream of {', '.join(map(str, self._devices))}{more}",
+            max(known) if len(known) == len(steps) else None,
+            "half a step; waiting of the device for the host between two events counts as its time",
         )
 
     def reset(self) -> None:
@@ -378,13 +287,13 @@ class DeviceTimer:
         before."""
         return any(begin.query() for begin, _ in self._pairs[self._used - 1])
 
-    def read(self) -> tuple[float]:
+    def read(self) -> float:
         milliseconds = 0.0
         for pairs in self._pairs[: self._used]:
             for _, end in pairs:
                 end.synchronize()
             milliseconds += max(begin.elapsed_time(end) for begin, end in pairs)
-        return (milliseconds * 1e6,)
+        return milliseconds * 1e6
 
 
 class StreamBarrier:
@@ -427,11 +336,18 @@ class DeviceEvent:
         return float(self._event.elapsed_time(end._event))
 
 
-def _described(quantity: Quantity, clock: Callable[[], int]) -> Description:
+def _clock(name: str, source: str, resolution: float | None, error: str) -> dict[str, Any]:
+    """What a report says of a clock: where its times come from, the smallest difference that they can show (None: not
+    known), and what else may be wrong with them."""
+    row = {"name": name, "unit": "ns", "source": source, "resolution": resolution, "error": error}
+    return row if resolution is not None else row | {"resolution_reason": "the source does not say"}
+
+
+def _clock_row(name: str, clock: Callable[[], int]) -> dict[str, Any]:
     if clock not in _SOURCES:
-        return Description(quantity, "a clock that the caller gave", None, "not known")
+        return _clock(name, "a clock that the caller gave", None, "not known")
     step, cost = _step_and_cost(clock)
-    return Description(quantity, _SOURCES[clock], step, f"reading it takes {cost:.0f} ns, once in each measured time")
+    return _clock(name, _SOURCES[clock], step, f"reading it takes {cost:.0f} ns, once in each measured time")
 
 
 @cache
@@ -447,136 +363,76 @@ def _step_and_cost(clock: Callable[[], int]) -> tuple[float, float]:
     return float(min(b - a for a, b in zip(distinct, distinct[1:], strict=False))), float(apart[len(apart) // 2])
 
 
-def host_timer(_devices: Sequence[torch.device], clock: Clock) -> HostTimer:
-    return HostTimer(clock)
-
-
-def device_timer(devices: Sequence[torch.device], clock: Clock) -> DeviceTimer | AbsentMeter:
-    used = [device for device in devices if is_accelerator(device)]
-    if not used:
-        return AbsentMeter((DEVICE_TIME,), "the replay uses no accelerator")
-    return DeviceTimer(used, streams=clock.streams)
-
-
-# In starting order; they stop in reverse order. The host's time includes the cost of recording the events, as it does
-# all other issuing of work.
-CLOCKS = (host_timer, device_timer)
-
-
-# In starting order; they stop in reverse order. The clocks come last, so their times exclude the cost of starting and
-# stopping other meters.
-METERS: tuple[MakeMeter, ...] = (*CLOCKS,)
-
-
 @dataclass(frozen=True)
 class Readings:
-    """One reading of a stopwatch: times in nanoseconds, and the readings of the other meters.
-
-    `host_ns` is None if `real_ns` is itself the host's.
-    """
+    """One reading of a stopwatch, in nanoseconds. `host_ns` is None if `real_ns` is itself the host's."""
 
     real_ns: float
     cpu_ns: float
     host_ns: float | None = None
-    further: Mapping[Quantity, Reading] = field(default_factory=dict)
 
     def per(self, calls: int) -> Readings:
         """The readings of one call, if these are of `calls` calls."""
-        return Readings(
-            self.real_ns / calls,
-            self.cpu_ns / calls,
-            None if self.host_ns is None else self.host_ns / calls,
-            {
-                quantity: reading if isinstance(reading, NotMeasured) else reading / calls
-                for quantity, reading in self.further.items()
-            },
-        )
+        host_ns = None if self.host_ns is None else self.host_ns / calls
+        return Readings(self.real_ns / calls, self.cpu_ns / calls, host_ns)
 
 
 class Stopwatch:
-    """Starts and stops meters together. The host's clocks must be among them.
-
-    `start` and `stop` may be called any number of times between two resets.
-    """
+    """Starts and stops the clocks together, any number of times between two resets. The host's time includes the cost
+    of recording the device's events, as it does all other issuing of work."""
 
     start: Callable[[], None]
     stop: Callable[[], None]
 
-    def __init__(self, meters: Iterable[Meter | AbsentMeter]) -> None:
-        """`meters` in starting order; they stop in reverse order."""
-        self._listed = tuple(meters)
-        self._meters = tuple(meter for meter in self._listed if not isinstance(meter, AbsentMeter))
-        self.start, self.stop = _together(self._meters)
+    def __init__(self, host: HostTimer, device: DeviceTimer | None = None) -> None:
+        self._host, self._device = host, device
+        # Nothing comes between the clock and the work where there is only one.
+        self.start, self.stop = (host.start, host.stop) if device is None else (self._start, self._stop)
+
+    def _start(self) -> None:
+        assert self._device is not None
+        self._host.start()
+        self._device.start()
+
+    def _stop(self) -> None:
+        assert self._device is not None
+        self._device.stop()
+        self._host.stop()
 
     def reset(self) -> None:
         """Forget everything measured so far."""
-        for meter in self._meters:
-            meter.reset()
+        self._host.reset()
+        if self._device is not None:
+            self._device.reset()
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every meter for reports: unit, source, resolution and error, or why it does not measure."""
-        rows: list[dict[str, Any]] = []
-        for meter in self._listed:
-            if isinstance(meter, AbsentMeter):
-                rows += [
-                    {"name": quantity.name, "unit": quantity.unit, "not_measured": meter.reason}
-                    for quantity in meter.quantities
-                ]
-            else:
-                rows += [described.row() for described in meter.describe()]
-        return rows
+        """Every clock for reports: unit, source, resolution and error, or why it does not measure."""
+        if self._device is None:
+            absent = {"name": "device_time", "unit": "ns", "not_measured": "the replay uses no accelerator"}
+            return [*self._host.describe(), absent]
+        return [*self._host.describe(), self._device.describe()]
 
     def step_ns(self) -> float | None:
         """The smallest step of the clock that `Readings.real_ns` is from; None if it is not known."""
-        steps = {each.quantity: each.resolution for meter in self._meters for each in meter.describe()}
-        return steps.get(DEVICE_TIME, steps.get(HOST_TIME))
+        row = self._host.describe()[0] if self._device is None else self._device.describe()
+        step: float | None = row["resolution"]
+        return step
 
     def began(self) -> bool:
         """Whether a device has come to the last start by now (`DeviceTimer.began`)."""
-        return any(meter.began() for meter in self._meters if isinstance(meter, DeviceTimer))
+        return self._device is not None and self._device.began()
 
     def read(self) -> Readings:
         """What has been measured since `reset`. Devices must have finished their work."""
-        readings: dict[Quantity, Reading] = {}
-        for meter in self._listed:
-            if isinstance(meter, AbsentMeter):
-                readings |= dict.fromkeys(meter.quantities, NotMeasured(meter.reason))
-            else:
-                readings |= zip(meter.quantities, meter.read(), strict=True)
-        host, cpu, device = (readings.pop(quantity, None) for quantity in (HOST_TIME, CPU_TIME, DEVICE_TIME))
-        assert isinstance(host, (int, float)) and isinstance(cpu, (int, float)), "the host's clocks always measure"
-        if device is None or isinstance(device, NotMeasured):
-            return Readings(host, cpu, None, readings)
-        return Readings(device, cpu, host, readings)
+        real, cpu = self._host.read()
+        return Readings(real, cpu) if self._device is None else Readings(self._device.read(), cpu, real)
 
 
-def _together(meters: Sequence[Meter]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The functions that start and stop all meters. Nothing comes between the innermost meter and the work: the
-    functions of a single meter are returned directly."""
-    *outer, innermost = meters
-    start_innermost, stop_innermost = innermost.start, innermost.stop
-    if not outer:
-        return start_innermost, stop_innermost
-    starts, stops = [meter.start for meter in outer], [meter.stop for meter in reversed(outer)]
-
-    def start() -> None:
-        for start_outer in starts:
-            start_outer()
-        start_innermost()
-
-    def stop() -> None:
-        stop_innermost()
-        for stop_outer in stops:
-            stop_outer()
-
-    return start, stop
-
-
-def stopwatch_for(
-    devices: Sequence[torch.device], clock: Clock | None = None, meters: Sequence[MakeMeter] = CLOCKS
-) -> Stopwatch:
-    """A stopwatch with the meters that fit the devices a plan uses."""
-    return Stopwatch([make(devices, clock or Clock()) for make in meters])
+def stopwatch_for(devices: Sequence[torch.device], clock: Clock | None = None) -> Stopwatch:
+    """A stopwatch with the clocks that fit the devices a plan uses."""
+    clock = clock or Clock()
+    used = [device for device in devices if is_accelerator(device)]
+    return Stopwatch(HostTimer(clock), DeviceTimer(used, streams=clock.streams) if used else None)
 
 
 class ScopeWatch:

@@ -15,7 +15,6 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,11 @@ from replayfmt.version import own_version
 
 from .machine import frequency_scaling, gpu_caveats, gpu_lines, machine_context
 from .measure import PATIENCE, Measurement, Run, Sample
-from .meters import NotMeasured, Quantity
 from .statistics import (
     SMALLEST_FOR_INTERVAL,
     Precision,
     TimeStatistics,
     duration,
-    figure_text,
     ran_on,
     rate,
     summarize,
@@ -202,7 +199,6 @@ class Report:
 
     context: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
-    further: tuple[Quantity, ...] = ()  # the quantities measured besides times
     sections: dict[str, Any] = field(default_factory=dict)  # what else the document says, by its key there
 
     def document(self) -> dict[str, Any]:
@@ -270,7 +266,6 @@ class Report:
 
 def make_report(run: Run, plan: Plan) -> Report:
     rows = []
-    further = tuple(run.whole.samples[0].further)
     for index, measurement in enumerate(run.measurements):
         warnings = measurement_caveats(measurement, run.options.precision)
         family = [
@@ -279,8 +274,8 @@ def make_report(run: Run, plan: Plan) -> Report:
         ]
         rows += family
         if len(family) > 1 and not any("unmeasurable" in row for row in family):
-            rows += _aggregate_rows(family, further)
-    return Report(_context(run, plan), rows, further)
+            rows += _aggregate_rows(family)
+    return Report(_context(run, plan), rows)
 
 
 def plan_context(plan: Plan) -> dict[str, Any]:
@@ -404,12 +399,6 @@ def _iteration_row(
     if issued.host is not None:
         row["host_time"] = float(issued.host.mean())
     row |= _graph_fields(measurement, issued)
-    row |= further_fields(
-        {
-            quantity: readings if isinstance(readings, NotMeasured) else float(readings.mean())
-            for quantity, readings in sample.further.items()
-        }
-    )
     unmeasurable = why_unmeasurable(statistics, run.step_ns, noise=run.options.precision is not None)
     if not region.ops:
         unmeasurable = "no op is in it: its times are those of reading the clock"
@@ -440,30 +429,17 @@ def _graph_fields(measurement: Measurement, issued: Sample) -> dict[str, Any]:
     }
 
 
-def further_fields(means: Mapping[Quantity, float | NotMeasured]) -> dict[str, Any]:
-    """A row's fields for the meters other than clocks: each with its unit, or why there is none."""
-    fields: dict[str, Any] = {}
-    for quantity, mean in means.items():
-        fields[quantity.name] = None if isinstance(mean, NotMeasured) else mean
-        fields[f"{quantity.name}_unit"] = quantity.unit
-        if isinstance(mean, NotMeasured):
-            fields[f"{quantity.name}_reason"] = mean.reason
-    return fields
-
-
 def _samples(sample: Sample) -> dict[str, list[float]]:
-    """Each iteration's times and further readings, in order."""
+    """Each iteration's times, in order."""
     columns: dict[str, Any] = {"real_time": sample.real, "cpu_time": sample.cpu, "host_time": sample.host}
-    columns |= {quantity.name: readings for quantity, readings in sample.further.items()}
     return {name: column.tolist() for name, column in columns.items() if isinstance(column, np.ndarray)}
 
 
-def _aggregate_rows(family: list[dict[str, Any]], further: Sequence[Quantity]) -> list[dict[str, Any]]:
+def _aggregate_rows(family: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mean, median, standard deviation and coefficient of variation over the repetitions of one region."""
     first = family[0]
     figures = ["real_time", "cpu_time"]
-    counters = (*_AGGREGATED, *(quantity.name for quantity in further))
-    figures += [name for name in counters if all(row.get(name) is not None for row in family)]
+    figures += [name for name in _AGGREGATED if all(row.get(name) is not None for row in family)]
     over = {name: summarize([row[name] for row in family]) for name in figures}
     rows = []
     for name in ("mean", "median", "stddev", "cv"):
@@ -534,10 +510,6 @@ def _print(report: Report, console: Console) -> None:
             _line(console, f"{row['name']}: the median is between {low} and {high} with 95% confidence{half}")
         if row.get("iqr_real_time") is not None:
             _line(console, _spread(row))
-    for quantity in report.further:
-        reasons = {reason for row in report.rows if (reason := row.get(f"{quantity.name}_reason"))}
-        for reason in sorted(reasons):
-            _line(console, f"{quantity.name}: not measured: {reason}")
     for warning in report.warnings():
         _line(console, f"WARNING: {warning}", "yellow")
 
@@ -591,16 +563,15 @@ def _table(report: Report) -> Table:
         "Std. dev.",
         "Minimum",
         "Ops/s",
-        *(quantity.title for quantity in report.further),
     ]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in _cells(row, host, report.further)))
+        table.add_row(*(Text(cell) for cell in _cells(row, host)))
     return table
 
 
-def _cells(row: dict[str, Any], host: bool, further: Sequence[Quantity]) -> list[str]:
+def _cells(row: dict[str, Any], host: bool) -> list[str]:
     """One row. An aggregate has no figures over iterations, and `_cv` is a ratio for every figure in its row."""
     share = row.get("aggregate_unit") == "percentage"
 
@@ -610,9 +581,6 @@ def _cells(row: dict[str, Any], host: bool, further: Sequence[Quantity]) -> list
         if share:
             return "-" if row[name] is None else f"{row[name]:.2%}"
         return rate(row[name]) if name == "ops_per_second" else duration(row[name])
-
-    def counted(name: str) -> str:
-        return shown(name) if share or name not in row else figure_text(row[name])
 
     return [
         printable(row["name"]),
@@ -624,5 +592,4 @@ def _cells(row: dict[str, Any], host: bool, further: Sequence[Quantity]) -> list
         shown("stddev_real_time"),
         shown("min_real_time"),
         shown("ops_per_second"),
-        *(counted(quantity.name) for quantity in further),
     ]

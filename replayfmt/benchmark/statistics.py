@@ -49,11 +49,6 @@ def call_count(number: int) -> str:
     return f"{number} call{'' if number == 1 else 's'}"
 
 
-def figure_text(value: float | None) -> str:
-    """A number whose unit is given elsewhere; `not measured` if there is none."""
-    return "not measured" if value is None else f"{value:.{_DIGITS}g}"
-
-
 def share_text(value: float) -> str:
     """A share as 12.3%; one that rounds to nothing is not shown as none."""
     return "<0.1%" if 0 < value < 0.0005 else f"{value:.1%}"

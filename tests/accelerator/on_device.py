@@ -487,7 +487,7 @@ def test_a_time_begins_when_every_stream_has_done_what_came_before() -> None:
         with other:
             assert (x + y.to("sim:0")).sum().item() == 16
         timer.stop()
-        assert timer.read()[0] > 0
+        assert timer.read() > 0
     assert torch.accelerator.current_stream("sim:0").stream_id == 0
 
 

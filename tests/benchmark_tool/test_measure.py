@@ -228,7 +228,7 @@ def test_on_a_device_real_time_comes_from_events_and_the_hosts_is_kept_beside_it
     time, made = Time(), []
     devices = [torch.device("cuda:0"), torch.device("cuda:1")]
     timer = DeviceTimer(devices, event=lambda device: made.append(device) or FakeEvent(time, made))
-    watch = Stopwatch([HostTimer(time.clock()), timer])
+    watch = Stopwatch(HostTimer(time.clock()), timer)
     for _ in range(3):
         watch.reset()
         for took in (100, 50):
@@ -257,7 +257,7 @@ def test_each_time_is_the_longest_of_the_devices_and_the_sum_is_of_these():
     for _ in range(2):
         timer.start()
         timer.stop()
-    assert timer.read() == (9e6,)
+    assert timer.read() == 9e6
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.meters import Clock, DeviceTimer, host_timer
+from replayfmt.benchmark.meters import Clock, DeviceTimer, HostTimer, Stopwatch
 from replayfmt.benchmark.per_op.measuring import Sampler, Shape, measure_ops
 from replayfmt.benchmark.per_op.op_report import make_op_report
 from replayfmt.benchmark.per_op.results import OpOptions
@@ -38,13 +38,13 @@ class Device:
 
     def sampler(self, covers=None, flush=None):
         covers = [self.cover] if covers is None else covers
-        return Sampler([torch.device("cpu")], self.clock(), self.meters(), flush, covers)
+        return Sampler([torch.device("cpu")], self.clock(), flush, covers, self.watch())
 
     def clock(self):
         return Clock(real=lambda: self.now, cpu=lambda: self.now)
 
-    def meters(self):
-        return (host_timer, lambda _devices, _clock: DeviceTimer([torch.device("cpu")], event=lambda _: Event(self)))
+    def watch(self):
+        return Stopwatch(HostTimer(self.clock()), DeviceTimer([torch.device("cpu")], event=lambda _: Event(self)))
 
 
 class Event:
@@ -175,9 +175,8 @@ def rows(tmp_path, monkeypatch):
             plan,
             OpOptions(MinTime(seconds=0.001), "none"),
             clock=device.clock(),
-            meters=device.meters(),
             progress=lambda *_: None,
-            make_sampler=partial(Sampler, covers=[device.cover]),
+            make_sampler=partial(Sampler, covers=[device.cover], watch=device.watch()),
         )
         report = make_op_report(run, plan)
     return {row["op"]: row for row in json.loads(report.json())["benchmarks"]}, report

@@ -27,8 +27,8 @@ from replayfmt.replay.results import Verdict
 from replayfmt.replay.run.steps import IsolatedOp, call_repeatedly
 
 from ..machine import GpuWatch
-from ..measure import CacheFlush, Progress, default_inputs, describe_inputs, further_readings, require_graphs
-from ..meters import METERS, Clock, MakeMeter, NotMeasured, Readings, Stopwatch, stopwatch_for
+from ..measure import CacheFlush, Progress, default_inputs, describe_inputs, require_graphs
+from ..meters import Clock, Readings, Stopwatch, stopwatch_for
 from ..statistics import (
     MOST_ITERATIONS,
     SMALLEST_FOR_INTERVAL,
@@ -152,13 +152,13 @@ class Sampler:
         self,
         devices: Sequence[torch.device],
         clock: Clock,
-        meters: Sequence[MakeMeter],
         flush: CacheFlush | None,
         covers: Sequence[Cover] | None = None,
+        watch: Stopwatch | None = None,
     ) -> None:
-        """`covers` replaces those of the accelerators among `devices`."""
-        self.watch = stopwatch_for(devices, clock, meters)
-        self._hosts = stopwatch_for((), clock, meters)
+        """`covers` replaces those of the accelerators among `devices`, `watch` what times them."""
+        self.watch = watch or stopwatch_for(devices, clock)
+        self._hosts = stopwatch_for((), clock)
         self._clock, self._flush = clock, flush
         self._accelerators = [device for device in devices if is_accelerator(device)]
         self._covers = [spinning(device) for device in self._accelerators] if covers is None else list(covers)
@@ -287,8 +287,8 @@ _INTERRUPTED = "the measurement was interrupted before it"
 _ONCE = "it acts on an object whose address is its argument, which cannot be repeated"
 _PATIENCE = 5  # restoring is untimed: give up after this many times the requested time, as for a whole replay
 
-# Makes what takes samples: of devices, a clock, meters and what empties the caches.
-MakeSampler = Callable[[Sequence[torch.device], Clock, Sequence[MakeMeter], CacheFlush | None], Sampler]
+# Makes what takes samples: of devices, a clock and what empties the caches.
+MakeSampler = Callable[[Sequence[torch.device], Clock, CacheFlush | None], Sampler]
 # The group just measured, its position from 1, and the number of groups.
 OnMeasured = Callable[[MeasuredOp, int, int], None]
 
@@ -300,11 +300,10 @@ def measure_ops(
     clock: Clock | None = None,
     progress: Progress,
     on_measured: OnMeasured | None = None,
-    meters: Sequence[MakeMeter] = METERS,
     record_graph: RecordGraph | None = None,
     make_sampler: MakeSampler = Sampler,
 ) -> PerOpRun:
-    """Measure a plan's ops one by one, with `meters`; the plan must be made with keep_going. `record_graph` replaces
+    """Measure a plan's ops one by one; the plan must be made with keep_going. `record_graph` replaces
     the graphs of the plan's device, `make_sampler` what takes the samples.
 
     If there is something to compare with, a verified replay determines the verdicts first. Raises UsageError if no op
@@ -320,7 +319,7 @@ def measure_ops(
         scopes=options.scopes,
         progress=progress,
     )
-    measurement = _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, meters, make_sampler)
+    measurement = _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, make_sampler)
     measurement.record_graph = record_graph
     return measurement.run()
 
@@ -359,7 +358,6 @@ class _OpMeasurement:
         clock: Clock,
         progress: Progress,
         on_measured: OnMeasured | None,
-        meters: Sequence[MakeMeter],
         make_sampler: MakeSampler,
     ) -> None:
         self._plan, self._options, self._chosen, self._progress = plan, options, chosen, progress
@@ -368,7 +366,7 @@ class _OpMeasurement:
         inputs = options.inputs or ("hot" if options.cuda_graph else default_inputs(plan.devices))
         self._flush = CacheFlush(plan.devices) if inputs == "cold" else None
         self._inputs = describe_inputs(inputs, self._flush, "calls")
-        self._sampler = make_sampler(plan.devices, clock, meters, self._flush)
+        self._sampler = make_sampler(plan.devices, clock, self._flush)
         self._gpus = GpuWatch(plan.devices)
         self._ops = {group.first_ordinal: MeasuredOp(group) for group in chosen.groups}
         self._reported = 0
@@ -475,11 +473,6 @@ class _OpMeasurement:
         measured.times = None if measured.unmeasurable else statistics
         measured.cpu_ns = float(np.mean([each.cpu_ns for each in samples]))
         measured.host_ns = float(np.mean(host)) if host else None
-        measured.further = {
-            quantity: readings if isinstance(readings, NotMeasured) else float(readings.mean())
-            for quantity, readings in further_readings(samples).items()
-        }
-
         if self.record_graph is not None and not on_host:
             try:
                 self._time_graph(graph_of(op, statistics.median, self.record_graph), op, measured)

@@ -8,7 +8,7 @@ There is a row for each distinct op, or each kernel, signature or scope, the mos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from textwrap import wrap
 from typing import Any
 
@@ -23,9 +23,8 @@ from replayfmt.format.validation import aligned, counted, printable
 from replayfmt.replay.plan import Plan
 
 from ..machine import gpu_caveats, gpu_lines
-from ..meters import NotMeasured, Quantity
-from ..run_report import Report, crowded, further_fields, plan_context, statistics_fields, unmeasurable_fields
-from ..statistics import call_count, duration, figure_text, ran_on, rate, share_text, verified
+from ..run_report import Report, crowded, plan_context, statistics_fields, unmeasurable_fields
+from ..statistics import call_count, duration, ran_on, rate, share_text, verified
 from .results import WIDE, GroupBy, MeasuredOp, OpRow, PerOpRun, make_rows
 from .roofline import Peaks, PeaksOf, above_the_roof, peak_caveats, peak_line, row_work
 
@@ -97,8 +96,7 @@ def make_op_report(
         context["roofline"] = True
         context["peaks"] = [row for each in of_device.values() for row in each.rows()]
         context["warnings"] += [*above_the_roof(reported), *peak_caveats(context["peaks"])]
-    further = dict.fromkeys(quantity for op in run.ops for quantity in op.further)
-    return Report(context, reported, tuple(further))
+    return Report(context, reported)
 
 
 def _traced_device_us(session: CaptureInfo) -> float | None:
@@ -262,8 +260,7 @@ def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> d
         found["device_waited"] = "; ".join(exposed)
     if all(op.on_device is False for op, _calls in row.members):
         found["launches"] = False
-    found |= _graphed(row)
-    return found | further_fields({quantity: _further(row, quantity) for quantity in row.members[0][0].further})
+    return found | _graphed(row)
 
 
 def measured_row(op: MeasuredOp) -> dict[str, Any]:
@@ -286,17 +283,6 @@ def _graphed(row: OpRow) -> dict[str, Any]:
     if len(inside) == len(row.members):
         found["eager_time"] = _mean(row, lambda op: op.eager_ns)
     return found
-
-
-def _further(row: OpRow, quantity: Quantity) -> float | NotMeasured:
-    """The mean reading of a meter other than a clock over a row's calls; the reason if it missed some of them."""
-    total = 0.0
-    for op, calls in row.members:
-        reading = op.further[quantity]
-        if isinstance(reading, NotMeasured):
-            return reading
-        total += reading * calls
-    return total / row.calls
 
 
 def _mean(row: OpRow, of: Callable[[MeasuredOp], float | None]) -> float | None:
@@ -362,9 +348,9 @@ def table_lines(report: Report) -> Iterator[str]:
     others = [row for row in report.rows if "estimated_us" not in row]
     yield from _aligned(
         [
-            (*_HEADS, *_WORK_HEADS, *(quantity.title for quantity in report.further), group_by or "op"),
-            *(_cells(row, context, report.further) for row in shown),
-            *(_unmeasured(row, group_by, report.further) for row in others[:_MOST_LISTED]),
+            (*_HEADS, *_WORK_HEADS, group_by or "op"),
+            *(_cells(row, context) for row in shown),
+            *(_unmeasured(row, group_by) for row in others[:_MOST_LISTED]),
         ]
     )
     if len(others) > _MOST_LISTED:
@@ -415,7 +401,7 @@ def _work_cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _cells(row: dict[str, Any], context: dict[str, Any], further: Sequence[Quantity]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], context: dict[str, Any]) -> tuple[str, ...]:
     group_by: GroupBy | None = context["group_by"]
     ranks = sorted({row["rank_low"], row["rank_high"]})
     estimated, low, high = row["estimated_us"], row["estimated_us_low"], row["estimated_us_high"]
@@ -433,12 +419,11 @@ def _cells(row: dict[str, Any], context: dict[str, Any], further: Sequence[Quant
         "-" if row["captured_us"] is None else duration(row["captured_us"] * 1e3),
         "" if row["verdict"] == "ok" else row["verdict"],
         *(_work_cells(row) if context.get("roofline") else ("",) * len(_WORK_HEADS)),
-        *(figure_text(row[quantity.name]) for quantity in further),
         f"{_label(row, group_by)}{reason}",
     )
 
 
-def _unmeasured(row: dict[str, Any], group_by: GroupBy | None, further: Sequence[Quantity]) -> tuple[str, ...]:
+def _unmeasured(row: dict[str, Any], group_by: GroupBy | None) -> tuple[str, ...]:
     return (
         "-",
         _NOT_MEASURED,
@@ -450,7 +435,6 @@ def _unmeasured(row: dict[str, Any], group_by: GroupBy | None, further: Sequence
         "-",
         row["verdict"],
         *("" for _ in _WORK_HEADS),
-        *("-" for _ in further),
         f"{_label(row, group_by)}: {row['reason']}",
     )
 

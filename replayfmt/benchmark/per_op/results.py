@@ -22,7 +22,6 @@ from replayfmt.format.validation import counted, printable
 from replayfmt.replay.results import Verdict, VerifyMode
 
 from ..measure import FLAG, Inputs, Measurement, Run
-from ..meters import NotMeasured, Quantity
 from ..statistics import MinTime, Precision, TimeStatistics, call_count, duration, summarize
 from .groups import CallWork, OpGroup, SelectedOps
 
@@ -72,7 +71,6 @@ class MeasuredOp:
     times: TimeStatistics | None = None
     cpu_ns: float | None = None  # mean per call, of the whole process
     host_ns: float | None = None  # per call, if `times` are the devices'
-    further: dict[Quantity, float | NotMeasured] = field(default_factory=dict)  # of other meters, per call
     returned: tuple[str, ...] | None = None  # what a call returned here, a text per result
     samples: tuple[float, ...] = ()  # nanoseconds per call, in order
     unmeasurable: str = ""
@@ -106,7 +104,7 @@ class PerOpRun:
 
     `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones depend on;
     `overhead_ns` is the measured time of a call that does nothing. `inputs` says what was in the caches, `meters`
-    describes every meter (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`). `event_pair_ns` lies
+    describes every clock (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`). `event_pair_ns` lies
     between two events of a device with nothing between them, and was subtracted.
     """
 
