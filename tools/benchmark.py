@@ -17,7 +17,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import is_given, option, reader_may_leave, refuse, run_tool, say, together, tool
+from .command import console_script, is_given, option, reader_may_leave, refuse, say, together, tool
 from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
 from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below
 from .ranks import choose_collectives, collective_options, on_all_ranks
@@ -40,16 +40,11 @@ if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
 
 
-# Flags of other measurements.
-_NOT_WITH_MEMORY = [
-    "per_op",
-    "compare",
-    "reconcile",
-    "energy",
-    "energy_windows",
-    "device_profiling_mode",
-    "device_profiling_output",
-]
+# Flags that some measurements have no use for.
+_OTHER_MEASUREMENTS = ("per_op", "compare", "reconcile", "energy", "energy_windows")
+_BASELINE_FLAGS = ("baseline", "fail_above", "noise_floor")
+_PROFILING_FLAGS = ("device_profiling_mode", "device_profiling_output")
+_FOR_ONE_PLAN = ("cuda_graph", *_BASELINE_FLAGS, *_PROFILING_FLAGS)
 
 
 memory_option = option(
@@ -64,7 +59,7 @@ def check_memory(context: click.Context) -> None:
     """Raises UsageError for flags that do not go with --memory."""
     if not context.params["memory"]:
         return
-    refuse(context, _NOT_WITH_MEMORY, "does not go with --memory")
+    refuse(context, (*_OTHER_MEASUREMENTS, *_PROFILING_FLAGS), "does not go with --memory")
     if (form := context.params["benchmark_format"]) in ("csv", "markdown"):
         raise UsageError(f"--memory has no rows for --benchmark-format={form}; use console or json")
 
@@ -125,16 +120,8 @@ candidates_options = together(
 )
 
 
-_FOR_TASKS = ["candidates", "variants", "guard", "end_to_end", "candidate_timeout", "candidate_memory", "allow_reason"]
-_WITH_TASKS = [
-    "compare",
-    "inputs",
-    "benchmark_min_time",
-    "benchmark_format",
-    "benchmark_out",
-    "force",
-    "capture",
-] + _FOR_TASKS
+_FOR_TASKS = ("candidates", "variants", "guard", "end_to_end", "candidate_timeout", "candidate_memory", "allow_reason")
+_WITH_TASKS = ("compare", "inputs", "benchmark_min_time", "benchmark_format", "benchmark_out", "force", "capture")
 
 
 def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
@@ -149,7 +136,9 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     from replayfmt.benchmark.statistics import parse_min_time
 
     given = context.params
-    refuse(context, [name for name in given if name not in _WITH_TASKS], "does not go with a kernel task")
+    refuse(
+        context, [name for name in given if name not in (*_WITH_TASKS, *_FOR_TASKS)], "does not go with a kernel task"
+    )
     for reason in given["allow_reason"]:
         if reason not in check_script.REASONS:
             raise UsageError(f"--allow-reason={reason}: expected one of {', '.join(check_script.REASONS)}")
@@ -221,28 +210,17 @@ def _end_to_end(capture: str, candidate: str, task: dict[str, Any]) -> dict[str,
     return row
 
 
-# Flags of measurements other than comparisons.
-_NOT_WITH_COMPARE = [
-    "benchmark_repetitions",
-    "benchmark_precision",
-    "benchmark_max_time",
-    "inputs",
-    "cuda_graph",
-    "baseline",
-    "fail_above",
-    "noise_floor",
-    "device_profiling_mode",
-    "device_profiling_output",
-]
-
-
 def refuse_with_compare(context: click.Context, flags: ReplayFlags, per_op: bool) -> None:
     """Raises UsageError for flags that do not go with --compare, and if there is nothing to compare with."""
     if not flags.replay_kernel_substitution:
         raise UsageError("--compare needs --replay-kernel-substitution: there is nothing to compare with")
     if per_op:
         raise UsageError("--compare and --per-op are two ways to measure; give one of them")
-    refuse(context, _NOT_WITH_COMPARE, "does not go with --compare, which measures in rounds")
+    refuse(
+        context,
+        ("benchmark_repetitions", "benchmark_precision", "benchmark_max_time", "inputs", *_FOR_ONE_PLAN),
+        "does not go with --compare, which measures in rounds",
+    )
 
 
 def run_compare(
@@ -263,21 +241,6 @@ def run_compare(
         say(f"WARNING: {warning}", err=form != "console")
 
 
-# Flags of other measurements.
-_NOT_WITH_RECONCILE = [
-    "benchmark_repetitions",
-    "inputs",
-    "cuda_graph",
-    "per_op",
-    "compare",
-    "baseline",
-    "fail_above",
-    "noise_floor",
-    "device_profiling_mode",
-    "device_profiling_output",
-]
-
-
 reconcile_options = together(
     option(
         "--reconcile",
@@ -296,7 +259,6 @@ reconcile_options = together(
 
 def check_reconcile(context: click.Context, scopes: tuple[str, ...]) -> None:
     """Raises UsageError for flags that do not go with --reconcile, or that need it."""
-
     values = context.params
     if not values["reconcile"]:
         refuse(context, ["program_runs"], "needs --reconcile")
@@ -305,7 +267,8 @@ def check_reconcile(context: click.Context, scopes: tuple[str, ...]) -> None:
         return
     if values["program"] is None:
         refuse(context, ["program_runs"], "needs --program")
-    refuse(context, _NOT_WITH_RECONCILE, "does not go with --reconcile")
+    others = ("benchmark_repetitions", "inputs", "per_op", "compare", *_FOR_ONE_PLAN)
+    refuse(context, others, "does not go with --reconcile")
     if len(scopes) > 1:
         raise UsageError("--reconcile takes one --replay-scope, or none for the whole replay")
 
@@ -350,24 +313,6 @@ def run_reconcile(
         say(f"WARNING: {warning}", err=form != "console")
 
 
-# What the folder of all ranks is not measured with.
-_NOT_WITH_RANKS = [
-    "per_op",
-    "compare",
-    "reconcile",
-    "memory",
-    "guard",
-    "energy",
-    "energy_windows",
-    "cuda_graph",
-    "benchmark_precision",
-    "baseline",
-    "noise_floor",
-    "device_profiling_mode",
-    "device_profiling_output",
-]
-
-
 def run_ranks(
     context: click.Context,
     folder: str,
@@ -379,7 +324,12 @@ def run_ranks(
 ) -> int:
     """Measure this rank's file of a folder while the others measure theirs; rank 0 prints. `out`: the values of
     --benchmark-out and --force."""
-    refuse(context, _NOT_WITH_RANKS, "does not go with the folder of all ranks; give it one file")
+    others = (*_OTHER_MEASUREMENTS, "memory", "guard", "benchmark_precision", *_FOR_ONE_PLAN)
+    refuse(
+        context,
+        [name for name in others if name != "fail_above"],
+        "does not go with the folder of all ranks; give it one file",
+    )
     from replayfmt.benchmark.ranks import TimedRanks, lines, measure_ranks
     from replayfmt.benchmark.result_files import output_file
 
@@ -629,10 +579,7 @@ def _progress() -> Iterator[Callable[[str, int, int | None], None] | None]:
         yield show
 
 
-def main() -> None:
-    """The console script."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

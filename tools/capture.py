@@ -24,7 +24,7 @@ from replayfmt.recording.program.marks import parse_mark
 from replayfmt.recording.program.running import Program
 from replayfmt.recording.supervisor import CapturedProgram, output_path
 
-from .command import option, run_tool, tool
+from .command import console_script, option, tool
 
 _COUNT = click.IntRange(min=0)
 
@@ -188,9 +188,7 @@ def cli(
 cli.allow_interspersed_args = False  # what follows the program is the program's
 
 
-def main() -> None:
-    run_tool(cli, own_streams=False)  # those of the program
-
+main = console_script(cli, own_streams=False)  # those of the program
 
 if __name__ == "__main__":
     main()

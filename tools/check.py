@@ -21,7 +21,7 @@ from replayfmt.format.rank_files import MANIFEST, write_manifest
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted
 
-from .command import option, reader_may_leave, run_tool, say, tool
+from .command import console_script, option, reader_may_leave, say, tool
 
 _MOST_PROCESSES = 16  # that check the files of many ranks
 
@@ -182,10 +182,7 @@ def _add_digests(path: str, out: str, remaps: tuple[str, ...], force: bool) -> N
     )
 
 
-def main() -> None:
-    """Entry point."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

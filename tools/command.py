@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
@@ -384,6 +385,11 @@ def said_if_possible() -> Iterator[None]:
         yield
     except OSError:
         _discard(sys.stderr)
+
+
+def console_script(command: click.Command, *, own_streams: bool = True) -> Callable[[], None]:
+    """The function that a console script calls."""
+    return partial(run_tool, command, own_streams=own_streams)
 
 
 def run_tool(command: click.Command, *, own_streams: bool = True) -> None:

@@ -13,7 +13,7 @@ from replayfmt.compare.comparison import compare
 from replayfmt.dump.row_templates import encode
 from replayfmt.errors import UsageError
 
-from .command import is_given, option, record_bar, run_tool, say, tool
+from .command import console_script, is_given, option, record_bar, say, tool
 from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
 
 
@@ -168,10 +168,7 @@ def _two_ways(
             return isolate_plan(plan, way, parse_tolerance(tolerance), on_progress)
 
 
-def main() -> None:
-    """The console script."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

@@ -17,7 +17,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import printable
 
-from .command import option, run_tool, tool
+from .command import console_script, option, tool
 
 _WORTH_A_PROCESS = 20_000  # records; their rows take about a tenth of a second
 _MOST_PROCESSES = 4  # the one that writes is soon the one that others wait for
@@ -253,9 +253,7 @@ def write_bytes(content: bytes | memoryview, capture: str, output: str | None, f
         raise
 
 
-def main() -> None:
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

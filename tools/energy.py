@@ -15,7 +15,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import INTERRUPTED, Seconds, option, reader_may_leave, refuse, run_tool, say, together, tool
+from .command import INTERRUPTED, Seconds, console_script, option, reader_may_leave, refuse, say, together, tool
 from .replay_flags import plan_of_scope
 
 if TYPE_CHECKING:
@@ -32,26 +32,11 @@ if TYPE_CHECKING:
 
 _FLAG = "--energy-windows"
 # Flags of other measurements.
-_NOT_WITH_WINDOWS = [
-    "benchmark_min_time",
-    "benchmark_precision",
-    "benchmark_max_time",
-    "benchmark_warmup",
-    "benchmark_repetitions",
-    "benchmark_format",
-    "benchmark_out",
-    "inputs",
-    "cuda_graph",
-    "per_op",
-    "compare",
-    "reconcile",
-    "program_runs",
-    "baseline",
-    "fail_above",
-    "noise_floor",
-    "device_profiling_mode",
-    "device_profiling_output",
-]
+_NOT_WITH_WINDOWS = (
+    *(f"benchmark_{name}" for name in ("min_time", "precision", "max_time", "warmup", "repetitions", "format", "out")),
+    *("inputs", "cuda_graph", "per_op", "compare", "reconcile", "program_runs", "baseline", "fail_above"),
+    *("noise_floor", "device_profiling_mode", "device_profiling_output"),
+)
 
 
 energy_options = together(
@@ -376,10 +361,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def main() -> None:
-    """The console script."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ import click
 
 from replayfmt.errors import CaptureFailed, OutputExists
 
-from .command import run_tool, say, tool
+from .command import console_script, say, tool
 
 # In a wheel the programs are beside this file, in a clone where people look for them.
 _FOLDERS = (Path(__file__).parent / "programs", Path(__file__).resolve().parents[1] / "examples")
@@ -62,10 +62,7 @@ def _first_line(program: Path) -> str:
     return documented.partition("\n")[0]
 
 
-def main() -> None:
-    """The console script."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

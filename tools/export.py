@@ -12,7 +12,7 @@ import click
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader, open_capture
 
-from .command import is_given, option, record_bar, refuse, run_tool, say, tool
+from .command import console_script, is_given, option, record_bar, refuse, say, tool
 from .replay_flags import ReplayFlags, flag_of, replay_options, selection_options
 
 if TYPE_CHECKING:
@@ -305,10 +305,7 @@ def _report(out: str, exported: Exported) -> None:
     say(f"{out}: {exported.entries:,} entries for {calls:,} calls")
 
 
-def main() -> None:
-    """The console script."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

@@ -133,17 +133,9 @@ def show_below(lines: list[str], form: str) -> None:
 _DEFAULT_MIN_TIME = "0.05s"
 # Flags for measuring whole replays.
 _WHOLE_ONLY = ("benchmark_repetitions", "benchmark_warmup", "device_profiling_mode", "device_profiling_output")
-_CHOOSE_OPS = ["op_filter", "op_limit"]  # also those that --energy and --energy-windows run
-_NEEDS_PER_OP = [
-    "op_instances",
-    "group_by",
-    "top",
-    "stop_on_error",
-    "verbose",
-    "roofline",
-    "peak_flops",
-    "peak_bandwidth",
-]
+_CHOOSE_OPS = ("op_filter", "op_limit")  # also those that --energy and --energy-windows run
+_OF_ROOFLINES = ("roofline", "peak_flops", "peak_bandwidth")
+_NEEDS_PER_OP = ("op_instances", "group_by", "top", "stop_on_error", "verbose", *_OF_ROOFLINES)
 
 
 per_op_options = together(
@@ -225,7 +217,7 @@ class PerOpFlags:
         values = context.params
         if not values["per_op"]:
             windows = values["energy"] or values["energy_windows"] is not None
-            refuse(context, _NEEDS_PER_OP if windows else _CHOOSE_OPS + _NEEDS_PER_OP, "needs --per-op")
+            refuse(context, _NEEDS_PER_OP if windows else (*_CHOOSE_OPS, *_NEEDS_PER_OP), "needs --per-op")
             return None
         refuse(context, _WHOLE_ONLY, "is for whole replays; it does not go with --per-op")
         from replayfmt.benchmark.per_op.results import OpOptions

@@ -26,7 +26,7 @@ from replayfmt.probes.reporting import KINDS, NamedFile, ReportOptions, evaluate
 from replayfmt.probes.schedule import no_progress
 from replayfmt.probes.tables import as_json, as_text, plain, shown
 
-from .command import is_given, option, reader_may_leave, record_bar, run_tool, say, tool
+from .command import console_script, is_given, option, reader_may_leave, record_bar, say, tool
 from .probe_run import run_probe
 
 
@@ -213,10 +213,7 @@ def _instrument(
             say(f"written: {place}", err=True)
 
 
-def main() -> None:
-    """The console script."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

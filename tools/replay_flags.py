@@ -464,14 +464,9 @@ class ReplayFlags:
             ("--substitution-atol", self.substitution_atol),
         ):
             if value is not None and not (self.replay_kernel_substitution and 0 <= value < math.inf):
-                raise UsageError(
-                    f"{flag}={value:g}: expected a number from 0"
-                    + (
-                        ""
-                        if self.replay_kernel_substitution
-                        else ", and --replay-kernel-substitution with what to judge by it"
-                    )
-                )
+                also = ", and --replay-kernel-substitution with what to judge by it"
+                more = "" if self.replay_kernel_substitution else also
+                raise UsageError(f"{flag}={value:g}: expected a number from 0{more}")
 
 
 @contextmanager
@@ -523,18 +518,6 @@ class ProfilingRequest:
     output: str
     force: bool
 
-    def check(self, plan: Any) -> None:
-        """Raises UsageError if the plan's devices or this torch cannot provide a family."""
-        from replayfmt.benchmark.profiling import check_families
-
-        check_families(self.families, plan.devices)
-
-    def profile(self, plan: Any) -> None:
-        """Replay the plan once more under the profiler and write the trace; the replay's errors propagate."""
-        from replayfmt.benchmark.profiling import profile_replay
-
-        profile_replay(plan, self.families, self.output, force=self.force)
-
 
 @contextmanager
 def profiled(request: ProfilingRequest | None, plan: Any) -> Iterator[None]:
@@ -543,14 +526,19 @@ def profiled(request: ProfilingRequest | None, plan: Any) -> Iterator[None]:
     if request is None:
         yield
         return
-    request.check(plan)
+    from replayfmt.benchmark.profiling import check_families, profile_replay
+
+    def profile() -> None:
+        profile_replay(plan, request.families, request.output, force=request.force)
+
+    check_families(request.families, plan.devices)
     try:
         yield
     except (ReplayFailed, ReplayMismatch):
         with suppress(ReplayFailed):  # most likely the same failure again; the first is the one to report
-            request.profile(plan)
+            profile()
         raise
-    request.profile(plan)
+    profile()
 
 
 def profiling_request(mode: str | None, output: str | None, force: bool, capture: str) -> ProfilingRequest | None:

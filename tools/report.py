@@ -18,7 +18,7 @@ from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted
 
-from .command import Seconds, option, reader_may_leave, run_tool, say, tool
+from .command import Seconds, console_script, option, reader_may_leave, say, tool
 
 _SHORTEST_SECONDS = 0.0005  # for each op, however many there are
 _SHARE_OF_OPS = 0.6  # of the time to measure; the rest goes to whole replays
@@ -210,10 +210,7 @@ def _measured(reader: CaptureReader, seconds: float, options: str, folder: Path)
     return tuple(files)
 
 
-def main() -> None:
-    """The console script."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,7 @@ from replayfmt.errors import ReplayMismatch, UsageError
 from replayfmt.format.output import check_place, same_file
 from replayfmt.format.validation import counted, printable
 
-from .command import option, reader_may_leave, record_bar, refuse, report, run_tool, say, tool
+from .command import console_script, option, reader_may_leave, record_bar, refuse, report, say, tool
 from .ranks import choose_collectives, collective_options, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
@@ -246,10 +246,7 @@ def _judge(capture: str, result: ReplayResult, *, part: bool) -> int:
     return 0 if result.outcome == "ok" else 1
 
 
-def main() -> None:
-    """The console script."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

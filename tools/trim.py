@@ -35,7 +35,7 @@ from replayfmt.trim.trimming import (
     used_remaps,
 )
 
-from .command import option, reader_may_leave, record_bar, run_tool, say, tool
+from .command import console_script, option, reader_may_leave, record_bar, say, tool
 from .replay_flags import ReplayFlags, flag_of, replay_options, selection_options, worker_command
 
 _STATUS = re.compile(r"[A-Z_]+: ")
@@ -366,10 +366,7 @@ def _report(result: TrimResult, trimmed: TrimResult | None = None) -> None:
     )
 
 
-def main() -> None:
-    """The console script."""
-    run_tool(cli)
-
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

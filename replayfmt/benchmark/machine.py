@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -348,24 +348,14 @@ _CLOCKS = (("sm_clock_mhz", "SM clock"), ("memory_clock_mhz", "memory clock"))
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU at one moment. `reasons` say what its clocks are limited by; None if that is not known."""
+    """One GPU at one moment. `clock_reasons` say what its clocks are limited by; None if that is not known."""
 
     sm_clock_mhz: float | None = None
     memory_clock_mhz: float | None = None
     temperature_c: float | None = None
     power_limit_w: float | None = None
-    reasons: tuple[str, ...] | None = None
+    clock_reasons: list[str] | None = None
     not_measured: dict[str, str] = field(default_factory=dict)
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "sm_clock_mhz": self.sm_clock_mhz,
-            "memory_clock_mhz": self.memory_clock_mhz,
-            "temperature_c": self.temperature_c,
-            "power_limit_w": self.power_limit_w,
-            "clock_reasons": None if self.reasons is None else list(self.reasons),
-            "not_measured": self.not_measured,
-        }
 
 
 # Makes a function that reads a GPU's state, or says why there is none.
@@ -397,8 +387,8 @@ class GpuWatch:
         return [
             {
                 "device": str(device),
-                "before": None if before is None else before.row(),
-                "after": None if after is None else after.row(),
+                "before": None if before is None else asdict(before),
+                "after": None if after is None else asdict(after),
                 "not_measured": read if isinstance(read, str) else None,
             }
             for (device, read), before, after in zip(self._found, self._before, self._after, strict=True)
@@ -535,7 +525,7 @@ def nvml_reader(uuid: str) -> Callable[[], GpuState] | str:
     return read
 
 
-def _names(bits: int) -> tuple[str, ...]:
-    known = tuple(name for bit, name in _REASONS.items() if bits & bit)
+def _names(bits: int) -> list[str]:
+    known = [name for bit, name in _REASONS.items() if bits & bit]
     others = bits & ~sum(_REASONS)
-    return (*known, f"unknown ({others:#x})") if others else known
+    return [*known, f"unknown ({others:#x})"] if others else known

@@ -159,6 +159,8 @@ _CSV_FIELDS = ("name", "iterations", "real_time", "cpu_time", "time_unit")
 _CSV_FIELDS_NOT_OURS = ("bytes_per_second", "items_per_second", "label", "error_occurred", "error_message")
 # The counters that are aggregated over repetitions. Those that say how an aggregate was made are not.
 _AGGREGATED = ("host_time", "eager_time", "median_real_time", "min_real_time", "max_real_time", "ops_per_second")
+# Of the aggregates the fields of TimeStatistics.
+_AGGREGATES = {"mean": "mean", "median": "median", "stddev": "standard_deviation", "cv": "variation"}
 # What an unmeasurable row does not say: no single number stands for its times.
 _SINGLE_FIGURES = frozenset({"real_time", "cpu_time", "ops_per_second", "median_real_time"})
 # Fields that are not single figures are left out of the CSV.
@@ -442,15 +444,10 @@ def _aggregate_rows(family: list[dict[str, Any]]) -> list[dict[str, Any]]:
     figures += [name for name in _AGGREGATED if all(row.get(name) is not None for row in family)]
     over = {name: summarize([row[name] for row in family]) for name in figures}
     rows = []
-    for name in ("mean", "median", "stddev", "cv"):
+    for name in _AGGREGATES:
         values: dict[str, Any] = {}
         for figure, statistics in over.items():
-            values[figure] = {
-                "mean": statistics.mean,
-                "median": statistics.median,
-                "stddev": statistics.standard_deviation,
-                "cv": statistics.variation,
-            }[name]
+            values[figure] = getattr(statistics, _AGGREGATES[name])
         rows.append(
             {
                 "name": f"{first['run_name']}_{name}",

@@ -96,11 +96,7 @@ class Bisected:
     def rows(self) -> tuple[dict[str, Any], ...]:
         head = {
             "kind": "bisected",
-            "path": self.path,
-            "way": self.way,
-            "judge": self.judge,
-            "outcome": self.outcome,
-            "replays": self.replays,
+            **{name: getattr(self, name) for name in ("path", "way", "judge", "outcome", "replays")},
             "failed": {str(ordinal): why for ordinal, why in self.failed.items()},
         }
         sets = (

@@ -215,12 +215,7 @@ class Isolated:
     def rows(self) -> tuple[dict[str, Any], ...]:
         head = {
             "kind": "isolated",
-            "path": self.path,
-            "way": self.way,
-            "tolerance": self.tolerance,
-            "outcome": self.outcome,
-            "compared": self.compared,
-            "skipped": self.skipped,
+            **{name: getattr(self, name) for name in ("path", "way", "tolerance", "outcome", "compared", "skipped")},
             "divergence": self.divergence,
         }
         return head, *(_row(each) for each in self.kernels)
@@ -249,18 +244,13 @@ def _row(each: IsolatedKernel) -> dict[str, Any]:
     worst = each.worst
     return {
         "kind": "isolated_kernel",
-        "kernel": each.kernel,
-        "calls": each.calls,
-        "different": each.different,
-        "beyond": each.beyond,
+        **{name: getattr(each, name) for name in ("kernel", "calls", "different", "beyond")},
         "worst": None
         if worst is None
         else {
             "ordinal": worst.ordinal,
             "result": worst.result,
-            "elements": worst.distance.elements,
-            "different": worst.distance.different,
-            "not_finite": worst.distance.not_finite,
+            **{name: getattr(worst.distance, name) for name in ("elements", "different", "not_finite")},
             "absolute": worst.distance.largest_absolute,
             "relative": worst.distance.largest_relative,
             "ulp": worst.distance.largest_ulp,

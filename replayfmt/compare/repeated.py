@@ -98,11 +98,7 @@ class Repeated:
     def rows(self) -> tuple[dict[str, Any], ...]:
         head = {
             "kind": "repeated",
-            "path": self.path,
-            "outcome": self.outcome,
-            "replays": self.replays,
-            "processes": self.processes,
-            "compared": self.compared,
+            **{name: getattr(self, name) for name in ("path", "outcome", "replays", "processes", "compared")},
             "first": None if self.first is None else self.first.ordinal,
         }
         found = () if self.first is None else (self.first, *self.others[:_MOST_ROWS])

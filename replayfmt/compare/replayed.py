@@ -26,7 +26,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.overloads import find_overload
 from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
-from replayfmt.pytorch.tensors.memory import byte_tensor, undispatched
+from replayfmt.pytorch.tensors.memory import byte_tensor, tensors_in, undispatched
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.run.content import Clones
 from replayfmt.replay.run.steps import IsolatedOp
@@ -326,16 +326,10 @@ def _outputs(overload: OpOverload, arguments: tuple[Any, ...], named: dict[str, 
         returned = overload(*taken, **by_name)
     except Exception:
         return None
-    found = _tensors(returned)
+    found = tensors_in(returned)
     kept = {tensor.untyped_storage()._cdata for tensor in found}
     for place, argument in enumerate(overload._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = taken[place] if place < len(taken) else by_name.get(argument.name)
-            found += [each for each in _tensors(value) if each.untyped_storage()._cdata not in kept]
+            found += [each for each in tensors_in(value) if each.untyped_storage()._cdata not in kept]
     return found
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [each for part in value for each in _tensors(part)] if isinstance(value, list | tuple) else []

@@ -15,7 +15,7 @@ import numpy as np
 
 from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.codes import UNKNOWN_NS, DType
-from replayfmt.format.model import TensorDigest, TensorValue
+from replayfmt.format.model import TensorDigest, TensorValue, tensors_of
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
 
@@ -292,7 +292,7 @@ def observed_distance(a: Side, b: Side, one: int, other: int, rule: Tolerance) -
         values = [_numbers(side.record(place).results) for side, place in ((a, op), (b, its))]
         if len(values[0]) != len(values[1]) or not len(values[0]):
             return Distance(len(values[0]), 0, 1, 1, note=f"{values[0].tolist()} against {values[1].tolist()}")
-        dtype = next((each.meta.dtype for each in _tensors(a.record(op).args)), DType.float64)
+        dtype = next((each.meta.dtype for each in tensors_of(a.record(op).args)), DType.float64)
         return distance(values[0], values[1], dtype, rule.of(kernel, dtype))
     digests = digest_of(a, one), digest_of(b, other)
     if digests[0] is None or digests[1] is None:
@@ -316,21 +316,11 @@ def dtype_of(side: Side, place: int) -> DType:
     """The dtype of what was observed."""
     record = side.reader.record(int(side.trace.observed_at[place]))
     if record.signature.kernel:  # made by a replay: of the op itself
-        tensors = [each for each in _tensors((*record.results, *record.args))]
+        tensors = list(tensors_of((*record.results, *record.args)))
         shapes = int(side.trace.observed_as[place])
         return tensors[min(shapes, len(tensors) - 1)].meta.dtype if tensors else DType.none
     tensor = record.argument("tensor")
     return tensor.meta.dtype if isinstance(tensor, TensorValue) else DType.none
-
-
-def _tensors(values: Any) -> list[TensorValue]:
-    found: list[TensorValue] = []
-    for value in values:
-        if isinstance(value, TensorValue):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
 
 
 _MOST_STRUCTURE = 8
@@ -530,11 +520,7 @@ def rows(made: Comparison) -> list[dict[str, Any]]:
     made_rows += [
         {
             "kind": "structure",
-            "what": each.what,
-            "name": each.name,
-            "a": each.a,
-            "b": each.b,
-            "count": each.count,
+            **{name: getattr(each, name) for name in ("what", "name", "a", "b", "count")},
             "at": None if each.at is None else list(each.at),
         }
         for each in made.structure

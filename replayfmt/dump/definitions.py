@@ -121,28 +121,11 @@ def created(session: CaptureInfo) -> str | None:
 
 def session_row(session: CaptureInfo) -> Row:
     """The capture's origin."""
-    return {
-        "kind": "session",
-        "session_id": session.session_id,
-        "producer": session.producer,
-        "producer_version": session.producer_version,
-        "created": created(session),
-        # Always a string, so that its type does not depend on its size.
-        "created_unix_ns": str(session.created_unix_ns) if session.created_unix_ns else None,
-        "torch_version": session.torch_version,
-        "python_version": session.python_version,
-        "platform": session.platform,
-        "host": session.host,
-        "cpu": session.cpu,
-        "cpu_capability": session.cpu_capability,
-        "argv": list(session.argv),
-        "working_directory": session.working_directory,
-        "rank": session.rank,
-        "world_size": session.world_size,
-        "libraries": session.libraries,
-        "settings": session.settings,
-        "policies": session.policies,
-    }
+    found = vars(session) | {"argv": list(session.argv)}
+    producer = {name: found.pop(name) for name in ("session_id", "producer", "producer_version")}
+    # Always a string, so that its type does not depend on its size.
+    found["created_unix_ns"] = str(session.created_unix_ns) if session.created_unix_ns else None
+    return {"kind": "session", **producer, "created": created(session), **found}
 
 
 def fingerprint(device: Device) -> Any:

@@ -28,7 +28,7 @@ from replayfmt.dump.selection import KeptRecords, OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import DType, KernelKind, RecordKind, TensorFlag
-from replayfmt.format.model import Kernel, Record, StorageValue, TensorValue, Value
+from replayfmt.format.model import Kernel, Record, StorageValue, TensorValue, Value, nested_values, tensors_of
 from replayfmt.format.output import new_folder
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
@@ -40,16 +40,23 @@ from replayfmt.pytorch.triton.kernels import StoredKernel
 from replayfmt.replay.op_tensors import observe_ops
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import ResolvedKernel
-from replayfmt.replay.planning.records import GiveTensor, python_values, tensors_of
+from replayfmt.replay.planning.records import GiveTensor, python_values
 from replayfmt.replay.run.run_twice import RunTwice
 from replayfmt.replay.run.steps import IsolatedCall
-from replayfmt.trim.copying import nested_values
 from replayfmt.trim.schedule import Planner
 from replayfmt.trim.script import FRAME, InputFill, made_inputs, operator_changes, script_helpers
 from replayfmt.trim.script_text import BodyWriter, Input, ScriptEvents, ScriptOp
 from replayfmt.trim.script_triton import TritonSections, identifier
 from replayfmt.trim.trimming import Verify, refuse_incomplete
-from replayfmt.trim.vectors import Array, VectorEncoder, draws_nothing, op_problem, problem_of, write_safetensors
+from replayfmt.trim.vectors import (
+    Array,
+    VectorEncoder,
+    draws_nothing,
+    op_problem,
+    problem_of,
+    word_of,
+    write_safetensors,
+)
 
 from .task_forms import Form, write_form
 
@@ -114,6 +121,11 @@ class _Call:
     def ordinal(self) -> int:
         return self.records[0].ordinal
 
+    @property
+    def output_bytes(self) -> int:
+        tensors = [each.meta for each in self.outputs if isinstance(each, TensorValue)]
+        return sum(int(np.prod(meta.sizes)) * TORCH_DTYPE[meta.dtype].itemsize for meta in tensors)
+
 
 @dataclass
 class _Workload:
@@ -137,12 +149,7 @@ class _Workload:
     @property
     def bytes(self) -> int:
         """About what one case takes."""
-        inputs = sum(each.end - each.first for each in self.first.storages.values())
-        return inputs + sum(
-            int(np.prod(each.meta.sizes)) * TORCH_DTYPE[each.meta.dtype].itemsize
-            for each in self.first.outputs
-            if isinstance(each, TensorValue)
-        )
+        return sum(each.end - each.first for each in self.first.storages.values()) + self.first.output_bytes
 
 
 def write_task(plan: Plan, out: str, wanted: OpSelection, options: TaskOptions) -> TaskResult:
@@ -385,7 +392,7 @@ class _Task:
             "entry": storage.entry,
             "arguments": list(dict.fromkeys(name for name, _value in storage.tensors)),
             "bytes": length,
-            "dtype": _word(dtype),
+            "dtype": word_of(dtype),
             "device": str(self.plan.device_map.target(value.meta.device)),
             "captured_offset_bytes": storage.first,
             "captured_bytes": self.reader.storage(storage.number).bytes,
@@ -398,7 +405,7 @@ class _Task:
         item = TORCH_DTYPE[meta.dtype].itemsize
         return {
             "storage": place,
-            "dtype": _word(TORCH_DTYPE[meta.dtype]),
+            "dtype": word_of(TORCH_DTYPE[meta.dtype]),
             "sizes": list(meta.sizes),
             "strides": list(meta.strides),
             "offset": value.offset - storage.first // item,
@@ -433,12 +440,8 @@ def _filled(storage: _Storage, place: int) -> bytes:
 def _result_json(value: TensorValue | Value) -> dict[str, Any]:
     if isinstance(value, TensorValue):
         meta = value.meta
-        return {"dtype": _word(TORCH_DTYPE[meta.dtype]), "sizes": list(meta.sizes), "strides": list(meta.strides)}
+        return {"dtype": word_of(TORCH_DTYPE[meta.dtype]), "sizes": list(meta.sizes), "strides": list(meta.strides)}
     return {"type": type(value).__name__}
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _totals(reader: CaptureReader) -> tuple[int, int]:
@@ -758,7 +761,7 @@ class _KernelTask(_Task):
             "bytes_read": found.bytes_read,
             "bytes_written": found.bytes_written,
             "bytes_reason": found.bytes_reason or None,
-            "compute_dtype": None if found.dtype is None else _word(found.dtype),
+            "compute_dtype": None if found.dtype is None else word_of(found.dtype),
         }
 
 
@@ -986,18 +989,13 @@ class _FusionTask(_Task):
             dtype = dtype or found.dtype
         read = sum(each.end - each.first for each in call.storages.values())
         written = sum(each.end - each.first for each in call.storages.values() if each.written)
-        written += sum(
-            int(np.prod(each.meta.sizes)) * TORCH_DTYPE[each.meta.dtype].itemsize
-            for each in call.outputs
-            if isinstance(each, TensorValue)
-        )
         return {
             "flops": known or None,
             "flops_reason": f"at least: of {unknown} ops they are not known" if unknown else None,
             "bytes_read": read,
-            "bytes_written": written,
+            "bytes_written": written + call.output_bytes,
             "bytes_reason": None,
-            "compute_dtype": None if dtype is None else _word(dtype),
+            "compute_dtype": None if dtype is None else word_of(dtype),
         }
 
 

@@ -48,26 +48,10 @@ DURATIONS = ("duration_ns", "device_duration_ns")
 NULLABLE_TIMES = ("start_ns", *DURATIONS)
 
 
-def op_columns(reader: CaptureReader) -> dict[str, Any]:
-    """The columns by name, in the order of COLUMNS: int64 arrays, object arrays of text, and for times a pair of an
-    int64 array and a mask that is True where the time is not known."""
-    parts: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    for columns in op_column_frames(reader):
-        for name, column in columns.items():
-            parts[name].append(column)
-    joined: dict[str, Any] = {}
-    for name, pieces in parts.items():
-        if name in NULLABLE_TIMES:
-            values, missing = ([each[place] for each in pieces] for place in (0, 1))
-            joined[name] = (_joined(values).astype(np.int64), _joined(missing).astype(bool))
-        else:
-            joined[name] = _joined(pieces)
-    return joined
-
-
 def op_column_frames(reader: CaptureReader, ordinals: np.ndarray | None = None) -> Iterator[dict[str, Any]]:
-    """The columns of `op_columns` for the ops of one frame after the other; with `ordinals` (ascending), only for
-    these. Raises InvalidCapture for a damaged frame."""
+    """The columns by name, in the order of COLUMNS, of the ops of one frame after the other: int64 arrays, object
+    arrays of text, and for times a pair of an int64 array and a mask that is True where the time is not known. With
+    `ordinals` (ascending), only for these. Raises InvalidCapture for a damaged frame."""
     shared = _SharedColumns(reader)
     for index in range(len(reader.record_frames)):
         frame = reader.frame(index)
@@ -101,10 +85,6 @@ def _calls(reader: CaptureReader, frame: RecordFrame, rows: np.ndarray) -> np.nd
             ordinal = frame.first_ordinal + int(rows[place])
             calls[place] = calls_in(reader.annotation(int(frame.annotation[rows[place]])), ordinal)
     return calls
-
-
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 def _durations(column: np.ndarray | None, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

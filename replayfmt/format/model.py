@@ -6,7 +6,7 @@ the capture it comes from; the policies say what its content was computed by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -353,6 +353,31 @@ Value = (
     | OpaqueValue
     | CompositeValue
 )
+
+
+def nested_values(values: Iterable[Value]) -> Iterator[Value]:
+    """The values and everything in them, in order."""
+    for value in values:
+        yield value
+        if isinstance(value, list | tuple):
+            yield from nested_values(value)
+        elif isinstance(value, CompositeValue):
+            yield from nested_values(value.parts)
+
+
+def tensors_of(values: Iterable[Value]) -> Iterator[TensorValue]:
+    """The tensors among and inside of these values, in the order of their slots."""
+    return (value for value in nested_values(values) if isinstance(value, TensorValue))
+
+
+def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor's elements fill their memory without gaps, each once, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def calls_in(annotation: dict[str, Any] | None, ordinal: int) -> int:

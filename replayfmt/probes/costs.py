@@ -44,7 +44,7 @@ from .recordings import (
     read_peak_memory,
     read_ptxas_log,
 )
-from .tables import Cell, Distribution, ResultTable, Unmeasured
+from .tables import Cell, Distribution, Evaluated, ResultTable, Unmeasured
 
 _UNNAMED = "(not named in the log)"
 _OVERHEAD_COLUMNS = (
@@ -72,14 +72,10 @@ class KernelOverhead:
 
 
 @dataclass(frozen=True)
-class OverheadResult:
+class OverheadResult(Evaluated):
     """The kernels in the order of the logs."""
 
-    sources: tuple[str, ...]
-    tables: tuple[ResultTable, ...]
-    notes: tuple[str, ...]
     kernels: tuple[KernelOverhead, ...]
-    kind: str = "overhead"
 
 
 def evaluate_overhead(files: Sequence[tuple[str | None, str]]) -> OverheadResult:
@@ -112,7 +108,7 @@ def evaluate_overhead(files: Sequence[tuple[str | None, str]]) -> OverheadResult
     ]
     if unmeasured:
         notes.append(f"{unmeasured:,} launches have no [benchmark] line and are in no figure")
-    return OverheadResult(tuple(path for _label, path in files), tables, tuple(notes), kernels)
+    return OverheadResult("overhead", tuple(path for _label, path in files), tables, tuple(notes), kernels)
 
 
 @dataclass(frozen=True)
@@ -270,15 +266,11 @@ class ProbeMemory:
 
 
 @dataclass(frozen=True)
-class MemoryResult:
+class MemoryResult(Evaluated):
     """Runs, then predictions."""
 
-    sources: tuple[str, ...]
-    tables: tuple[ResultTable, ...]
-    notes: tuple[str, ...]
     runs: tuple[ProbeMemory, ...]
     predictions: tuple[PredictedLaunch, ...]
-    kind: str = "memory"
 
 
 def evaluate_memory(
@@ -303,7 +295,7 @@ def evaluate_memory(
     if predictions:
         notes.append("predicted_bytes: blocks × threads (or warps) of a block × record_bytes")
     sources = tuple(path for _label, path in runs) or tuple(each.name for each in predictions)
-    return MemoryResult(sources, tuple(tables), tuple(notes), found, tuple(predictions))
+    return MemoryResult("memory", sources, tuple(tables), tuple(notes), found, tuple(predictions))
 
 
 def _run(label: str | None, folder: Path) -> ProbeMemory:
@@ -375,14 +367,10 @@ class ExposedLatency:
 
 
 @dataclass(frozen=True)
-class LatencyResult:
+class LatencyResult(Evaluated):
     """Probes in the order of the file."""
 
-    sources: tuple[str, ...]
-    tables: tuple[ResultTable, ...]
-    notes: tuple[str, ...]
     probes: tuple[ExposedLatency, ...]
-    kind: str = "latency"
 
 
 def evaluate_latency(path: str | os.PathLike[str]) -> LatencyResult:
@@ -407,7 +395,7 @@ def evaluate_latency(path: str | os.PathLike[str]) -> LatencyResult:
         "ratios to the original's time; kernel_ratio is the slowdown of the kernel itself",
         "parts_sum_ratio is prologue + kernel + epilogue; neutrino_ratio what the file says of all of it",
     )
-    return LatencyResult((os.fspath(path),), (table,), notes, probes)
+    return LatencyResult("latency", (os.fspath(path),), (table,), notes, probes)
 
 
 def _wrong(path: str | os.PathLike[str], line: int, expected: str, got: str) -> InvalidRecording:
@@ -474,13 +462,9 @@ _NOTES = {
 
 
 @dataclass(frozen=True)
-class CountsResult:
+class CountsResult(Evaluated):
     """`distributions`: what is drawn, by title."""
 
-    kind: str
-    sources: tuple[str, ...]
-    tables: tuple[ResultTable, ...]
-    notes: tuple[str, ...]
     distributions: dict[str, Distribution]
 
 

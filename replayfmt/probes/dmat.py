@@ -19,7 +19,7 @@ from replayfmt.errors import InvalidRecording
 
 from .recordings import DMAT, PAGE_BYTES, AccessMap, ProbeSection, TensorAddresses
 from .schedule import Numbers, Progress, no_progress
-from .tables import Cell, Distribution, ResultTable, Unmeasured
+from .tables import Cell, Distribution, Evaluated, ResultTable, Unmeasured
 
 MAP_CLOCKS, MAP_PAGES, WINDOWS = 240, 160, 60
 MOST_TENSORS = 5
@@ -31,20 +31,16 @@ _UNWRITTEN = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @dataclass(frozen=True)
-class DmatResult:
+class DmatResult(Evaluated):
     """`density[i, j, k]`: accesses to memory of `owners[i]`, in the j-th part of the touched pages and the k-th of the
     time, which is `span_cycles` long. `working_set`: pages in each of WINDOWS windows of time."""
 
-    sources: tuple[str, ...]
-    tables: tuple[ResultTable, ...]
-    notes: tuple[str, ...]
     density: Numbers
     owners: tuple[str, ...]
     pages: int
     span_cycles: int
     working_set: Numbers
     distances: Distribution
-    kind: str = "dmat"
 
 
 def evaluate_dmat(
@@ -164,7 +160,7 @@ def _evaluated(path: str, pairs: _Pairs, tensors: Sequence[TensorAddresses] | No
         notes.append(f"clocks are rounded down to multiples of {pairs.step:,} cycles, to fit into memory")
     if tensors is None:
         notes.append("no list of tensors was given (tensor.trace in the folder of the run, or --tensors=FILE)")
-    return DmatResult(
+    return DmatResult("dmat",
         (path,), tables, tuple(notes), density, shown, len(pages), span, working_set, distances
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +76,24 @@ def pictures_of(
     return found
 
 
-def thousands(axis: Any) -> None:
-    """Numbers on an axis as 12,000."""
+def thousands(*axes: Any) -> None:
+    """Numbers on axes as 12,000."""
     from matplotlib.ticker import StrMethodFormatter
 
-    axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    for axis in axes:
+        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def patches(colours: Iterable[str]) -> list[Any]:
+    """Squares of these colours, for a legend."""
+    from matplotlib.patches import Patch
+
+    return [Patch(color=colour) for colour in colours]
+
+
+def legend(figure: Figure, names: list[str], handles: Sequence[Any], columns: int = 4) -> None:
+    """Below the picture."""
+    figure.legend(handles=list(handles), labels=names, loc="outside lower center", ncols=columns)
 
 
 def empty(axes: Axes, why: str) -> None:
@@ -135,14 +148,7 @@ def draw_overhead(result: OverheadResult, figure: Figure) -> None:
         other.text(max(before, after), row, f"  {after - before:+d}", va="center", fontsize=8)
     other.margins(x=0.15)
     other.set(title="Registers of a thread", xlabel="registers (grey: without the probe)")
-    from matplotlib.patches import Patch
-
-    figure.legend(
-        handles=[Patch(color=colours[probe]) for probe in probes],
-        labels=[shortened(probe) for probe in probes],
-        loc="outside lower center",
-        ncols=4,
-    )
+    legend(figure, [shortened(probe) for probe in probes], patches(colours[probe] for probe in probes))
 
 
 def draw_memory(result: MemoryResult, figure: Figure) -> None:
@@ -168,16 +174,9 @@ def draw_memory(result: MemoryResult, figure: Figure) -> None:
     axes.invert_yaxis()
     axes.set(title="Memory of programs and of their probes", xlabel="bytes (logarithmic)")
     _plain_powers(axes)
-    from matplotlib.patches import Patch
-
     kinds = [("the program's peak", BLUE), ("most that probes needed in a launch", ORANGE)] if result.runs else []
     kinds += [("predicted", GREEN)] if result.predictions else []
-    figure.legend(
-        handles=[Patch(color=colour) for _name, colour in kinds],
-        labels=[name for name, _colour in kinds],
-        loc="outside lower center",
-        ncols=3,
-    )
+    legend(figure, [name for name, _colour in kinds], patches(colour for _name, colour in kinds), 3)
 
 
 def draw_latency(result: LatencyResult, figure: Figure) -> None:
@@ -209,12 +208,7 @@ def draw_latency(result: LatencyResult, figure: Figure) -> None:
     from matplotlib.patches import Patch
 
     ncu_patch = Patch(facecolor=VERMILION, hatch="//", edgecolor="white")
-    figure.legend(
-        handles=[*(Patch(color=colour) for colour in parts.values()), ncu_patch],
-        labels=[*parts, "Nsight Compute"],
-        loc="outside lower center",
-        ncols=4,
-    )
+    legend(figure, [*parts, "Nsight Compute"], [*patches(parts.values()), ncu_patch])
 
 
 def _amount(count: int) -> str:
@@ -268,7 +262,6 @@ def shades(density: Any) -> Any:
 
 def _draw_map(result: DmatResult, axes: Axes) -> None:
     from matplotlib.colors import to_rgb
-    from matplotlib.patches import Patch
 
     depth = shades(result.density)
     most = result.density.argmax(axis=0)  # of several owners in one cell, the one with most accesses
@@ -282,9 +275,8 @@ def _draw_map(result: DmatResult, axes: Axes) -> None:
         xlabel="cycles since the first access",
         ylabel="touched pages, by address",
     )
-    thousands(axes.xaxis)
-    thousands(axes.yaxis)
-    handles = [Patch(color=colour) for colour in colours_of(result.owners)]
+    thousands(axes.xaxis, axes.yaxis)
+    handles = patches(colours_of(result.owners))
     axes.legend(
         handles, [shortened(name) for name in result.owners], ncols=min(4, len(handles)), loc="upper center",
         bbox_to_anchor=(0.5, -0.12),
@@ -300,8 +292,7 @@ def _draw_working_set(result: DmatResult, axes: Axes) -> None:
     )
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="x", nbins=6)
-    thousands(axes.xaxis)
-    thousands(axes.yaxis)
+    thousands(axes.xaxis, axes.yaxis)
 
 
 def _draw_distances(result: DmatResult, axes: Axes) -> None:
@@ -319,8 +310,7 @@ def _draw_distribution(found: Distribution, axes: Axes, none: str) -> None:
     counts, _ = np.histogram(values, bins, weights=found.counts)
     axes.stairs(counts, bins, color=BLUE, fill=True, alpha=0.7)
     axes.locator_params(axis="x", nbins=5, integer=True)
-    thousands(axes.xaxis)
-    thousands(axes.yaxis)
+    thousands(axes.xaxis, axes.yaxis)
 
 
 def draw_counts(result: CountsResult, figure: Figure) -> None:
@@ -381,10 +371,8 @@ def _draw_slots(result: ScheduleResult, axes: Axes) -> None:
     )
     axes.set_yticks(np.unique(np.linspace(0, here.slots - 1, min(here.slots, 9)).astype(int)))
     thousands(axes.xaxis)
-    from matplotlib.patches import Patch
-
     axes.legend(
-        handles=[Patch(color=BLUE), Patch(color=SKY), Patch(color=ORANGE)],
+        handles=patches((BLUE, SKY, ORANGE)),
         labels=["block", "the next block", "cost: the slot waits"],
         ncols=3,
         loc="upper center",
@@ -407,8 +395,7 @@ def _draw_costs(result: ScheduleResult, axes: Axes) -> None:
         axes.axvline(value, color=VERMILION, linestyle=style, label=f"{name}: {value:,}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     axes.locator_params(axis="x", nbins=5, integer=True)
-    thousands(axes.xaxis)
-    thousands(axes.yaxis)
+    thousands(axes.xaxis, axes.yaxis)
 
 
 WARPS_WIDTH_INCHES, WARPS_HEIGHT_INCHES = 10.0, 7.5
@@ -428,10 +415,9 @@ def draw_warps(result: WarpsResult, figure: Figure) -> None:
         here.set(title=title, ylabel=unit, xlabel="cycles of a warp" if place == 3 else "cycles since the first start")
         here.set_ylim(bottom=0 if place != 3 else 0.7)
         here.locator_params(axis="x", nbins=6)
-        thousands(here.xaxis)
-        thousands(here.yaxis)
+        thousands(here.xaxis, here.yaxis)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    legend(figure, labels, handles, 2)
 
 
 def _draw(each: WarpActivity, colour: str, axes: Any) -> None:

@@ -427,19 +427,6 @@ class AccessMap:
         return found
 
 
-def write_access_map(
-    path: str | os.PathLike[str], clocks: Sequence[tuple[int, Sequence[tuple[int, int]]]], *, force: bool = False
-) -> None:
-    """Write a `.dmat` file. `clocks`: each clock with pairs of a page's address and its count. Raises OutputExists,
-    CaptureFailed."""
-    pages = sorted({page for _clock, pairs in clocks for page, _count in pairs})
-    with new_file(path, force) as file:
-        file.write(_HEAD.pack(len(pages), len(clocks)) + np.array(pages, "<u8").tobytes())
-        for clock, pairs in clocks:
-            file.write(_HEAD.pack(clock, len(pairs)))
-            file.write(b"".join(struct.pack("<QI", page, count) for page, count in pairs))
-
-
 _KERNEL = re.compile(r"(\d+)_(\w+)$")
 _RESULT = re.compile(r"\d+\.\d+\.bin$")
 

@@ -25,7 +25,7 @@ import numpy as np
 from replayfmt.errors import InvalidRecording
 
 from .recordings import BLOCK_SCHED, ProbeSection, Structured, chunks, damaged
-from .tables import Cell, Distribution, ResultTable, Unmeasured
+from .tables import Cell, Distribution, Evaluated, ResultTable, Unmeasured
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 Progress = Callable[[int, int], None]  # done, of how much
@@ -223,19 +223,15 @@ class SmSchedule:
 
 
 @dataclass(frozen=True)
-class ScheduleResult:
+class ScheduleResult(Evaluated):
     """`occupied[i, j]`: blocks on SM `sms[i]` on average in the j-th of TIME_BINS equal parts of `span_cycles`.
     `costliest`: the SM with the largest sum of costs. `costs` in cycles."""
 
-    sources: tuple[str, ...]
-    tables: tuple[ResultTable, ...]
-    notes: tuple[str, ...]
     sms: tuple[int, ...]
     span_cycles: int
     occupied: Numbers
     costliest: SmSchedule
     costs: Distribution
-    kind: str = "schedule"
 
 
 def evaluate_schedule(section: ProbeSection, progress: Progress = no_progress) -> ScheduleResult:
@@ -288,7 +284,7 @@ def evaluate_schedule(section: ProbeSection, progress: Progress = no_progress) -
         ResultTable("largest costs (outliers)", _OUTLIER_COLUMNS, listed, outliers - len(listed)),
     )
     return ScheduleResult(
-        (section.path,), tables, _notes(times), times.sms, times.span_cycles, occupied, costliest, costs
+        "schedule", (section.path,), tables, _notes(times), times.sms, times.span_cycles, occupied, costliest, costs
     )
 
 
@@ -407,14 +403,10 @@ class WarpActivity:
 
 
 @dataclass(frozen=True)
-class WarpsResult:
+class WarpsResult(Evaluated):
     """One recording, or two to compare."""
 
-    sources: tuple[str, ...]
-    tables: tuple[ResultTable, ...]
-    notes: tuple[str, ...]
     recordings: tuple[WarpActivity, ...]
-    kind: str = "warps"
 
 
 def evaluate_warps(recordings: Sequence[tuple[str, ProbeSection]], progress: Progress = no_progress) -> WarpsResult:
@@ -432,7 +424,7 @@ def evaluate_warps(recordings: Sequence[tuple[str, ProbeSection]], progress: Pro
     if any(row["warps_not_recorded"] for row in rows):
         notes.append("warps without a record are in no figure")
     sources = tuple(section.path for _name, section in recordings)
-    return WarpsResult(sources, tuple(tables), tuple(notes), tuple(each for each, _row in found))
+    return WarpsResult("warps", sources, tuple(tables), tuple(notes), tuple(each for each, _row in found))
 
 
 def _activity(name: str, section: ProbeSection, progress: Progress) -> tuple[WarpActivity, dict[str, Cell]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -38,20 +38,14 @@ class ResultTable:
     more: int = 0
 
 
-class Evaluated(Protocol):
-    """The result of an evaluation."""
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of an evaluation: `kind` names it, `sources` are the files."""
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def sources(self) -> tuple[str, ...]: ...
-
-    @property
-    def tables(self) -> tuple[ResultTable, ...]: ...
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
+    kind: str
+    sources: tuple[str, ...]
+    tables: tuple[ResultTable, ...]
+    notes: tuple[str, ...]
 
 
 def as_json(result: Evaluated) -> dict[str, Any]:

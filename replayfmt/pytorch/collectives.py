@@ -19,6 +19,8 @@ import torch
 
 from replayfmt.format.rank_files import LAUNCH, WAIT, come_in_pairs
 
+from .tensors.memory import tensors_in
+
 __all__ = ["LAUNCH", "WAIT"]
 NAMESPACE = LAUNCH.partition("::")[0]
 
@@ -196,7 +198,7 @@ def meaning_of(name: str, given: Mapping[str, Any]) -> Meaning:
         raise Unknown("its process group is not known")
     if "sparse_indices" in given:
         raise Unknown("it reduces sparse tensors")
-    inputs, outputs = (_tensors([given[each] for each in names]) for names in (roles.inputs, roles.outputs))
+    inputs, outputs = (tensors_in([given[each] for each in names]) for names in (roles.inputs, roles.outputs))
     peer = int(given[roles.peer]) if roles.peer else -1
     if roles.broadcasts and group.rank() == peer:
         outputs = []
@@ -221,12 +223,6 @@ def _reduction_named(number: int) -> str:
 
 def _integers(value: Any) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(int(each) for each in value or ())
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
 def group_of(value: Any) -> Any:

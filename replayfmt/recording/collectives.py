@@ -34,10 +34,10 @@ from replayfmt.pytorch.collectives import (
     run_identity,
 )
 from replayfmt.pytorch.operators import COLLECTIVES
-from replayfmt.pytorch.tensors.memory import call_undispatched, make_view, storage_of
+from replayfmt.pytorch.tensors.memory import call_undispatched, make_view, storage_of, tensors_in
 
 from .arguments import EmbeddedCopy, OpCall
-from .kernels import CapturedKernel, tensors_in
+from .kernels import CapturedKernel
 from .patches import HookHost, Patch, PatchSet
 from .storages.trackers import Tracker
 from .stream.records import Unrepresentable

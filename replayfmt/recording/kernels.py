@@ -26,6 +26,7 @@ from replayfmt.format.writer import CaptureWriter
 from replayfmt.pytorch import operators
 from replayfmt.pytorch.operators import ACCUMULATES, OpaqueResults, is_pytorchs, tells_build
 from replayfmt.pytorch.overloads import parse_schema, printed_schema, takes_numbers
+from replayfmt.pytorch.tensors.memory import tensors_in
 
 from .composite_operators import AsInProgram, Body, CompositeDecomposition, is_composite_operator, own_backends
 from .stream.records import Unrepresentable
@@ -339,19 +340,6 @@ def unheard(func: torch._ops.OpOverload) -> Callable[..., Any]:
         return result
 
     return call_with_numbers
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a value and its lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    for item in value if isinstance(value, (list, tuple)) else ():
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, (list, tuple)):
-            found += tensors_in(item)
-    return found
 
 
 def devices_of(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:

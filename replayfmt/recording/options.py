@@ -341,13 +341,8 @@ class CaptureOptions:
     def policies(self) -> dict[str, Any]:
         """The options to record in the session: those that determine what the capture holds."""
         stated: dict[str, Any] = {
-            "payload": self.payload,
-            "file-policy": self.file_policy,
-            "file-validation": self.file_validation,
-            "redact": self.redact,
-            "digests": self.digests,
-            "audit": self.audit,
-            "compiled": self.compiled,
+            name.replace("_", "-"): getattr(self, name)
+            for name in ("payload", "file_policy", "file_validation", "redact", "digests", "audit", "compiled")
         }
         stated |= {name: " ".join(getattr(self, name)) for name in ("inside", "whole") if getattr(self, name)}
         if not self.sources:

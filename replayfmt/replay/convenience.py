@@ -176,28 +176,11 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         "capture_session": plan.reader.session.session_id,
         "outcome": result.outcome,
         "devices": [str(device) for device in plan.devices],
-        "ops": result.ops,
-        "kernels": result.kernels,
-        "scopes": result.scopes,
-        "elapsed_ns": result.elapsed_ns,
-        "scope_ns": result.scope_ns,
-        "execution": result.execution,
+        **{name: getattr(result, name) for name in ("ops", "kernels", "scopes", "elapsed_ns", "scope_ns", "execution")},
         "warm": None
         if warm is None
-        else {"execution": warm.execution, "elapsed_ns": warm.elapsed_ns, "scope_ns": warm.scope_ns},
-        "verification": {
-            "asked": verification.asked,
-            "mode": verification.mode,
-            "reasons": list(verification.reasons),
-            "digests": verification.digests,
-            "host_reads": verification.host_reads,
-            "scalars": verification.scalars,
-            "structures": verification.structures,
-            "uncompared": verification.uncompared,
-            "inexact": verification.inexact,
-            "tolerances": verification.tolerances,
-            "largest": verification.largest,
-        },
+        else {name: getattr(warm, name) for name in ("execution", "elapsed_ns", "scope_ns")},
+        "verification": {**asdict(verification), "reasons": list(verification.reasons)},
         "streams": None
         if plan.context.streams is None
         else ("captured" if plan.context.streams.captured else "serial"),
@@ -208,10 +191,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         else {
             "ordinal": divergence.ordinal,
             "op": divergence.what,
-            "result": divergence.result,
-            "scope": divergence.scope,
-            "expected": divergence.expected,
-            "got": divergence.got,
+            **{name: getattr(divergence, name) for name in ("result", "scope", "expected", "got")},
             "distance": None if divergence.distance is None else str(divergence.distance),
             "sample": asdict(divergence.distance) if isinstance(divergence.distance, SampleDistance) else None,
             "found_at": divergence.found_at,
@@ -222,10 +202,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
             {"op": each.op, "result": each.index, "why": each.why, "calls": each.calls}
             for each in result.opaque_results
         ],
-        "memory": [
-            {"device": each.device, "peak_bytes": each.peak_bytes, "before_bytes": each.before_bytes, "note": each.note}
-            for each in result.memory
-        ],
+        "memory": [asdict(each) for each in result.memory],
         "notes": list(result.notes),
         "findings": list(plan.findings),
         "unsupported": result.unsupported,
@@ -249,10 +226,7 @@ def as_rows(plan: Plan, result: ReplayResult, warm: ReplayResult | None = None) 
         }
         for each in plan.synthesis.initialized
     ]
-    verdicts = [
-        {"kind": "verdict", "ordinal": each.ordinal, "op": each.op, "verdict": each.verdict, "reason": each.reason}
-        for each in result.verdicts or ()
-    ]
+    verdicts = [{"kind": "verdict", **asdict(each)} for each in result.verdicts or ()]
     report = None if plan.substitution is None else plan.substitution.report
     return [row, *initialized, *([] if report is None else report.as_rows()), *verdicts]
 

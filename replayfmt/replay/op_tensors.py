@@ -15,14 +15,14 @@ import torch
 
 from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCapture, ReplayMismatch, ReplayRefused
 from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.model import Record, TensorValue
+from replayfmt.format.model import Record, TensorValue, tensors_of
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, byte_tensor, host_view, new_storage, view_inside
 
 from .plan import Plan
 from .planning.external_files import ExternalFiles
 from .planning.kernels import Effects, ResolvedKernel, effects_of_missing
-from .planning.records import GiveTensor, Slicer, describe, python_values, tensors_of, unseen_before
+from .planning.records import GiveTensor, Slicer, describe, python_values, unseen_before
 from .planning.scan import NOTHING, ContentSource, source_of
 from .resolution.kernel_lookup import AllowedImports, resolve
 from .results import Verification, VerifyMode

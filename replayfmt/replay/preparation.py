@@ -17,7 +17,7 @@ import torch
 
 from replayfmt.errors import InvalidCapture, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.model import OPAQUE_RESULTS, Signature
+from replayfmt.format.model import OPAQUE_RESULTS, Signature, tensors_of
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.format.validation import check_kind, choice_of, flag_of, texts_of
@@ -29,7 +29,7 @@ from .planning.devices import map_devices, map_generators
 from .planning.external_files import ExternalFiles
 from .planning.findings import Findings
 from .planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of, effects_of_missing
-from .planning.records import Slice, Slicer, Work, count_work, describe, tensors_of
+from .planning.records import Slice, Slicer, Work, count_work, describe
 from .planning.scan import Scan, WindowSize
 from .planning.synthesis import CapturedContent, Synthesis
 from .resolution.graph_kernels import GRAPHS_MODES, GraphsMode, PreparedGraphs

@@ -11,14 +11,11 @@ from dataclasses import dataclass, field
 
 from replayfmt.benchmark.statistics import share_text
 from replayfmt.format.validation import printable
+from replayfmt.probes.pictures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
 from .timelines import Timeline
 
-# Those of Okabe and Ito, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, YELLOW = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#C9B800",
-)  # fmt: skip
-CATEGORIES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, YELLOW)
+CATEGORIES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, "#C9B800")
 OTHERS = "#8C8C8C"
 
 

@@ -6,7 +6,7 @@ The folder is refused early if it cannot be written; then all of its files are w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ import numpy as np
 from replayfmt.benchmark.result_files import OutputFile, output_file, refuse_existing
 from replayfmt.errors import CaptureFailed, UsageError
 from replayfmt.format.validation import printable
-from replayfmt.probes.pictures import GREY, LIGHT, pictures_of, shortened
+from replayfmt.probes.pictures import GREY, LIGHT, legend, patches, pictures_of, shortened
 
 from .contents import ReportContents
 from .pictures import (
@@ -146,7 +146,7 @@ def _bars(picture: BarPicture, axes: Axes, figure: Figure) -> None:
         axes.set_title(f" (the first {len(labels)} of {len(picture.labels):,})", loc="left")
     if len(picture.series) > 1:
         names = [each.name for each in picture.series]
-        _legend(figure, names, _patches(map(colour_of, range(len(names)))))
+        _legend(figure, names, patches(map(colour_of, range(len(names)))))
 
 
 def _scatter(picture: ScatterPicture, axes: Axes, figure: Figure) -> None:
@@ -172,7 +172,7 @@ def _scatter(picture: ScatterPicture, axes: Axes, figure: Figure) -> None:
     for kernel, place_of in sorted(highest.items(), key=lambda each: -each[1][1])[:_NAMED_POINTS]:
         axes.annotate(_label(kernel, 30), place_of, (5, 4), textcoords="offset points", fontsize=7)
     names = [points.name or "operator" for points in picture.points]
-    _legend(figure, names, _patches(map(colour_of, range(len(names)))))
+    _legend(figure, names, patches(map(colour_of, range(len(names)))))
 
 
 def _steps(picture: StepPicture, axes: Axes, figure: Figure) -> None:
@@ -235,7 +235,7 @@ def _timeline(picture: TimelinePicture, axes: Axes, figure: Figure) -> None:
     shown = {timeline.names[name]: colour for name, colour in colours.items()}
     if set(ops.name.tolist()) - set(picture.coloured):
         shown["other kernels"] = OTHERS
-    _legend(figure, list(shown), _patches(shown.values()))
+    _legend(figure, list(shown), patches(shown.values()))
 
 
 def _bars_of_time(axes: Axes, bars: Bars, whole: int, colours: list[str], **style: Any) -> None:
@@ -273,17 +273,11 @@ def _amount(value: float, axis: Axis) -> str:
     return si(value, axis.unit) if axis.unit else f"{value:,.0f}"
 
 
-def _patches(colours: Iterable[str]) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    return [Patch(color=colour) for colour in colours]
-
-
 def _legend(figure: Figure, names: list[str], handles: Sequence[Any]) -> None:
     labels = [_label(name) for name in names]
     labels = [f" {label}" if label.startswith("_") else label for label in labels]  # which matplotlib would leave out
     if labels:
-        figure.legend(handles=list(handles), labels=labels, loc="outside lower center", ncols=min(4, len(labels)))
+        legend(figure, labels, handles, min(4, len(labels)))
 
 
 def _label(text: str, limit: int = 34) -> str:

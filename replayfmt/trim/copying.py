@@ -7,7 +7,7 @@ defined at their first use. Needs no torch; the caller decides on the content of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -315,13 +315,3 @@ def notes_on_code(copier: Copier, *, redacted: bool) -> list[str]:
             + ("" if left_out else "; --no-sources leaves source out")
         )
     return notes
-
-
-def nested_values(values: Iterable[Value]) -> Iterator[Value]:
-    """The values and everything in them, in order."""
-    for value in values:
-        yield value
-        if isinstance(value, list | tuple):
-            yield from nested_values(value)
-        elif isinstance(value, CompositeValue):
-            yield from nested_values(value.parts)

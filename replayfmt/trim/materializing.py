@@ -21,6 +21,7 @@ from replayfmt.format.model import (
     TensorDigest,
     TensorValue,
     Value,
+    nested_values,
 )
 from replayfmt.format.signature_layout import NodePlace, argument_nodes
 from replayfmt.pytorch.operators import operator_named
@@ -31,7 +32,7 @@ from replayfmt.recording.kernels import CapturedKernel, CodeKernel
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import OperatorKernel, ResolvedKernel
 
-from .copying import Copier, nested_values
+from .copying import Copier
 from .schedule import EnterContent, Schedule
 from .writing import EnteringContent, Writing
 

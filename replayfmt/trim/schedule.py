@@ -15,7 +15,17 @@ import numpy as np
 from replayfmt.dump.selection import EDGES, KeptRecords
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, TensorFlag
 from replayfmt.format.frames import MAX_LENGTH
-from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Record, Scope, TensorMeta, TensorValue, Value
+from replayfmt.format.model import (
+    PayloadValue,
+    RangeValue,
+    RecipeValue,
+    Record,
+    Scope,
+    TensorMeta,
+    TensorValue,
+    Value,
+    is_dense,
+)
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.record_frames import decode_record
 from replayfmt.format.signature_layout import SlotLayout
@@ -402,7 +412,7 @@ class Planner:
             return False
         tensor = int(frame.frame.tensor_slots[first + slots[0]])
         meta = self._reader.metas[int(frame.frame.tensor_meta[tensor])]
-        if meta is None or not _is_dense(meta) or int(frame.frame.tensor_offset[tensor]):
+        if meta is None or not is_dense(meta.sizes, meta.strides) or int(frame.frame.tensor_offset[tensor]):
             return False
         return math.prod(meta.sizes) * ITEM_BYTES[meta.dtype] == length
 
@@ -426,18 +436,6 @@ def _extent(meta: TensorMeta | None) -> tuple[int, int]:
         return 0, 0
     span = sum((size - 1) * stride for size, stride in zip(meta.sizes, meta.strides, strict=True))
     return min(span + 1, MAX_LENGTH), ITEM_BYTES[meta.dtype]
-
-
-def _is_dense(meta: TensorMeta) -> bool:
-    """Whether a tensor's elements are adjacent, each once, in any order of its dimensions."""
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(meta.strides, meta.sizes, strict=True) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _same(one: Value, other: Value) -> bool:

@@ -20,9 +20,10 @@ import torch
 from replayfmt.dump.selection import KeptRecords, OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import ITEM_BYTES, KernelKind
-from replayfmt.format.model import Record, TensorValue
+from replayfmt.format.model import Record, TensorValue, nested_values
 from replayfmt.format.output import check_place, remove_unfinished
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signature_grammar import row_major
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.initializers import Demand, Registry, Role
 from replayfmt.initializers.demands import DEFAULT_STD, FLOATS, float_bounds
@@ -35,10 +36,9 @@ from replayfmt.replay.planning.kernels import Effects, ResolvedKernel, effects_o
 from replayfmt.replay.planning.scan import Scan, WindowSize
 from replayfmt.replay.planning.synthesis import ChosenInitializer, Synthesis
 from replayfmt.replay.resolution.kernel_lookup import resolve
-from replayfmt.replay.resolution.kernel_lookup import resolve as resolve_kernel
 from replayfmt.replay.run.run_twice import RunTwice
 
-from .copying import Copier, nested_values
+from .copying import Copier
 from .materializing import Materializer
 from .schedule import Planner, Schedule, givers, with_producers
 from .script_text import BodyWriter, Changes, Input, ScriptBody, ScriptEvents, ScriptOp
@@ -400,18 +400,9 @@ def _shape(first: TensorValue, given: Input) -> tuple[int, ...]:
     for size in first.meta.sizes:
         count *= size
     item = ITEM_BYTES[first.meta.dtype]
-    if not first.offset and count * item == given.length and _is_contiguous(first):
+    if not first.offset and count * item == given.length and row_major(first.meta.sizes, first.meta.strides):
         return first.meta.sizes
     return (given.length // item,)
-
-
-def _is_contiguous(tensor: TensorValue) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(tensor.meta.sizes), reversed(tensor.meta.strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 MOST_OPS = 2000  # per script; a longer one is unreadable
@@ -544,7 +535,7 @@ def operator_changes(reader: CaptureReader) -> Changes:
                 raise ReplayRefused(f"{reader.path}: {kernel.qualified_name}: its schema: {reason}") from None
             written = effects_of_schema(SlotLayout(record.signature), schema, False, complete=True)
             return set(), set(written.writes)
-        resolved = resolve_kernel(kernel, reader.session.torch_version)
+        resolved = resolve(kernel, reader.session.torch_version)
         if isinstance(resolved, str):
             raise ReplayRefused(f"{reader.path}: ordinal {record.ordinal}: {resolved}")
         effects = resolved.effects(SlotLayout(record.signature))

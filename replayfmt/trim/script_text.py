@@ -35,10 +35,10 @@ from replayfmt.format.model import (
     StorageValue,
     TensorValue,
     Value,
+    nested_values,
 )
 from replayfmt.format.reader import CaptureReader
 
-from .copying import nested_values
 from .script_triton import (
     TritonSections,
     argument,

@@ -32,6 +32,7 @@ from replayfmt.format.model import (
     StorageValue,
     TensorValue,
     Value,
+    tensors_of,
 )
 from replayfmt.format.output import new_folder
 from replayfmt.format.reader import CaptureReader
@@ -41,7 +42,7 @@ from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, TORCH_LAYOUT, TORCH_ME
 from replayfmt.replay.op_tensors import observe_ops
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import ResolvedKernel, addresses_of, leaves_unwritten
-from replayfmt.replay.planning.records import GiveTensor, tensors_of
+from replayfmt.replay.planning.records import GiveTensor
 from replayfmt.replay.run.run_twice import RunTwice
 
 from .trimming import Verify, refuse_incomplete
@@ -173,11 +174,11 @@ class VectorEncoder:
         if isinstance(value, DeviceValue):
             return {"$device": str(self._reader.devices[value.id])}
         if isinstance(value, DType):
-            return {"$torch": _word(TORCH_DTYPE[value])}
+            return {"$torch": word_of(TORCH_DTYPE[value])}
         if isinstance(value, Layout):
-            return {"$torch": _word(TORCH_LAYOUT[value])}
+            return {"$torch": word_of(TORCH_LAYOUT[value])}
         if isinstance(value, MemoryFormat):
-            return {"$torch": _word(TORCH_MEMORY_FORMAT[value])}
+            return {"$torch": word_of(TORCH_MEMORY_FORMAT[value])}
         if isinstance(value, complex):
             return {"$complex": [_plain(value.real), _plain(value.imag)]}
         if isinstance(value, float):
@@ -191,14 +192,14 @@ class VectorEncoder:
         self.arrays.append(Array(key, row_major_bytes(tensor), meta.dtype, meta.sizes))
         return {
             "$tensor": key,
-            "dtype": _word(TORCH_DTYPE[meta.dtype]),
+            "dtype": word_of(TORCH_DTYPE[meta.dtype]),
             "sizes": list(meta.sizes),
             "strides": list(meta.strides),
             "device": str(self._reader.devices[meta.device]),
         }
 
 
-def _word(of_torch: Any) -> str:
+def word_of(of_torch: Any) -> str:
     """`float16` for torch.float16."""
     return str(of_torch).removeprefix("torch.")
 

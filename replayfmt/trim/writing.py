@@ -24,12 +24,13 @@ from replayfmt.format.model import (
     StorageValue,
     TensorValue,
     Value,
+    nested_values,
 )
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.record_frames import decode_record
 from replayfmt.format.signature_layout import argument_nodes
 
-from .copying import Copier, Values, nested_values
+from .copying import Copier, Values
 from .schedule import (
     Action,
     BeginScope,

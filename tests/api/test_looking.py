@@ -15,7 +15,7 @@ from dump import captures
 
 import replayfmt
 from replayfmt.errors import OpReplayError
-from replayfmt.export.tables import COLUMNS, op_columns
+from replayfmt.export.tables import COLUMNS, op_column_frames
 
 from .conftest import NAME
 
@@ -39,35 +39,30 @@ def test_a_time_that_was_not_measured_is_none_and_never_zero(small: Path, tmp_pa
         assert any(op.duration_ns is not None for op in timed.ops)
         for op in capture.ops:
             assert op.duration_ns == op.record.duration_ns and op.device_duration_ns == op.record.device_duration_ns
-        table, mask = op_columns(timed.reader)["device_duration_ns"]
-        assert mask.all() and len(table) == len(timed.ops)
+        times = [each["device_duration_ns"] for each in op_column_frames(timed.reader)]
+        assert all(mask.all() for _table, mask in times) and sum(len(mask) for _table, mask in times) == len(timed.ops)
 
 
 def test_columns_say_what_records_say(small: Path, tmp_path: Path) -> None:
     for path in (small, captures.every_kind(tmp_path / "every.opreplay")):
         with replayfmt.open(path) as capture:
-            columns = op_columns(capture.reader)
-            assert tuple(columns) == COLUMNS
-            for place, op in enumerate(capture.ops):
+            rows = (
+                (columns, place) for columns in op_column_frames(capture.reader) for place in range(len(columns["op"]))
+            )
+            for op, (columns, place) in zip(capture.ops, rows, strict=True):
+                assert tuple(columns) == COLUMNS
                 record = op.record
-                assert (columns["ordinal"][place], columns["op"][place], columns["overload"][place]) == (
-                    op.ordinal,
-                    op.kernel.name,
-                    op.kernel.overload,
+                said = tuple(
+                    columns[name][place] for name in ("ordinal", "op", "overload", "scope", "thread", "status")
                 )
-                assert (columns["scope"][place], columns["thread"][place], columns["start_ns"][0][place]) == (
-                    op.scope,
-                    record.thread,
-                    record.start_ns,
-                )
-                assert columns["status"][place] == record.signature.status.name
+                expected = (op.ordinal, op.kernel.name, op.kernel.overload, op.scope, record.thread)
+                assert said == (*expected, record.signature.status.name)
+                assert columns["start_ns"][0][place] == record.start_ns
                 for name in ("duration_ns", "device_duration_ns"):
                     values, missing = columns[name]
                     assert (None if missing[place] else values[place]) == getattr(op, name)
-            assert len(columns["op"]) == len(capture.ops)
-            assert {str(each) for each in columns["device"] if each} <= {
-                str(each) for each in capture.reader.devices[1:]
-            }
+                devices = {str(each) for each in capture.reader.devices[1:]}
+                assert not columns["device"][place] or str(columns["device"][place]) in devices
 
 
 def test_to_pandas_gives_the_columns_with_missing_times(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def slowing(monkeypatch):
     watch = GpuWatch.__init__
 
     def opened(_device):
-        return lambda: GpuState(next(clocks), 1200, 40, 300, ("software power cap",))
+        return lambda: GpuState(next(clocks), 1200, 40, 300, ["software power cap"])
 
     monkeypatch.setattr(GpuWatch, "__init__", lambda self, devices, open_gpu=None: watch(self, [GPU], opened))
 

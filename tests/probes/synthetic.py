@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -43,3 +45,13 @@ def sweep_records(pages: int, sweeps: int, step: int, base: int = 0x7F00_0000_00
     records["clock"] = 1 + step * np.arange(pages * sweeps)
     records["address"] = base + (np.arange(pages * sweeps) % pages) * 65536 + 12
     return records
+
+
+def write_access_map(path: Path, clocks: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> None:
+    """Write a `.dmat` file. `clocks`: each clock with pairs of a page's address and its count."""
+    pages = sorted({page for _clock, pairs in clocks for page, _count in pairs})
+    content = struct.pack("<QQ", len(pages), len(clocks)) + np.array(pages, "<u8").tobytes()
+    for clock, pairs in clocks:
+        content += struct.pack("<QQ", clock, len(pairs))
+        content += b"".join(struct.pack("<QI", page, count) for page, count in pairs)
+    path.write_bytes(content)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from replayfmt.errors import InvalidRecording
 from replayfmt.probes import recordings
-from replayfmt.probes.recordings import AccessMap, write_access_map
+from replayfmt.probes.recordings import AccessMap
+
+from .synthetic import write_access_map
 
 PAGE = 1 << 16
 CLOCKS = [(900, [(0, 3), (2 * PAGE, 1)]), (5, [(PAGE, 7)]), (1 << 40, []), (6, [(2 * PAGE, 1), (0, 1), (PAGE, 9)])]

@@ -14,18 +14,10 @@ from replayfmt.errors import InvalidRecording
 from replayfmt.probes import dmat as module
 from replayfmt.probes.dmat import OTHER, UNKNOWN, WINDOWS, DmatResult, _distances, _previous, evaluate_dmat
 from replayfmt.probes.pictures import LEVELS, colours_of, shades
-from replayfmt.probes.recordings import (
-    DMAT,
-    AccessMap,
-    ProbeRecording,
-    Structured,
-    TensorAddresses,
-    write_access_map,
-    write_recording,
-)
+from replayfmt.probes.recordings import DMAT, AccessMap, ProbeRecording, Structured, TensorAddresses, write_recording
 from replayfmt.probes.tables import as_json
 
-from .synthetic import shape_of, sweep_records
+from .synthetic import shape_of, sweep_records, write_access_map
 
 PAGE = 1 << 16
 BASE = 0x7F00_0000_0000

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from replayfmt.pytorch.private_names import EVERYWHERE, LOOKED_AT, NAMES
+from private_names import EVERYWHERE, LOOKED_AT, NAMES
 
 from .test_tree import ROOT
 
@@ -79,7 +78,7 @@ def names_in(tree: ast.Module) -> Iterator[str]:
 @cache
 def trees() -> list[ast.Module]:
     paths = sorted((ROOT / "replayfmt").rglob("*.py"))
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths if path.name != "private_names.py"]
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
 
 
 @cache

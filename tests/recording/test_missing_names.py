@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from private_names import NAMES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayfmt.errors import OpReplayError
-from replayfmt.pytorch.private_names import NAMES
 from replayfmt.recording.recorder import Recorder
 
 _PLACES = (torch._C, torch._C._functorch, torch._C._autograd)

@@ -249,10 +249,7 @@ def make_energy_report(
                 "source": source,
                 "gpus": log.gpus,
                 "counters": list(log.counters),
-                "rows": log.rows,
-                "left_out": log.left_out,
-                "out_of_order": log.out_of_order,
-                "same_time": log.same_time,
+                **{name: getattr(log, name) for name in ("rows", "left_out", "out_of_order", "same_time")},
                 "column": log.column or None,
                 "other_columns": list(log.others),
                 "interval_s": log.interval_s,
@@ -411,22 +408,9 @@ def _kernel(window: EnergyWindow, energy: Energy, restoring: _Restoring | None, 
 
 def _not_run(each: dict[str, Any]) -> dict[str, Any]:
     """An op that had no window: it failed, was refused, or belongs to work that no replay does."""
-    return {
-        "name": str(each.get("name")),
-        "kernel": str(each.get("kernel", "")),
-        "class": "",
-        "count": int(each.get("count", 0)),
-        "runs": 0,
-        "seconds_per_call": None,
-        "samples": 0,
-        "gaps": 0,
-        "mean_watts": None,
-        "method": "not run",
-        "joules_per_call": None,
-        "error_joules_per_call": None,
-        "joules_per_run": None,
-        "reason": str(each.get("reason")),
-    }
+    name, kernel, count = str(each.get("name")), str(each.get("kernel", "")), int(each.get("count", 0))
+    window = EnergyWindow("op", name, 0, 0, 0, 0, 0, count, kernel)
+    return _kernel(window, Energy(None, None, 0.0, 0, 0, str(each.get("reason"))), None, "not run")
 
 
 def _isolated(kernels: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ are the least that the call can move: each distinct byte of every tensor that it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from replayfmt.format.signature_text import signature_of
 from replayfmt.pytorch.accelerators import is_accelerator
 from replayfmt.pytorch.operators import Operator, operator_named
 from replayfmt.pytorch.overloads import parse_schema
+from replayfmt.pytorch.tensors.memory import tensors_in
 from replayfmt.replay.run.steps import IsolatedCall
 
 from ..meters import scopes_inside
@@ -278,7 +279,7 @@ class _Tensors:
         self._values = by_name
         # Numbers, not named by every overload of what puts values somewhere.
         self._adds = by_name.get("accumulate") is True or "reduce" in by_name
-        self.by_name = {name: list(_tensors_in(value)) for name, value in by_name.items()}
+        self.by_name = {name: list(tensors_in(value)) for name, value in by_name.items()}
         written = {
             each.name for each in arguments if each.name in quiet or (each.alias_info and each.alias_info.is_write)
         }
@@ -286,7 +287,7 @@ class _Tensors:
         self.written = [tensor for name in written for tensor in self.by_name.get(name, ())]
         self.given = [tensor for tensors in self.by_name.values() for tensor in tensors]
         memory = {_memory(tensor) for tensor in self.given}
-        results = list(_tensors_in(call.result))
+        results = list(tensors_in(call.result))
         self.returned = [tensor for tensor in results if _memory(tensor) not in memory]
         self.only_views = bool(results) and not self.returned and not self.written and bool(arguments)
 
@@ -326,14 +327,6 @@ class _Tensors:
         if known.like_other or not first:
             return first or not known.like_other
         return not known.overwrites_self and not (known.beta and given.get("beta") == 0)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -147,6 +147,19 @@ def mark_view(tensor: torch.Tensor, flags: TensorFlag) -> None:
         torch._C._set_neg(tensor, True)
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in a value and its lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    for item in value if isinstance(value, (list, tuple)) else ():
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found += tensors_in(item)
+    return found
+
+
 PIECE_BYTES = 32 << 20
 # Pinning costs more than it gives for less.
 _WORTH_PINNING = 4 << 20

@@ -19,7 +19,7 @@ import xxhash
 
 from replayfmt.format.attachments import BODY, BODY_SESSION, METADATA, argument_name, body_metadata, open_body
 from replayfmt.format.codes import KernelKind, Layout, OpStatus, RecordKind, StorageOrigin, TensorFlag
-from replayfmt.format.model import CaptureInfo, Device, Generator, Signature, StreamPlacement, TensorMeta
+from replayfmt.format.model import CaptureInfo, Device, Generator, Signature, StreamPlacement, TensorMeta, is_dense
 from replayfmt.format.redaction import KeptAttachments, Redaction
 from replayfmt.format.writer import CaptureWriter, Moment, RecordBuilder, RecordSlots
 from replayfmt.pytorch.accelerators import HOST, default_generator
@@ -407,16 +407,6 @@ class GraphKernel(CodeKernel):
                 whole = storage.nbytes() % each.view.dtype.itemsize == 0
                 dtype = each.view.dtype if whole else torch.uint8
                 yield make_view(storage, dtype, (storage.nbytes() // dtype.itemsize,), (1,))
-
-
-def is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether no two elements lie in one place, and no place between them is left out."""
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _as_made(view: UsedView) -> tuple[Any, ...]:

@@ -24,11 +24,10 @@ import torch
 from torch._C import _has_torch_function_unary
 
 from replayfmt.native.hook import loaded_hook
-from replayfmt.pytorch.tensors.memory import layout_of, storage_of
+from replayfmt.pytorch.tensors.memory import layout_of, storage_of, tensors_in
 
 from ..content.storage_content import sample
 from ..frames import leave_no_frames
-from ..kernels import tensors_in
 from ..patches import HookHost, Patch, Patched, PatchSet, StandIn
 
 if TYPE_CHECKING:

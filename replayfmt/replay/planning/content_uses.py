@@ -20,7 +20,7 @@ import torch
 
 from replayfmt.format.codes import DType, MemoryFormat, RecordKind, ValueKind
 from replayfmt.format.codes import Layout as LayoutCode
-from replayfmt.format.model import CompositeValue, DeviceValue, TensorMeta, TensorValue, Value
+from replayfmt.format.model import CompositeValue, DeviceValue, TensorMeta, TensorValue, Value, is_dense
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.signature_layout import NodePlace, SlotLayout
 from replayfmt.initializers.demands import Demand, DemandStep, Role
@@ -321,7 +321,7 @@ class ContentUses:
         """Record that a tensor's part of a storage has new content."""
         before = self._ways.get(storage, set())
         length = self._reader.storage(storage).bytes if storage else 0
-        if dense(tensor) and tensor.elements * tensor.dtype.itemsize == length and not tensor.offset:
+        if _covers(tensor, length) and not tensor.offset:
             before = set()
         after = before | ways
         if len(after) > _MOST_WAYS:
@@ -424,24 +424,12 @@ def leaves(value: Any) -> list[Any]:
 
 
 def _same_place(one: TensorInfo, other: TensorInfo) -> bool:
-    return (one.storage, one.offset, one.sizes, one.strides) == (
-        other.storage,
-        other.offset,
-        other.sizes,
-        other.strides,
-    )
+    return all(getattr(one, name) == getattr(other, name) for name in ("storage", "offset", "sizes", "strides"))
 
 
-def dense(tensor: TensorInfo) -> bool:
-    """Whether a tensor's elements fill their memory without gaps, in any order of its dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.sizes, tensor.strides, strict=True), key=lambda each: each[1]):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def _covers(tensor: TensorInfo, length_bytes: int) -> bool:
+    """Whether a tensor's elements are all of a memory of that length."""
+    return is_dense(tensor.sizes, tensor.strides) and tensor.elements * tensor.dtype.itemsize == length_bytes
 
 
 class ValueRange(NamedTuple):
@@ -531,7 +519,7 @@ class IndexRanges:
             info = torch.iinfo(tensor.dtype)
             if known.low < info.min or known.high > info.max:
                 known = None  # it wraps around
-        whole = dense(tensor) and tensor.elements * tensor.dtype.itemsize == self._reader.storage(tensor.storage).bytes
+        whole = _covers(tensor, self._reader.storage(tensor.storage).bytes)
         if not whole and known is not None:
             before = self._range_of(tensor)
             known = None if before is None else before.joined(known)

@@ -6,7 +6,7 @@ what a capture holds, and a `Slicer` finds the records that produce the inputs o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +25,6 @@ from .scan import Scan
 
 # Returns the tensor for a tensor value; the text is what errors call it.
 GiveTensor = Callable[[TensorValue, str], torch.Tensor]
-
-
-def tensors_of(values: Iterable[Value]) -> Iterator[TensorValue]:
-    """The tensors among and inside of these values, in the order of their slots."""
-    for value in values:
-        if isinstance(value, TensorValue):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_of(value)
-        elif isinstance(value, CompositeValue):
-            yield from tensors_of(value.parts)
 
 
 def python_values(

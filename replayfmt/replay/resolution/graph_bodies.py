@@ -19,6 +19,7 @@ from replayfmt.format.model import (
     TensorMeta,
     TensorValue,
     Value,
+    tensors_of,
 )
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.accelerators import HOST, default_generator, is_accelerator, keeps_memory_for_streams
@@ -35,7 +36,6 @@ from replayfmt.pytorch.tensors.memory import (
 from ..codegen.streams import StreamsMode
 from ..planning.devices import DeviceMap
 from ..planning.kernels import ResolvedKernel
-from ..planning.records import tensors_of
 
 _Captured = tuple[int, int]  # a stream: device id, number
 _Here = tuple[torch.device, int]

@@ -16,7 +16,7 @@ import torch
 from replayfmt.errors import InvalidCapture, OpReplayError
 from replayfmt.format.attachments import contents_of, open_body, parse_body_metadata, storage_of_argument
 from replayfmt.format.codes import KernelKind, RecordKind, StorageOrigin
-from replayfmt.format.model import Device, Kernel
+from replayfmt.format.model import Device, Kernel, tensors_of
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.pytorch.accelerators import NoGraphs, captured, is_accelerator, new_graph, without_draws
@@ -27,7 +27,6 @@ from ..codegen.streams import StreamsMode
 from ..planning.devices import DeviceMap
 from ..planning.findings import Findings
 from ..planning.kernels import Effects, ResolvedKernel, StoredCodeKernel, effects_of_missing, effects_of_schema
-from ..planning.records import tensors_of
 from ..planning.scan import Scan, WindowSize
 from .graph_bodies import BodySteps, BodyStreams, Storages
 from .kernel_lookup import AllowedCode, AllowedImports, resolve

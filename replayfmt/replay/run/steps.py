@@ -17,7 +17,7 @@ import torch
 
 from replayfmt.errors import ReplayFailed
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.model import CompositeValue, StorageValue, TensorValue, Value
+from replayfmt.format.model import StorageValue, TensorValue, Value, nested_values
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.memory import require_inside
 
@@ -64,15 +64,9 @@ class Step:
 
 
 def _storages(values: Iterable[Value]) -> Iterator[int]:
-    for value in values:
-        if isinstance(value, TensorValue):
-            yield value.storage
-        elif isinstance(value, StorageValue):
-            yield value.id
-        elif isinstance(value, list | tuple):
-            yield from _storages(value)
-        elif isinstance(value, CompositeValue):
-            yield from _storages(value.parts)
+    for value in nested_values(values):
+        if isinstance(value, TensorValue | StorageValue):
+            yield value.storage if isinstance(value, TensorValue) else value.id
 
 
 class Steps:

@@ -406,17 +406,8 @@ class SubstitutionReport:
         return [
             {
                 "kind": "substitution",
-                "signature": check.signature,
-                "kernel": check.kernel,
-                "replacement": check.replacement,
-                "ok": check.ok,
-                "telling": check.telling,
-                "calls": check.calls,
-                "first": check.first,
-                "elements": check.distance.elements,
-                "different": check.distance.different,
-                "not_finite": check.distance.not_finite,
-                "beyond": check.distance.beyond,
+                **{name: getattr(check, name) for name in _CHECK_FIELDS},
+                **{name: getattr(check.distance, name) for name in ("elements", "different", "not_finite", "beyond")},
                 "first_beyond": check.beyond,
                 "worst": _worst_row(check),
                 "largest_absolute": check.distance.largest_absolute,
@@ -429,6 +420,9 @@ class SubstitutionReport:
             }
             for check in self.checks
         ]
+
+
+_CHECK_FIELDS = ("signature", "kernel", "replacement", "ok", "telling", "calls", "first")
 
 
 def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
