@@ -26,7 +26,7 @@ from replayfmt.dump.selection import OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind, TensorFlag
 from replayfmt.format.model import DeviceValue, GeneratorValue, Record, StorageValue, TensorValue
-from replayfmt.format.operator_schema import OperatorSchema, parse_operator_schema
+from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.output import check_place, remove_unfinished, same_file
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
@@ -113,7 +113,7 @@ class EntryMaker:
                 raise Inexpressible(f"its schema has no argument {node.name!r}")
             declared = schema.arguments[places[node.name]]
             written, beside = self._value(value, memory)
-            item = {"arg_name": node.name, "arg_type": _type_text(schema, places[node.name]), "value": written}
+            item = {"arg_name": node.name, "arg_type": declared.type.text, "value": written}
             if beside is not None:
                 item[OWN] = beside
             # An argument after one that was left to its default is named: the IR's positions have no gaps.
@@ -192,10 +192,6 @@ class _Memory:
 
     def number(self, storage: int) -> int:
         return self._numbers.setdefault(storage, len(self._numbers))
-
-
-def _type_text(schema: OperatorSchema, place: int) -> str:
-    return schema.arguments[place].type.text
 
 
 _INTEGERS = {

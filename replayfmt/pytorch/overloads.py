@@ -71,14 +71,14 @@ def find_overload(name: str, overload: str = "default") -> OpOverload | None:
         return None
     packet = _packet(name)
     found = getattr(packet, overload, None) if packet is not None else None
-    if not isinstance(found, OpOverload) or found.name() != _registered_name(name, overload):
+    if not isinstance(found, OpOverload) or found.name() != (name if overload == "default" else f"{name}.{overload}"):
         return None
     return found
 
 
 def is_registered(name: str, overload: str = "default") -> bool:
     try:
-        torch._C._dispatch_find_schema_or_throw(name, _dispatcher_overload(overload))
+        torch._C._dispatch_find_schema_or_throw(name, "" if overload == "default" else overload)
     except RuntimeError:
         return False
     return True
@@ -96,14 +96,6 @@ def _packet(name: str) -> OpOverloadPacket | None:
     operators = getattr(torch.ops, namespace, None)
     packet = getattr(operators, base, None) if isinstance(operators, _OpNamespace) else None
     return packet if isinstance(packet, OpOverloadPacket) else None
-
-
-def _dispatcher_overload(overload: str) -> str:
-    return "" if overload == "default" else overload
-
-
-def _registered_name(name: str, overload: str) -> str:
-    return name if overload == "default" else f"{name}.{overload}"
 
 
 # Enumerations that PyTorch passes as integers, and uses as indices without a look: what stands for one in a capture.

@@ -232,7 +232,7 @@ def make_page(contents: ReportContents, version: str) -> str:
     environment = _environment()
     here = files(__package__)
     start, page = (here.joinpath(name).read_text(encoding="utf-8") for name in ("start.js", "page.js"))
-    scripts = {"plotly": _plotly(), "datatables": _datatables(), "page": page}
+    scripts = {"plotly": _read("plotly", "package_data/plotly.min.js"), "datatables": _datatables(), "page": page}
     pictures = [each for section in contents.sections for each in section.pictures]
     figures = {each.name: plotly_figure(each) for each in pictures if not isinstance(each, MissingPicture)}
     hashes = " ".join(f"'{_hash(script)}'" for script in (start, *scripts.values()))
@@ -241,7 +241,7 @@ def make_page(contents: ReportContents, version: str) -> str:
         version=version,
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'",
-        style=_datatables_style() + here.joinpath("page.css").read_text(encoding="utf-8"),
+        style=_read("itables", "html/dt_bundle.css") + here.joinpath("page.css").read_text(encoding="utf-8"),
         start=start,
         packed={name: _packed(script) for name, script in scripts.items()},
         figures=_packed(json.dumps(figures, separators=(",", ":"), allow_nan=False)),
@@ -265,10 +265,6 @@ def _environment() -> Any:
     )
 
 
-def _plotly() -> str:
-    return _read("plotly", "package_data/plotly.min.js")
-
-
 def _datatables() -> str:
     """The module of itables as a script of its own, which leaves what it exports in `DataTables`."""
     module = _read("itables", "html/dt_bundle.js")
@@ -282,10 +278,6 @@ def _datatables() -> str:
     exported = ", ".join(f"{json.dumps(public.strip())}: {local.strip()}" for local, public in names)
     before, after = module[: found[0].start()], module[found[0].end() :]
     return f"(() => {{\n{before}\nwindow.DataTables = {{{exported}}};\n{after}\n}})();"
-
-
-def _datatables_style() -> str:
-    return _read("itables", "html/dt_bundle.css")
 
 
 def _read(package: str, path: str) -> str:

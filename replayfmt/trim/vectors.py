@@ -182,7 +182,7 @@ class VectorEncoder:
         if isinstance(value, complex):
             return {"$complex": [_plain(value.real), _plain(value.imag)]}
         if isinstance(value, float):
-            return _float(value)
+            return value if math.isfinite(value) else {"$float": str(_plain(value))}
         assert value is None or isinstance(value, bool | int | str), "what cannot be said is refused before"
         return value
 
@@ -206,10 +206,6 @@ def word_of(of_torch: Any) -> str:
 
 def _plain(value: float) -> float | str:
     return value if math.isfinite(value) else {"inf": "Infinity", "-inf": "-Infinity"}.get(repr(value), "NaN")
-
-
-def _float(value: float) -> float | dict[str, str]:
-    return value if math.isfinite(value) else {"$float": str(_plain(value))}
 
 
 def file_name(ordinal: int, records: int, kernel: Kernel) -> str:
@@ -323,7 +319,7 @@ def op_problem(plan: Plan, record: Record) -> str | None:
         return "it draws random numbers, so its results depend on more than its arguments"
     if not resolved.own and addresses_of(SlotLayout(record.signature), resolved.schema) is not None:
         return "it takes or returns addresses of objects in its process"
-    if _unknown_results(plan, record) or _is_unwritten(plan.reader, record):
+    if plan.opaque_slots().get(record.signature_id, ()) or _is_unwritten(plan.reader, record):
         return "a result holds bytes that no run reproduces: memory left unwritten, or addresses"
     return None
 
@@ -333,10 +329,6 @@ def draws_nothing(record: Record, kernel: ResolvedKernel) -> bool:
     given = {argument.name: argument.default_value for argument in kernel.schema.arguments}
     given |= {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
     return bool(given.get("dropout_p") == 0.0)
-
-
-def _unknown_results(plan: Plan, record: Record) -> tuple[int, ...]:
-    return plan.opaque_slots().get(record.signature_id, ())
 
 
 def _is_unwritten(reader: CaptureReader, record: Record) -> bool:

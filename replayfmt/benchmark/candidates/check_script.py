@@ -398,7 +398,7 @@ def run(function: Callable[..., Any], case: Case, memories: list[Memory], sizes:
             returned = function(*arguments.positional, **arguments.named)
         _synchronize_current()
         found.outputs = leaves(returned)
-        found.values = [_copied(each) for each in found.outputs]
+        found.values = [each.detach().clone() if type(each) is torch.Tensor else each for each in found.outputs]
     except (Exception, SystemExit) as error:
         found.error = _described(error)
         found.memory_error = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
@@ -408,10 +408,6 @@ def run(function: Callable[..., Any], case: Case, memories: list[Memory], sizes:
     found.after = [memory.read() for memory in memories]
     found.places = [_place(each, memories) for each in found.outputs]
     return found
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if type(value) is torch.Tensor else value
 
 
 def _place(value: Any, memories: list[Memory]) -> int | None:

@@ -145,7 +145,7 @@ class FormMaker:
             return {"dtype": self._argument(form, name, owner, value.name, "str", True)}
         if known == "triton.runtime.jit.TensorWrapper" and isinstance(value.base, torch.Tensor):
             base = self._argument(form, name, owner, value.base, "Tensor", keyword)
-            return {"reinterpret": base, "as": _dtype_name(value.dtype)}
+            return {"reinterpret": base, "as": str(getattr(value.dtype, "name", value.dtype))}
         if known == "triton.tools.tensor_descriptor.TensorDescriptor" and isinstance(value.base, torch.Tensor):
             return self._descriptor(form, name, owner, value)
         if is_callable_of_triton(value) and (function := self._source.name_of(value)) is not None:
@@ -198,10 +198,6 @@ def _scalar(name: str, value: Any) -> str:
                 raise NotRepresentable(f"its argument {name} is {value}, which does not fit 64 bits")
             return text
     raise NotRepresentable(f"{name} is a {type(value).__qualname__}")
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(getattr(dtype, "name", dtype))
 
 
 class Assembly:
