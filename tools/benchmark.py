@@ -129,7 +129,7 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     import json
 
     from replayfmt.benchmark.candidates import check_script
-    from replayfmt.benchmark.candidates.judged import JudgeOptions, find_candidates, judge
+    from replayfmt.benchmark.candidates.judged import find_candidates, judge
     from replayfmt.benchmark.measure import largest_flush
     from replayfmt.benchmark.per_op.roofline import Peaks
     from replayfmt.benchmark.result_files import output_file
@@ -146,14 +146,14 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     if min_time is not None and min_time.seconds is None:
         raise UsageError(f"--benchmark-min-time={min_time}: a kernel task takes seconds, such as 0.1s")
     candidates = find_candidates(given["candidates"])
-    options = JudgeOptions(
-        given["variants"],
-        given["guard"],
-        given["allow_reason"],
-        min_time.seconds if min_time is not None and min_time.seconds is not None else 0.05,
-        largest_flush() if given["inputs"] == "cold" else 0,
-        given["candidate_timeout"],
-        given["candidate_memory"],
+    options = check_script.Options(
+        variants=given["variants"],
+        guard=given["guard"],
+        allow=given["allow_reason"],
+        min_time_s=min_time.seconds if min_time is not None and min_time.seconds is not None else 0.05,
+        cold_bytes=largest_flush() if given["inputs"] == "cold" else 0,
+        timeout_s=given["candidate_timeout"],
+        memory_bytes=given["candidate_memory"],
     )
 
     def replayed(candidate: str, task: dict[str, Any]) -> dict[str, Any]:

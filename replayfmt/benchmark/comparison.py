@@ -41,7 +41,7 @@ from .meters import (
     stopwatch_for,
     whole_capture,
 )
-from .run_report import crowded, csv_field, plan_context, run_caveats
+from .run_report import crowded, csv_field, iteration_fields, plan_context, run_caveats
 from .statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, PairedComparison, compare_pairs, duration, ran_on, verified
 
 
@@ -410,16 +410,8 @@ def _comparison(row: ComparedRow) -> dict[str, Any]:
 def _benchmark_rows(comparison: dict[str, Any], index: int, row: ComparedRow) -> Iterator[dict[str, Any]]:
     sides = (row.comparison.original, row.comparison.substituted)
     for side, times, cpu in zip(_SIDES, sides, row.cpu, strict=True):
-        name = f"BM_{side}/{comparison['name']}"
         yield {
-            "name": name,
-            "family_index": index,
-            "per_family_instance_index": _SIDES.index(side),
-            "run_name": name,
-            "run_type": "iteration",
-            "repetitions": 1,
-            "repetition_index": 0,
-            "threads": 1,
+            **iteration_fields(f"BM_{side}/{comparison['name']}", index, _SIDES.index(side)),
             "iterations": comparison["rounds"],
             "real_time": float(times.mean()),
             "cpu_time": float(cpu.mean()),

@@ -370,6 +370,22 @@ def unmeasurable_fields(reason: str) -> dict[str, Any]:
     return {"unmeasurable": reason, "error_occurred": True, "error_message": f"unmeasurable: {reason}"}
 
 
+def iteration_fields(
+    name: str, family: int, instance: int = 0, repetitions: int = 1, repetition: int = 0
+) -> dict[str, Any]:
+    """The fields with which Google Benchmark's rows of iterations begin."""
+    return {
+        "name": name,
+        "family_index": family,
+        "per_family_instance_index": instance,
+        "run_name": name,
+        "run_type": "iteration",
+        "repetitions": repetitions,
+        "repetition_index": repetition,
+        "threads": 1,
+    }
+
+
 def _iteration_row(
     run: Run, measurement: Measurement, family: int, repetition: int, warnings: list[str]
 ) -> dict[str, Any]:
@@ -377,14 +393,7 @@ def _iteration_row(
     region, sample = measurement.region, measurement.reported[repetition]
     statistics = sample.statistics()
     row: dict[str, Any] = {
-        "name": region.row,
-        "family_index": family,
-        "per_family_instance_index": 0,
-        "run_name": region.row,
-        "run_type": "iteration",
-        "repetitions": len(measurement.reported),
-        "repetition_index": repetition,
-        "threads": 1,
+        **iteration_fields(region.row, family, 0, len(measurement.reported), repetition),
         "iterations": statistics.count,
         "real_time": statistics.mean,
         "cpu_time": float(sample.cpu.mean()),

@@ -21,7 +21,7 @@ from replayfmt.format.codes import (
     TensorFlag,
     ValueKind,
 )
-from replayfmt.format.model import Node, PayloadValue, Signature, StorageValue, TensorMeta
+from replayfmt.format.model import Node, PayloadValue, Signature, StorageValue, TensorMeta, spanned
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.record_frames import decode_record, distinct
@@ -180,8 +180,8 @@ class SmallValues:
     def _values(self, payload: int, offset: int, number: int) -> np.ndarray | None:
         meta, content = self._reader.metas[number], self._bytes(payload)
         dtype = np.dtype(_NUMPY[meta.dtype])
-        span = sum((size - 1) * stride for size, stride in zip(meta.sizes, meta.strides, strict=True)) + 1
-        if min(meta.strides, default=0) < 0 or (offset + span) * dtype.itemsize > len(content):
+        last = offset + spanned(meta.sizes, meta.strides)
+        if min(meta.strides, default=0) < 0 or last * dtype.itemsize > len(content):
             return None
         strides = tuple(stride * dtype.itemsize for stride in meta.strides)
         return np.ndarray(meta.sizes, dtype, content, offset * dtype.itemsize, strides)

@@ -28,7 +28,7 @@ from replayfmt.dump.selection import KeptRecords, OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
 from replayfmt.format.attachments import contents_of
 from replayfmt.format.codes import DType, KernelKind, RecordKind, TensorFlag
-from replayfmt.format.model import Kernel, Record, StorageValue, TensorValue, Value, nested_values, tensors_of
+from replayfmt.format.model import Kernel, Record, StorageValue, TensorValue, Value, nested_values, spanned, tensors_of
 from replayfmt.format.output import new_folder
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
@@ -194,8 +194,8 @@ class _Task:
         """What task.json says of this kind."""
         raise NotImplementedError
 
-    def arguments(self, call: _Call, places: dict[int, int]) -> dict[str, Any]:
-        """The JSON of a call's arguments; `places` are the positions of its storages."""
+    def arguments(self, call: _Call) -> dict[str, Any]:
+        """The JSON of a call's arguments."""
         raise NotImplementedError
 
     def keyword_only(self, call: _Call) -> list[str]:
@@ -277,25 +277,9 @@ class _Task:
             )
             return found.text
         for workload, call in chosen:
-            arrays = []
-            for place, storage in enumerate(call.storages.values()):
-                arrays.append(self._array(storage, _filled(storage, place)))
-            self.keep(folder, workload, call, arrays)
+            storages = enumerate(call.storages.values())
+            self.keep(folder, workload, call, [_array(each, _filled(each, place)) for place, each in storages])
         return "not replayed: its inputs are synthesized" if chosen else "not replayed: it has no content"
-
-    def _array(self, storage: _Storage, data: bytes) -> Array:
-        """A storage's content, with sizes where its first view is all of it."""
-        meta = storage.tensors[0][1].meta
-        item = TORCH_DTYPE[meta.dtype].itemsize
-        dense, step = True, 1
-        for size, stride in zip(reversed(meta.sizes), reversed(meta.strides), strict=True):
-            dense &= size == 1 or stride == step
-            step *= size
-        if dense and step * item == len(data):
-            return Array(storage.entry, data, meta.dtype, meta.sizes)
-        if storage.made is None and len(data) % item == 0:
-            return Array(storage.entry, data, meta.dtype, (len(data) // item,))
-        return Array(storage.entry, data, DType.uint8, (len(data),))
 
     def keep(self, folder: Path, workload: _Workload, call: _Call, arrays: list[Array]) -> None:
         """Write a case, unless its inputs are those of an earlier one."""
@@ -332,24 +316,21 @@ class _Task:
         measured_ns = sum(measured.values())
         rows = []
         for workload in self.workloads:
-            call = workload.first
-            places = {number: place for place, number in enumerate(call.storages)}
-            arguments = self.arguments(call, places)
+            call, signature = workload.first, str(workload.key[0])
+            measured_here = measured.get(signature)
             rows.append(
                 {
                     "name": workload.name,
-                    "signature": str(workload.key[0]),
+                    "signature": signature,
                     "program": workload.program,
                     "calls": workload.calls,
                     "share_of_calls": workload.calls / max(total_calls, 1),
                     "captured_ns": workload.captured_ns or None,
                     "share_of_captured_time": workload.captured_ns / total_ns if total_ns else None,
-                    "measured_ns": measured.get(str(workload.key[0])),
-                    "share_of_measured_time": (
-                        measured[str(workload.key[0])] / measured_ns if str(workload.key[0]) in measured else None
-                    ),
+                    "measured_ns": measured_here,
+                    "share_of_measured_time": None if measured_here is None else measured_here / measured_ns,
                     "storages": [self._storage_json(workload, each) for each in call.storages.values()],
-                    "arguments": arguments,
+                    "arguments": self.arguments(call),
                     "keyword_only": self.keyword_only(call),
                     "shared_memory": [
                         [name for name, _value in each.tensors]
@@ -437,6 +418,21 @@ def _filled(storage: _Storage, place: int) -> bytes:
     return row_major_bytes(values).ljust(length, b"\0")
 
 
+def _array(storage: _Storage, data: bytes) -> Array:
+    """A storage's content, with sizes where its first view is all of it."""
+    meta = storage.tensors[0][1].meta
+    item = TORCH_DTYPE[meta.dtype].itemsize
+    dense, step = True, 1
+    for size, stride in zip(reversed(meta.sizes), reversed(meta.strides), strict=True):
+        dense &= size == 1 or stride == step
+        step *= size
+    if dense and step * item == len(data):
+        return Array(storage.entry, data, meta.dtype, meta.sizes)
+    if storage.made is None and len(data) % item == 0:
+        return Array(storage.entry, data, meta.dtype, (len(data) // item,))
+    return Array(storage.entry, data, DType.uint8, (len(data),))
+
+
 def _result_json(value: TensorValue | Value) -> dict[str, Any]:
     if isinstance(value, TensorValue):
         meta = value.meta
@@ -515,12 +511,9 @@ class _Observer:
                         )
                         found[name] = Array(name, row_major_bytes(tensor), meta.dtype, meta.sizes)
             if record.ordinal == call.records[-1].ordinal:
-                inputs = [
-                    self._task._array(storage, self._inputs[call.ordinal][number])
-                    for number, storage in call.storages.items()
-                ]
-                self._task.keep(self._folder, workload, call, [*inputs, *found.values()])
-                del self._inputs[call.ordinal], self._outputs[call.ordinal]
+                known = self._inputs.pop(call.ordinal)
+                inputs = [_array(storage, known[number]) for number, storage in call.storages.items()]
+                self._task.keep(self._folder, workload, call, [*inputs, *self._outputs.pop(call.ordinal).values()])
 
 
 def _bytes_of(tensor: torch.Tensor, storage: _Storage) -> bytes:
@@ -546,12 +539,8 @@ def _storages(values: Sequence[tuple[str, Value]], crop: bool, reader: CaptureRe
 
 def _span(value: TensorValue) -> tuple[int, int]:
     """The bytes of its storage that a tensor reaches."""
-    meta = value.meta
-    item = TORCH_DTYPE[meta.dtype].itemsize
-    if 0 in meta.sizes:
-        return value.offset * item, value.offset * item
-    last = sum((size - 1) * stride for size, stride in zip(meta.sizes, meta.strides, strict=True))
-    return value.offset * item, (value.offset + last + 1) * item
+    item = TORCH_DTYPE[value.meta.dtype].itemsize
+    return value.offset * item, (value.offset + spanned(value.meta.sizes, value.meta.strides)) * item
 
 
 def _times(workload: _Workload, records: Sequence[Record], calls: int) -> None:
@@ -581,9 +570,10 @@ def _isolated(reader: CaptureReader, record: Record) -> IsolatedCall:
     results = python_values(reader, record.signature.results, record.results, give, "")
     kernel = reader.kernels[record.signature.kernel]
     by_name = {argument.name for argument in parse_schema(kernel.schema).arguments if argument.kwarg_only}
+    given = list(zip(names, values, strict=True))
     return IsolatedCall(
-        tuple(value for name, value in zip(names, values, strict=True) if name not in by_name),
-        {name: value for name, value in zip(names, values, strict=True) if name in by_name},
+        tuple(value for name, value in given if name not in by_name),
+        {name: value for name, value in given if name in by_name},
         results[0] if len(results) == 1 else tuple(results),
     )
 
@@ -658,8 +648,8 @@ class _KernelTask(_Task):
         last = dict.fromkeys((value.storage for value in tensors_of((*record.args, *record.results))), record.ordinal)
         return _Call([record], storages, outputs, last)
 
-    def arguments(self, call: _Call, places: dict[int, int]) -> dict[str, Any]:
-        encoder = _Encoder(self, call, places)
+    def arguments(self, call: _Call) -> dict[str, Any]:
+        encoder = _Encoder(self, call)
         (record,) = call.records
         return {
             node.name: encoder.value(value, lambda value: None, node.name)
@@ -748,10 +738,7 @@ class _KernelTask(_Task):
         return "\n".join([*lines, "compiling.wait(globals())", self._programs()])
 
     def _programs(self) -> str:
-        """The list of functions; a single one also has the name that a candidate's has."""
-        names = [f"program_{program}" for program in self.kernels.values()]
-        alone = f"{self._function()} = {names[0]}  # this file is a candidate as it stands\n" if len(names) == 1 else ""
-        return f"PROGRAMS = [{', '.join(names)}]\n{alone}"
+        return _programs([f"program_{program}" for program in self.kernels.values()], self._function())
 
     def work(self, call: _Call) -> dict[str, Any]:
         found = work_of(self.reader.kernels[call.records[0].signature.kernel], _isolated(self.reader, call.records[0]))
@@ -768,12 +755,13 @@ class _KernelTask(_Task):
 class _Encoder(VectorEncoder):
     """Tensors as check.py makes them."""
 
-    def __init__(self, task: _Task, call: _Call, places: dict[int, int]) -> None:
+    def __init__(self, task: _Task, call: _Call) -> None:
         super().__init__(task.reader)
-        self._task, self._call, self._places = task, call, places
+        self._task, self._storages = task, call.storages
 
     def tensor(self, value: TensorValue, tensor: torch.Tensor, key: str) -> dict[str, Any]:
-        return self._task.tensor_json(value, self._call.storages[value.storage], self._places[value.storage])
+        place = list(self._storages).index(value.storage)
+        return self._task.tensor_json(value, self._storages[value.storage], place)
 
 
 class _FusionTask(_Task):
@@ -795,10 +783,8 @@ class _FusionTask(_Task):
                     f"{self.wanted.text}: {len(records)} ops are too many for one function, {_MOST_OPS} are the most"
                 )
             call = self._call(records, stop)
-            body = self._body(call)
-            arguments = json.dumps(self.arguments(call, {number: place for place, number in enumerate(call.storages)}))
-            program = self._bodies.setdefault(body, len(self._bodies))
-            key = (f"{len(records)} ops, program {program}", arguments)
+            program = self._bodies.setdefault(self._body(call), len(self._bodies))
+            key = (f"{len(records)} ops, program {program}", json.dumps(self.arguments(call)))
             if key not in known:
                 known[key] = _Workload(key, program, call)
                 self.workloads.append(known[key])
@@ -928,20 +914,17 @@ class _FusionTask(_Task):
                         names.append(
                             f"t{each.id}" if isinstance(each, TensorValue) else f"value_{record.ordinal}_{index}"
                         )
-        lines.append(
-            f"return {', '.join(names)}{',' if len(names) == 1 else ''}" if len(names) != 1 else f"return {names[0]}"
-        )
+        lines.append(f"return {', '.join(names)}")
         text = "\n".join(f"    {line}" for line in lines)
         numbers: dict[str, str] = {}
 
         def renamed(found: re.Match[str]) -> str:
-            kind = found[0][0]
-            return numbers.setdefault(found[0], f"{kind}{len(numbers)}")
+            return numbers.setdefault(found[0], f"{found[0][0]}{len(numbers)}")
 
         parameters = ", ".join(f"x{place}" for place in range(len(call.storages)))
         return f"({parameters}):\n" + re.sub(r"\b(?:[ts]\d+|value_\d+_\d+)\b", renamed, text)
 
-    def arguments(self, call: _Call, places: dict[int, int]) -> dict[str, Any]:
+    def arguments(self, call: _Call) -> dict[str, Any]:
         return {
             f"x{place}": self.tensor_json(storage.tensors[0][1], storage, place)
             for place, storage in enumerate(call.storages.values())
@@ -961,21 +944,20 @@ class _FusionTask(_Task):
 
     def reference(self) -> str:
         programs = [f"def program_{number}{body}\n" for body, number in self._bodies.items()]
-        imports, sections = self.sections.imports(), self.sections.sections()
+        names = [f"program_{number}" for number in self._bodies.values()]
         return "\n".join(
             [
                 f'"""The ops of {self.wanted.text}, as captured. Arguments are the first views of their storages."""',
                 "",
                 *self.sections.head(),
                 "import torch",
-                *imports,
+                *self.sections.imports(),
                 script_helpers(["view("]),
-                *sections,
+                *self.sections.sections(),
                 "",
                 "",
                 "\n\n".join(programs),
-                f"\nPROGRAMS = [{', '.join(f'program_{number}' for number in self._bodies.values())}]\n"
-                + ("fused = program_0  # this file is a candidate as it stands\n" if len(self._bodies) == 1 else ""),
+                f"\n{_programs(names, 'fused')}",
             ]
         )
 
@@ -997,6 +979,12 @@ class _FusionTask(_Task):
             "bytes_reason": None,
             "compute_dtype": None if dtype is None else word_of(dtype),
         }
+
+
+def _programs(names: list[str], function: str) -> str:
+    """The list of functions; a single one also has the name that a candidate's has."""
+    alone = f"{function} = {names[0]}  # this file is a candidate as it stands\n" if len(names) == 1 else ""
+    return f"PROGRAMS = [{', '.join(names)}]\n{alone}"
 
 
 def _readme(facts: dict[str, Any]) -> str:

@@ -370,6 +370,11 @@ def tensors_of(values: Iterable[Value]) -> Iterator[TensorValue]:
     return (value for value in nested_values(values) if isinstance(value, TensorValue))
 
 
+def spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements lie between a tensor's first and its last one in memory, with both; 0 if it has none."""
+    return 0 if 0 in sizes else 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
 def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a tensor's elements fill their memory without gaps, each once, in any order of its dimensions."""
     expected = 1

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from replayfmt.format.codes import TensorFlag
+from replayfmt.format.model import spanned
 from replayfmt.pytorch.environment import apply_settings, autocast_as_captured
 from replayfmt.pytorch.tensors.composites import put_together, take_apart
 from replayfmt.pytorch.tensors.memory import (
@@ -65,10 +66,8 @@ class View:
 
     def end(self) -> int:
         """How many bytes the storage needs for this view."""
-        if 0 in self.sizes:
-            return 0
-        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
-        return (last + 1) * self.dtype.itemsize
+        length = spanned(self.sizes, self.strides)
+        return (self.offset + length) * self.dtype.itemsize if length else 0
 
 
 class Unattached:

@@ -25,6 +25,7 @@ from replayfmt.format.model import (
     TensorValue,
     Value,
     is_dense,
+    spanned,
 )
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.record_frames import decode_record
@@ -434,8 +435,7 @@ def _extent(meta: TensorMeta | None) -> tuple[int, int]:
     """The number of elements that a tensor spans, and the bytes per element."""
     if meta is None or 0 in meta.sizes:
         return 0, 0
-    span = sum((size - 1) * stride for size, stride in zip(meta.sizes, meta.strides, strict=True))
-    return min(span + 1, MAX_LENGTH), ITEM_BYTES[meta.dtype]
+    return min(spanned(meta.sizes, meta.strides), MAX_LENGTH), ITEM_BYTES[meta.dtype]
 
 
 def _same(one: Value, other: Value) -> bool:

@@ -13,8 +13,8 @@ import torch
 from in_process import Tools
 
 import replayfmt
-from replayfmt.benchmark.candidates.check_script import read_safetensors
-from replayfmt.benchmark.candidates.judged import JudgeOptions, run_judge
+from replayfmt.benchmark.candidates.check_script import Options, read_safetensors
+from replayfmt.benchmark.candidates.judged import run_judge
 from replayfmt.errors import ReplayRefused, UsageError
 
 from .conftest import Exported
@@ -110,7 +110,7 @@ def test_aliases_offsets_and_written_arguments_are_those_of_the_program(tmp_path
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
     files = [str(tmp_path / f"{name}.py") for name in texts]
-    found = run_judge(str(exported(path, kernel="aten::add_")), files, JudgeOptions(min_time_s=0))
+    found = run_judge(str(exported(path, kernel="aten::add_")), files, Options(min_time_s=0))
     verdicts = dict(zip(texts, (each["verdict"] for each in found["candidates"]), strict=True))
     assert verdicts["right"] == "accepted" and verdicts["away"] == "aliasing"
     assert verdicts["wrong"] == verdicts["beside"] == "wrong"

@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 from in_process import Tools
 
-from replayfmt.benchmark.candidates.check_script import REASONS
-from replayfmt.benchmark.candidates.judged import JudgeOptions, run_judge
+from replayfmt.benchmark.candidates.check_script import REASONS, Options
+from replayfmt.benchmark.candidates.judged import run_judge
 
 from .candidates import ADDMM, CHEATS, HONEST, RIGHT, cheat, honest
 from .conftest import Exported
 
 KERNELS = {"addmm": "aten::addmm", "softmax": "aten::_softmax", "mm": "aten::mm"}
-UNTIMED = JudgeOptions(min_time_s=0)
+UNTIMED = Options(min_time_s=0)
 
 
-def judged(
-    task: Path, folder: Path, texts: dict[str, str], options: JudgeOptions = UNTIMED
-) -> dict[str, dict[str, Any]]:
+def judged(task: Path, folder: Path, texts: dict[str, str], options: Options = UNTIMED) -> dict[str, dict[str, Any]]:
     """What the judge finds on kernels given as texts, by their names."""
     folder.mkdir(exist_ok=True)
     files = {str(folder / f"{name.replace(' ', '_')}.py"): name for name in texts}
@@ -110,7 +108,7 @@ def test_variants_find_what_is_right_for_the_captured_values_and_sizes_only(expo
         "not for no rows": "import torch\ndef _softmax(self, dim, half_to_float):\n"
         "    e = torch.exp(self - self[:1].max() * 0 - self.amax(dim, True))\n    return e / e.sum(dim, True)\n",
     }
-    found = judged(task, tmp_path / "c", texts, JudgeOptions(min_time_s=0, variants=True))
+    found = judged(task, tmp_path / "c", texts, Options(min_time_s=0, variants=True))
     verdicts = {name: each["verdict"] for name, each in found.items()}
     assert verdicts == {
         "honest": "accepted",
@@ -131,7 +129,7 @@ def test_a_guard_page_names_the_argument_and_the_side_that_a_kernel_reads(export
         "honest": honest("addmm", "split sums"),
     }
     task = exported(kernel="aten::addmm")
-    found = judged(task, tmp_path / "c", texts, JudgeOptions(min_time_s=0, guard=True))
+    found = judged(task, tmp_path / "c", texts, Options(min_time_s=0, guard=True))
     assert found["honest"]["verdict"] == "accepted"
     assert found["after"]["verdict"] == found["before"]["verdict"] == "crashed"
     assert found["after"]["text"].endswith("it touched memory after argument mat1")
@@ -145,7 +143,7 @@ def test_a_kernel_that_is_right_until_it_is_timed_is_rejected(exported: Exported
         f"    LAST[key] = {RIGHT}\n    return LAST[key]\n",
         "honest": honest("addmm", "split sums"),
     }
-    found = judged(exported(kernel="aten::addmm"), tmp_path / "c", texts, JudgeOptions(min_time_s=0.02))
+    found = judged(exported(kernel="aten::addmm"), tmp_path / "c", texts, Options(min_time_s=0.02))
     assert found["honest"]["verdict"] == "accepted" and len(found["honest"]["timed"]) == 4
     assert found["counts its calls"]["verdict"] == "cached"
     assert "in a timed call" in found["counts its calls"]["text"]
@@ -157,7 +155,7 @@ def test_a_kernel_has_a_limit_of_time_and_of_memory(exported: Exported, tmp_path
         "takes much": "import torch\n" + ADDMM + f"    more = torch.zeros(1 << 30); return {RIGHT}\n",
         "fine": honest("addmm", "split sums"),
     }
-    options = JudgeOptions(min_time_s=0, timeout_s=4.0, memory_bytes=1 << 30)
+    options = Options(min_time_s=0, timeout_s=4.0, memory_bytes=1 << 30)
     found = judged(exported(kernel="aten::addmm"), tmp_path / "c", texts, options)
     verdicts = {name: each["verdict"] for name, each in found.items()}
     assert verdicts == {"hangs": "out of time", "takes much": "out of memory", "fine": "accepted"}
@@ -244,7 +242,7 @@ def test_the_original_itself_is_accepted_where_results_are_views_and_sizes_can_k
         x = torch.randn(2, 4, 6, 8)
         torch.split(x.transpose(1, 2), 3)
         torch.nn.functional.scaled_dot_product_attention(x, x, x)
-    options = JudgeOptions(min_time_s=0, variants=True, allow=("calls the original",))
+    options = Options(min_time_s=0, variants=True, allow=("calls the original",))
     for kernel in ("aten::transpose", "aten::split", "aten::_scaled_dot_product_flash_attention_for_cpu"):
         task = exported(path, kernel=kernel)
         found = run_judge(str(task), [str(task / "reference.py")], options)

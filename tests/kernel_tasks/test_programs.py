@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from in_process import Tools
 
-from replayfmt.benchmark.candidates.judged import JudgeOptions, run_judge
+from replayfmt.benchmark.candidates.check_script import Options
+from replayfmt.benchmark.candidates.judged import run_judge
 
 from .conftest import HERE, Exported
 from .test_exporting import check, described
@@ -64,7 +65,7 @@ def test_a_triton_kernel_is_exported_with_its_source_as_a_first_candidate(tmp_pa
         "def wrong(out, x, *numbers, **options):\n    out.copy_(x * 3)\n"
     )
     files = [str(task / "reference.py"), f"{mine}:right", f"{mine}:wrong"]
-    found = run_judge(str(task), files, JudgeOptions(min_time_s=0))
+    found = run_judge(str(task), files, Options(min_time_s=0))
     verdicts = [each["verdict"] for each in found["candidates"]]
     assert verdicts == ["accepted", "accepted", "wrong"], found
 
@@ -92,7 +93,7 @@ def test_a_source_in_cpp_is_built_and_judged(exported: Exported, tmp_path: Path)
         "  auto e = at::exp(self - self.amax(dim, true));\n  return e / e.sum(dim, true);\n}\n"
         'PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("_softmax", &softmax); }\n'
     )
-    found = run_judge(str(exported(kernel="aten::_softmax")), [str(tmp_path / "mine.cpp")], JudgeOptions(min_time_s=0))
+    found = run_judge(str(exported(kernel="aten::_softmax")), [str(tmp_path / "mine.cpp")], Options(min_time_s=0))
     assert [each["verdict"] for each in found["candidates"]] == ["accepted"], found
 
 
@@ -102,5 +103,5 @@ def test_a_compiled_candidate_is_honest_although_its_compiler_has_threads(export
         "import torch\n@torch.compile\ndef _softmax(self, dim, half_to_float):\n"
         "    e = torch.exp(self - self.amax(dim, True))\n    return e / e.sum(dim, True)\n"
     )
-    found = run_judge(str(exported(kernel="aten::_softmax")), [str(tmp_path / "mine.py")], JudgeOptions(min_time_s=0))
+    found = run_judge(str(exported(kernel="aten::_softmax")), [str(tmp_path / "mine.py")], Options(min_time_s=0))
     assert [each["verdict"] for each in found["candidates"]] == ["accepted"], found

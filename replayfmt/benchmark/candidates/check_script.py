@@ -22,6 +22,7 @@ import os
 import random
 import resource
 import signal
+import statistics
 import sys
 import tempfile
 import threading
@@ -225,7 +226,7 @@ class Arguments:
         return tensor
 
 
-_WIDENED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_WIDENED = {torch.float16, torch.bfloat16, torch.float32}
 
 
 def resized(sizes: list[int], strides: list[int], change: Sizes) -> list[int]:
@@ -462,12 +463,11 @@ def expectations(function: Callable[..., Any], case: Case, variant: Variant) -> 
         ],
         "error": "",
     }
-    before = _outputs(there, case, contents)
-    floats = tuple(contents)
+    before = _outputs(there, contents)
 
     def outputs(taken: tuple[Any, ...], _named: dict[str, Any]) -> list[torch.Tensor] | None:
         pairs = zip(taken, contents, strict=True)
-        widened = any(new.dtype is torch.float64 and old.dtype in _NARROWER for new, old in pairs)
+        widened = any(new.dtype is torch.float64 and old.dtype in _WIDENED for new, old in pairs)
         memories = memories_of(case, list(taken))
         arguments = Arguments(case, memories, variant.sizes, widened)
         try:
@@ -476,10 +476,10 @@ def expectations(function: Callable[..., Any], case: Case, variant: Variant) -> 
         except Exception:
             return None
         again = Outcome(values=returned, after=[memory.read() for memory in memories])
-        return _outputs(again, case, list(taken))
+        return _outputs(again, list(taken))
 
     widen = case.task["kind"] == "operator"
-    runs = rounding_runs(outputs, floats, {}, widen=widen)
+    runs = rounding_runs(outputs, tuple(contents), {}, widen=widen)
     spread = spread_of(before, runs)
     tolerances, correlated = [], []
     for place, value in enumerate(before):
@@ -512,10 +512,7 @@ def survives(function: Callable[..., Any], case: Case, variant: Variant) -> bool
     return os.waitpid(child, 0)[1] == 0
 
 
-_NARROWER = {torch.float16, torch.bfloat16, torch.float32}
-
-
-def _outputs(there: Outcome, case: Case, contents: list[torch.Tensor]) -> list[torch.Tensor]:
+def _outputs(there: Outcome, contents: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results and then the arguments' memory, as flat tensors of their elements."""
     results = [each if isinstance(each, torch.Tensor) else torch.tensor(each) for each in there.values]
     return results + [
@@ -589,16 +586,12 @@ def difference(where: str, expected: torch.Tensor, got: torch.Tensor, tolerance:
     if not count:
         return None
     place = int(torch.where(beyond, apart, torch.full_like(apart, -1.0)).argmax())
-    index, rest = [], place
-    for size in reversed(sizes):
-        rest, inside = divmod(rest, size)
-        index.append(inside)
     constant = expected.numel() > 3 and bool((got == got[0]).all()) and not bool((expected == expected[0]).all())
     return Difference(
         where,
         count,
         expected.numel(),
-        index[::-1],
+        [int(each) for each in torch.unravel_index(torch.tensor(place), sizes)],
         _number(expected[place]),
         _number(got[place]),
         tolerance,
@@ -619,6 +612,11 @@ class Fault(Exception):
         assert reason in REASONS
         super().__init__(text)
         self.reason, self.text, self.worst = reason, text, worst
+
+    def event(self, case: str) -> dict[str, Any]:
+        """What the parent process is told."""
+        worst = None if self.worst is None else vars(self.worst)
+        return {"event": "fault", "case": case, "reason": self.reason, "text": self.text, "worst": worst}
 
 
 class State:
@@ -682,25 +680,20 @@ class State:
 class Judge:
     """Judges one candidate, in a process of its own. `tell` reports an event to the parent process."""
 
-    def __init__(
-        self, folder: Path, task: dict[str, Any], store: Path, options: Options, tell: Callable[..., None]
-    ) -> None:
-        self.folder, self.task, self.store, self.options, self.tell = folder, task, store, options, tell
-        self.faults: list[Fault] = []
-        self._armed = False
+    def __init__(self, task: Task, tell: Callable[..., None]) -> None:
+        self.task, self.tell = task, tell
+        self.armed = False
         self._opened: list[str] = []
         self._own = ""
-        self._seen: set[int] = set()  # hashes of what it rightly returned in earlier cases
-        self.state = State()
-
-    # ---------------------------------------------------------------------------------------------------- the candidate
+        self.seen: set[int] = set()  # hashes of what it rightly returned in earlier cases
+        self._state = State()
 
     def load(self, given: str) -> Callable[..., Any]:
         path, function = split_candidate(given)
-        name = function or self.task["function"]
+        name = function or self.task.task["function"]
         self._own = os.path.realpath(path)
         sys.addaudithook(self._audit)
-        self._armed = True
+        self.armed = True
         try:
             if path.endswith(".py"):
                 module = import_file(Path(path), "candidate")
@@ -711,106 +704,32 @@ class Judge:
         except (Exception, SystemExit) as error:
             raise Fault("does not load", _described(error)) from None
         finally:
-            self._armed = False
+            self.armed = False
         found = getattr(module, name, None)
         if not callable(found):
             there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
             raise Fault("does not load", f"it has no function {name!r}, but {', '.join(there[:8]) or 'none'}")
-        self._settled("while it was loaded")
+        self.settled("while it was loaded")
         return found
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and self._armed and isinstance(args[0], str | bytes):
+        if event == "open" and self.armed and isinstance(args[0], str | bytes):
             path = Path(os.path.realpath(os.fsdecode(args[0])))
-            inside = path.is_relative_to(self.folder) and (
+            inside = path.is_relative_to(self.task.folder) and (
                 path.suffix in (".safetensors", ".json") or path.name in ("reference.py", "check.py")
             )
-            if str(path) != self._own and (inside or path.is_relative_to(self.store)):
+            if str(path) != self._own and (inside or path.is_relative_to(self.task.store)):
                 self._opened.append(path.name)
 
-    def _settled(self, when: str) -> None:
+    def settled(self, when: str) -> None:
         """Raises Fault if the process is not as it was."""
         if self._opened:
             raise Fault("reads the task", f"it opened {', '.join(dict.fromkeys(self._opened))} {when}")
-        changes = self.state.changes()
+        changes = self._state.changes()
         if changes:
             raise Fault("global state", f"it changed {', '.join(changes)} {when}")
 
-    # --------------------------------------------------------------------------------------------------------- one case
-
-    def case(self, function: Callable[..., Any], case: Case, kept: dict[str, Any]) -> None:
-        """Raises Fault for the first thing that is wrong with the captured inputs of a workload, or with others."""
-        calls: list[tuple[str, Variant, Outcome]] = []
-        plain = Variant("captured")
-        other = next((each for each in kept["variants"] if each.change is not None), None)
-
-        def call(what: str, variant: Variant, memories: list[Memory], poison: bool = True) -> Outcome:
-            self.tell(event="call", case=case.name, call=what)
-            contents = variant.contents(case)
-            self._armed = True
-            with poisoned(poison):
-                found = run(function, case, memories, variant.sizes)
-            self._armed = False
-            self._behaved(what, case, contents, memories, found, kept["expected"][variant.name])
-            calls.append((what, variant, found))
-            return found
-
-        memories = memories_of(case, plain.contents(case))
-        first = call(_FIRST_CALL, plain, memories)
-        second = None
-        if other is not None:
-            for memory, content in zip(memories, other.contents(case), strict=True):
-                memory.write(content)
-            second = call("a call with other values at the same addresses", other, memories)
-            self._own_memory(first, second)
-        shifted = call(
-            "a call at addresses that are aligned to one element only", plain, memories_of(case, case.contents, shift=1)
-        )
-        traced = call("a call with clean memory", plain, memories_of(case, case.contents, canary=0), poison=False)
-        self._values(function, case, kept, first, second, shifted, traced)
-        self._original(function, case)
-        time.sleep(0.002)
-        for what, _variant, found in calls:
-            self._unchanged(what, found)
-        for variant in kept["variants"]:
-            if variant is not other:
-                found = call(f"a call with {variant.name}", variant, memories_of(case, variant.contents(case)))
-                self._equal(function, case, kept, variant, found, "captured values only")
-        if self.options.guard:
-            for side in ("after", "before"):
-                asked = self.options.pages
-                if asked and not asked.endswith(side):
-                    continue
-                what = f"a call between unreadable pages ({side})"
-                found = call(what, plain, memories_of(case, case.contents, pages=asked or side))
-                self._equal(function, case, kept, plain, found, "reads outside")
-
-    def _behaved(
-        self,
-        what: str,
-        case: Case,
-        contents: list[torch.Tensor],
-        memories: list[Memory],
-        found: Outcome,
-        expected: dict[str, Any],
-    ) -> None:
-        self._settled(f"in {what}")
-        if found.error:
-            aligned = "aligned to one element" in what
-            reason = "out of memory" if found.memory_error else "alignment" if aligned else "raises"
-            raise Fault(reason, f"in {what}: {found.error}")
-        if self._runs_on():
-            raise Fault("late work", f"a thread that it started in {what} still runs when it has returned")
-        for place, memory in enumerate(memories):
-            side = memory.overwritten()
-            if side:
-                raise Fault("writes outside", f"in {what} it wrote {side} argument {case.names(place)}")
-        for place, (content, after) in enumerate(zip(contents, found.after, strict=True)):
-            if not expected["written"][place] and not torch.equal(content.view(torch.uint8), after):
-                raise Fault("mutates inputs", f"in {what} it wrote argument {case.names(place)}")
-        self._structure(what, case, found, expected)
-
-    def _runs_on(self) -> bool:
+    def runs_on(self) -> bool:
         """Whether code of the candidate's runs in another thread. Compilers have threads of their own, which wait."""
         here = threading.get_ident()
         for thread, top in sys._current_frames().items():
@@ -821,132 +740,170 @@ class Judge:
                 frame = frame.f_back
         return False
 
-    def _structure(self, what: str, case: Case, found: Outcome, expected: dict[str, Any]) -> None:
-        if len(found.outputs) != len(expected["values"]):
-            raise Fault(
-                "structure", f"in {what} it returned {len(found.outputs)} values, not {len(expected['values'])}"
-            )
+
+class CaseJudge:
+    """Judges a candidate in one case. `kept` is what the reference does there; without it, calls are only timed."""
+
+    def __init__(self, judge: Judge, function: Callable[..., Any], case: Case, kept: dict[str, Any] | None) -> None:
+        self._judge, self._function, self._case = judge, function, case
+        self._expected: dict[str, dict[str, Any]] = kept["expected"] if kept else {}
+        self._variants: list[Variant] = kept["variants"] if kept else []
+        self._other = next((each for each in self._variants if each.change is not None), None)
+        self._calls: list[tuple[str, Outcome]] = []
+
+    def judge(self) -> None:
+        """Raises Fault for the first thing that is wrong with the captured inputs of a workload, or with others."""
+        case, other, options = self._case, self._other, self._judge.task.options
+        memories = memories_of(case, case.contents)
+        first = self._call(_FIRST_CALL, CAPTURED, memories)
+        second = None
+        if other is not None:
+            for memory, content in zip(memories, other.contents(case), strict=True):
+                memory.write(content)
+            second = self._call("a call with other values at the same addresses", other, memories)
+            self._own_memory(first, second)
+        memories = memories_of(case, case.contents, shift=1)
+        shifted = self._call("a call at addresses that are aligned to one element only", CAPTURED, memories)
+        memories = memories_of(case, case.contents, canary=0)
+        clean = self._call("a call with clean memory", CAPTURED, memories, poison=False)
+        self._values(first, second, shifted, clean)
+        self._original()
+        time.sleep(0.002)
+        for what, found in self._calls:
+            self._unchanged(what, found)
+        for variant in self._variants:
+            if variant is not other:
+                memories = memories_of(case, variant.contents(case))
+                found = self._call(f"a call with {variant.name}", variant, memories)
+                self._equal(variant, found, "captured values only")
+        for side in ("after", "before") if options.guard else ():
+            if options.pages and not options.pages.endswith(side):
+                continue
+            memories = memories_of(case, case.contents, pages=options.pages or side)
+            found = self._call(f"a call between unreadable pages ({side})", CAPTURED, memories)
+            self._equal(CAPTURED, found, "reads outside")
+
+    def _call(self, what: str, variant: Variant, memories: list[Memory], poison: bool = True) -> Outcome:
+        self._judge.tell(event="call", case=self._case.name, call=what)
+        contents = variant.contents(self._case)
+        self._judge.armed = True
+        with poisoned(poison):
+            found = run(self._function, self._case, memories, variant.sizes)
+        self._judge.armed = False
+        self._behaved(what, contents, memories, found, self._expected[variant.name])
+        self._calls.append((what, found))
+        return found
+
+    def _behaved(
+        self, what: str, contents: list[torch.Tensor], memories: list[Memory], found: Outcome, expected: dict[str, Any]
+    ) -> None:
+        self._judge.settled(f"in {what}")
+        if found.error:
+            aligned = "aligned to one element" in what
+            reason = "out of memory" if found.memory_error else "alignment" if aligned else "raises"
+            raise Fault(reason, f"in {what}: {found.error}")
+        if self._judge.runs_on():
+            raise Fault("late work", f"a thread that it started in {what} still runs when it has returned")
+        for place, memory in enumerate(memories):
+            side = memory.overwritten()
+            if side:
+                raise Fault("writes outside", f"in {what} it wrote {side} argument {self._case.names(place)}")
+        for place, (content, after) in enumerate(zip(contents, found.after, strict=True)):
+            if not expected["written"][place] and not torch.equal(content.view(torch.uint8), after):
+                raise Fault("mutates inputs", f"in {what} it wrote argument {self._case.names(place)}")
+        self._structure(what, found, expected)
+
+    def _structure(self, what: str, found: Outcome, expected: dict[str, Any]) -> None:
+        count, wanted = len(found.outputs), len(expected["values"])
+        if count != wanted:
+            raise Fault("structure", f"in {what} it returned {count} values, not {wanted}")
         for place, (value, wanted) in enumerate(zip(found.outputs, expected["values"], strict=True)):
             where = f"result {place} in {what}"
             if not isinstance(wanted, torch.Tensor):
                 if type(value) is not type(wanted):
                     raise Fault("structure", f"{where} is a {type(value).__name__}, not a {type(wanted).__name__}")
                 continue
-            if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor:
-                if isinstance(value, torch.Tensor) or hasattr(type(value), "__torch_function__") or callable(value):
-                    raise Fault("lazy", f"{where} is a {type(value).__name__}, not a torch.Tensor")
-                raise Fault("structure", f"{where} is a {type(value).__name__}, not a torch.Tensor")
+            if type(value) is not torch.Tensor:
+                lazy = isinstance(value, torch.Tensor) or hasattr(type(value), "__torch_function__") or callable(value)
+                text = f"{where} is a {type(value).__name__}, not a torch.Tensor"
+                raise Fault("lazy" if lazy else "structure", text)
             if _form(value) != expected["forms"][place]:
                 raise Fault("structure", f"{where} is {_form(value)}, not {expected['forms'][place]}")
             if found.places[place] != expected["places"][place]:
                 on = found.places[place]
-                text = "memory of its own" if on is None else f"the memory of argument {case.names(on)}"
+                text = "memory of its own" if on is None else f"the memory of argument {self._case.names(on)}"
                 raise Fault("aliasing", f"{where} is on {text}")
 
     def _own_memory(self, first: Outcome, second: Outcome) -> None:
         known = {each.untyped_storage().data_ptr() for each in _fresh(first) if each.numel()}
         if any(each.untyped_storage().data_ptr() in known for each in _fresh(second) if each.numel()):
-            same = all(
-                torch.equal(one, other)
-                for one, other in zip(_tensors_of(first.values), _tensors_of(second.values), strict=True)
-            )
-            if same:
+            if all(map(torch.equal, _tensors_of(first.values), _tensors_of(second.values))):
                 raise Fault("cached", "a second call with other inputs returned the first call's result")
             raise Fault("reuses memory", "a second call returned the memory that the first call had returned")
 
     def _unchanged(self, what: str, found: Outcome) -> None:
         for place, (value, copy) in enumerate(zip(found.outputs, found.values, strict=True)):
             if isinstance(value, torch.Tensor) and found.places[place] is None:
-                same = torch.equal(
-                    value.contiguous().view(-1).view(torch.uint8), copy.contiguous().view(-1).view(torch.uint8)
-                )
-                if not same:
+                now, then = (each.contiguous().view(-1).view(torch.uint8) for each in (value, copy))
+                if not torch.equal(now, then):
                     raise Fault("late work", f"result {place} of {what} changed after it was returned")
 
-    def _original(self, function: Callable[..., Any], case: Case) -> None:
+    def _original(self) -> None:
         """Whether the candidate calls the operator that it replaces, as PyTorch's profiler sees it."""
-        if self.task["kind"] != "operator" or "calls the original" in self.options.allow:
+        task = self._judge.task
+        if task.task["kind"] != "operator" or "calls the original" in task.options.allow:
             return
         with torch.autograd.profiler.profile(use_kineto=False) as profile:
-            run(function, case, memories_of(case, case.contents))
-        original = self.task["operator"].rstrip("_")
-        called = {event.name for event in profile.function_events}
-        if any(name.rstrip("_") == original for name in called):
-            raise Fault("calls the original", f"it calls {self.task['operator']}")
+            run(self._function, self._case, memories_of(self._case, self._case.contents))
+        original = task.task["operator"]
+        if any(event.name.rstrip("_") == original.rstrip("_") for event in profile.function_events):
+            raise Fault("calls the original", f"it calls {original}")
 
-    # ----------------------------------------------------------------------------------------------------------- values
-
-    def _values(
-        self,
-        function: Callable[..., Any],
-        case: Case,
-        kept: dict[str, Any],
-        first: Outcome,
-        second: Outcome | None,
-        shifted: Outcome,
-        clean: Outcome,
-    ) -> None:
-        wrong = {
-            name: None if found is None else self._off(case, kept, variant, found)
-            for name, variant, found in (
-                ("first", CAPTURED, first),
-                ("second", next((each for each in kept["variants"] if each.change is not None), CAPTURED), second),
-                ("shifted", CAPTURED, shifted),
-                ("clean", CAPTURED, clean),
-            )
-        }
-        off = wrong["first"]
+    def _values(self, first: Outcome, second: Outcome | None, shifted: Outcome, clean: Outcome) -> None:
+        off, off_shifted, off_clean = (self._off(CAPTURED, found) for found in (first, shifted, clean))
         if off is not None:
-            if _hash(first) in self._seen:
+            if _hash(first) in self._judge.seen:
                 raise Fault("cached", f"it returned what it had returned for other inputs: {off}", off)
-            if wrong["clean"] is None or (off.not_finite and not wrong["clean"].not_finite):
-                again = run_poisoned(function, case)
-                if self._off(case, kept, CAPTURED, again) is None:
+            if off_clean is None or (off.not_finite and not off_clean.not_finite):
+                with poisoned(True):  # and zeros beside the arguments
+                    again = run(self._function, self._case, memories_of(self._case, self._case.contents, canary=0))
+                if self._off(CAPTURED, again) is None:
                     raise Fault("reads outside", f"memory beside its arguments changes its outputs: {off}", off)
                 raise Fault("uninitialized", f"memory that was never written changes its outputs: {off}", off)
             raise Fault("uncorrelated" if off.constant else "wrong", str(off), off)
-        self._seen.add(_hash(first))
-        self._related(kept["expected"][CAPTURED.name], first)
-        off = wrong["second"]
-        if off is not None and second is not None:
-            if _same_values(first, second):
-                raise Fault("cached", f"a call with other inputs returned the first call's result: {off}", off)
-            if wrong["shifted"] is not None or wrong["clean"] is not None:
-                raise Fault("computes once", f"a second call is wrong: {off}", off)
-            raise Fault("captured values only", f"with other values of the same distribution: {off}", off)
-        off = wrong["shifted"]
-        if off is not None:
-            if wrong["clean"] is not None:
-                raise Fault("computes once", f"a third call is wrong: {off}", off)
-            raise Fault("alignment", f"at addresses that are aligned to one element only: {off}", off)
-        off = wrong["clean"]
-        if off is not None:
-            raise Fault("computes once", f"a fourth call is wrong: {off}", off)
+        self._judge.seen.add(_hash(first))
+        self._related(self._expected[CAPTURED.name], first)
+        if self._other is not None and second is not None:
+            off = self._off(self._other, second)
+            if off is not None:
+                if _same_values(first, second):
+                    raise Fault("cached", f"a call with other inputs returned the first call's result: {off}", off)
+                if off_shifted is not None or off_clean is not None:
+                    raise Fault("computes once", f"a second call is wrong: {off}", off)
+                raise Fault("captured values only", f"with other values of the same distribution: {off}", off)
+        if off_shifted is not None:
+            if off_clean is not None:
+                raise Fault("computes once", f"a third call is wrong: {off_shifted}", off_shifted)
+            raise Fault("alignment", f"at addresses that are aligned to one element only: {off_shifted}", off_shifted)
+        if off_clean is not None:
+            raise Fault("computes once", f"a fourth call is wrong: {off_clean}", off_clean)
 
-    def _equal(
-        self,
-        function: Callable[..., Any],
-        case: Case,
-        kept: dict[str, Any],
-        variant: Variant,
-        found: Outcome,
-        reason: str,
-    ) -> None:
-        off = self._off(case, kept, variant, found)
+    def _equal(self, variant: Variant, found: Outcome, reason: str) -> None:
+        off = self._off(variant, found)
         if off is not None:
             raise Fault(reason, f"with {variant.name}: {off}", off)
 
-    def _off(self, case: Case, kept: dict[str, Any], variant: Variant, found: Outcome) -> Difference | None:
+    def _off(self, variant: Variant, found: Outcome) -> Difference | None:
         """The first output that is too far off."""
-        expected = kept["expected"][variant.name]
-        contents = variant.contents(case)
-        wanted = _outputs(Outcome(values=expected["values"], after=expected["after"]), case, contents)
-        got = _outputs(found, case, contents)
+        expected = self._expected[variant.name]
+        contents = variant.contents(self._case)
+        wanted = _outputs(Outcome(values=expected["values"], after=expected["after"]), contents)
+        got = _outputs(found, contents)
         results = len(expected["values"])
         for place, (one, other) in enumerate(zip(wanted, got, strict=True)):
             if place >= results and not expected["written"][place - results]:
                 continue
-            where = f"result {place}" if place < results else f"argument {case.names(place - results)}"
+            where = f"result {place}" if place < results else f"argument {self._case.names(place - results)}"
             off = difference(where, one, other, expected["tolerances"][place])
             if off is not None:
                 return off
@@ -978,37 +935,31 @@ class Judge:
             if abs(factor - 1) > 4 * float(torch.finfo(one.dtype).eps) + chance:
                 raise Fault("wrong", f"{where} it is {factor:.4g} times the expected one")
 
-    # ----------------------------------------------------------------------------------------------------------- timing
-
-    def measure(
-        self, function: Callable[..., Any], reference: Callable[..., Any], case: Case, kept: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    def measure(self, reference: Callable[..., Any]) -> dict[str, Any]:
         """Nanoseconds of calls of both, in alternation. Before each call its inputs change, at the same addresses, so
         nothing that is kept from an earlier one can be right; in some rounds, which nobody can foretell, and in the
         last one the candidate's outputs are judged. Raises Fault."""
-        variants = [CAPTURED]
-        if kept is not None:
-            variants += [each for each in kept["variants"] if each.change is not None][:1]
-        inputs = _TimedInputs(case, [each.contents(case) for each in variants])
-        flush = None
-        if self.options.cold_bytes:
-            flush = torch.zeros(self.options.cold_bytes, dtype=torch.uint8, device=inputs.device)
+        variants = [CAPTURED] if self._other is None else [CAPTURED, self._other]
+        inputs = _TimedInputs(self._case, [each.contents(self._case) for each in variants])
+        options, flush = self._judge.task.options, None
+        if options.cold_bytes:
+            flush = torch.zeros(options.cold_bytes, dtype=torch.uint8, device=inputs.device)
         times: dict[str, list[int]] = {"candidate": [], "reference": []}
-        sides = [("candidate", function), ("reference", reference)]
+        sides = [("candidate", self._function), ("reference", reference)]
         for _warmup in range(2):
-            took = {name: self._timed(each, inputs, 1, None)[0] for name, each in sides}
+            took = {name: _timed(each, inputs, 1, None)[0] for name, each in sides}
         repeat = 1 if flush is not None else max(1, min(len(inputs.sets), 20_000 // max(min(took.values()), 1)))
         began, rounds, last = time.perf_counter(), 0, False
         judged = set(random.SystemRandom().sample(range(_MOST_ROUNDS), _MOST_ROUNDS // 10))
         while not last:
             spent = time.perf_counter() - began
-            last = rounds + 1 >= _LEAST_ROUNDS and (spent > self.options.min_time_s or rounds + 1 >= _MOST_ROUNDS)
+            last = rounds + 1 >= _LEAST_ROUNDS and (spent > options.min_time_s or rounds + 1 >= _MOST_ROUNDS)
             for name, each in sides if rounds % 2 else sides[::-1]:
-                taken, returned, memories = self._timed(each, inputs, repeat, flush)
+                taken, returned, memories = _timed(each, inputs, repeat, flush)
                 times[name].append(taken // repeat)
-                if kept is not None and name == "candidate" and (last or rounds in judged):
+                if self._expected and name == "candidate" and (last or rounds in judged):
                     found = Outcome(values=leaves(returned), after=[memory.read() for memory in memories])
-                    off = self._off(case, kept, variants[inputs.now], found)
+                    off = self._off(variants[inputs.now], found)
                     if off is not None:
                         raise Fault("cached", f"in a timed call with inputs that had changed: {off}", off)
             rounds += 1
@@ -1019,22 +970,23 @@ class Judge:
             "inputs": "hot" if flush is None else "cold",
         }
 
-    def _timed(
-        self, function: Callable[..., Any], inputs: _TimedInputs, repeat: int, flush: torch.Tensor | None
-    ) -> tuple[int, Any, list[Memory]]:
-        """Nanoseconds of calls on so many sets of inputs; what the last one returned, and its memory."""
-        given = inputs.change(repeat)
-        returned = None
-        if flush is not None:
-            flush.add_(1)
-        _synchronize()
-        with torch.no_grad():
-            began = time.perf_counter_ns()
-            for arguments in given:
-                returned = function(*arguments.positional, **arguments.named)
-            _synchronize()  # every stream
-            taken = time.perf_counter_ns() - began
-        return taken, returned, inputs.sets[repeat - 1]
+
+def _timed(
+    function: Callable[..., Any], inputs: _TimedInputs, repeat: int, flush: torch.Tensor | None
+) -> tuple[int, Any, list[Memory]]:
+    """Nanoseconds of calls on so many sets of inputs; what the last one returned, and its memory."""
+    given = inputs.change(repeat)
+    returned = None
+    if flush is not None:
+        flush.add_(1)
+    _synchronize()
+    with torch.no_grad():
+        began = time.perf_counter_ns()
+        for arguments in given:
+            returned = function(*arguments.positional, **arguments.named)
+        _synchronize()  # every stream
+        taken = time.perf_counter_ns() - began
+    return taken, returned, inputs.sets[repeat - 1]
 
 
 class _TimedInputs:
@@ -1054,12 +1006,6 @@ class _TimedInputs:
             for memory, content in zip(memories, self._contents[self.now], strict=True):
                 memory.write(content)
         return self._arguments[:count]
-
-
-def run_poisoned(function: Callable[..., Any], case: Case) -> Outcome:
-    """A call with poisoned new memory, and zeros beside the arguments."""
-    with poisoned(True):
-        return run(function, case, memories_of(case, case.contents, canary=0))
 
 
 def _hash(found: Outcome) -> int:
@@ -1182,26 +1128,24 @@ def judge_here(task: Task, given: str, tell: Callable[..., None], lock: Any) -> 
     if given == REFERENCE:
         _measure_all(task, None, tell, lock)
         return
-    judge = Judge(task.folder, task.task, task.store, task.options, tell)
+    judge = Judge(task, tell)
     try:
         function = judge.load(given)
     except Fault as fault:
         tell(event="fault", case="", reason=fault.reason, text=fault.text)
         return
-    make = task.make
     right = True
     fcntl.flock(lock, fcntl.LOCK_SH)
-    for case in task.cases(make):
+    for case in task.cases(task.make):
         kept = task.kept(case)
         if kept is None:
             continue
         try:
-            judge.case(function, case, kept)
+            CaseJudge(judge, function, case, kept).judge()
             tell(event="right", case=case.name)
         except Fault as fault:
             right = False
-            worst = None if fault.worst is None else vars(fault.worst)
-            tell(event="fault", case=case.name, reason=fault.reason, text=fault.text, worst=worst)
+            tell(**fault.event(case.name))
             if fault.reason in ("global state", "reads the task", "out of memory"):
                 break
     fcntl.flock(lock, fcntl.LOCK_UN)
@@ -1214,7 +1158,7 @@ def _measure_all(task: Task, judge: Judge | None, tell: Callable[..., None], loc
     if task.options.min_time_s <= 0:
         return
     module = task.reference()
-    judge = judge or Judge(task.folder, task.task, task.store, task.options, tell)
+    judge = judge or Judge(task, tell)
     fcntl.flock(lock, fcntl.LOCK_EX)  # nothing else runs meanwhile
     for workload in task.workloads:
         reference = module.PROGRAMS[workload["program"]]
@@ -1222,11 +1166,10 @@ def _measure_all(task: Task, judge: Judge | None, tell: Callable[..., None], loc
         tell(event="call", case=case.name, call="the timed calls")
         try:
             kept = None if function is None else task.kept(case)
-            found = judge.measure(function or reference, reference, case, kept)
+            found = CaseJudge(judge, function or reference, case, kept).measure(reference)
             tell(event="timed", case=case.name, workload=workload["name"], **found)
         except Fault as fault:
-            worst = None if fault.worst is None else vars(fault.worst)
-            tell(event="fault", case=case.name, reason=fault.reason, text=fault.text, worst=worst)
+            tell(**fault.event(case.name))
         except Exception as error:
             tell(event="fault", case=case.name, reason="raises", text=f"in a timed call: {_described(error)}")
 
@@ -1297,6 +1240,11 @@ class Running:
             return []
         return [json.loads(line) for line in self.report.read_bytes().splitlines() if line.endswith(b"}")]
 
+    def last_line(self) -> str:
+        """The last line of its output."""
+        said = Path(f"{self.report}.out")
+        return (said.read_text(errors="replace").strip().splitlines() or [""])[-1] if said.exists() else ""
+
 
 def judge_all(folder: Path, candidates: list[str], options: Options) -> dict[str, Any]:
     """Judge candidates, each in a process of its own. Raises ValueError and OSError for a task that cannot be read."""
@@ -1305,22 +1253,19 @@ def judge_all(folder: Path, candidates: list[str], options: Options) -> dict[str
         task.store = Path(os.path.realpath(scratch)) / "expected"
         task.store.mkdir()
         task.make = task.reference().MAKE
-        first = Running(
-            "", in_child(task.prepare, Path(scratch) / "reference", options), Path(scratch) / "reference", math.inf
-        )
+        report = Path(scratch) / "reference"
+        first = Running("", in_child(task.prepare, report, options), report, math.inf)
         while not first.poll():
             time.sleep(0.005)
         events = first.events()
         if not any(each["event"] == "end" for each in events):
-            said = Path(f"{first.report}.out").read_text(errors="replace").strip().splitlines()
-            raise ValueError(f"{folder}: the reference cannot be run: {said[-1] if said else how_it_died(first)}")
+            raise ValueError(f"{folder}: the reference cannot be run: {first.last_line() or how_it_died(first)}")
         reference = {each["case"]: each["wrong"] for each in events if each["event"] == "reference"}
-        found = {
+        return {
             "task": task.task["name"],
             "reference": {"ok": not any(reference.values()), "cases": reference},
             "candidates": _judge_in_turn(task, candidates, Path(scratch), options),
         }
-    return found
 
 
 def _judge_in_turn(task: Task, candidates: list[str], scratch: Path, options: Options) -> list[dict[str, Any]]:
@@ -1392,9 +1337,8 @@ def verdict_of(task: Task, each: Running) -> dict[str, Any]:
     if not any(event["event"] == "end" for event in events):
         reason = "out of time" if each.timed_out else "crashed"
         text = f"{how_it_died(each)}{where}" if reason == "crashed" else f"it was stopped{where}"
-        said = Path(f"{each.report}.out")
-        last = said.read_text(errors="replace").strip().splitlines()[-1:] if said.exists() else []
-        if "MemoryError" in "".join(last) or "bad_alloc" in "".join(last):
+        last = each.last_line()
+        if "MemoryError" in last or "bad_alloc" in last:
             reason = "out of memory"
         faults.append({"event": "fault", "case": calls[-1]["case"] if calls else "", "reason": reason, "text": text})
     allowed = [fault for fault in faults if fault["reason"] in task.options.allow]
@@ -1414,19 +1358,13 @@ def verdict_of(task: Task, each: Running) -> dict[str, Any]:
     }
 
 
-def median(values: list[int]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return float(ordered[middle]) if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
 def whole_workload(task: dict[str, Any], timed: list[dict[str, Any]]) -> tuple[float, float] | None:
     """Nanoseconds of all calls of the workloads, with the candidate and with the reference."""
     calls = {each["name"]: each["calls"] for each in task["workloads"]}
     if not timed:
         return None
     sums = [
-        sum(calls[each["workload"]] * median(each["times_ns"][side]) for each in timed)
+        sum(calls[each["workload"]] * statistics.median(each["times_ns"][side]) for each in timed)
         for side in ("candidate", "reference")
     ]
     return sums[0], sums[1]

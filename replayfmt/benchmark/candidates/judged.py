@@ -30,7 +30,6 @@ from ..statistics import PairedComparison, compare_pairs, duration
 from . import check_script
 
 ENDINGS = (".py", ".cpp", ".cc", ".cu")
-_REFERENCE = "reference"
 
 # The ratio of a whole replay with a candidate in place, as a row of a comparison; None and why where there is none.
 EndToEnd = Callable[[str, dict[str, Any]], "dict[str, Any]"]
@@ -67,24 +66,6 @@ def find_candidates(given: Sequence[str]) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
-class JudgeOptions:
-    """How candidates are judged: see `check_script`."""
-
-    variants: bool = False
-    guard: bool = False
-    allow: tuple[str, ...] = ()
-    min_time_s: float = 0.05
-    cold_bytes: int = 0
-    timeout_s: float = 120.0
-    memory_bytes: int = 8 << 30
-
-    def flags(self) -> list[str]:
-        flags = [f"--min-time={self.min_time_s}", f"--cold-bytes={self.cold_bytes}", f"--timeout={self.timeout_s}"]
-        flags += [f"--memory-limit={self.memory_bytes}", *(f"--allow={each}" for each in self.allow)]
-        return flags + ["--variants"] * self.variants + ["--guard"] * self.guard
-
-
 @dataclass
 class Judged:
     """One candidate. `found` is what the judge says; the comparisons are with the reference, None where it was not
@@ -107,22 +88,25 @@ class Judged:
         return not self.accepted, ratio is None, ratio or 0.0
 
 
-def run_judge(folder: str, candidates: Sequence[str], options: JudgeOptions) -> dict[str, Any]:
+def _flags(options: check_script.Options) -> list[str]:
+    flags = [f"--min-time={options.min_time_s}", f"--cold-bytes={options.cold_bytes}"]
+    flags += [f"--timeout={options.timeout_s}", f"--memory-limit={options.memory_bytes}"]
+    flags += [f"--allow={each}" for each in options.allow]
+    return flags + ["--variants"] * options.variants + ["--guard"] * options.guard
+
+
+def run_judge(folder: str, candidates: Sequence[str], options: check_script.Options) -> dict[str, Any]:
     """What the judge finds. Raises UsageError for a task that cannot be read, and ReplayFailed."""
     with tempfile.TemporaryDirectory(prefix="opreplay-judge-") as scratch:
         script, out = Path(scratch) / "check.py", Path(scratch) / "result.json"
         script.write_text(check_text(), encoding="utf-8")
-        command = [
-            sys.executable,
-            str(script),
-            f"--task={folder}",
-            f"--json={out}",
-            *options.flags(),
-            "--",
-            *candidates,
-        ]
+        flags = [f"--task={folder}", f"--json={out}", *_flags(options), "--", *candidates]
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="backslashreplace"
+            [sys.executable, str(script), *flags],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
         )
         if not out.exists():
             said = done.stderr.strip().splitlines()[-1:] or [f"the judge ended with {done.returncode}"]
@@ -272,7 +256,7 @@ def _end_text(row: dict[str, Any]) -> str:
 def judge(
     folder: str,
     candidates: Sequence[str],
-    options: JudgeOptions,
+    options: check_script.Options,
     make_peaks: Callable[[torch.device], Peaks],
     end_to_end: EndToEnd | None = None,
 ) -> JudgeReport:
@@ -286,7 +270,7 @@ def judge(
     devices = {storage["device"] for each in task["workloads"] for storage in each["storages"]} or {"cpu"}
     gpus = GpuWatch([torch.device(device) for device in sorted(devices)])
     gpus.begin()
-    found = run_judge(folder, [*candidates, _REFERENCE], options)
+    found = run_judge(folder, [*candidates, check_script.REFERENCE], options)
     gpus.end()
     alone = found["candidates"].pop()
     judged = [_judged(task, each) for each in found["candidates"]]

@@ -23,7 +23,7 @@ from replayfmt.format.validation import aligned, counted, printable
 from replayfmt.replay.plan import Plan
 
 from ..machine import gpu_caveats, gpu_lines
-from ..run_report import Report, crowded, plan_context, statistics_fields, unmeasurable_fields
+from ..run_report import Report, crowded, iteration_fields, plan_context, statistics_fields, unmeasurable_fields
 from ..statistics import call_count, duration, ran_on, rate, share_text, verified
 from .results import WIDE, GroupBy, MeasuredOp, OpRow, PerOpRun, make_rows
 from .roofline import Peaks, PeaksOf, above_the_roof, peak_caveats, peak_line, row_work
@@ -209,14 +209,7 @@ def _row(row: OpRow, index: int, total_ns: float, group_by: GroupBy | None) -> d
     name = f"BM_op/{row.label}" if group_by is None else f"BM_op/{group_by}:{row.label}"
     calls, estimated, captured = row.calls, row.estimated_ns, row.captured_ns
     found: dict[str, Any] = {
-        "name": name,
-        "family_index": index,
-        "per_family_instance_index": 0,
-        "run_name": name,
-        "run_type": "iteration",
-        "repetitions": 1,
-        "repetition_index": 0,
-        "threads": 1,
+        **iteration_fields(name, index),
         "iterations": sum(op.calls for op, _calls in row.members),
         "time_unit": "ns",
         "verdict": row.verdict,

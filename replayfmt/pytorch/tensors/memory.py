@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from replayfmt.format.codes import DType, Layout, MemoryFormat, TensorFlag
+from replayfmt.format.model import spanned
 from replayfmt.native import RECORDER_KEY
 
 from ..accelerators import AUTOCAST_KEYS, pins_memory
@@ -353,8 +354,8 @@ def view_inside(
     """A view inside of a storage. Raises RuntimeError for any other: PyTorch would make the storage longer."""
     if min((offset, *sizes, *strides)) < 0:
         raise RuntimeError(f"a tensor has sizes {list(sizes)}, strides {list(strides)} and offset {offset}")
-    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    needed, there = 0 if 0 in sizes else (offset + last + 1) * dtype.itemsize, storage.nbytes()
+    length, there = spanned(sizes, strides), storage.nbytes()
+    needed = (offset + length) * dtype.itemsize if length else 0
     if needed > there:
         raise RuntimeError(f"a tensor needs {needed} bytes of a storage that has {there}")
     return make_view(storage, dtype, sizes, strides, offset, flags)

@@ -18,7 +18,7 @@ import torch
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.model import TensorDigest, TensorValue
+from replayfmt.format.model import TensorDigest, TensorValue, spanned
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, require_inside
@@ -197,8 +197,7 @@ class Lowering:
         elements = prod(meta.sizes)
         return (
             elements * ITEM_BYTES[meta.dtype] == self.reader.storage(storage).bytes
-            and 1 + sum((size - 1) * abs(stride) for size, stride in zip(meta.sizes, meta.strides, strict=True))
-            == elements
+            and spanned(meta.sizes, meta.strides) == elements
         )
 
     def _finish(self, first: int, end: int) -> Window:

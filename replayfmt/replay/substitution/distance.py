@@ -7,7 +7,7 @@ for a correct kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,7 +315,7 @@ def worst_element(expected: torch.Tensor, got: torch.Tensor, tolerance: Toleranc
         if float(times[place]) > largest:
             largest = float(times[place])
             worst = WorstElement(
-                _unravelled(start + place, expected.shape),
+                tuple(map(int, np.unravel_index(start + place, expected.shape))),
                 _value(wanted, place),
                 _value(given, place),
                 largest if _is_float(expected.dtype) else math.inf,
@@ -358,14 +358,6 @@ def _differ(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
     width = expected.element_size()
     pair = (each.view(torch.uint8).view(-1, width) for each in (expected, got))
     return torch.ne(*pair).any(dim=1)
-
-
-def _unravelled(place: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(sizes):
-        place, rest = divmod(place, int(size))
-        index.append(rest)
-    return tuple(reversed(index))
 
 
 def _value(flat: torch.Tensor, place: int) -> Any:

@@ -149,16 +149,103 @@ def judge(
     fills: bool,
     tolerance: Tolerance,
 ) -> Judgement:
-    """Compare both sides of a call of an operator that has `count` results.
+    """Compare both sides of a call of an operator that has so many results.
 
     `written` names the arguments that the operator may write by its schema. `pristine` has copies of the arguments'
     storages for operators whose schemas do not declare writes: they show what the original wrote. Without `fills` the
     values of results mean nothing (memory that was never written).
     """
-    judgement = Judgement()
-    _results(sides, results, _Labels(clones), judgement, fills, tolerance)
-    _arguments(sides, clones, pristine, written, judgement, fills, tolerance)
-    return judgement
+    judge = _Judge(sides, _Labels(clones), fills, tolerance)
+    judge.results(results)
+    judge.arguments(clones, pristine, written)
+    return judge.judgement
+
+
+class _Judge:
+    def __init__(self, sides: CallOutcomes, labels: _Labels, fills: bool, tolerance: Tolerance) -> None:
+        self._sides, self._labels, self._fills, self._tolerance = sides, labels, fills, tolerance
+        self.judgement = Judgement()
+        self._fault = self.judgement.faults.append
+
+    def results(self, count: int) -> None:
+        sides = self._sides
+        mine, theirs = _as_results(sides.returned, count), _as_results(sides.replaced, count)
+        if len(mine) != len(theirs):
+            self._fault(f"returns {_counted(sides.replaced)}, the original {_counted(sides.returned)}")
+            return
+        for index, (expected, got) in enumerate(zip(mine, theirs, strict=True)):
+            place = f"result {index}"
+            left, right = list(strided_parts(expected, place)), list(strided_parts(got, place))
+            if [where for where, _value in left] != [where for where, _value in right]:
+                self._fault(f"{place} is {described(got)}, the original's {described(expected)}")
+                continue
+            for (where, one), (_where, other) in zip(left, right, strict=True):
+                if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                    self._tensor(where, one, other)
+                else:
+                    self._number(where, one, other)
+
+    def _tensor(self, where: str, expected: torch.Tensor, got: torch.Tensor) -> None:
+        mine, theirs = self._labels.of(expected, "original"), self._labels.of(got, "replacement")
+        if _metadata(expected) != _metadata(got):
+            self._fault(f"{where} is {described(got)}, the original's {described(expected)}")
+        elif mine != theirs:
+            self._fault(f"{where} is on {theirs}, the original's on {mine}")
+        elif has_memory(expected):
+            length, given = (each.untyped_storage().nbytes() for each in (expected, got))
+            if given < length:
+                self._fault(f"{where} is on a storage of {given} bytes, the original's on one of {length}")
+            elif self._fills:
+                self.judgement.compared.append(compare(where, expected, got, self._tolerance))
+
+    def _number(self, where: str, expected: Any, got: Any) -> None:
+        if type(expected) is not type(got):
+            self._fault(f"{where} is {described(got)}, the original's {described(expected)}")
+        elif isinstance(expected, float | complex):
+            of = torch.complex128 if isinstance(expected, complex) else torch.float64
+            mine, theirs = torch.tensor([expected], dtype=of), torch.tensor([got], dtype=of)
+            found = compare(where, mine, theirs, Tolerance(_NUMBER_TOLERANCE))
+            worst = None if found.worst is None else replace(found.worst, index=None)
+            close = f"{_NUMBER_TOLERANCE:g} of the value"
+            self.judgement.compared.append(replace(found, close=close, worst=worst))
+        elif expected != got:
+            self._fault(f"{where} is {got!r}, the original's {expected!r}")
+
+    def arguments(self, clones: Clones, pristine: Mapping[int, torch.UntypedStorage], written: Sequence[str]) -> None:
+        pairs = list(_pairs(self._sides))
+        for name, expected, got in pairs:
+            if _metadata(expected) != _metadata(got):
+                self._fault(f"leaves argument {name} as {described(got)}, the original as {described(expected)}")
+                return
+        for address, original in clones.originals.items():
+            copy = clones.copies[address]
+            here = [
+                (name, expected, got)
+                for name, expected, got in pairs
+                if has_memory(expected) and expected.untyped_storage()._cdata == address
+            ]
+            named = ", ".join(dict.fromkeys(name for name, _expected, _got in here)) or "a storage"
+            if original.nbytes() != copy.nbytes():
+                self._fault(
+                    f"leaves the memory of argument {named} with {copy.nbytes()} bytes, the original with "
+                    f"{original.nbytes()}"
+                )
+                continue
+            judged = [each for each in here if _top(each[0]) in written]
+            if not judged and address in pristine and not same_bytes(original, pristine[address]):
+                judged = here  # the original wrote it although its schema does not say so
+            same = same_bytes(original, copy)
+            if not judged:
+                if not same:
+                    self._fault(f"writes argument {named}, which the original does not write")
+                continue
+            if self._fills:
+                self.judgement.compared += [
+                    compare(f"argument {name}", expected, got, self._tolerance) for name, expected, got in judged
+                ]
+            if not same and not _equal_outside(original, copy, judged):
+                names = ", ".join(name for name, *_ in judged)
+                self._fault(f"writes memory beside argument {names}, which the original leaves as it is")
 
 
 class _Labels:
@@ -185,23 +272,6 @@ class _Labels:
         return label
 
 
-def _results(
-    sides: CallOutcomes, count: int, labels: _Labels, judgement: Judgement, fills: bool, tolerance: Tolerance
-) -> None:
-    mine, theirs = _as_results(sides.returned, count), _as_results(sides.replaced, count)
-    if len(mine) != len(theirs):
-        judgement.faults.append(f"returns {_counted(sides.replaced)}, the original {_counted(sides.returned)}")
-        return
-    for index, (expected, got) in enumerate(zip(mine, theirs, strict=True)):
-        place = f"result {index}"
-        left, right = list(strided_parts(expected, place)), list(strided_parts(got, place))
-        if [where for where, _value in left] != [where for where, _value in right]:
-            judgement.faults.append(f"{place} is {described(got)}, the original's {described(expected)}")
-            continue
-        for (where, one), (_where, other) in zip(left, right, strict=True):
-            _leaf(where, one, other, labels, judgement, fills, tolerance)
-
-
 def _as_results(returned: Any, count: int) -> list[Any]:
     """A return value as the results of an operator with `count` results. A single result may itself be a list."""
     if count == 1:
@@ -215,42 +285,6 @@ def _counted(returned: Any) -> str:
     if returned is None:
         return "nothing"
     return f"{len(returned)} results" if isinstance(returned, tuple | list) else described(returned)
-
-
-def _leaf(
-    where: str, expected: Any, got: Any, labels: _Labels, judgement: Judgement, fills: bool, tolerance: Tolerance
-) -> None:
-    if not isinstance(expected, torch.Tensor) or not isinstance(got, torch.Tensor):
-        _number(where, expected, got, judgement)
-        return
-    mine, theirs = labels.of(expected, "original"), labels.of(got, "replacement")
-    if _metadata(expected) != _metadata(got):
-        judgement.faults.append(f"{where} is {described(got)}, the original's {described(expected)}")
-        return
-    if mine != theirs:
-        judgement.faults.append(f"{where} is on {theirs}, the original's on {mine}")
-        return
-    if has_memory(expected) and got.untyped_storage().nbytes() < expected.untyped_storage().nbytes():
-        judgement.faults.append(
-            f"{where} is on a storage of {got.untyped_storage().nbytes()} bytes, the original's on "
-            f"one of {expected.untyped_storage().nbytes()}"
-        )
-        return
-    if fills and has_memory(expected):
-        judgement.compared.append(compare(where, expected, got, tolerance))
-
-
-def _number(where: str, expected: Any, got: Any, judgement: Judgement) -> None:
-    if type(expected) is not type(got):
-        judgement.faults.append(f"{where} is {described(got)}, the original's {described(expected)}")
-    elif isinstance(expected, float | complex):
-        of = torch.complex128 if isinstance(expected, complex) else torch.float64
-        mine, theirs = torch.tensor([expected], dtype=of), torch.tensor([got], dtype=of)
-        found = compare(where, mine, theirs, Tolerance(_NUMBER_TOLERANCE))
-        worst = None if found.worst is None else replace(found.worst, index=None)
-        judgement.compared.append(replace(found, close=f"{_NUMBER_TOLERANCE:g} of the value", worst=worst))
-    elif expected != got:
-        judgement.faults.append(f"{where} is {got!r}, the original's {expected!r}")
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -300,55 +334,6 @@ def described(value: Any) -> str:
     if value is None or isinstance(value, (*_NUMBERS, str)):
         return repr(value)
     return f"a {type(value).__name__}"
-
-
-def _arguments(
-    sides: CallOutcomes,
-    clones: Clones,
-    pristine: Mapping[int, torch.UntypedStorage],
-    written: Sequence[str],
-    judgement: Judgement,
-    fills: bool,
-    tolerance: Tolerance,
-) -> None:
-    pairs = list(_pairs(sides))
-    for name, expected, got in pairs:
-        if _metadata(expected) != _metadata(got):
-            judgement.faults.append(
-                f"leaves argument {name} as {described(got)}, the original as {described(expected)}"
-            )
-            return
-    for address, original in clones.originals.items():
-        copy = clones.copies[address]
-        here = [
-            (name, expected, got)
-            for name, expected, got in pairs
-            if has_memory(expected) and expected.untyped_storage()._cdata == address
-        ]
-        named = ", ".join(dict.fromkeys(name for name, _expected, _got in here)) or "a storage"
-        if original.nbytes() != copy.nbytes():
-            judgement.faults.append(
-                f"leaves the memory of argument {named} with {copy.nbytes()} bytes, the original "
-                f"with {original.nbytes()}"
-            )
-            continue
-        judged = [each for each in here if _top(each[0]) in written]
-        if not judged and address in pristine and not same_bytes(original, pristine[address]):
-            judged = here  # the original wrote it although its schema does not say so
-        same = same_bytes(original, copy)
-        if not judged:
-            if not same:
-                judgement.faults.append(f"writes argument {named}, which the original does not write")
-            continue
-        if fills:
-            judgement.compared += [
-                compare(f"argument {name}", expected, got, tolerance) for name, expected, got in judged
-            ]
-        if not same and not _equal_outside(original, copy, judged):
-            judgement.faults.append(
-                f"writes memory beside argument {', '.join(name for name, *_ in judged)}, which "
-                "the original leaves as it is"
-            )
 
 
 def _pairs(sides: CallOutcomes) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
