@@ -14,7 +14,8 @@ import torch
 from measuring import arguments, row, scratch
 
 import replayfmt
-from replayfmt.benchmark.candidates.judged import JudgeOptions, run_judge
+from replayfmt.benchmark.candidates.check_script import Options
+from replayfmt.benchmark.candidates.judged import run_judge
 from replayfmt.dump.selection import OpSelection
 from replayfmt.export.kernel_task import TaskOptions, write_task
 from replayfmt.replay.plan import Plan
@@ -55,7 +56,7 @@ def main() -> None:
         for file in files:
             file.write_text(KERNEL)
         began = time.perf_counter()
-        found = run_judge(str(directory / "task"), [str(file) for file in files], JudgeOptions())
+        found = run_judge(str(directory / "task"), [str(file) for file in files], Options())
         judged = time.perf_counter() - began
         assert all(each["verdict"] == "accepted" for each in found["candidates"])
         what = f"judging {kernels} kernels on {shapes} workloads, on {os.cpu_count()} processors"

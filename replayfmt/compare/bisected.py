@@ -28,7 +28,7 @@ from replayfmt.format.validation import counted, printable
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.kernels import CallSite
+from replayfmt.replay.planning.kernels import CallSite, KernelStandIn
 from replayfmt.replay.run.run_twice import Outcome
 from replayfmt.replay.substitution.loading import load_function
 
@@ -361,7 +361,7 @@ class _Trials:
             raise UsageError(f"--state={self._file}: cannot be written: {error.strerror}") from None
 
 
-class _Mixed:
+class _Mixed(KernelStandIn):
     """A stand-in that runs some ops the other way; and what the replay computed. `possible` are all that could."""
 
     reason = "some ops run another way"
@@ -375,37 +375,11 @@ class _Mixed:
         if self._trials.way.why_not(site) is not None:
             return None
         self.possible.add(site.ordinal)
-        return (None, _OtherCall(self._trials, site)) if site.ordinal in self._chosen else None
+        return (None, partial(self._other_way, site)) if site.ordinal in self._chosen else None
 
-    def failure(self, ordinal: int, error: BaseException) -> None:
-        return None
-
-    def scalar(self, ordinal: int, value: Any) -> None:
-        self.values.setdefault(ordinal, []).append(value)
-
-    def digest(self, found_at: int, tensor: torch.Tensor, host_read: bool) -> None:
-        self.values[found_at] = ((DTYPE_CODE[tensor.dtype], digest_tensor(tensor)),)
-
-    def watches(self, ordinal: int) -> bool:
-        return ordinal == self._trials.judge.watched
-
-    def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
-        pass
-
-    def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
-        found = [results[slot] for slot in sorted(results)]
-        self.values[ordinal] = tuple((DTYPE_CODE[tensor.dtype], digest_tensor(tensor)) for tensor in found)
-
-
-class _OtherCall:
-    """Called in place of a kernel: the op runs as captured, for its results' memory, which then gets what the other way
-    computes."""
-
-    def __init__(self, trials: _Trials, site: CallSite) -> None:
-        self._trials, self._site = trials, site
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        way, site = self._trials.way, self._site
+    def _other_way(self, site: CallSite, /, *args: Any, **kwargs: Any) -> Any:
+        """The op runs as captured, for its results' memory, which then gets what the other way computes."""
+        way = self._trials.way
         states = way.states(site)
         copies = way.copies(site, args, kwargs)
         returned = site.original(*args, **kwargs)
@@ -422,3 +396,19 @@ class _OtherCall:
             if other is not None and (other.shape, other.dtype) == (tensor.shape, tensor.dtype):
                 tensor.copy_(other)
         return returned
+
+    def scalar(self, ordinal: int, value: Any) -> None:
+        self.values.setdefault(ordinal, []).append(value)
+
+    def digest(self, found_at: int, tensor: torch.Tensor, host_read: bool) -> None:
+        self.values[found_at] = ((DTYPE_CODE[tensor.dtype], digest_tensor(tensor)),)
+
+    def watches(self, ordinal: int) -> bool:
+        return ordinal == self._trials.judge.watched
+
+    def before(self, ordinal: int, storages: dict[int, torch.UntypedStorage]) -> None:
+        pass
+
+    def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
+        found = [results[slot] for slot in sorted(results)]
+        self.values[ordinal] = tuple((DTYPE_CODE[tensor.dtype], digest_tensor(tensor)) for tensor in found)

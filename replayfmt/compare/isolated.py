@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -23,7 +24,7 @@ from replayfmt.pytorch.environment import changed_by, parse_setting, settings_ch
 from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.kernels import CallSite, OperatorKernel
+from replayfmt.replay.planning.kernels import CallSite, KernelStandIn, OperatorKernel
 from replayfmt.replay.run.content import Clones
 from replayfmt.replay.run.run_twice import Outcome, RunTwice, only_views, same_elements, written_storages
 from replayfmt.replay.substitution.distance import Distance, distance, scale_of, worst_element
@@ -313,7 +314,7 @@ def isolate_plan(
     )
 
 
-class _BothWays:
+class _BothWays(KernelStandIn):
     """Runs each op of a replay the other way, too. A replay may begin again: what is found is by ordinal."""
 
     reason = "each op also runs another way"
@@ -328,15 +329,49 @@ class _BothWays:
     def call(self, site: CallSite) -> tuple[None, Callable[..., Any]] | None:
         why = self.way.why_not(site)
         if why is None:
-            return None, _Both(self, site)
+            return None, partial(self._both, site)
         if why:
             self.skipped[site.ordinal] = why
         return None
 
-    def failure(self, ordinal: int, error: BaseException) -> None:
-        return None
+    def _both(self, site: CallSite, /, *args: Any, **kwargs: Any) -> Any:
+        way = self.way
+        states = way.states(site)
+        kept = Clones()
+        pristine = (kept.of(args), kept.of(kwargs)) if self.tolerance.auto else None
+        try:
+            copies = way.copies(site, args, kwargs)
+        except RuntimeError as error:
+            self.skipped[site.ordinal] = f"its inputs cannot be copied: {_first_line(error)}"
+            return site.original(*args, **kwargs)
+        returned = site.original(*args, **kwargs)
+        self.compared[site.ordinal] = True
+        self.apart.pop(site.ordinal, None)
+        try:
+            called = way.run(site, copies, states)
+        except OpReplayError:
+            raise
+        except Exception as error:  # whatever an operator of another device raises
+            problem = f"fails the other way: {type(error).__name__}: {_first_line(error)}"
+            self.apart[site.ordinal] = Apart(site.ordinal, "all results", Distance(), None, True, "", problem)
+            return returned
+        expected = Outcome.of(site, returned, args, kwargs)
 
-    def judge(self, site: CallSite, expected: Outcome, got: Outcome, spread: Callable[[], dict[int, float]]) -> None:
+        def spread() -> dict[int, float]:
+            assert pristine is not None
+
+            def outputs(taken: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:
+                try:
+                    return list(Outcome.of(site, site.original(*taken, **named), taken, named).values.values())
+                except Exception:
+                    return None
+
+            return spread_of(list(expected.values.values()), rounding_runs(outputs, *pristine))
+
+        self._judge(site, expected, outcome(site, called), spread)
+        return returned
+
+    def _judge(self, site: CallSite, expected: Outcome, got: Outcome, spread: Callable[[], dict[int, float]]) -> None:
         """Compare what both ways computed, and keep the worst of it."""
         worst: Apart | None = None
         slots = set(self.opaque.get(site.signature_id, ()))
@@ -376,51 +411,6 @@ class _BothWays:
                 worst = found
         if worst is not None:
             self.apart[site.ordinal] = worst
-
-
-class _Both:
-    """Called in place of a kernel."""
-
-    def __init__(self, all_of: _BothWays, site: CallSite) -> None:
-        self._all, self._site = all_of, site
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        both, site = self._all, self._site
-        way = both.way
-        states = way.states(site)
-        kept = Clones()
-        pristine = (kept.of(args), kept.of(kwargs)) if both.tolerance.auto else None
-        try:
-            copies = way.copies(site, args, kwargs)
-        except RuntimeError as error:
-            both.skipped[site.ordinal] = f"its inputs cannot be copied: {_first_line(error)}"
-            return site.original(*args, **kwargs)
-        returned = site.original(*args, **kwargs)
-        both.compared[site.ordinal] = True
-        both.apart.pop(site.ordinal, None)
-        try:
-            called = way.run(site, copies, states)
-        except OpReplayError:
-            raise
-        except Exception as error:  # whatever an operator of another device raises
-            problem = f"fails the other way: {type(error).__name__}: {_first_line(error)}"
-            both.apart[site.ordinal] = Apart(site.ordinal, "all results", Distance(), None, True, "", problem)
-            return returned
-        expected = Outcome.of(site, returned, args, kwargs)
-
-        def spread() -> dict[int, float]:
-            assert pristine is not None
-
-            def outputs(taken: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor] | None:
-                try:
-                    return list(Outcome.of(site, site.original(*taken, **named), taken, named).values.values())
-                except Exception:
-                    return None
-
-            return spread_of(list(expected.values.values()), rounding_runs(outputs, *pristine))
-
-        both.judge(site, expected, outcome(site, called), spread)
-        return returned
 
 
 def _first_line(error: BaseException) -> str:

@@ -129,8 +129,8 @@ assert "capture" in dir(replayfmt) and replayfmt.__version__
 with replayfmt.open({str(small)!r}) as capture:
     ops = capture.ops[0:20]
     assert ops and repr(capture) and capture._repr_html_()
-    from replayfmt.export.tables import op_columns
-    assert len(op_columns(capture.reader)["op"]) == len(capture.ops)
+    from replayfmt.export.tables import op_column_frames
+    assert sum(len(each["op"]) for each in op_column_frames(capture.reader)) == len(capture.ops)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -417,36 +418,36 @@ class _WatchedLine(OpLine):
             if operand is Operand.storage:
                 storages.append(frame.ints[frame.int_first[self.row] + what])
                 names.append(lowering.storage(storages[-1], self.ordinal))
-        before = text.constant(_Before(self._watcher, self.ordinal, storages))
+        before = text.constant(partial(_before, self._watcher, self.ordinal, storages))
         text.line(self.ordinal, f"{before}({', '.join(names)})")
         if self.template.raises:
             return call, slot_names
-        after = text.constant(_After(self._watcher, self.ordinal, self.template.layout.results, slots))
+        after = text.constant(partial(_after, self._watcher, self.ordinal, self.template.layout.results, slots))
         return f"{after}({call}{''.join(f', {name}' for name in slot_names)})", slot_names
 
 
-class _Before:
-    def __init__(self, watcher: Watcher, ordinal: int, storages: Sequence[int]) -> None:
-        self._watcher, self._ordinal, self._storages = watcher, ordinal, storages
-
-    def __call__(self, *values: Any) -> None:
-        found = {number: storage_of(value) for number, value in zip(self._storages, values, strict=True) if number}
-        self._watcher.before(self._ordinal, found)
+def _before(watcher: Watcher, ordinal: int, storages: Sequence[int], *values: Any) -> None:
+    watcher.before(
+        ordinal, {number: storage_of(value) for number, value in zip(storages, values, strict=True) if number}
+    )
 
 
-class _After:
-    def __init__(self, watcher: Watcher, ordinal: int, results: Sequence[NodePlace], slots: Sequence[int]) -> None:
-        self._watcher, self._ordinal, self._results, self._slots = watcher, ordinal, results, slots
-
-    def __call__(self, returned: Any, *args: torch.Tensor) -> Any:
-        found: dict[int, torch.Tensor] = {}
-        values = (returned,) if len(self._results) == 1 else returned if self._results else ()
-        # If the structure of a result differs, the comparison that follows finds that.
-        if isinstance(values, tuple | list) and len(values) == len(self._results):
-            for place, value in zip(self._results, values, strict=True):
-                _gather(place, value, found)
-        self._watcher.after(self._ordinal, found, dict(zip(self._slots, args, strict=True)))
-        return returned
+def _after(
+    watcher: Watcher,
+    ordinal: int,
+    places: Sequence[NodePlace],
+    slots: Sequence[int],
+    returned: Any,
+    *args: torch.Tensor,
+) -> Any:
+    found: dict[int, torch.Tensor] = {}
+    values = (returned,) if len(places) == 1 else returned if places else ()
+    # If the structure of a result differs, the comparison that follows finds that.
+    if isinstance(values, tuple | list) and len(values) == len(places):
+        for place, value in zip(places, values, strict=True):
+            _gather(place, value, found)
+    watcher.after(ordinal, found, dict(zip(slots, args, strict=True)))
+    return returned
 
 
 def _gather(place: NodePlace, value: Any, found: dict[int, torch.Tensor]) -> None:

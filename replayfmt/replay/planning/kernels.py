@@ -323,4 +323,4 @@ class KernelStandIn(Protocol):
 
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
         """The error to raise for an exception at an ordinal if one of its own calls raised it, else None."""
-        ...
+        return None

@@ -23,11 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from replayfmt.errors import SubstitutionFailed
 from replayfmt.format.validation import printable
 from replayfmt.pytorch.tensors.memory import INTEGERS, byte_tensor, make_view, new_storage, parts
 
-from ..planning.kernels import CallSite
+from ..planning.kernels import CallSite, KernelStandIn
 from ..verification import StopReplay
 from .content import Clones, has_memory, strided_parts
 
@@ -82,7 +81,7 @@ def name_nondeterministic(
     return tuple(sentences)
 
 
-class RunTwice:
+class RunTwice(KernelStandIn):
     """Wraps kernels: each runs twice before its actual call, or more often with `repeats`.
 
     `ordinals` are the ops to check, None for all; but not those that are `known`. With `patience_s` the replay is
@@ -126,12 +125,13 @@ class RunTwice:
             or (self._ordinals is not None and site.ordinal not in self._ordinals)
         ):
             return None
-        return None, _Twice(self, site)
+        return None, functools.partial(self._twice, site)
 
-    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
-        return None
+    def _twice(self, site: CallSite, /, *args: Any, **kwargs: Any) -> Any:
+        self._look(site, args, kwargs)
+        return site.original(*args, **kwargs)
 
-    def look(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _look(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the op of a site twice on copies, and record the differences."""
         self.reached = site.ordinal
         if self._unless_found_by is not None and site.ordinal >= self._unless_found_by and not self.found:
@@ -275,17 +275,6 @@ def _remedy(call: _Call, keys: Collection[Key], lengths: Lengths) -> str:
     if same:
         return f"torch.use_deterministic_algorithms(True) makes it deterministic{instead}"
     return f"torch.use_deterministic_algorithms(True) does not make it deterministic{instead}"
-
-
-class _Twice:
-    """Called in place of a site's kernel."""
-
-    def __init__(self, search: RunTwice, site: CallSite) -> None:
-        self._search, self._site = search, site
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._search.look(self._site, args, kwargs)
-        return self._site.original(*args, **kwargs)
 
 
 @dataclass(frozen=True)

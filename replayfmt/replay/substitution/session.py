@@ -141,8 +141,9 @@ def distances(found: Distance) -> str:
     return text + (f"; {found.not_finite} elements are not finite on one side alone" if found.not_finite else "")
 
 
-class Check:
-    """Replaces every substituted call with a checked call. `checks` has the findings, by signature."""
+class Check(KernelStandIn):
+    """Replaces every substituted call with a checked call, which reports its replacement's failures itself. `checks`
+    has the findings, by signature."""
 
     def __init__(
         self,
@@ -175,9 +176,6 @@ class Check:
     @property
     def reason(self) -> str:
         return self._table.reason
-
-    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
-        return None  # a checked call reports its replacement's failures itself
 
     def of(self, site: CallSite, replacement: Replacement) -> SignatureCheck:
         """The findings on a site's signature."""
