@@ -21,7 +21,7 @@ from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, byte_tensor, host_view
 
 from .plan import Plan
 from .planning.external_files import ExternalFiles
-from .planning.kernels import Effects, ResolvedKernel, effects_of_missing
+from .planning.kernels import Effects, effects_of
 from .planning.records import GiveTensor, Slicer, describe, python_values, unseen_before
 from .planning.scan import NOTHING, ContentSource, source_of
 from .resolution.kernel_lookup import AllowedImports, resolve
@@ -147,12 +147,7 @@ class CapturedValues:
     def _effects(self, signature_id: int) -> Effects:
         layout = self._reader.layouts[signature_id]
         kernel = self._reader.kernels[layout.signature.kernel]
-        resolved = resolve(kernel, self._reader.session.torch_version, AllowedImports())
-        return (
-            resolved.effects(layout)
-            if isinstance(resolved, ResolvedKernel)
-            else effects_of_missing(layout, kernel.schema)
-        )
+        return effects_of(resolve(kernel, self._reader.session.torch_version, AllowedImports()), layout, kernel)
 
     def close(self) -> None:
         """Close the files."""

@@ -28,7 +28,7 @@ from .codegen.streams import STREAMS_MODES, StreamsMode
 from .planning.devices import map_devices, map_generators
 from .planning.external_files import ExternalFiles
 from .planning.findings import Findings
-from .planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of, effects_of_missing
+from .planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of, effects_of
 from .planning.records import Slice, Slicer, Work, count_work, describe
 from .planning.scan import Scan, WindowSize
 from .planning.synthesis import CapturedContent, Synthesis
@@ -271,12 +271,8 @@ class Preparation:
     def effects(self, signature_id: int, layout: SlotLayout) -> Effects:
         """What an op of this signature does to its arguments."""
         if signature_id not in self._effects:
-            resolved, captured = self.kernels[layout.signature.kernel], self.reader.kernels[layout.signature.kernel]
-            self._effects[signature_id] = (
-                resolved.effects(layout)
-                if isinstance(resolved, ResolvedKernel)
-                else effects_of_missing(layout, captured.schema)
-            )
+            number = layout.signature.kernel
+            self._effects[signature_id] = effects_of(self.kernels[number], layout, self.reader.kernels[number])
         return self._effects[signature_id]
 
     def describe(self, ordinal: int) -> tuple[str, str]:

@@ -32,7 +32,7 @@ from replayfmt.pytorch.environment import read_settings
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.tensors.memory import row_major_bytes
 from replayfmt.replay.plan import Plan
-from replayfmt.replay.planning.kernels import Effects, ResolvedKernel, effects_of_missing, effects_of_schema
+from replayfmt.replay.planning.kernels import Effects, effects_of, effects_of_schema
 from replayfmt.replay.planning.scan import Scan, WindowSize
 from replayfmt.replay.planning.synthesis import ChosenInitializer, Synthesis
 from replayfmt.replay.resolution.kernel_lookup import resolve
@@ -77,10 +77,8 @@ def _synthesis(reader: CaptureReader) -> Synthesis:
     kernels = tuple(None if each is None else resolve(each, reader.session.torch_version) for each in reader.kernels)
 
     def effects(_signature: int, layout: SlotLayout) -> Effects:
-        kernel, captured = kernels[layout.signature.kernel], reader.kernels[layout.signature.kernel]
-        if isinstance(kernel, ResolvedKernel):
-            return kernel.effects(layout)
-        return effects_of_missing(layout, captured.schema)
+        number = layout.signature.kernel
+        return effects_of(kernels[number], layout, reader.kernels[number])
 
     return Synthesis(
         reader, Scan(reader, effects, checks=False, window=WindowSize()), kernels, Registry(), lambda info: None

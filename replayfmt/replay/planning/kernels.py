@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from replayfmt.errors import SubstitutionFailed
 from replayfmt.format.codes import StorageOrigin, ValueKind
-from replayfmt.format.model import Node
+from replayfmt.format.model import Kernel, Node
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.pytorch.operators import operator_named
@@ -42,10 +42,12 @@ class Effects:
     unsure: tuple[int, ...]
 
 
-def effects_of_missing(layout: SlotLayout, schema: str) -> Effects:
-    """For an operator that is missing here, from its captured schema; if unreadable, it writes all arguments."""
+def effects_of(resolved: ResolvedKernel | str | None, layout: SlotLayout, captured: Kernel) -> Effects:
+    """Where the kernel is missing here, from its captured schema; if that is unreadable, it writes all arguments."""
+    if isinstance(resolved, ResolvedKernel):
+        return resolved.effects(layout)
     try:
-        return effects_of_schema(layout, parse_schema(schema), False)
+        return effects_of_schema(layout, parse_schema(captured.schema), False)
     except (RuntimeError, ValueError):
         return Effects(tuple(slot for each in layout.args for slot in each.tensors), (), (), ())
 

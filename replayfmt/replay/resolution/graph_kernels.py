@@ -26,7 +26,7 @@ from replayfmt.pytorch.overloads import parse_schema
 from ..codegen.streams import StreamsMode
 from ..planning.devices import DeviceMap
 from ..planning.findings import Findings
-from ..planning.kernels import Effects, ResolvedKernel, StoredCodeKernel, effects_of_missing, effects_of_schema
+from ..planning.kernels import Effects, ResolvedKernel, StoredCodeKernel, effects_of, effects_of_schema
 from ..planning.scan import Scan, WindowSize
 from .graph_bodies import BodySteps, BodyStreams, Storages
 from .kernel_lookup import AllowedCode, AllowedImports, resolve
@@ -240,7 +240,11 @@ class PreparedGraphs:
             None if each is None else resolve(each, reader.session.torch_version, self._imports, body.code)
             for each in reader.kernels
         )
-        effects = _effects_of(reader, kernels)
+
+        def effects(_signature: int, layout: SlotLayout) -> Effects:
+            number = layout.signature.kernel
+            return effects_of(kernels[number], layout, reader.kernels[number])
+
         findings = Findings(reader, devices, kernels, Scan(reader, effects, checks=False, window=self._window))
         findings.collect()
         if findings.sentences:
@@ -291,20 +295,6 @@ def _on_streams(captured: int, streams: BodyStreams) -> str:
 class _OpenBody:
     def __init__(self, reader: CaptureReader, code: AllowedCode, streams: int, unchecked: str) -> None:
         self.reader, self.code, self.streams, self.unchecked = reader, code, streams, unchecked
-
-
-def _effects_of(
-    reader: CaptureReader, kernels: tuple[ResolvedKernel | str | None, ...]
-) -> Callable[[int, SlotLayout], Effects]:
-    """What ops of a body do to their arguments, by signature."""
-
-    def effects(_signature: int, layout: SlotLayout) -> Effects:
-        resolved, captured = kernels[layout.signature.kernel], reader.kernels[layout.signature.kernel]
-        if isinstance(resolved, ResolvedKernel):
-            return resolved.effects(layout)
-        return effects_of_missing(layout, captured.schema)
-
-    return effects
 
 
 def _compared(
