@@ -10,7 +10,6 @@ from replays (replayed.py). Needs no torch.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ import numpy as np
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import DType
 from replayfmt.format.model import TensorDigest, sample_positions
+from replayfmt.format.validation import read_json
 
 # Of each dtype: the bits of its fraction, and the exponent of its smallest normal number.
 FLOATS: dict[DType, tuple[int, int]] = {
@@ -267,14 +267,10 @@ def _allowed(rule: str, where: str) -> Allowed:
 
 
 def _from_file(path: Path) -> list[tuple[str, str, Allowed]]:
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--tolerance={path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--tolerance={path}: is not JSON: {error}") from None
+    wanted = 'expected an object such as {"aten::mm": "1e-5,1e-8", "*": "exact"}'
+    given = read_json(path, f"--tolerance={path}", wanted)
     if not isinstance(given, dict) or not given:
-        raise UsageError(f'--tolerance={path}: expected an object such as {{"aten::mm": "1e-5,1e-8", "*": "exact"}}')
+        raise UsageError(f"--tolerance={path}: {wanted}")
     return [
         (pattern, dtype, allowed)
         for pattern, text in given.items()
