@@ -28,7 +28,7 @@ from replayfmt.errors import LibraryMissing, ReplayFailed, ReplayMismatch, Repla
 from replayfmt.format.attachments import METADATA, contents_of, parse_metadata
 from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.model import Kernel
-from replayfmt.format.output import check_place
+from replayfmt.format.output import check_place, new_file
 from replayfmt.format.reader import CaptureReader
 from replayfmt.probes.costs import predicted_bytes
 from replayfmt.probes.definitions import ProbeDefinition
@@ -41,7 +41,6 @@ from replayfmt.probes.recordings import (
     LaunchShape,
     Level,
     Structured,
-    new_file,
     write_recording,
 )
 from replayfmt.probes.tables import Cell, ResultTable, Unmeasured

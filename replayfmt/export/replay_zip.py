@@ -7,7 +7,6 @@ Integers and booleans that calls take (indices, lengths, masks) cannot be replac
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 import os
@@ -23,11 +22,11 @@ from typing import Any
 import torch
 
 from replayfmt.dump.selection import OpSelection, resolve_selection
-from replayfmt.errors import CaptureFailed, ReplayRefused, UsageError
+from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind, TensorFlag
 from replayfmt.format.model import DeviceValue, GeneratorValue, Record, StorageValue, TensorValue
 from replayfmt.format.operator_schema import parse_operator_schema
-from replayfmt.format.output import check_place, remove_unfinished, same_file
+from replayfmt.format.output import check_place, new_file, same_file
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
 from replayfmt.initializers import TensorInfo
@@ -406,21 +405,12 @@ def _entry(maker: EntryMaker, record: Record, count: int) -> dict[str, Any]:
 
 
 def _write(out: str | os.PathLike[str], texts: dict[str, str]) -> None:
-    """All or nothing: the file appears under its name once it is complete."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+    with new_file(out, force=True) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
             info = zipfile.ZipInfo(name, _TIMELESS)
             info.compress_type = zipfile.ZIP_DEFLATED
             info.external_attr = _EXECUTABLE if name == SCRIPT_NAME else 0o644 << 16
             archive.writestr(info, text)
-    partial = Path(f"{os.fspath(out)}.{os.getpid()}.partial")  # another export may be writing to the same path
-    try:
-        partial.write_bytes(buffer.getvalue())
-        os.replace(partial, out)
-    except OSError as error:
-        remove_unfinished(partial)
-        raise CaptureFailed(f"{os.fspath(out)}: cannot be written: {error.strerror}") from error
 
 
 def escaped(text: str) -> str:

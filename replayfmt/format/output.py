@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 from replayfmt.errors import CaptureFailed, OutputExists, UsageError
 
@@ -69,6 +69,25 @@ def check_folder(name: str) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         reason = "the file system is read-only" if _is_read_only(folder) else "permission denied"
         raise CaptureFailed(f"{name}: files cannot be created in {folder}: {reason}")
+
+
+@contextmanager
+def new_file(path: str | os.PathLike[str], force: bool) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name when the block ends well and is removed otherwise.
+
+    Raises OutputExists without `force`, CaptureFailed if it cannot be written.
+    """
+    final = Path(path)
+    check_place(final, force)
+    partial = final.with_name(f"{final.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "xb") as file:
+            yield file
+        os.replace(partial, final)
+    except OSError as error:
+        raise CaptureFailed(f"{final}: cannot be written: {error.strerror or error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

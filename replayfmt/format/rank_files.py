@@ -17,11 +17,12 @@ from typing import Any
 
 import xxhash
 
-from replayfmt.errors import CaptureFailed, CaptureNotFound, OpReplayError
+from replayfmt.errors import CaptureNotFound, OpReplayError
 
 from .codes import RecordKind
 from .maintenance import CheckReport, check_capture
 from .model import Record, TensorValue
+from .output import new_file
 from .reader import CaptureReader, open_capture
 from .record_frames import decode_record
 
@@ -312,13 +313,8 @@ def write_manifest(folder: str, *, checked: bool = True, processes: int = 1) -> 
         ],
         "problems": judge(said),
     }
-    path = os.path.join(folder, MANIFEST)
-    try:
-        with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as out:
-            json.dump(manifest, out, indent=1)
-        os.replace(out.name, path)
-    except OSError as error:
-        raise CaptureFailed(f"{path}: {error.strerror}") from error
+    with new_file(os.path.join(folder, MANIFEST), force=True) as out:
+        out.write(json.dumps(manifest, indent=1).encode())
     return manifest
 
 

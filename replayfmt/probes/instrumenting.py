@@ -21,13 +21,13 @@ from pathlib import Path
 
 from replayfmt.errors import CaptureFailed, LibraryMissing, ReplayRefused, UsageError
 from replayfmt.format.attachments import contents_of, roles_of
-from replayfmt.format.output import check_place
+from replayfmt.format.output import check_place, new_file
 from replayfmt.format.reader import open_capture
 
 from .costs import predicted_bytes
 from .definitions import ProbeDefinition
 from .ptx import AssembledPtx, ProbedPtx, PtxError, PtxModule, assemble, parse_ptx, position_of, probed_ptx
-from .recordings import MOST_THREADS, LaunchShape, check_readable, new_file
+from .recordings import MOST_THREADS, LaunchShape, check_readable
 from .tables import Cell, ResultTable, Unmeasured
 
 _LAUNCH = re.compile(r"(\d+),(\d+),(\d+):(\d+),(\d+),(\d+)$")

@@ -28,15 +28,14 @@ import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from replayfmt.errors import CaptureFailed, CaptureNotFound, InvalidRecording, UsageError
-from replayfmt.format.output import check_place
+from replayfmt.errors import CaptureNotFound, InvalidRecording, UsageError
+from replayfmt.format.output import new_file
 
 MOST_LINE_BYTES = 1 << 20
 
@@ -81,25 +80,6 @@ def lines(path: str | os.PathLike[str]) -> Iterator[str]:
                 raise damaged(path, offset, f"lines of at most {MOST_LINE_BYTES} bytes", "a longer one")
             offset += len(line)
             yield line.decode("utf-8", "replace").rstrip("\r\n")
-
-
-@contextmanager
-def new_file(path: str | os.PathLike[str], force: bool) -> Iterator[BinaryIO]:
-    """A file to write, which gets its name when the block ends well and is removed otherwise.
-
-    Raises OutputExists without `force`, CaptureFailed if it cannot be written.
-    """
-    final = Path(path)
-    check_place(final, force)
-    partial = final.with_name(f"{final.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "xb") as file:
-            yield file
-        os.replace(partial, final)
-    except OSError as error:
-        raise CaptureFailed(f"{final}: cannot be written: {error.strerror or error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 Level = Literal["thread", "warp"]

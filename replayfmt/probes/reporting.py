@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from replayfmt.errors import CaptureFailed, UsageError
-from replayfmt.format.output import check_place
+from replayfmt.format.output import check_place, new_file
 
 from . import pictures
 from .costs import LAYOUTS, PredictedLaunch, evaluate_counts, evaluate_latency, evaluate_memory, evaluate_overhead
 from .dmat import evaluate_dmat
 from .pictures import pictures_of
-from .recordings import AccessMap, ProbeRecording, ProbeSection, TensorAddresses, TraceFolder, new_file, read_tensors
+from .recordings import AccessMap, ProbeRecording, ProbeSection, TensorAddresses, TraceFolder, read_tensors
 from .schedule import Progress, evaluate_schedule, evaluate_warps, no_progress
 from .tables import Evaluated, as_json, as_text
 
