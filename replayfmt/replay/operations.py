@@ -36,18 +36,20 @@ class Pausable(Protocol):
 class View:
     """Makes a tensor on a storage, passed as such or as any tensor on it. Sizes, strides and offset are in elements."""
 
-    __slots__ = ("dtype", "flags", "offset", "sizes", "strides")
+    __slots__ = ("dtype", "end_bytes", "flags", "offset", "sizes", "strides")
 
     def __init__(
         self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int, flags: TensorFlag
     ) -> None:
         self.dtype, self.sizes, self.strides, self.offset, self.flags = dtype, sizes, strides, offset, flags
+        length = spanned(sizes, strides)
+        self.end_bytes = (offset + length) * dtype.itemsize if length else 0  # that the storage needs
 
     def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
         storage = storage_of(base)
-        if self.end() > storage.nbytes():
+        if self.end_bytes > storage.nbytes():
             # PyTorch would extend the storage instead of raising.
-            raise RuntimeError(f"a tensor needs {self.end()} bytes of a storage that has {storage.nbytes()}")
+            raise RuntimeError(f"a tensor needs {self.end_bytes} bytes of a storage that has {storage.nbytes()}")
         return make_view(storage, self.dtype, self.sizes, self.strides, self.offset, self.flags)
 
     def is_on(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
@@ -63,11 +65,6 @@ class View:
     def of(cls, tensor: torch.Tensor) -> View:
         """The view that a strided tensor represents, without its flags."""
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), TensorFlag(0))
-
-    def end(self) -> int:
-        """How many bytes the storage needs for this view."""
-        length = spanned(self.sizes, self.strides)
-        return (self.offset + length) * self.dtype.itemsize if length else 0
 
 
 class Unattached:

@@ -271,7 +271,7 @@ class Lowering:
             self._define(key, storage, name, ordinal)
             return name
         base, view = self._base(storage, ordinal), self.view(slot)
-        if base == -storage and base not in self.names and view.end() <= self.reader.storage(storage).bytes:
+        if base == -storage and base not in self.names and view.end_bytes <= self.reader.storage(storage).bytes:
             # Made before the window, so that it costs no replay time: its content also entered before.
             self._hoisted.append((key, base, view))
             self._hoisted_on.add(storage)
