@@ -24,7 +24,7 @@ import torch
 
 from replayfmt.errors import OpReplayError, ReplayFailed, ReplayMismatch, UsageError
 from replayfmt.format.codes import DType, RecordKind
-from replayfmt.format.validation import counted, printable
+from replayfmt.format.validation import counted, parse_json, printable
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 from replayfmt.replay.plan import Plan
@@ -340,7 +340,7 @@ class _Trials:
         if self._file is None or not self._file.exists():
             return {}
         try:
-            kept = json.loads(self._file.read_text(encoding="utf-8"))
+            kept = parse_json(self._file.read_text(encoding="utf-8"))
             if kept["about"] == self._about and all(isinstance(each, str) for each in kept["off"].values()):
                 return dict(kept["off"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -6,7 +6,6 @@ As rows, as text, and as HTML for notebooks, in which everything that a capture 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import escape
@@ -17,7 +16,7 @@ from replayfmt.format.codes import KernelKind, RecordKind, StorageOrigin, ValueK
 from replayfmt.format.frames import MAX_NESTING
 from replayfmt.format.model import CHILD_WORK, CaptureInfo, Device
 from replayfmt.format.reader import CaptureReader, RecordFrame, count_uncompared
-from replayfmt.format.validation import counted, nested_deeper, printable, scope_count
+from replayfmt.format.validation import counted, nested_deeper, parse_json, printable, scope_count
 
 from .contents import (
     FileNeeds,
@@ -131,8 +130,8 @@ def session_row(session: CaptureInfo) -> Row:
 def fingerprint(device: Device) -> Any:
     """The device's properties as an object; as text where the capture's text is not one."""
     try:
-        value = json.loads(device.fingerprint) if device.fingerprint else None
-    except (ValueError, RecursionError):
+        value = parse_json(device.fingerprint) if device.fingerprint else None
+    except ValueError:
         return device.fingerprint
     return device.fingerprint if nested_deeper(value, MAX_NESTING) else value
 

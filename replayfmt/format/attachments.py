@@ -7,7 +7,6 @@ body of a graph is the ops that were captured into it, as a capture inside of a 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -21,7 +20,7 @@ from replayfmt.errors import CaptureFailed, InvalidCapture, OpReplayError
 from .codes import KernelKind, RecordKind
 from .frames import MAX_NESTING
 from .model import Attachment, Kernel
-from .validation import nested_deeper
+from .validation import nested_deeper, parse_json
 
 if TYPE_CHECKING:  # recording has no reader to load
     from .reader import CaptureReader
@@ -94,8 +93,8 @@ def how_writes_are_known(reader: CaptureReader, kernel: Kernel) -> str | None:
 def parse_metadata(text: bytes, where: str) -> dict[str, Any]:
     """An attachment of the role metadata. Raises InvalidCapture if it is no JSON object, or nested too deep."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise InvalidCapture(f"{where}: its metadata is not JSON: {error}") from None
     if not isinstance(value, dict) or nested_deeper(value, MAX_NESTING):
         raise InvalidCapture(f"{where}: its metadata is not a JSON object that is nested at most {MAX_NESTING} deep")
@@ -142,8 +141,8 @@ def device_kernel_rows(reader: CaptureReader) -> list[dict[str, Any]] | None:
             f"{where}: the table of device kernels has {length:,} bytes; the limit is {MAX_DEVICE_KERNEL_BYTES:,}"
         )
     try:
-        table = json.loads(bytes(reader.payload(payload)))
-    except (ValueError, RecursionError) as error:
+        table = parse_json(bytes(reader.payload(payload)))
+    except ValueError as error:
         raise InvalidCapture(f"{where}: the table of device kernels is not JSON: {error}") from None
     rows = table.get("rows") if isinstance(table, dict) and not nested_deeper(table, _DEEPEST) else None
     if not isinstance(rows, list):
@@ -296,8 +295,8 @@ def _some(items: list[str]) -> str:
 def parse_body_metadata(contents: Mapping[str, bytes]) -> dict[str, Any]:
     """The metadata among a graph's attachments. Raises ValueError if there are none of this version."""
     try:
-        metadata = json.loads(contents[METADATA])
-    except (KeyError, ValueError, RecursionError) as error:
+        metadata = parse_json(contents[METADATA])
+    except (KeyError, ValueError) as error:
         raise ValueError(f"it has no metadata that can be read ({error!r})") from None
     if not isinstance(metadata, dict) or metadata.get("kind") != "graph" or metadata.get("version") != BODY_VERSION:
         raise ValueError(f"its metadata are not those of a graph of version {BODY_VERSION}")

@@ -44,6 +44,7 @@ from .frames import (
 from .model import CaptureInfo, Summary
 from .record_frames import RecordFrame, first_and_storages
 from .source import DamagedBody, Source
+from .validation import parse_json
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _TEXTS = ("torch_version", "python_version", "platform", "host", "cpu", "cpu_capability", "working_directory")
@@ -102,8 +103,8 @@ def _decode_pairs(pairs: list[tuple[str, str]], where: str) -> dict[str, Any]:
     decoded: dict[str, Any] = {}
     for key, text in pairs:
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
+            value = parse_json(text)
+        except ValueError:
             raise InvalidCapture(f"{where}: {key!r} is {text[:80]!r}, which is not JSON") from None
         if isinstance(value, list | dict) or key in decoded:
             raise InvalidCapture(f"{where}: {key!r} is not one scalar")

@@ -6,7 +6,6 @@ objects on demand.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,7 +35,7 @@ from .flatbuffer_tables import Value, build, table_layout
 from .frames import MAX_NESTING, MAX_STRING_BYTES
 from .model import Node
 from .signature_layout import SIGNATURES, SlotLayout, slot_counts, unsupported_reasons
-from .validation import nested_deeper
+from .validation import nested_deeper, parse_json
 
 T = TypeVar("T")
 FAMILIES: tuple[Family[Any], ...] = (
@@ -432,8 +431,8 @@ class DefinitionTables:
         known = self._annotations.get(number)
         if known is None:
             try:
-                known = json.loads(self.strings[number] or "")
-            except (ValueError, RecursionError) as error:
+                known = parse_json(self.strings[number] or "")
+            except ValueError as error:
                 raise InvalidCapture(f"{self._path}: annotation {number} is not JSON: {error}") from None
             if not isinstance(known, dict) or nested_deeper(known, MAX_NESTING):
                 raise InvalidCapture(

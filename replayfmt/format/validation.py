@@ -15,6 +15,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from replayfmt.errors import UsageError
@@ -186,14 +187,21 @@ def require_regular_file(path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, "not a regular file")
 
 
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """The value of JSON from outside. Raises ValueError, also for values that are nested too deeply to read."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json(path: str | os.PathLike[str], named: str, wanted: str) -> Any:
     """The value in a JSON file of the user's. `named` is how messages call the file, `wanted` says what was expected
     of it. Raises UsageError for a file that cannot be read, or is not JSON."""
     try:
         require_regular_file(path)
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return parse_json(Path(path).read_bytes())
     except OSError as error:
         raise UsageError(f"{named}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise UsageError(f"{named}: is not JSON; {wanted}") from None

@@ -7,7 +7,6 @@ devices and shared memory as well, in members named `opreplay`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
@@ -19,6 +18,7 @@ import torch
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import Layout, TensorFlag
 from replayfmt.format.model import TensorMeta
+from replayfmt.format.validation import parse_json
 from replayfmt.format.writer import Moment
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
@@ -122,7 +122,7 @@ def _describe_devices(capture: ImportedSession, own: Any, report: ImportReport) 
     for name, about in devices.items() if isinstance(devices, dict) else ():
         try:
             texts = [str(about.get(key, "")) for key in ("name", "fingerprint")]
-            if texts[1] and not isinstance(json.loads(texts[1]), dict):
+            if texts[1] and not isinstance(parse_json(texts[1]), dict):
                 raise ValueError("its fingerprint is not a JSON object")
             capture.device(name, replace(plain_device(name), name=texts[0], fingerprint=texts[1]))
         except (ValueError, AttributeError) as error:

@@ -334,7 +334,7 @@ def parse_probe(text: str, path: str) -> ProbeDefinition:
     """Parse a probe; `path` is for messages. Raises UsageError."""
     try:
         said = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a syntax error, a number of thousands of digits, deep nesting
         raise UsageError(f"{path}: expected TOML: {error}") from None
     return _Parser(path).probe(as_own(said, path, Path(path).stem) if is_neutrinos(said) else said)
 

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.validation import parse_json
 from replayfmt.native.building import NotAvailable, compiler, open_own, own_cache, run_compiler, say
 
 from .environment import cpu_capability, cpu_model
@@ -252,10 +253,10 @@ class StoredCppKernel:
     def read(contents: Mapping[str, bytes]) -> StoredCppKernel:
         """The reverse. Raises ValueError if this is no stored kernel, or its library is another than it says."""
         try:
-            metadata = json.loads(contents["metadata"])
+            metadata = parse_json(contents["metadata"])
             parameters, flags, target = metadata["parameters"], metadata["flags"], metadata["compiled_for"]
             source = contents["source"].decode() if "source" in contents else None
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"what is stored of it cannot be read ({type(error).__name__}: {error})") from None
         texts = (
             [parameters, *flags, *target.values()] if isinstance(flags, list) and isinstance(target, dict) else [None]

@@ -7,7 +7,6 @@ storage of its length first appears. No file content stays in memory.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import zipfile
@@ -18,6 +17,7 @@ import xxhash
 
 from replayfmt.errors import UsageError
 from replayfmt.format.model import FileIdentity
+from replayfmt.format.validation import parse_json
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -119,11 +119,11 @@ def _in_directory(folder: str) -> list[str]:
 def _shards(index: str) -> list[str]:
     try:
         with open(index, encoding="utf-8") as file:
-            places = json.load(file)["weight_map"]
+            places = parse_json(file.read())["weight_map"]
         names = sorted(set(places.values()))
     except OSError as error:
         raise UsageError(f"--file={index}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(
             f"--file={index}: expected the index of a sharded checkpoint, a JSON object with a "
             "weight_map from tensors to files"
@@ -193,13 +193,13 @@ def _safetensors_tensors(path: str, length: int) -> list[tuple[tuple[int, int], 
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(header_bytes))
+            header = parse_json(file.read(min(header_bytes, length)))
             found = [
                 (tuple(entry["data_offsets"]), str(entry["dtype"]))
                 for name, entry in header.items()
                 if name != "__metadata__"
             ]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return None
     data = 8 + header_bytes
     for place, _ in found:

@@ -9,7 +9,6 @@ capture.
 from __future__ import annotations
 
 import cmath
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from replayfmt.format.codes import DType, RecordKind, ValueKind
 from replayfmt.format.model import TRIMMED_ELSEWHERE, TensorDigest
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import NodePlace
+from replayfmt.format.validation import parse_json
 from replayfmt.pytorch.environment import describe_device, replayed_settings, session_fields
 from replayfmt.pytorch.tensors.digests import digest_tensor, hash_tensor
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE
@@ -360,8 +360,8 @@ def environment_differences(reader: CaptureReader, devices: DeviceMap) -> list[s
 def _properties(fingerprint: str) -> dict[str, Any]:
     """What a device's fingerprint says, by name; a file may hold any text."""
     try:
-        properties = json.loads(fingerprint or "{}")
-    except (ValueError, RecursionError):
+        properties = parse_json(fingerprint or "{}")
+    except ValueError:
         properties = None
     return properties if isinstance(properties, dict) else {"fingerprint": fingerprint}
 

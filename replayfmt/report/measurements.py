@@ -19,7 +19,7 @@ from replayfmt.benchmark.result_files import require_same_capture
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_text import parse_signature, without_values
-from replayfmt.format.validation import read_json, require_regular_file
+from replayfmt.format.validation import parse_json, read_json, require_regular_file
 
 from .ops import CapturedCallSite, KernelTotals
 
@@ -133,8 +133,8 @@ def read_run(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fie
     except OSError as error:
         raise UsageError(f"{flag}={path}: cannot be read: {error.strerror}") from None
     try:
-        content = json.loads(line) if len(line) <= _LONGEST_ROW else None
-    except (ValueError, RecursionError):
+        content = parse_json(line) if len(line) <= _LONGEST_ROW else None
+    except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("kind") != "replay":
         raise UsageError(

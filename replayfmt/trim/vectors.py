@@ -38,6 +38,7 @@ from replayfmt.format.output import new_folder
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.format.signature_text import signature_text
+from replayfmt.format.validation import parse_json
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, TORCH_LAYOUT, TORCH_MEMORY_FORMAT, row_major_bytes
 from replayfmt.replay.op_tensors import observe_ops
 from replayfmt.replay.plan import Plan
@@ -119,7 +120,7 @@ def _is_vectors(folder: Path) -> bool:
 
 def _is_index(path: Path) -> bool:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(said, dict) and said.get("format") == FORMAT
@@ -436,7 +437,7 @@ class _VectorWriter:
                 path = self._folder / f"{entry['name']}.json"
                 _write_json(
                     path,
-                    {**json.loads(path.read_text(encoding="utf-8")), "nondeterministic": unsteady[entry["ordinal"]]},
+                    {**parse_json(path.read_text(encoding="utf-8")), "nondeterministic": unsteady[entry["ordinal"]]},
                 )
 
 

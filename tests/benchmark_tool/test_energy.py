@@ -228,11 +228,24 @@ def test_timings_of_the_whole_and_of_isolated_kernels_are_windows_whose_classes_
 )
 def test_damaged_timings_are_one_line(tools, tmp_path, changes, words):
     _timing_files(tmp_path, **changes)
+    _refused_timings(tools, tmp_path, words)
+    (tmp_path / "full_model_timing.json").unlink()
+    _refused_timings(tools, tmp_path, "full_model_timing.json is not beside it")
+
+
+@pytest.mark.parametrize("name", [7, None, True, [], {"a": 1}, 1.5])
+def test_a_kernel_whose_name_is_not_text_is_one_line(tools, tmp_path, name):
+    _timing_files(tmp_path)
+    path = tmp_path / "isolated_kernels_timing.json"
+    timings = json.loads(path.read_text())
+    timings["kernels"][1]["name"] = name
+    path.write_text(json.dumps(timings))
+    _refused_timings(tools, tmp_path, "a kernel without a name or a count")
+
+
+def _refused_timings(tools, tmp_path, words):
     ran = tools("energy", tmp_path / "isolated_kernels_timing.json", tmp_path / "power.csv")
     assert ran.code == 2 and words in ran.err and "Traceback" not in ran.err
-    (tmp_path / "full_model_timing.json").unlink()
-    ran = tools("energy", tmp_path / "isolated_kernels_timing.json", tmp_path / "power.csv")
-    assert ran.code == 2 and "full_model_timing.json is not beside it" in ran.err
 
 
 def test_the_report_says_on_the_console_what_is_in_it():

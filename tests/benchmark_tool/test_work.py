@@ -233,9 +233,10 @@ def test_peaks_are_measured_once_for_each_device_and_dtype_and_kept(tmp_path, sm
     other_threads = Peaks(CPU, 2, cache=kept, clock=steady(), root=quiet)
     assert other_threads.of_bandwidth() is not None and len(json.loads(kept.read_text())) == 4
     assert torch.get_num_threads() == threads
-    kept.write_text("damaged")
-    assert Peaks(CPU, 1, cache=kept, clock=steady(), root=quiet).of_bandwidth() is not None
-    assert len(json.loads(kept.read_text())) == 1
+    for damaged in ("damaged", "[" * 100_000, "9" * 5000):
+        kept.write_text(damaged)
+        assert Peaks(CPU, 1, cache=kept, clock=steady(), root=quiet).of_bandwidth() is not None
+        assert len(json.loads(kept.read_text())) == 1
     assert Peaks(CPU, 1, flops=5.0, cache=kept).of_flops(torch.float32) == Peak(5.0, "given")
     assert measured.of_flops(torch.uint16) is None  # no product of such matrices
 

@@ -131,8 +131,10 @@ def test_an_interrupted_bisection_goes_on(
     whole = bisect(path, settings=TWO)
     rest = bisect(path, settings=TWO, state=state)
     assert rest.sets == whole.sets and rest.replays == whole.replays - 4  # two are for reference each time
-    other = tools("compare", "--bisect", "--set=num_threads=1", f"--state={state}", path)
-    assert other.code == 2 and "is not of this bisection" in other.err
+    for text in (state.read_text(), "[" * 100_000, "[]", '{"about": "9", "off": 1}'):
+        state.write_text(text)
+        other = tools("compare", "--bisect", "--set=num_threads=1", f"--state={state}", path)
+        assert other.code == 2 and "is not of this bisection" in other.err
 
 
 def test_a_judge_that_raises_or_is_nondeterministic_is_one_clear_statement(capture: Capture, tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ def test_a_probe_of_the_users_own_is_found_by_its_path(
         ('save = ["count"]', 'save = ["other"]', "instruction[1].save: expected a register of b64 for count"),
         ('save = ["count"]', "", "instruction: expected one with save, got 'none'"),
         ("[registers]", "[registers", "expected TOML: "),
+        ("[registers]", f"[registers]\na = {'9' * 5000}", "expected TOML: "),
+        ("[registers]", f"[registers]\na = {'[' * 5000}", "expected TOML: "),
     ],
 )
 def test_a_mistake_is_one_error_with_the_key(old: str, new: str, message: str | None) -> None:

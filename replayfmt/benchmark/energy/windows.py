@@ -21,7 +21,7 @@ import numpy as np
 
 from replayfmt.errors import UsageError
 from replayfmt.format.attachments import kernel_tier
-from replayfmt.format.validation import require_regular_file
+from replayfmt.format.validation import parse_json, require_regular_file
 
 from ..machine import are_gpu_rows
 from .power_log import CounterSeries, PowerLog, Series
@@ -98,11 +98,11 @@ def read_windows(path: str | os.PathLike[str], zone: tzinfo = UTC) -> WindowsFil
     text = _text_of(path)
     try:
         if FORMAT not in text[:_HEAD]:
-            timings = json.loads(text, parse_constant=_no_number)
+            timings = parse_json(text, parse_constant=_no_number)
             if isinstance(timings, dict) and ("kernels" in timings or "full_model_inference_us" in timings):
                 return _timings(str(path), timings, zone)
-        rows = [json.loads(line, parse_constant=_no_number) for line in text.splitlines() if line.strip()]
-    except (ValueError, RecursionError) as error:
+        rows = [parse_json(line, parse_constant=_no_number) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
         raise UsageError(f"{path}: is not a file of windows: not every line of it is JSON") from error
     if not rows or not all(isinstance(row, dict) for row in rows) or rows[0].get("format") != FORMAT:
         raise UsageError(f"{path}: is not a file of windows; expected what opreplay-benchmark --energy-windows wrote")
@@ -146,21 +146,25 @@ def _timings(path: str, given: dict[str, Any], zone: tzinfo) -> WindowsFile:
     if not os.path.exists(other):
         raise UsageError(f"{path}: {name} is not beside it: both were written by one measurement")
     try:
-        beside = json.loads(_text_of(other), parse_constant=_no_number)
+        beside = parse_json(_text_of(other), parse_constant=_no_number)
         whole, isolated = (beside, given) if "kernels" in given else (given, beside)
         windows = [_timed("whole", "whole model", whole, whole["num_runs"], zone)]
         not_run = []
         for each in isolated["kernels"]:
+            if not isinstance(each["name"], str):
+                raise ValueError
             if each["start_timestamp"] and each["end_timestamp"]:
                 windows.append(_timed("op", each["name"], each, each["benchmark_runs"], zone))
             else:
                 count = {"role": "op", "name": each["name"], "count": each["invocation_count"]}
                 not_run.append(count | {"reason": "its timing has no times"})
         rows = [_window(asdict(window), path) for window in windows]
-        if not all(isinstance(each["name"], str) and _is_count(each["count"]) for each in not_run):
+        if not all(_is_count(each["count"]) for each in not_run):
             raise ValueError
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise UsageError(f"{path}: it or {name} is damaged: {error or 'a kernel without a name or a count'}") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(
+            f"{path}: it or {name} is damaged: {str(error) or 'a kernel without a name or a count'}"
+        ) from error
     _require_forward(rows, path)
     return WindowsFile({"timings": [os.path.basename(path), name]}, 0, rows, not_run)
 

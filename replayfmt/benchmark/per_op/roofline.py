@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from replayfmt.errors import UsageError
-from replayfmt.format.validation import counted
+from replayfmt.format.validation import counted, parse_json
 from replayfmt.pytorch.accelerators import is_accelerator
 from replayfmt.pytorch.environment import describe_device
 
@@ -242,7 +242,7 @@ def cache_file() -> Path:
 def _read(path: Path) -> dict[str, Peak]:
     """What was measured before and is not too old; a file that cannot be read, or is damaged, holds nothing."""
     try:
-        kept: Any = json.loads(path.read_text(encoding="utf-8"))
+        kept: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     items = kept.items() if isinstance(kept, Mapping) else ()

@@ -10,7 +10,6 @@ collectives with their sizes and groups, Triton kernels with their source file.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -22,6 +21,7 @@ from typing import Any
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import DType, Layout, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
+from replayfmt.format.validation import parse_json
 from replayfmt.format.writer import Moment
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
@@ -546,8 +546,8 @@ class _Trace:
 
     def _groups(self, node: TraceNode) -> None:
         try:
-            groups = json.loads(node.inputs.values[0]) if node.inputs.values else []
-        except (json.JSONDecodeError, TypeError):
+            groups = parse_json(node.inputs.values[0]) if node.inputs.values else []
+        except (ValueError, TypeError):
             return
         for group in groups if isinstance(groups, list) else []:
             if isinstance(group, dict):

@@ -18,6 +18,7 @@ from operator import mul
 from typing import Any
 
 from replayfmt.errors import InvalidCapture, UnsupportedVersion
+from replayfmt.format.validation import parse_json
 
 from ..common.arguments import NOTHING, ArgumentForm, RecordedArgument, TensorSpec, dtype_of, of_list, wrapped
 from ..common.synthesis import contiguous
@@ -104,9 +105,9 @@ class TraceNode:
         if not isinstance(text, str) or not text:
             return {}
         try:
-            found = json.loads(text)
+            found = parse_json(text)
             return {int(index): (int(low), int(high)) for index, (low, high) in found.items()}
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, OverflowError):
             return {}
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.validation import parse_json
+
 from .accesses import Accesses
 from .compiled import BINARIES, STAGES, StoredBinary, attached_stages, compiled_accesses, compiled_metadata
 from .sources import DECLARED, KernelFunction, StandaloneSource, annotation, argument_kind, is_callable_of_triton
@@ -509,9 +511,9 @@ class StoredKernel:
         if "metadata" not in contents:
             raise ValueError("the capture has no metadata of it")
         try:
-            metadata = json.loads(contents["metadata"])
+            metadata = parse_json(contents["metadata"])
             source = contents["source"].decode() if "source" in contents else None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"its source or its metadata cannot be read ({error})") from None
         if not isinstance(metadata, dict) or metadata.get("kind") != "triton" or metadata.get("version") != VERSION:
             raise ValueError(f"its metadata are not those of a Triton kernel of version {VERSION}")

@@ -12,7 +12,6 @@ import dataclasses
 import importlib.machinery
 import importlib.util
 import inspect
-import json
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from torch._ops import OpOverload
 from replayfmt.errors import UsageError
 from replayfmt.format.model import Kernel
 from replayfmt.format.signature_grammar import Parser, SignatureText
-from replayfmt.format.validation import require_regular_file, text_of
+from replayfmt.format.validation import parse_json, require_regular_file, text_of
 from replayfmt.pytorch.op_libraries import printing_aside
 from replayfmt.pytorch.overloads import overloads_of
 from replayfmt.pytorch.triton.compiled import GivenCubin
@@ -494,10 +493,10 @@ def _cubin(path: str, told: str) -> GivenCubin:
         if os.path.lexists(sidecar_path):
             require_regular_file(sidecar_path)
             with open(sidecar_path, "rb") as opened:
-                sidecar = json.load(opened)
+                sidecar = parse_json(opened.read())
         with open(path, "rb") as opened:
             return GivenCubin(opened.read(), "", sidecar_path, sidecar)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{told}: {sidecar_path}: cannot be read: {error}") from None
 
 
