@@ -17,7 +17,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import console_script, is_given, option, reader_may_leave, refuse, say, together, tool
+from .command import console_script, emit, is_given, option, reader_may_leave, refuse, say, stdout, together, tool
 from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
 from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below
 from .ranks import choose_collectives, collective_options, on_all_ranks
@@ -178,7 +178,7 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
             for line in report.lines():
                 say(line)
         else:
-            click.echo(text, nl=False)
+            emit(text, end="")
     return 0 if report.all_accepted else 1
 
 
@@ -236,7 +236,7 @@ def run_compare(
         for line in report.lines():
             say(line)
     else:
-        click.echo(report.json() if form == "json" else report.csv(), nl=False)
+        emit(report.json() if form == "json" else report.csv(), end="")
     for warning in report.context["warnings"]:
         say(f"WARNING: {warning}", err=form != "console")
 
@@ -308,7 +308,7 @@ def run_reconcile(
         for line in found.lines():
             say(line)
     else:
-        click.echo(json.dumps(report.document(), indent=2) if form == "json" else report.csv())
+        emit(json.dumps(report.document(), indent=2) if form == "json" else report.csv())
     for warning in report.warnings():
         say(f"WARNING: {warning}", err=form != "console")
 
@@ -544,12 +544,14 @@ def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Report:
 
 def _show(report: Report, form: str) -> None:
     """Print the results on stdout; in formats for programs, warnings go to stderr."""
+    from rich.console import Console
+
     from replayfmt.benchmark.run_report import print_report
 
     if form == "console":
-        print_report(report)
+        print_report(report, Console(file=stdout(), highlight=False))
         return
-    click.echo(report.text(form), nl=False)
+    emit(report.text(form), end="")
     for warning in report.warnings():
         say(f"WARNING: {warning}", err=True)
 

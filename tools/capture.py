@@ -186,9 +186,10 @@ def cli(
 
 
 cli.allow_interspersed_args = False  # what follows the program is the program's
+cli.own_streams = False  # type: ignore[attr-defined]
 
 
-main = console_script(cli, own_streams=False)  # those of the program
+main = console_script(cli)
 
 if __name__ == "__main__":
     main()

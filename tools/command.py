@@ -6,11 +6,12 @@ unreadable or not valid. Imports no torch.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
@@ -235,6 +236,13 @@ class ToolCommand(click.Command):
     command lines with their purposes."""
 
     examples: tuple[tuple[str, str], ...] = ()
+    own_streams = True  # stdout and stderr are the tool's, not those of a program that it runs
+
+    def invoke(self, context: click.Context) -> Any:
+        if not self.own_streams:
+            return super().invoke(context)
+        with printing_on(sys.stdout), redirect_stdout(sys.stderr):
+            return super().invoke(context)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, parameters in groups(self.get_params(context)):
@@ -315,7 +323,32 @@ def say(text: str, *, err: bool = False) -> None:
     quotes very long text is cut in its middle: its end says what to do."""
     if err and len(text) > _LONGEST_DIAGNOSTIC:
         text = f"{text[: _LONGEST_DIAGNOSTIC // 2]} … {text[-_LONGEST_DIAGNOSTIC // 2 :]}"
-    click.echo(printable(text), err=err)
+    emit(printable(text), err=err)
+
+
+def emit(text: str, *, end: str = "\n", err: bool = False) -> None:
+    """Print text as it is."""
+    click.echo(text + end, sys.stderr if err else stdout(), nl=False)
+
+
+_stdout: TextIO | None = None
+
+
+def stdout() -> TextIO:
+    """Where the tool itself prints. While it works, sys.stdout is stderr: there kernels, libraries and initializers
+    print what no reader of the tool's output expects."""
+    return sys.stdout if _stdout is None else _stdout
+
+
+@contextmanager
+def printing_on(stream: TextIO) -> Iterator[None]:
+    """Inside, the tool prints on this stream."""
+    global _stdout
+    before, _stdout = _stdout, stream
+    try:
+        yield
+    finally:
+        _stdout = before
 
 
 class TorchMissing(OpReplayError):
@@ -363,6 +396,14 @@ def _own_streams() -> None:
         os.dup2(sys.stderr.fileno(), before.fileno())
 
 
+def _leave_stdout() -> None:
+    """What libraries print at exit goes to stderr, too."""
+    if sys.stdout is not sys.__stdout__:
+        with suppress(OutputFailed, ReaderLeft):
+            sys.stdout.flush()
+        sys.stdout = sys.stderr
+
+
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
     """Wraps the printing of a finished result: if its reader is gone (`| head`), the rest is discarded and the tool
@@ -370,7 +411,7 @@ def reader_may_leave() -> Iterator[None]:
     try:
         yield
     except ReaderLeft:
-        _discard(sys.stdout)
+        _discard(stdout())
 
 
 def _discard(stream: TextIO) -> None:
@@ -387,14 +428,14 @@ def said_if_possible() -> Iterator[None]:
         _discard(sys.stderr)
 
 
-def console_script(command: click.Command, *, own_streams: bool = True) -> Callable[[], None]:
+def console_script(command: click.Command) -> Callable[[], None]:
     """The function that a console script calls."""
-    return partial(run_tool, command, own_streams=own_streams)
+    return partial(run_tool, command)
 
 
-def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
-    """Run a tool and exit the process with its exit code. The commands return their exit code, None for 0.
-    `own_streams`: stdout and stderr are the tool's, not those of a program that it runs."""
+def run_tool(command: click.Command) -> None:
+    """Run a tool and exit the process with its exit code. The commands return their exit code, None for 0."""
+    own_streams = getattr(command, "own_streams", True)
     if own_streams:
         _own_streams()
     try:
@@ -427,4 +468,6 @@ def run_tool(command: click.Command, *, own_streams: bool = True) -> None:
             )
         )
         code = TorchMissing.exit_code
+    if own_streams:
+        atexit.register(_leave_stdout)  # before what libraries registered
     sys.exit(code or 0)

@@ -3,7 +3,6 @@ results or tolerances come from replays."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +12,7 @@ from replayfmt.compare.comparison import compare
 from replayfmt.dump.row_templates import encode
 from replayfmt.errors import UsageError
 
-from .command import console_script, is_given, option, record_bar, say, tool
+from .command import console_script, emit, is_given, option, record_bar, say, stdout, tool
 from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
 
 
@@ -121,11 +120,11 @@ def cli(
         found = compare(a, b, tolerance=tolerance, replay=replay, times=times, benchmarks=benchmarks, **options)
     if form == "jsonl":
         for row in found.rows:
-            click.echo(encode(row))
+            emit(encode(row))
     else:
         for line in found.text.splitlines():
             say(line)
-    sys.stdout.flush()
+    stdout().flush()
     return 0 if found.ok else 1
 
 
@@ -157,12 +156,7 @@ def _two_ways(
         if bisect is not None:
             judge, state = bisect
             return bisect_plan(
-                plan,
-                way,
-                judge,
-                parse_tolerance(tolerance),
-                state,
-                lambda text: click.echo(f"bisect: {text}", err=True),
+                plan, way, judge, parse_tolerance(tolerance), state, lambda text: emit(f"bisect: {text}", err=True)
             )
         with record_bar("replaying", plan.reader.record_count) as on_progress:
             return isolate_plan(plan, way, parse_tolerance(tolerance), on_progress)

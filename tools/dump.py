@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 
 import click
@@ -17,7 +16,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import printable
 
-from .command import console_script, option, tool
+from .command import console_script, option, stdout, tool
 
 _WORTH_A_PROCESS = 20_000  # records; their rows take about a tenth of a second
 _MOST_PROCESSES = 4  # the one that writes is soon the one that others wait for
@@ -195,7 +194,7 @@ def cli(
         elif selection.everything and not summary and (processes := _processes(reader.record_count)) > 1:
             parts = jsonl_parts if form == "jsonl" else text_parts
             count = 1 + len(reader.record_frames)
-            write_in_turns(count, lambda: parts(reader, values), sys.stdout.buffer, processes)
+            write_in_turns(count, lambda: parts(reader, values), stdout().buffer, processes)
         else:
             write((jsonl_chunks if form == "jsonl" else text_chunks)(reader, selection, summary, values))
     finally:
@@ -227,18 +226,18 @@ def _processes(records: int) -> int:
 def write(chunks: Iterable[str]) -> None:
     """Print chunks of whole lines."""
     for chunk in chunks:
-        write_chunk(sys.stdout.buffer, chunk)
+        write_chunk(stdout().buffer, chunk)
 
 
 def write_bytes(content: bytes | memoryview, capture: str, output: str | None, force: bool) -> None:
     """Write bytes as they are, to a file or to stdout, where a terminal would act on them."""
     if output is None:
-        if sys.stdout.isatty():
+        if stdout().isatty():
             raise UsageError(
                 "--attachment writes bytes as they are, and a terminal acts on them; use --output or a pipe"
             )
-        sys.stdout.buffer.write(content)
-        sys.stdout.buffer.flush()
+        stdout().buffer.write(content)
+        stdout().buffer.flush()
         return
     from replayfmt.format.output import Output, same_file
 

@@ -16,7 +16,7 @@ import click
 from replayfmt.errors import CaptureFailed, UsageError
 from replayfmt.format.output import check_place
 
-from .command import option, run_tool, say, tool
+from .command import emit, option, run_tool, say, tool
 
 if TYPE_CHECKING:
     from replayfmt.importers.common.report import ImportReport
@@ -219,14 +219,14 @@ def _import(
 def _show(trace: str, output: str, report: ImportReport, form: str) -> None:
     if form == "jsonl":
         for row in report.rows():
-            click.echo(json.dumps(row))
+            emit(json.dumps(row))
     else:
         for line in report.lines():
             say(line)
     for problem in report.problems:
         say(f"{trace}: {problem}", err=True)
     for warning in report.warnings():
-        click.echo(f"{trace}: warning: {warning}", err=True)
+        emit(f"{trace}: warning: {warning}", err=True)
     missing = report.calls()["incomplete"]
     unsupported = f"; {missing} calls are unsupported records" if missing else ""
     say(f"{output}: {sum(report.calls().values())} calls{unsupported}", err=True)

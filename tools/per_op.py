@@ -13,7 +13,18 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import INTERRUPTED, is_given, option, reader_may_leave, refuse, said_if_possible, say, together
+from .command import (
+    INTERRUPTED,
+    emit,
+    is_given,
+    option,
+    reader_may_leave,
+    refuse,
+    said_if_possible,
+    say,
+    stdout,
+    together,
+)
 
 if TYPE_CHECKING:
     from replayfmt.benchmark.baseline import BaselineComparison, Document
@@ -260,8 +271,8 @@ def run_per_op(
     def show(op: MeasuredOp, place: int, of: int) -> None:
         if form == "jsonl" and not runs:  # a second measurement only confirms a gate
             with reader_may_leave():
-                click.echo(json.dumps({"kind": "measured", "place": place, "of": of, **measured_row(op)}))
-                sys.stdout.flush()
+                emit(json.dumps({"kind": "measured", "place": place, "of": of, **measured_row(op)}))
+                stdout().flush()
         if form == "console" or flags.verbose:
             with said_if_possible():
                 columns = sys.maxsize if flags.verbose else shutil.get_terminal_size().columns
@@ -292,7 +303,7 @@ def _show(report: Report, form: str) -> None:
         for line in table_lines(report):
             say(line)
     else:
-        click.echo(report.text(form), nl=False)
+        emit(report.text(form), end="")
     for warning in report.context["warnings"]:
         say(f"WARNING: {warning}", err=form != "console")
 

@@ -26,7 +26,7 @@ from replayfmt.probes.reporting import KINDS, NamedFile, ReportOptions, evaluate
 from replayfmt.probes.schedule import no_progress
 from replayfmt.probes.tables import as_json, as_text, plain, shown
 
-from .command import console_script, is_given, option, reader_may_leave, record_bar, say, tool
+from .command import console_script, emit, is_given, option, reader_may_leave, record_bar, say, tool
 from .probe_run import run_probe
 
 
@@ -152,7 +152,7 @@ def _report(
     written = write_report(result, output, picture=not no_picture, force=force) if output is not None else []
     with reader_may_leave():
         if form == "json":
-            click.echo(json.dumps(as_json(result), allow_nan=False))
+            emit(json.dumps(as_json(result), allow_nan=False))
         else:
             for line in as_text(result):
                 say(line)
@@ -170,7 +170,7 @@ def _list(names: tuple[str, ...], form: str, target: str | None) -> None:
             rows.append(probe_row(find_probe(name)))
     for row in rows:
         if form == "json":
-            click.echo(json.dumps(row))
+            emit(json.dumps(row))
             continue
         say(f"{row['name']}: {row['about']}")
         for name, text in list(row.items())[2:]:
@@ -205,7 +205,7 @@ def _instrument(
     with reader_may_leave():
         row = dict(zip(made.table.columns, made.table.rows[0], strict=True))
         if form == "json":
-            click.echo(json.dumps({name: plain(cell) for name, cell in row.items()}))
+            emit(json.dumps({name: plain(cell) for name, cell in row.items()}))
         else:
             for name, cell in row.items():
                 say(f"{name:26} {shown(cell)}")

@@ -6,13 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from replayfmt.errors import ReplayMismatch, UsageError
 from replayfmt.probes.definitions import find_probe
 from replayfmt.probes.tables import plain, shown
 
-from .command import reader_may_leave, say
+from .command import emit, reader_may_leave, say
 
 if TYPE_CHECKING:
     from replayfmt.probing import ProbedLaunch, ProbePlan
@@ -73,7 +71,7 @@ def _print_plan(planned: ProbePlan, form: str) -> None:
     row |= {"launches": len(planned.launches), "most_bytes": planned.most_bytes}
     with reader_may_leave():
         if form == "json":
-            click.echo(json.dumps({"type": "plan", **{name: plain(cell) for name, cell in row.items()}}))
+            emit(json.dumps({"type": "plan", **{name: plain(cell) for name, cell in row.items()}}))
         else:
             for name, cell in row.items():
                 say(f"{name:26} {shown(cell)}")
@@ -100,7 +98,7 @@ def _print_launch(launch: ProbedLaunch, form: str) -> None:
                 "probed_ms": None if launch.recording is None else times.kernel_ms,
                 "recording": None if launch.recording is None else str(launch.recording),
             }
-            click.echo(json.dumps(row))
+            emit(json.dumps(row))
             return
         grid = "×".join(map(str, launch.shape.grid))
         if launch.recording is None:

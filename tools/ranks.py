@@ -6,14 +6,14 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from replayfmt.errors import OpReplayError, ReplayRefused, UsageError
 
-from .command import option, report, say, together
+from .command import option, printing_on, report, say, together
 
 if TYPE_CHECKING:
     from replayfmt.replay.ranks import Together
@@ -60,7 +60,7 @@ def on_all_ranks(meet: Callable[[], Ranks], work: Callable[[Ranks], int]) -> int
             return ReplayRefused.exit_code  # rank 0 prints the findings of all
         raise
     printed = io.StringIO()
-    with nullcontext() if ranks.rank == 0 else redirect_stdout(printed):
+    with nullcontext() if ranks.rank == 0 else printing_on(printed):
         try:
             with nullcontext() if are_left_out() else played_by(ranks):
                 code = work(ranks)

@@ -28,7 +28,7 @@ import click
 from replayfmt.errors import OpReplayError, ReplayFailed, ReplayMismatch, SubstitutionRejected, UsageError
 from replayfmt.format.reader import open_capture
 
-from .command import option, record_bar, report, say, together
+from .command import option, record_bar, report, say, stdout, together
 
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
@@ -142,9 +142,9 @@ isolate_option = option(
 
 
 def _stdout() -> int | None:
-    """Where the tool prints, which need not be descriptor 1; None for that, if sys.stdout is no file."""
+    """Where the tool prints, which need not be descriptor 1; None for that, if stdout() is no file."""
     try:
-        return sys.stdout.fileno()
+        return stdout().fileno()
     except OSError:
         return None
 

@@ -14,7 +14,7 @@ from replayfmt.errors import ReplayMismatch, UsageError
 from replayfmt.format.output import check_place, same_file
 from replayfmt.format.validation import counted, printable
 
-from .command import console_script, option, reader_may_leave, record_bar, refuse, report, say, tool
+from .command import console_script, emit, option, reader_may_leave, record_bar, refuse, report, say, tool
 from .ranks import choose_collectives, collective_options, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
@@ -183,7 +183,7 @@ def cli(
         with reader_may_leave():
             if form == "jsonl":
                 for row in as_rows(plan, result, again):
-                    click.echo(json.dumps(row))
+                    emit(json.dumps(row))
             else:
                 for line in as_text(plan, result, again):
                     say(line)
@@ -191,7 +191,7 @@ def cli(
                     say(f"finding: {finding}")
             if compare_kernels:
                 for verdict in profiling.compare_kernels(plan, kernels):
-                    click.echo(json.dumps(verdict.row()) if form == "jsonl" else printable(str(verdict)))
+                    emit(json.dumps(verdict.row()) if form == "jsonl" else printable(str(verdict)))
     return _judge(capture, result, part=not wanted.everything)
 
 
@@ -221,7 +221,7 @@ def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form:
     with reader_may_leave():
         if form == "jsonl":
             for row in found.rows:
-                click.echo(json.dumps(row))
+                emit(json.dumps(row))
         else:
             for line in found.text.splitlines():
                 say(line)

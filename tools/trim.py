@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-from contextlib import redirect_stdout
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -35,7 +34,7 @@ from replayfmt.trim.trimming import (
     used_remaps,
 )
 
-from .command import console_script, option, reader_may_leave, record_bar, say, tool
+from .command import console_script, emit, option, printing_on, reader_may_leave, record_bar, say, tool
 from .replay_flags import ReplayFlags, flag_of, replay_options, selection_options, worker_command
 
 _STATUS = re.compile(r"[A-Z_]+: ")
@@ -211,7 +210,8 @@ def _trim_ranks(context: click.Context, folder: str, out: str, force: bool) -> N
             for rank in ranks:
                 say(f"rank {rank}")
                 given = {"capture": rank_file(folder, rank), "out": rank_file(parts, rank)}
-                with redirect_stdout(io.StringIO()) as printed:
+                printed = io.StringIO()
+                with printing_on(printed):
                     context.invoke(cli, **(context.params | given))
                 for line in printed.getvalue().replace(parts, out.rstrip("/")).splitlines():
                     say(line)
@@ -349,7 +349,7 @@ def _vectors(capture: str, out: str, wanted: OpSelection, force: bool, partial: 
 
 def _predicted(prediction: Prediction) -> None:
     with reader_may_leave():  # what is predicted is still to be done
-        click.echo(prediction.text)
+        emit(prediction.text)
 
 
 def _report(result: TrimResult, trimmed: TrimResult | None = None) -> None:

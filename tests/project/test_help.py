@@ -80,7 +80,7 @@ def test_wrong_usage_is_one_line_with_a_status(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [f"opreplay-{name}", *arguments])
     with pytest.raises(SystemExit) as left:
-        run_tool(COMMANDS[name], own_streams=False)
+        run_tool(COMMANDS[name])
     printed = capsys.readouterr()
     assert left.value.code == 2 and printed.out == ""
     assert len(printed.err.splitlines()) == 1

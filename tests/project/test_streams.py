@@ -16,7 +16,7 @@ from replayfmt.format.writer import CaptureWriter
 
 _TOOL = """
 import click, sys
-from opreplay_tools.command import reader_may_leave, run_tool, tool
+from opreplay_tools.command import emit, reader_may_leave, run_tool, stdout, tool
 from replayfmt.errors import InvalidCapture
 
 @tool("opreplay-toy")
@@ -27,9 +27,9 @@ def cli(fail, whole):
         raise InvalidCapture("it is damaged")
     if whole:
         with reader_may_leave():
-            click.echo("word " * 100_000)
+            emit("word " * 100_000)
         return 1
-    click.echo("word " * 100_000)
+    emit("word " * 100_000)
     return 1
 
 run_tool(cli)
@@ -75,11 +75,11 @@ def test_without_stdout_or_stderr_a_tool_does_its_work_and_exits_as_ever(toy: Pa
 def test_what_the_encoding_of_stdout_cannot_say_is_escaped(toy: Path, encoding: str) -> None:
     toy.write_text(
         _TOOL.replace('"word " * 100_000', "chr(0x2026)", 1).replace(
-            'click.echo("word " * 100_000)', "sys.stdout.write(chr(0x2026))"
+            'emit("word " * 100_000)', "stdout().write(chr(0x2026))"
         )
     )
     spoken = {**os.environ, "PYTHONIOENCODING": encoding}
-    for argument in ("", "--whole"):  # by Python's own stream, and by click's
+    for argument in ("", "--whole"):  # by the stream itself, and by click
         done = subprocess.run([sys.executable, toy, *argument.split()], env=spoken, capture_output=True, timeout=600)
         said = (b"\\u2026", b"?", b"\xe2\x80\xa6") if argument else (b"\\u2026",)  # click chooses as it likes
         assert (done.returncode, done.stderr) == (1, b"") and done.stdout.strip() in said

@@ -1,4 +1,5 @@
-"""Modules, initializers and substitutions that print while they are loaded: stdout has the tool's output alone."""
+"""Modules, initializers and substitutions that print while they are loaded, in their calls and at exit: stdout has the
+tool's output alone."""
 
 import json
 import os
@@ -9,13 +10,15 @@ from pathlib import Path
 import pytest
 
 MODULE = """
-import ctypes, torch
+import atexit, ctypes, torch
 print("noisy: using the plain backend")
 ctypes.CDLL(None).puts(b"noisy: from C")
 ctypes.CDLL(None).fflush(None)
 @torch.library.custom_op("noisy_imports::double", mutates_args=())
 def double(x: torch.Tensor) -> torch.Tensor:
+    print("noisy: called")
     return x * 2
+atexit.register(print, "noisy: at exit")
 """
 PROGRAM = "import torch, noisy_imports\nnoisy_imports.double(torch.ones(3)).sum()\n"
 INITIALIZER = """
@@ -26,7 +29,9 @@ print("noisy: initializers")
 def content(request):
     return torch.ones(request.tensor.sizes)
 """
-SUBSTITUTION = "import torch\nprint('noisy: substitution')\ndef double(x):\n    return x + x\n"
+SUBSTITUTION = (
+    "import torch\nprint('noisy: substitution')\ndef double(x):\n    print('noisy: called')\n    return x + x\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +76,15 @@ ALLOW = "--allow-import=noisy_imports"
         ("run", ALLOW, "--format=jsonl", "--replay-kernel-substitution=noisy_imports::double=other.py:double",
          "full.opreplay"),
         ("benchmark", ALLOW, "--benchmark-format=json", "--benchmark-min-time=1x", "full.opreplay"),
+        ("benchmark", ALLOW, "--per-op", "--benchmark-format=jsonl", "--benchmark-min-time=1x", "full.opreplay"),
+        ("compare", ALLOW, "--replay", "--format=jsonl", "full.opreplay", "full.opreplay"),
     ],
 )  # fmt: skip
 def test_stdout_is_json_alone(folder: Path, arguments: tuple[str, ...], commands: Path) -> None:
     done = tool(folder, *arguments, commands=commands)
     assert done.returncode == 0, done.stderr
-    assert "noisy: using the plain backend" in done.stderr and "noisy: from C" in done.stderr
+    for words in ("using the plain backend", "from C", "called", "at exit"):
+        assert f"noisy: {words}" in done.stderr
     if "--benchmark-format=json" in arguments:
         json.loads(done.stdout)
     else:
