@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import replayfmt
+from replayfmt.format.codes import StorageOrigin
 from replayfmt.importers.importing import import_trace
 from replayfmt.importers.rewrites.engines import engine_name
+from replayfmt.importers.rewrites.rewriting import tensors_in
+from replayfmt.pytorch.traced_names import parse_iteration
 from tests.importers.test_portable import Machine
 
 from .test_engine_rewrites import _close, _turned, refusal, rewrite, run
@@ -158,6 +161,9 @@ def test_an_operator_that_flashinfer_compiled_for_its_dtypes_is_known_in_a_trace
     name = "flashinfer::batch_decode_with_kv_cache_dtype_q_f16_head_dim_qk_8_posenc_{}_use_swa_False_run"
     assert engine_name(name.format(0)) == "flashinfer::batch_decode"
     assert engine_name(name.format(1)) == name.format(1), "it embeds positions"
+    compiled = "flashinfer::{}_prefill_with_kv_cache_dtype_q_bf16_posenc_0_use_swa_False_f16qk_False{}_run"
+    for kind, end, known in (("batch", "_paged", "_paged"), ("batch", "_sm90_ragged", "_ragged"), ("single", "", "")):
+        assert engine_name(compiled.format(kind, end)) == f"flashinfer::{kind}_prefill{known}"
     space, ints = tensor("unsigned char", 8), tensor("int", 3)
     given = [space, space, numbers("[0, 1]"), tensor("float", 2, 4, 8), *[tensor("float", 6, 4, 2, 8)] * 2, ints]
     given += [tensor("int", 5), tensor("int", 2), tensor("float", 2, 4, 8), NONE, scalar("0"), scalar("-1")]
@@ -246,3 +252,95 @@ def test_aiters_two_stages_are_the_weighted_sum_of_each_tokens_experts(weighted:
     expected = (second * weights.unsqueeze(-1) if weighted == 2 else second).sum(1)
     _close(between.float(), active, 0.15)
     _close(out.float(), expected, 0.15)
+
+
+@pytest.mark.parametrize("causal", [0, 1], ids=["all", "causal"])
+@pytest.mark.parametrize("layout", [0, 1], ids=["NHD", "HND"])
+@pytest.mark.parametrize("form", ["batch_prefill_paged", "batch_prefill_ragged", "single_prefill"])
+def test_flashinfers_prefill_reads_pages_or_packed_keys_or_one_sequence(form: str, layout: int, causal: int) -> None:
+    query, out, cache = torch.randn(5, 4, 8), torch.zeros(5, 4, 8), torch.randn(2, 6, 4, 2, 8)
+    sequences = [[torch.randn(keys, 2, 8) for _part in "kv"] for keys in (8, 9)]
+    given: dict[str, Any] = decode(cache, layout, out, query) | {"mask_mode": causal, "layout": layout}
+    given |= {"maybe_alibi_slopes": None}
+    unused = {"kv_layout_code", "alibi_slopes", "enable_pdl"}
+    if "paged" in form:
+        sequences = [[of_pages(part, each) for part in cache] for each in range(2)]
+    else:
+        packed = [torch.cat(each) for each in zip(*sequences, strict=True)]
+        unused |= {name for name in given if "paged" in name}
+        given |= dict(
+            zip("kv", (each.transpose(0, 1).contiguous() if layout else each for each in packed), strict=True)
+        )
+    if "ragged" in form:
+        given |= {"kv_indptr": torch.tensor([0, 8, 17], dtype=torch.int32)}
+    if "batch" in form:
+        given |= {"qo_indptr": _STARTS, "maybe_custom_mask": None, "maybe_mask_indptr": None}
+    else:
+        unused |= {"float_workspace_buffer", "int_workspace_buffer", "plan_info_vec"}
+        given |= {"tmp": torch.zeros(8), "maybe_packed_custom_mask": None, "maybe_lse": torch.ones(5, 4)}
+        sequences = [packed]
+    given = {name: each for name, each in given.items() if name not in unused}
+    run(f"flashinfer::{form}", **given)
+    begin = 0
+    for rows, (keys, values) in zip(query.split([2, 3] if "batch" in form else 5), sequences, strict=True):
+        expected = [attention(each, keys, values, 0.3, 1.5) for each in rows.split(len(rows) if causal else 1)]
+        _close(out[begin : begin + len(rows)], torch.cat(expected), 1e-5)
+        begin += len(rows)
+    assert "attention with mask_mode" in refusal(f"flashinfer::{form}", **given | {"mask_mode": 2})
+
+
+@pytest.mark.parametrize("library", ["_flashmla_C", "sgl_kernel"])
+def test_sparse_latent_attention_reads_the_keys_chosen_for_each_query(library: str) -> None:
+    machine = Machine()
+    query, cache, sink = torch.randn(3, 4, 24), torch.randn(9, 1, 24), torch.randn(4)
+    chosen = torch.tensor([[[0, -1, 5, -1]], [[8, 7, 6, 2]], [[3, -1, -1, 99]]], dtype=torch.int32)
+    results = [machine.new((3, 4, 16)), machine.new((3, 4)), machine.new((3, 4))]
+    given = {"q": query, "kv": cache, "indices": chosen, "sm_scale": 0.3, "d_v": 16, "attn_sink": sink}
+    machine.run(rewrite(machine, f"{library}::sparse_prefill_fwd", given, [results]))
+    for each, (row,) in enumerate(chosen):
+        keys = cache[row[(row >= 0) & (row < 9)].long()]
+        expected = attention(query[each : each + 1], keys, keys[..., :16], 0.3, 0.0, sink)
+        _close(machine.values[id(results[0])][each : each + 1], expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "execute_5_context_1(sq3sk9sqsq9sqsk27)_generation_2(sq2sk14sqsq2sqsk14)",
+        "execute_2_context_0(sq0sk0sqsq0sqsk0)_generation_2(sq2sk14sqsq2sqsk14)",
+    ],
+    ids=["mixed", "decode"],
+)
+def test_vllms_own_latent_attention_has_its_cache_and_weights_from_before(text: str) -> None:
+    machine, heads, own, turned, rank, value = Machine(), 4, 6, 4, 8, 5
+    step = parse_iteration(text)
+    prefills = "context_1" in text
+    tokens = 5 if prefills else 2
+    query, latent, places = (
+        torch.randn(tokens, heads, own + turned),
+        torch.randn(tokens, rank),
+        torch.randn(tokens, 1, turned),
+    )
+    out = torch.zeros(tokens, heads * value)
+    given = {"q": query, "kv_c_normed": latent, "k_pe": places, "output": out, "layer_name": ""}
+    rewritten = rewrite(machine, "vllm::unified_mla_attention_with_output", given, None, step)
+    before, known = [], {each.storage for each in machine.kept}
+    for _kernel, arguments, _results in rewritten.calls:
+        for each in tensors_in([part for _name, part in arguments]):
+            if each.storage is not None and each.storage.origin is StorageOrigin.absent and each.storage not in known:
+                known.add(each.storage)
+                before.append((each.meta.sizes, machine.values.setdefault(id(each), torch.randn(each.meta.sizes))))
+    machine.run(rewritten)
+    of = dict(before)
+    up_keys, up_values = of[heads, own, rank], of[heads, rank, value]
+    expected = []
+    for count, queries, keys in [(2, 1, 7), *([(1, 3, 9)] if prefills else [])]:
+        cache = of[count, keys, 1, rank + turned]
+        for each in range(count):
+            compressed, back = cache[each, :, 0, :rank], cache[each, :, :, rank:]
+            full = torch.cat([torch.einsum("kr,hor->kho", compressed, up_keys), back.expand(keys, heads, turned)], -1)
+            rows = query[len(expected) : len(expected) + queries]
+            mixed = attention(rows, full, torch.einsum("kr,hrv->khv", compressed, up_values), (own + turned) ** -0.5)
+            expected += [*mixed]
+    _close(out, torch.stack(expected).flatten(1), 1e-4)
+    assert "no annotation says" in refusal("vllm::unified_mla_attention_with_output", **given)

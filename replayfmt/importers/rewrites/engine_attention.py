@@ -309,6 +309,34 @@ def listed_pages(calls: RewrittenCalls, given: Given, results: Recorded) -> None
     flash(calls, given | listed | {"seqused_k": lengths}, results)
 
 
+def prefill(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    """FlashInfer's attention of packed queries, or those of one sequence, to keys in listed pages, packed, or of one
+    sequence."""
+    unset = "maybe_packed_custom_mask maybe_custom_mask maybe_mask_indptr maybe_prefix_len_ptr scale_q"
+    plain("attention", given, mask_mode=(0, 1), **dict.fromkeys(unset.split(), (None,)))
+    query, keys, values, out = (given[name] for name in ("q", "k", "v", "out"))
+    pages, starts = given.get("kv_indptr"), given.get("cu_seqlens_q")
+    if given["layout"]:  # heads before tokens
+        places = len(keys.meta.sizes) - 3, len(keys.meta.sizes) - 2
+        keys, values = (
+            calls.one("aten::transpose.int", self=each, dim0=places[0], dim1=places[1]) for each in (keys, values)
+        )
+    given = given | {"is_causal": given["mask_mode"] == 1, "k": keys, "v": values}
+    if starts is None:
+        one = {name: calls.one("aten::unsqueeze", self=given[name], dim=0) for name in ("q", "k", "v", "out")}
+        flash(calls, given | one, [one["out"]])
+    else:
+        step, count = None if calls.step is None else calls.step.prefill, starts.meta.sizes[0] - 1
+        known = step is not None and step.requests == count
+        tokens = query.meta.sizes[0] if pages is None else given["kv_page_indices"].meta.sizes[0] * keys.meta.sizes[1]
+        tokens = keys.meta.sizes[0] if pages is None else tokens
+        tokens = min(tokens, step.key_tokens) if known and step and step.key_tokens else tokens
+        most = {"max_seqlen_q": -(-query.meta.sizes[0] // count), "max_seqlen_k": -(-tokens // count)}
+        calls.assumed.append("each sequence has as many queries and keys as the others")
+        (flash if pages is None else listed_pages)(calls, given | most, [out])
+    _no_sums(calls, given.get("lse"))
+
+
 def decode_of_listed_pages(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """AITER's and FlashInfer's attention of one query for each sequence. How long a sequence may be says the step, if
     any does."""
@@ -377,6 +405,105 @@ def latent_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> 
         else:
             calls.allocate(recorded, zeros=True)
     _no_sums(calls, given.get("lse"))
+
+
+def chosen_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+    """MLA's of queries that see only the keys chosen for each: their places in the cache, below zero for none."""
+    plain("attention", given, topk_length=(None,), out_=(None,))
+    query, cache, chosen = given["q"], given["kv"], given["indices"]
+    tokens, places = query.meta.sizes[0], chosen.meta.sizes[-1]
+    if cache.meta.sizes[1] != 1:
+        raise CannotRewrite("attention to chosen keys of several heads")
+    chosen = calls.one("aten::reshape", self=chosen, shape=[tokens, places])
+    real = calls.one(
+        "aten::logical_and",
+        self=calls.one("aten::ge.Scalar", self=chosen, other=0),
+        other=calls.one("aten::lt.Scalar", self=chosen, other=cache.meta.sizes[0]),
+    )
+    inside = calls.one("aten::clamp", self=chosen, min=0, max=cache.meta.sizes[0] - 1)
+    keys = calls.one("aten::index.Tensor", self=cache, indices=[inside])
+    rows = calls.one("aten::unsqueeze", self=query, dim=1)
+    seen = calls.one("aten::view", self=real, size=[tokens, 1, 1, places])
+    heads_first = [
+        calls.one("aten::transpose.int", self=each, dim0=1, dim1=2)
+        for each in (rows, keys, calls.slice(keys, -1, 0, given["d_v"]))
+    ]
+    mixed = _by_scores(calls, heads_first, seen, given["sm_scale"], None, given.get("attn_sink"))
+    first, *others = tensors_in(results or [])
+    calls.fill(first, calls.one("aten::reshape", self=mixed, shape=list(first.meta.sizes)))
+    for each in others:
+        calls.allocate(each, zeros=True)
+    calls.assumed.append("the largest scores and the logarithms of the sums, which it also returns, are 0")
+
+
+def latent_attention_of_a_step(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
+    """vLLM's own MLA: neither the cache nor the weights that compress and expand keys and values are arguments. What
+    decodes attends in the space of the compressed keys; what prefills expands them first."""
+    plain("attention", given, output_scale=(None,), output_block_scale=(None,), q_dcp_replicated=(None,))
+    query, latent, turned = given["q"], given["kv_c_normed"], given["k_pe"]
+    target = given["output"] if given.get("output") is not None else (results or [None])[0]
+    if calls.step is None or not isinstance(target, Tensor) or len(query.meta.sizes) != 3:
+        raise CannotRewrite(
+            "latent attention whose cache is no argument, where no annotation says how many keys it has"
+        )
+    (tokens, heads, width), rank, dtype = query.meta.sizes, latent.meta.sizes[-1], query.meta.dtype
+    turned_width = turned.meta.sizes[-1]
+    own, value = width - turned_width, math.prod(target.meta.sizes) // (tokens * heads)
+    up_keys = calls.memory((heads, own, rank), dtype)
+    up_values = calls.memory((heads, rank, value), dtype)
+    parts, begin = [], 0
+    for group, decodes in ((calls.step.decode, True), (calls.step.prefill, False)):
+        if not group.requests:
+            continue
+        count, queries, keys = _lengths(group, tokens - begin, decodes)
+        end = begin + count * queries
+        rows = calls.slice(query, 0, begin, end)
+        cache = calls.memory((count, keys, 1, rank + turned_width), dtype)
+        compressed = calls.slice(cache, -1, 0, rank)
+        if decodes:
+            by_head = calls.one("aten::transpose.int", self=calls.slice(rows, -1, 0, own), dim0=0, dim1=1)
+            by_head = calls.one(
+                "aten::transpose.int", self=calls.one("aten::bmm", self=by_head, mat2=up_keys), dim0=0, dim1=1
+            )
+            rows = calls.one("aten::cat", tensors=[by_head, calls.slice(rows, -1, own, width)], dim=-1)
+            seen, values = cache, compressed
+        else:
+            flat = calls.one("aten::reshape", self=compressed, shape=[1, count * keys, rank])
+            flat = calls.one("aten::expand", self=flat, size=[heads, count * keys, rank])
+            up = calls.one("aten::transpose.int", self=up_keys, dim0=1, dim1=2)
+            expanded = [
+                calls.one(
+                    "aten::reshape",
+                    self=calls.one(
+                        "aten::transpose.int", self=calls.one("aten::bmm", self=flat, mat2=each), dim0=0, dim1=1
+                    ),
+                    shape=[count, keys, heads, each.meta.sizes[-1]],
+                )
+                for each in (up, up_values)
+            ]
+            both = calls.one(
+                "aten::expand",
+                self=calls.slice(cache, -1, rank, rank + turned_width),
+                size=[count, keys, heads, turned_width],
+            )
+            seen, values = calls.one("aten::cat", tensors=[expanded[0], both], dim=-1), expanded[1]
+        rows = calls.one("aten::reshape", self=rows, shape=[count, queries, heads, -1])
+        mixed = _attend(calls, rows, seen, values, calls.filled(count, keys), width**-0.5, causal=queries > 1)
+        mixed = calls.one("aten::reshape", self=mixed, shape=[end - begin, heads, -1])
+        if decodes:
+            by_head = calls.one(
+                "aten::bmm", self=calls.one("aten::transpose.int", self=mixed, dim0=0, dim1=1), mat2=up_values
+            )
+            mixed = calls.one("aten::transpose.int", self=by_head, dim0=0, dim1=1)
+        parts.append(mixed)
+        begin = end
+    found = calls.one("aten::cat", tensors=parts, dim=0)
+    calls.assumed.append("each request has as many queries and keys as the others of its step, whose sums are noted")
+    if given.get("output") is None:
+        calls.fill(target, calls.one("aten::reshape", self=found, shape=list(target.meta.sizes)))
+    else:
+        flat = calls.one("aten::view", self=target, size=[tokens, heads, value])
+        calls.write(calls.slice(flat, 0, 0, begin), found)
 
 
 def attention_of_a_step(calls: RewrittenCalls, given: Given, results: Recorded) -> None:

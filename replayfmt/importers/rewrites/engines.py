@@ -18,12 +18,15 @@ from ..common.synthesis import Tensor
 from .engine_attention import (
     attention_of_a_step,
     cache_of_a_step,
+    chosen_attention,
     concat_and_cache,
     decode_of_listed_pages,
     flash,
     latent_attention,
+    latent_attention_of_a_step,
     listed_pages,
     paged_attention,
+    prefill,
     reshape_and_cache,
     reshape_and_cache_flash,
 )
@@ -449,6 +452,8 @@ _WEIGHTED = "(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, "
 _SKINNY = "(Tensor in_a, Tensor in_b, "
 
 _ROPE = "int rotate_style, bool reuse_freqs_front_part, bool nope_first) -> ()"
+_CHOSEN = "(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v"
+_LATENT_STEP = "(Tensor q, Tensor kv_c_normed, Tensor k_pe, "
 _ONE, _TWO = (
     "(Tensor(a!) output, Tensor input, ",
     "(Tensor(a!) output_x, Tensor(b!) output_y, Tensor input_x, Tensor input_y, ",
@@ -466,8 +471,33 @@ _PLANNED = (
 _FLASHINFER_NAMES = {"q": "query", "paged_k_cache": "key_cache", "paged_v_cache": "value_cache", "o": "out"}
 _FLASHINFER_NAMES |= {"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_page_indices", "sm_scale": "scale"}
 _FLASHINFER_NAMES |= {"paged_kv_last_page_len": "kv_last_page_lens", "maybe_lse": "lse", "alibi_slopes": "unused"}
+_PREFILL_NAMES = {"paged_k_cache": "k", "paged_v_cache": "v", "o": "out", "qo_indptr": "cu_seqlens_q"}
+_PREFILL_NAMES |= {"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_page_indices", "maybe_lse": "lse"}
+_PREFILL_NAMES |= {"paged_kv_last_page_len": "kv_last_page_lens", "sm_scale": "softmax_scale"}
+_PREFILL_NAMES |= {"window_left": "window_size_left", "logits_soft_cap": "softcap"}
+_PREFILL_NAMES |= {"scale_k": "k_descale", "scale_v": "v_descale"}
+_SPACES = "(Tensor(a!) float_workspace_buffer, Tensor(b!) int_workspace_buffer, int[] plan_info_vec, Tensor q, "
+_MASKED = "Tensor(c!) o, Tensor(d!)? maybe_lse, int mask_mode, int layout, int window_left, "
+_CUSTOM = "Tensor? maybe_custom_mask, Tensor? maybe_mask_indptr, Tensor? maybe_alibi_slopes, "
+_ITEMS = "Tensor? maybe_prefix_len_ptr, Tensor? maybe_token_pos_in_items_ptr, Tensor? maybe_max_item_len_ptr, "
+_CAPPED, _TURNED = "float logits_soft_cap, float sm_scale, ", "float rope_scale, float rope_theta"
+_QKV_SCALES = "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, "
+_TABLES = (
+    "int? num_qo_heads=None, int? num_kv_heads=None, Tensor? block_tables=None, Tensor? kv_lens_buffer=None, "
+    "int? page_size=None, "
+)
+_ITEMIZED = f"{_MASKED}bool enable_pdl, {_CUSTOM}{_ITEMS}{_CAPPED}"
+_PAGED = f"{_SPACES}Tensor paged_k_cache, Tensor paged_v_cache, Tensor qo_indptr, Tensor paged_kv_indptr, "
+_PAGED += "Tensor paged_kv_indices, Tensor paged_kv_last_page_len, "
+_RAGGED = f"{_SPACES}Tensor k, Tensor v, Tensor qo_indptr, Tensor kv_indptr, "
+_SINGLE = (
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) tmp, Tensor(b!) o, Tensor(c!)? maybe_lse, int mask_mode, int layout, "
+)
+_SINGLE += f"int window_left, Tensor? maybe_packed_custom_mask, Tensor? maybe_alibi_slopes, {_CAPPED}"
 # FlashInfer names an operator after what it is compiled for: dtypes, widths, and embeddings of positions, here none.
-_COMPILED = re.compile(r"flashinfer::(batch_decode)_with_kv_cache_\w*posenc_0_\w*_run\Z")
+_COMPILED = re.compile(
+    r"flashinfer::(batch_decode|batch_prefill|single_prefill)_with_kv_cache_\w*posenc_0_\w*?(_ragged|_paged|)_run\Z"
+)
 
 _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "silu_and_mul": ("silu", {}),
@@ -610,6 +640,50 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         "Tensor paged_kv_last_page_len, Tensor(c!) o, Tensor(d!)? maybe_lse, int kv_layout_code, int window_left, "
         "bool enable_pdl, Tensor? alibi_slopes, float logits_soft_cap, float sm_scale, float rope_scale, "
         "float rope_theta) -> ()",
+    ),
+    "flashinfer::batch_prefill_paged": (
+        renamed(prefill, _PREFILL_NAMES),
+        f"{_PAGED}{_MASKED}{_CUSTOM}{_CAPPED}{_TURNED}) -> ()",
+        f"{_PAGED}{_ITEMIZED}{_TURNED}, int token_pos_in_items_len, {_TABLES}int? max_kv_len=None) -> ()",
+        f"{_PAGED}{_ITEMIZED}{_TURNED}, int token_pos_in_items_len, {_TABLES}int? max_kv_len=None, "
+        "Tensor? sinks=None) -> ()",
+        f"{_PAGED}{_ITEMIZED}{_QKV_SCALES}{_TURNED}, int token_pos_in_items_len, int workspace_size, {_TABLES}"
+        "int? max_q_len=None, int? max_kv_len=None, int? batch_size=None, Tensor? cum_seq_lens_q=None, "
+        "Tensor? cum_seq_lens_kv=None, Tensor? sinks=None) -> ()",
+    ),
+    "flashinfer::batch_prefill_ragged": (
+        renamed(prefill, _PREFILL_NAMES | {"kv_indptr": "cu_seqlens_k"}),
+        f"{_RAGGED}{_MASKED}{_CUSTOM}{_CAPPED}{_TURNED}) -> ()",
+        f"{_RAGGED}{_ITEMIZED}{_TURNED}, int token_pos_in_items_len) -> ()",
+        f"{_RAGGED}{_ITEMIZED}{_TURNED}, int token_pos_in_items_len, Tensor? scale_q=None, Tensor? scale_k=None, "
+        "Tensor? scale_v=None) -> ()",
+    ),
+    "flashinfer::single_prefill": (
+        renamed(prefill, _PREFILL_NAMES),
+        f"{_SINGLE}{_TURNED}) -> ()",
+        f"{_SINGLE}{_QKV_SCALES}{_TURNED}) -> ()",
+    ),
+    **{
+        f"{library}::sparse_prefill_fwd": (
+            chosen_attention,
+            f"{_CHOSEN}) -> Tensor[]",
+            f"{_CHOSEN}, Tensor? attn_sink=None, Tensor? topk_length=None) -> Tensor[]",
+            f"{_CHOSEN}, Tensor? attn_sink, Tensor? topk_length, Tensor(a!)? out_) -> Tensor[]",
+        )
+        for library in ("_flashmla_C", "sgl_kernel")
+    },
+    "vllm::unified_mla_attention": (
+        latent_attention_of_a_step,
+        f'{_LATENT_STEP}str layer_name="") -> Tensor',
+        f'{_LATENT_STEP}str layer_name="", Tensor? kv_cache_dummy_dep=None) -> Tensor',
+    ),
+    "vllm::unified_mla_attention_with_output": (
+        latent_attention_of_a_step,
+        *(
+            f'{_LATENT_STEP}Tensor(a!) output, str layer_name="", Tensor? output_scale=None, '
+            f"Tensor? output_block_scale=None{more}) -> ()"
+            for more in ("", ", Tensor? kv_cache_dummy_dep=None")
+        ),
     ),
     **{
         f"aiter::rope_{name}fwd_impl": (_rope, f"{tensors}{angles}{_ROPE}")
@@ -882,7 +956,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
 def engine_name(name: str) -> str:
     """The name in these tables of an operator that is named after what it is compiled for."""
     found = _COMPILED.match(name)
-    return f"flashinfer::{found[1]}" if found else name
+    return f"flashinfer::{found[1]}{found[2]}" if found else name
 
 
 ENGINES: dict[str, Any] = {name: rule for name, (rule, *_schemas) in _TABLE.items()}
