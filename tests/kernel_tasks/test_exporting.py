@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from in_process import Tools
 
 import replayfmt
-from replayfmt.benchmark.candidates.check_script import Options, read_safetensors
+from replayfmt.benchmark.candidates.check_script import Options, load_task, read_safetensors
 from replayfmt.benchmark.candidates.judged import run_judge
 from replayfmt.errors import ReplayRefused, UsageError
 
@@ -184,3 +185,39 @@ def test_the_tool_exports_checks_its_flags_and_never_replaces_what_is_no_task(
     (other / "note.txt").write_text("keep")
     refused = tools("export", "--format=kernel-task", "--kernel=aten::mm", "--force", capture, other)
     assert refused.code == 2 and (other / "note.txt").exists()
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    return [path, *(each for key, item in inner for each in _places(item, (*path, key)))]
+
+
+def test_a_task_with_anything_in_the_place_of_anything_is_read_or_refused_in_one_line(
+    tmp_path: Path, exported: Exported, tools: Tools
+) -> None:
+    task = described(exported(kernel="aten::addmm", inputs="none"))
+    wrong = tmp_path / "task.json"
+    for path in _places(task)[1:]:
+        for value in (-1, "x", 1e308, 2**70, True, None, [], {}, [[7]]):
+            changed = json.loads(json.dumps(task))
+            inside = changed
+            for key in path[:-1]:
+                inside = inside[key]
+            inside[path[-1]] = value
+            wrong.write_text(json.dumps(changed))
+            with contextlib.suppress(ValueError):
+                load_task(tmp_path)
+    for text in ("[" * 100_000, '{"format": ', "9" * 5000, '{"format": "opreplay-kernel-task", "version": 1}'):
+        wrong.write_text(text)
+        ran = tools("benchmark", "--compare", f"--candidates={tmp_path}", tmp_path)
+        assert ran.code == 2 and str(tmp_path) in ran.err and len(ran.err.splitlines()) == 1, ran.err
+    for header in (
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"data_offsets": [0]}}',
+        b'{"a": {"data_offsets": ["x", 1]}}',
+        b"[" * 100_000,
+    ):
+        (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(ValueError, match="safetensors"):
+            read_safetensors(tmp_path / "a.safetensors")

@@ -91,13 +91,69 @@ class Options:
 # ---------------------------------------------------------------------------------------------------------------- task
 
 
+# The fields of a task.json that are used, and their types: a list's is that of each item.
+_TENSOR_FORM = {"storage": int, "dtype": str, "sizes": [int], "strides": [int], "offset": int}
+_STORAGE_FORM = {"entry": str, "arguments": [str], "bytes": int, "dtype": str, "device": str, "make": str | None}
+_WORK_FORM: dict[str, Any] = {
+    "name": str,
+    "signature": str,
+    "program": int,
+    "calls": int,
+    "arguments": dict,
+    "keyword_only": [str],
+}
+_WORK_FORM |= {"storages": [_STORAGE_FORM], "cases": [{"file": str}], "compute_dtype": str | None}
+_WORK_FORM |= dict.fromkeys(("flops", "bytes_read", "bytes_written"), int | None)
+_WORK_FORM |= dict.fromkeys(("flops_reason", "bytes_reason"), str | None)
+_TASK_FORM: dict[str, Any] = {
+    "name": str,
+    "kind": str,
+    "function": str,
+    "operator": str | None,
+    "inputs": str,
+    "capture_session": str,
+}
+_TASK_FORM |= {"workloads": [_WORK_FORM]}
+
+
+def _require_form(value: Any, form: Any, where: str) -> None:
+    """Raise ValueError where a value is not of this form."""
+    if isinstance(form, list) and isinstance(value, list):
+        for place, each in enumerate(value):
+            _require_form(each, form[0], f"{where}[{place}]")
+    elif isinstance(form, dict) and isinstance(value, dict):
+        for name, each in form.items():
+            _require_form(value.get(name), each, f"{where}.{name}")
+    elif isinstance(form, list | dict) or isinstance(value, bool) or not isinstance(value, form):
+        raise ValueError(f"{where} is {value!a:.60}, which is not of the type that a task has there")
+    elif isinstance(value, int) and not 0 <= value < 1 << 63:
+        raise ValueError(f"{where} is {value!a:.60}; expected a number from 0 that fits 64 bits")
+
+
 def load_task(folder: Path) -> dict[str, Any]:
     """The task of a folder. Raises ValueError and OSError."""
-    found = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+    try:
+        found = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder}: task.json is not JSON, or is nested too deeply: {error}") from None
     if not isinstance(found, dict) or found.get("format") != "opreplay-kernel-task":
         raise ValueError(f"{folder}: task.json is not that of a kernel task")
     if found.get("version") != 1:
         raise ValueError(f"{folder}: the task has version {found.get('version')!r}; this reads version 1")
+    _require_form(found, _TASK_FORM, f"{folder}: task.json")
+    for each in found["workloads"]:
+        where = f"{folder}: task.json: {each['name']!a}"
+        for tensor in _tensors(each["arguments"]):
+            _require_form(tensor, _TENSOR_FORM, where)
+            if tensor["storage"] >= len(each["storages"]):
+                raise ValueError(f"{where} has {len(each['storages'])} storages, and an argument on another one")
+        for name in filter(None, [each["compute_dtype"], *(storage["dtype"] for storage in each["storages"])]):
+            dtype_of(name)
+        try:
+            for storage in each["storages"]:
+                torch.device(storage["device"])
+        except RuntimeError as error:
+            raise ValueError(f"{where}: {error}") from None
     return found
 
 
@@ -108,11 +164,15 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         length = int.from_bytes(file.read(8), "little")
         if length > size:
             raise ValueError(f"{path}: is not a safetensors file")
-        header = json.loads(file.read(length))
+        try:
+            header = json.loads(file.read(length))
+            entries = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+            places = [(name, first, end) for name, (first, end) in entries.items()]
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+            raise ValueError(f"{path}: is not a safetensors file") from None
         found = {}
-        for name, entry in header.items():
-            first, end = entry["data_offsets"]
-            if not 0 <= first <= end <= size - 8 - length:
+        for name, first, end in places:
+            if not (type(first) is type(end) is int and 0 <= first <= end <= size - 8 - length):
                 raise ValueError(f"{path}: {name} lies outside of the file")
             file.seek(8 + length + first)
             found[name] = torch.frombuffer(bytearray(file.read(end - first)) or bytearray(1), dtype=torch.uint8)[

@@ -3,7 +3,7 @@
 Each composition has the shapes and dtypes of the original and computes what that is defined as. Lengths of sequences
 are content, which no trace has: attention reads as many keys as the longest sequence may have, and masks those beyond a
 sequence's end. Where the caches are no arguments (vLLM's own attention), the annotation of the engine's step says how
-many keys there are. Attention with slopes or sinks stays as it is.
+many keys there are. Attention with slopes stays as it is.
 """
 
 from __future__ import annotations
