@@ -378,8 +378,9 @@ class _Output(FileIO):
 def _own_streams() -> None:
     """Install streams whose failures can be distinguished, and replace one that the process was started without
     (`>&-`). What libraries print past Python goes to stderr: other programs read what the tool prints."""
-    while os.open(os.devnull, os.O_RDWR) < 3:
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         pass  # no file of the tool's may get the number of a stream that is missing: C++ code may write to it
+    os.close(number)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process
