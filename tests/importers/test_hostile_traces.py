@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,21 @@ def test_numbers_of_thousands_of_digits_and_deep_nesting_are_skipped(tmp_path: P
     path.write_text(f'{{"traceEvents": [{long}, {deep}, {good}]}}')
     report = import_trace(path, tmp_path / "out.opreplay")
     assert report.calls()["exact"] == 1 and report.problems
+
+
+def test_anything_in_the_place_of_what_a_trace_says_of_a_kernel_is_read(imported: Import) -> None:
+    deep: object = []
+    for _ in range(60):
+        deep = [deep]
+    given = {"kernel_hash": "abc", "kernel_backend": "triton", "kernel_file": "cache/mine.py", "num_warps": 4}
+    for value in (math.nan, math.inf, -1, 10**30, [math.nan], {"a": math.inf}, deep, None, ""):
+        for name in ("Input Strides", "Input Dims", "Input type", "Concrete Inputs", *given):
+            event = op("mine_fwd", 10, 5, [tensor("float", 4)])
+            event["args"] |= given | {name: value}
+            work = kernel(1, 20, 3)
+            work["args"] |= {"grid": value, "registers per thread": value}
+            result = imported([event, launch(1, 11), work])
+            assert sum(result.report.calls().values()) == 1, (name, value)
 
 
 def test_a_list_of_results_without_end_is_not_computed(imported: Import) -> None:

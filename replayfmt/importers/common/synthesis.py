@@ -8,6 +8,7 @@ few thousand records until it writes them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -351,12 +352,18 @@ class ImportedSession:
             key = tuple(annotation.items())
             number = self._notes.get(key)
         except TypeError:  # it has lists
-            return self._writer.annotation(annotation)
+            return self._annotation(annotation)
         if number is None:
-            number = self._writer.annotation(annotation)
+            number = self._annotation(annotation)
             if all(isinstance(value, str) for value in annotation.values()):  # 1, 1.0 and True are one key
                 self._notes[key] = number
         return number
+
+    def _annotation(self, annotation: Mapping[str, Any]) -> int:
+        try:
+            return self._writer.annotation(annotation)
+        except ValueError:
+            return self._writer.annotation({name: _plain(value) for name, value in annotation.items()})
 
     def _signature(self, key: Any, make: Any) -> int:
         number = self._signatures.get(key)
@@ -411,3 +418,14 @@ def plain_device(name: str) -> Device:
     if not kind.isidentifier() or (separator and not index.isdigit()):
         raise ValueError(f"{name!r} names no device")
     return Device(kind, int(index) if separator else -1 if kind in ("cpu", "meta") else 0)
+
+
+def _plain(value: Any, depth: int = 4) -> Any:
+    """What a trace holds, as an annotation can hold it: no NaN, and no lists in lists without end."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each, depth - 1) for name, each in value.items()} if depth else "…"
+    if isinstance(value, list | tuple):
+        return [_plain(each, depth - 1) for each in value] if depth else "…"
+    return value
