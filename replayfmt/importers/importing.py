@@ -12,7 +12,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from os import PathLike, fspath
@@ -93,6 +93,13 @@ _FOREIGN = (
         rb"\s*[\[{][\s\S]{0,4000}\"(?:ctrlDeps|dataDeps|durationMicros|COMP_NODE|COMM_COLL_NODE)\"",
         "a Chakra execution trace in JSON",
     ),
+    (rb"\s*\{[\s\S]{0,400}\"highres-ticks\"", "a trace of XLA's profiler (JAX, TensorFlow), without PyTorch operators"),
+    (
+        rb"\s*\{[\s\S]{0,4000}\"(?:CudaEvent|NvtxEvent|TraceProcessEvent)\"",
+        "Nsight Systems' JSON, without PyTorch operators",
+    ),
+    (rb"\s*\{[\s\S]{0,4000}\"https://www\.speedscope\.app/", "a speedscope profile"),
+    (rb"\x0a[\x01-\xff][\x00-\x7f]?[\x18\x32\x38\x40\x50]", "a Perfetto trace in protobuf"),
 )
 _HEAD_BYTES = 4096
 
@@ -104,11 +111,11 @@ def _foreign(path: str | PathLike[str], member: str) -> str:
     return next((what for pattern, what in _FOREIGN if re.match(pattern, head)), "")
 
 
-def sniff(path: str | PathLike[str], member: str = "") -> TraceKind:
-    """The kind of a trace file, or of one file of an archive. Raises CaptureNotFound, and InvalidCapture if the kind is
-    unknown."""
+@contextmanager
+def _foreign_named(path: str | PathLike[str], member: str) -> Iterator[None]:
+    """Inside, a trace that is refused for what is in it is called what it is, where that is known."""
     try:
-        return _sniff(path, member)
+        yield
     except InvalidCapture:
         what = _foreign(path, member)
         if what:
@@ -117,6 +124,13 @@ def sniff(path: str | PathLike[str], member: str = "") -> TraceKind:
                 "ExecutionTraceObserver, or export it to their JSON"
             ) from None
         raise
+
+
+def sniff(path: str | PathLike[str], member: str = "") -> TraceKind:
+    """The kind of a trace file, or of one file of an archive. Raises CaptureNotFound, and InvalidCapture if the kind is
+    unknown."""
+    with _foreign_named(path, member):
+        return _sniff(path, member)
 
 
 def _sniff(path: str | PathLike[str], member: str) -> TraceKind:
@@ -606,19 +620,25 @@ def _import(
     if kind == "kineto":
         from .kineto.importer import KinetoOptions, import_kineto
 
-        return import_kineto(
-            path,
-            out,
-            options=KinetoOptions(
-                options.level, options.unique, options.rewrite, options.graph_captures, options.wanted, options.inductor
-            ),
-            libraries=options.libraries,
-            names=options.names,
-            force=force,
-            progress=options.progress,
-            on_record=options.on_record,
-            place=place,
-        )
+        with _foreign_named(path, "" if place is None else place.member):
+            return import_kineto(
+                path,
+                out,
+                options=KinetoOptions(
+                    options.level,
+                    options.unique,
+                    options.rewrite,
+                    options.graph_captures,
+                    options.wanted,
+                    options.inductor,
+                ),
+                libraries=options.libraries,
+                names=options.names,
+                force=force,
+                progress=options.progress,
+                on_record=options.on_record,
+                place=place,
+            )
     if options.unique or options.graph_captures or options.wanted:
         flag = (
             "--unique" if options.unique else "--graph-capture" if options.graph_captures else "--step, --scope, --time"

@@ -27,6 +27,14 @@ from .traces import ADD, MM, kernel, launch, op, tensor, trace
         (b'{\n  "end_timestamp": "2026-02-06 18:34:49.740",\n  "energy_joules": 2.5}', "measured times"),
         (b'"Index","KernelName","gpu-id","queue-id"\n0,"gemm",0,0\n', "rocprof's table"),
         (b'"Kind","Agent_Id","Kernel_Name"\n"KERNEL_DISPATCH",1,"gemm"\n', "rocprof's table"),
+        (
+            b'{"displayTimeUnit":"ns","metadata":{"highres-ticks":true},"traceEvents":[{"ph":"X","pid":1,"tid":3,"ts":1,'
+            b'"dur":2,"name":"fusion.1","args":{"hlo_module":"jit_f"}}]}',
+            "XLA's profiler",
+        ),
+        (b'{"Type":48,"CudaEvent":{"startNs":"1","endNs":"2","kernel":{"gridX":1}}}\n', "Nsight Systems' JSON"),
+        (b'{"$schema": "https://www.speedscope.app/file-format-schema.json", "profiles": []}', "speedscope"),
+        (b"\x0a\x0f\x40\x01\x50\x02\x32\x0a" + bytes(60), "Perfetto trace in protobuf"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
