@@ -436,6 +436,10 @@ def chosen_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> 
     calls.assumed.append("the largest scores and the logarithms of the sums, which it also returns, are 0")
 
 
+def _einsum(calls: RewrittenCalls, equation: str, one: Tensor, other: Tensor) -> Tensor:
+    return calls.one("aten::einsum", equation=equation, tensors=[one, other])
+
+
 def latent_attention_of_a_step(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """vLLM's own MLA: neither the cache nor the weights that compress and expand keys and values are arguments. What
     decodes attends in the space of the compressed keys; what prefills expands them first."""
@@ -461,41 +465,21 @@ def latent_attention_of_a_step(calls: RewrittenCalls, given: Given, results: Rec
         cache = calls.memory((count, keys, 1, rank + turned_width), dtype)
         compressed = calls.slice(cache, -1, 0, rank)
         if decodes:
-            by_head = calls.one("aten::transpose.int", self=calls.slice(rows, -1, 0, own), dim0=0, dim1=1)
-            by_head = calls.one(
-                "aten::transpose.int", self=calls.one("aten::bmm", self=by_head, mat2=up_keys), dim0=0, dim1=1
-            )
-            rows = calls.one("aten::cat", tensors=[by_head, calls.slice(rows, -1, own, width)], dim=-1)
+            inner = _einsum(calls, "tho,hor->thr", calls.slice(rows, -1, 0, own), up_keys)
+            rows = calls.one("aten::cat", tensors=[inner, calls.slice(rows, -1, own, width)], dim=-1)
             seen, values = cache, compressed
         else:
-            flat = calls.one("aten::reshape", self=compressed, shape=[1, count * keys, rank])
-            flat = calls.one("aten::expand", self=flat, size=[heads, count * keys, rank])
-            up = calls.one("aten::transpose.int", self=up_keys, dim0=1, dim1=2)
-            expanded = [
-                calls.one(
-                    "aten::reshape",
-                    self=calls.one(
-                        "aten::transpose.int", self=calls.one("aten::bmm", self=flat, mat2=each), dim0=0, dim1=1
-                    ),
-                    shape=[count, keys, heads, each.meta.sizes[-1]],
-                )
-                for each in (up, up_values)
-            ]
-            both = calls.one(
-                "aten::expand",
-                self=calls.slice(cache, -1, rank, rank + turned_width),
-                size=[count, keys, heads, turned_width],
+            seen, values = (
+                _einsum(calls, equation, compressed, up)
+                for equation, up in (("ckxr,hor->ckho", up_keys), ("ckxr,hrv->ckhv", up_values))
             )
-            seen, values = calls.one("aten::cat", tensors=[expanded[0], both], dim=-1), expanded[1]
+            both = calls.slice(cache, -1, rank, rank + turned_width)
+            both = calls.one("aten::expand", self=both, size=[count, keys, heads, turned_width])
+            seen = calls.one("aten::cat", tensors=[seen, both], dim=-1)
         rows = calls.one("aten::reshape", self=rows, shape=[count, queries, heads, -1])
         mixed = _attend(calls, rows, seen, values, calls.filled(count, keys), width**-0.5, causal=queries > 1)
         mixed = calls.one("aten::reshape", self=mixed, shape=[end - begin, heads, -1])
-        if decodes:
-            by_head = calls.one(
-                "aten::bmm", self=calls.one("aten::transpose.int", self=mixed, dim0=0, dim1=1), mat2=up_values
-            )
-            mixed = calls.one("aten::transpose.int", self=by_head, dim0=0, dim1=1)
-        parts.append(mixed)
+        parts.append(_einsum(calls, "thr,hrv->thv", mixed, up_values) if decodes else mixed)
         begin = end
     found = calls.one("aten::cat", tensors=parts, dim=0)
     calls.assumed.append("each request has as many queries and keys as the others of its step, whose sums are noted")
