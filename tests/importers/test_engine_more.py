@@ -18,7 +18,7 @@ from replayfmt.pytorch.traced_names import parse_iteration
 from tests.importers.test_portable import Machine
 
 from .test_engine_rewrites import _close, _turned, refusal, rewrite, run
-from .traces import NONE, kernel, launch, numbers, op, scalar, tensor, trace
+from .traces import NONE, annotation, kernel, launch, numbers, op, scalar, tensor, trace
 
 
 @pytest.fixture(autouse=True)
@@ -344,3 +344,38 @@ def test_vllms_own_latent_attention_has_its_cache_and_weights_from_before(text: 
             expected += [*mixed]
     _close(out, torch.stack(expected).flatten(1), 1e-4)
     assert "no annotation says" in refusal("vllm::unified_mla_attention_with_output", **given)
+
+
+def test_prefill_and_latent_attention_of_a_trace_are_replayed_on_the_cpu(tmp_path: Path) -> None:
+    def half(*sizes: int) -> Any:
+        return tensor("c10::BFloat16", *sizes)
+
+    space, pages, cut = tensor("unsigned char", 8), tensor("int", 3), [scalar(each) for each in ("0.", "0.3")]
+    paged = [space, space, numbers("[0, 1]"), half(5, 4, 8), half(6, 4, 2, 8), half(6, 4, 2, 8), pages, pages]
+    paged += [tensor("int", 5), tensor("int", 2), half(5, 4, 8), NONE, scalar("1"), scalar("0"), scalar("-1")]
+    paged += [scalar("False"), *[NONE] * 6, *cut, scalar("1."), scalar("10000."), scalar("0"), *[NONE] * 6]
+    calls = {
+        "flashinfer::batch_prefill_with_kv_cache_dtype_q_bf16_posenc_0_use_swa_False_paged_run": paged,
+        "vllm::unified_mla_attention_with_output": [
+            half(5, 4, 10),
+            half(5, 8),
+            half(5, 1, 4),
+            half(5, 20),
+            *[NONE] * 3,
+        ],
+        "_flashmla_C::sparse_prefill_fwd": [
+            half(3, 4, 24),
+            half(9, 1, 24),
+            tensor("int", 3, 1, 4),
+            cut[1],
+            scalar("16"),
+        ],
+    }
+    events = [annotation("execute_5_context_1(sq3sk9sqsq9sqsk27)_generation_2(sq2sk14sqsq2sqsk14)", 0, 100)]
+    for number, (name, given) in enumerate(calls.items(), 1):
+        start = 20 * number
+        events += [op(name, start, 10, given), launch(number, start + 2), kernel(number, start + 5, 4)]
+    path, out = trace(tmp_path / "trace.json", events), tmp_path / "out.opreplay"
+    report = import_trace(path, out, rewrite="portable")
+    assert report.calls()["incomplete"] == 0 and "(100.0%) by replacements" in "\n".join(report.lines())
+    assert replayfmt.run(out, devices=["cpu"]).outcome == "ok"

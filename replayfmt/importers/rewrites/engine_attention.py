@@ -429,10 +429,11 @@ def chosen_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> 
         for each in (rows, keys, calls.slice(keys, -1, 0, given["d_v"]))
     ]
     mixed = _by_scores(calls, heads_first, seen, given["sm_scale"], None, given.get("attn_sink"))
-    first, *others = tensors_in(results or [])
-    calls.fill(first, calls.one("aten::reshape", self=mixed, shape=list(first.meta.sizes)))
-    for each in others:
-        calls.allocate(each, zeros=True)
+    for place, recorded in enumerate(tensors_in(results or [])):
+        if place == 0:
+            calls.fill(recorded, calls.one("aten::reshape", self=mixed, shape=list(recorded.meta.sizes)))
+        else:
+            calls.allocate(recorded, zeros=True)
     calls.assumed.append("the largest scores and the logarithms of the sums, which it also returns, are 0")
 
 
