@@ -33,8 +33,9 @@
 
 #include "watched.h"
 
-// Of the interpreter, where there is one: whether the calling thread has its lock.
-extern "C" int PyGILState_Check() __attribute__((weak));
+// Of the interpreter, where there is one: the calling thread's state, while Python code runs in it. (Operators that Python
+// code calls run without the interpreter's lock.)
+extern "C" void* PyGILState_GetThisThreadState() __attribute__((weak));
 
 namespace {
 
@@ -215,7 +216,7 @@ void count(Thread* thread, const at::RecordFunction& function, uint64_t capture)
 #endif
   }
   // Gloo's threads copy for collectives, which are recorded as such. Python code in them is the program's.
-  if (thread->moves_data && !(PyGILState_Check && PyGILState_Check())) {
+  if (thread->moves_data && !(PyGILState_GetThisThreadState && PyGILState_GetThisThreadState())) {
     return;
   }
   if (thread->count == 0) {

@@ -506,8 +506,9 @@ class CollectiveHooks:
         @functools.wraps(original)
         def go_on(work: Any, *args: Any, **kwargs: Any) -> Any:
             launches = recorder.attempt(self._launches.get, work)
-            if launches and args and callable(args[0]):
-                args = (self._after_wait(args[0], launches), *args[1:])
+            if args and callable(args[0]):
+                callback = self._after_wait(args[0], launches) if launches else args[0]
+                args = (recorder.in_any_thread(callback), *args[1:])
             future = original(work, *args, **kwargs)
             if launches and future is not None:
                 self._launches[future] = launches

@@ -72,6 +72,10 @@ class HookHost(Protocol):
         """Whether recording has begun and goes on."""
         ...
 
+    def in_any_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, recorded also where C++ code calls it in a thread of its own."""
+        ...
+
     def paused(self) -> AbstractContextManager[Any]:
         """Inside, it records nothing."""
         ...

@@ -500,6 +500,10 @@ class Recorder:
                 mode.launched = True
         return self.recording()
 
+    def in_any_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, recorded also where C++ code calls it in a thread of its own."""
+        return function if self._threads is None else self._threads.in_any_thread(function)
+
     @_attempted
     def inside(self) -> bool:
         """Whether this thread is inside an op, or in the recorder's own work. Threads of PyTorch's that do not take

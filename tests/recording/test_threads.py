@@ -389,6 +389,39 @@ def test_threads_of_c_code_that_run_no_operator_are_nothing_to_tell(capture: Cap
     assert Captured(tmp_path / "met.opreplay", None).unsupported() == {}
 
 
+def test_python_code_in_a_thread_of_gloos_is_not_taken_for_the_copying_of_a_collective(
+    capture: Capture, tmp_path: Path
+) -> None:
+    """Operators let the interpreter's lock go."""
+    library = ctypes.CDLL(None)
+    library.pthread_self.restype = ctypes.c_ulong
+
+    def work() -> None:
+        library.pthread_setname_np(ctypes.c_ulong(library.pthread_self()), b"pt_gloo_runloop")
+        x.exp_()
+
+    x = torch.ones(3)
+    captured = capture(lambda: (x * 2, _in_thread_of_c(work), x + 1))
+    assert set(captured.unsupported()) == {"unseen_thread"}, "and not only what it wrote, which is imported"
+    assert any("pt_gloo_runloop" in each for each in details(captured))
+
+
+def test_what_a_future_calls_in_a_thread_of_its_own_is_recorded(capture: Capture) -> None:
+    def program() -> Any:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        chained = future.then(lambda done: done.value().exp())
+        seen: list[torch.Tensor] = []
+        future.add_done_callback(lambda done: seen.append(done.value().sin()))
+        x = torch.ones(3)
+        _in_thread_of_c(lambda: future.set_result(x))
+        return chained.wait() + 1, seen[0] + 1
+
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    assert captured.ops().count("aten::exp.default") == captured.ops().count("aten::sin.default") == 1
+    captured.replays()
+
+
 def test_pytorchs_own_threads_are_recorded(capture: Capture) -> None:
     x = torch.ones(3, requires_grad=True)
 

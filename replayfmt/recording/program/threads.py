@@ -189,6 +189,17 @@ class Threads:
 
         return start
 
+    def in_any_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which C++ code may call in a thread of its own. The thread participates for so long."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.core.finished or self._presence.joined() or _in_backward_pass():
+                return function(*args, **kwargs)
+            return _Carrying(self, function)(*args, **kwargs)
+
+        return call
+
     def begun(self, function: Any) -> None:
         """The calling thread begins, with `function`."""
         number, ident = own_id(), get_ident()
