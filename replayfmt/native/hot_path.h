@@ -66,13 +66,15 @@ class HotCall {
     return std::all_of(values.begin(), values.end(), [this](const c10::IValue& value) { return take(value); });
   }
 
-  // Whether a call that draws random numbers is known as a whole, before it runs: it returns its first argument, and the
-  // generator is as it would be in a replay.
+  // Whether a call that draws random numbers is known as a whole, before it runs: it returns tensors, and the generator is
+  // as it would be in a replay.
   bool draws_as_told() {
-    encoded_.key.append({kResults, kTensor});
+    const size_t given = encoded_.key.size();
+    encoded_.key.push_back(kResults);
+    encoded_.key.resize(given + 1 + op_.results, kTensor);
     const bool known = known_signature() != 0;
-    encoded_.key.resize(encoded_.key.size() - 2);
-    return known && device_ == at::kCPU && session_.drawn && *session_.drawn == Draws::now();
+    encoded_.key.resize(given);
+    return known && on_host_ && session_.drawn && *session_.drawn == Draws::now();
   }
 
   // Whether the operator runs as one kernel where its first argument is.
@@ -86,6 +88,9 @@ class HotCall {
     }
     c10::StorageImpl* impl = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     Storage* storage = session_.storage_of(impl);
+    if (!storage && std::find(used_.begin(), used_.end(), impl) != used_.end()) {
+      return false;  // an argument's, which Python has begun to look after since it was taken
+    }
     const Looks looks(tensor);
     const int64_t seen = storage ? session_.view_of(*storage, looks, tensor.storage_offset()) : 0;
     const auto* meta = seen ? nullptr : session_.define_meta_of(looks);
@@ -282,8 +287,9 @@ class HotCall {
         (storage->unwritten && !fills(index, tensor, *storage)) || (!has_run_ && storage->changed(*impl))) {
       return false;
     }
+    used_.push_back(impl);
+    on_host_ = on_host_ && tensor.is_cpu();
     if (index == 0) {
-      device_ = tensor.device().type();
       is_one_kernel_ = is_one_kernel_ || std::any_of(op_.backends.begin(), op_.backends.end(), [&](c10::DispatchKey backend) {
                          return tensor.key_set().has(backend);
                        });
@@ -331,6 +337,7 @@ class HotCall {
   bool take_value(size_t, at::Layout value) { return take_constant(kLayout, static_cast<int64_t>(value)); }
   bool take_value(size_t, at::MemoryFormat value) { return take_constant(kMemoryFormat, static_cast<int64_t>(value)); }
   bool take_value(size_t, at::Device value) {
+    on_host_ = on_host_ && value.is_cpu();
     return take_constant(kDevice, (static_cast<int64_t>(value.type()) << 16) | static_cast<uint8_t>(value.index()));
   }
   bool take_value(size_t, std::string_view text) {
@@ -454,11 +461,12 @@ class HotCall {
   Place end_;                 // of the positional arguments that are not left out
   bool has_results_ = false;
   bool writes_for_python_ = false;
-  at::DeviceType device_ = at::kMeta;  // of the first argument
+  bool on_host_ = true;  // no argument is on, or names, a device
   bool is_one_kernel_ = op_.backends.empty();
   Encoded encoded_;
   c10::ArrayRef<c10::IValue> given_;   // of a kernel of generated code
   std::vector<c10::TensorImpl*> unregistered_;
+  c10::SmallVector<const c10::StorageImpl*, 16> used_;
   c10::SmallVector<int64_t, 16> tensors_;
   c10::SmallVector<Made, 4> results_;
   c10::SmallVector<std::pair<c10::StorageImpl*, int64_t>, 4> written_;
@@ -467,6 +475,7 @@ class HotCall {
 // Describe what its schema says of an operator.
 inline void read_schema(Operator& op, Session& session, const c10::FunctionSchema& schema) {
   const auto& arguments = schema.arguments();
+  op.results = schema.returns().size();
   for (const auto& argument : arguments) {
     op.integers.push_back(integer_of(argument.real_type()));
     op.keywords += !argument.kwarg_only();

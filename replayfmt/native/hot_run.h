@@ -169,7 +169,7 @@ class HotRun {
       return false;
     }
     std::unique_lock<std::mutex> lock(session_.mutex);
-    if (!take(call_)) {
+    if (!session_.grad_mode.can_follow() || !take(call_)) {
       return false;
     }
     if (!call_.unregistered().empty()) {
@@ -228,6 +228,7 @@ class HotRun {
       if ((drawing_ || is_as_begun()) && take(call_)) {
         if (const int64_t signature = call_.signature()) {
           const int64_t context = context_->load(std::memory_order_relaxed);  // as others' scopes may be another by now
+          session_.follow_grad_mode(context, started_ - session_.began_ns);
           call_.record(signature, context, started_, ended);
           if (session_.drains() && session_.release_head) {
             session_.release_dead(context, ended);

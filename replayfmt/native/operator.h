@@ -45,7 +45,8 @@ struct Operator {
   bool takes_numbers = false;        // also where its schema says tensors
   bool fills = false;                // it writes all of its first argument, and reads nothing of it
   bool empty = false;                // it returns memory that nothing was written to
-  bool draws = false;                // it fills its first argument with random numbers
+  bool draws = false;                // it draws random numbers
+  size_t results = 0;
   std::vector<c10::DispatchKey> backends;  // where it is one kernel, and a composite elsewhere; none: everywhere
   std::vector<Reads> reads;          // of each argument, of a kernel of generated code
   bool generated = false;            // it allocates for generated code

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -76,14 +77,13 @@ constexpr bool kBuiltWithCuda = true;
 constexpr bool kBuiltWithCuda = false;
 #endif
 
-// The settings that any op may depend on.
+// The settings that any op may depend on, apart from the grad mode.
 inline uint64_t general_settings() {
   const auto& context = at::globalContext();
   uint64_t bits = static_cast<uint64_t>(at::get_num_threads());
   const auto add = [&bits](uint64_t value, int width) { bits = (bits << width) | value; };
   add(static_cast<uint64_t>(c10::typeMetaToScalarType(at::get_default_dtype())), 8);
   add(kBuiltWithCuda ? static_cast<uint64_t>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL)) : 0, 3);
-  add(c10::GradMode::is_enabled(), 1);
   add(context.deterministicAlgorithms(), 1);
   add(context.deterministicAlgorithmsWarnOnly(), 1);
 #if defined(__x86_64__)
@@ -155,6 +155,27 @@ class StatedSettings {
   std::atomic<uint64_t> statements_{0};
   std::atomic<uint64_t> general_{0};
   std::array<std::atomic<uint8_t>, kWatched> watched_{};
+};
+
+// The grad mode that the stream states. Where an op ran in the other one, a record that states that comes right before its
+// own. All of it with the session's mutex held.
+class StatedGradMode {
+ public:
+  // `signatures`: those of the records that state it.
+  void begin(bool enabled) { enabled_ = enabled; }
+  void name(std::array<int64_t, 2> signatures) { signatures_ = signatures; }
+  bool enabled() const { return enabled_; }
+  // Whether an op of the calling thread can be recorded.
+  bool can_follow() const { return enabled_ == c10::GradMode::is_enabled() || signatures_[0] != 0; }
+  // The signature of the record that comes before an op of the calling thread; 0: none does.
+  int64_t follow() {
+    const bool now = c10::GradMode::is_enabled();
+    return std::exchange(enabled_, now) == now ? 0 : signatures_[now];
+  }
+
+ private:
+  bool enabled_ = true;
+  std::array<int64_t, 2> signatures_{};  // none where Python has not told of them
 };
 
 // Devices whose work Python sees on a stream of its own choice: calls on other streams than the default one are recorded

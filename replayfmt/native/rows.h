@@ -18,6 +18,15 @@ namespace py = pybind11;
 
 using Words = std::vector<int64_t>;
 
+inline Words words_of(const py::bytes& row) {
+  char* content = nullptr;
+  Py_ssize_t length = 0;
+  PyBytes_AsStringAndSize(row.ptr(), &content, &length);
+  Words words(length / sizeof(int64_t));
+  std::memcpy(words.data(), content, words.size() * sizeof(int64_t));
+  return words;
+}
+
 // Rows of 64-bit words, which Python appends to and takes away as `bytes`.
 class Rows {
  public:
@@ -37,11 +46,7 @@ class Rows {
 
   // From Python.
   void append(const py::bytes& row) {
-    char* content = nullptr;
-    Py_ssize_t length = 0;
-    PyBytes_AsStringAndSize(row.ptr(), &content, &length);
-    Words words(length / sizeof(int64_t));
-    std::memcpy(words.data(), content, words.size() * sizeof(int64_t));
+    const Words words = words_of(row);
     std::lock_guard<std::mutex> lock(mutex_);
     add(words);
   }

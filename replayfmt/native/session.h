@@ -217,6 +217,7 @@ class Session {
   Operators operators;
   std::atomic<bool> hot{false};          // calls may be recorded here; written with the mutex held
   StatedSettings stated;                 // withdrawn with the mutex held
+  StatedGradMode grad_mode;
   Contexts contexts;
   WatchedStreams streams;
   const int64_t began_ns;
@@ -280,6 +281,16 @@ class Session {
     return storages.add(impl, weak(impl), id, bytes, adopted, new_views);
   }
 
+  // The record of an op that ran in the calling thread comes next. How many rows that takes. With the mutex held.
+  size_t follow_grad_mode(int64_t context, int64_t since_start_ns) {
+    const int64_t signature = grad_mode.follow();
+    if (signature != 0) {
+      const int64_t row[] = {signature, context, since_start_ns, 0};
+      rows.add(row);
+    }
+    return signature != 0;
+  }
+
   // Append a row that tells the death of the storages that were born here, if any died. With the mutex held.
   void release_dead(int64_t context, int64_t now_ns) {
     if (Words row = take_dead(); !row.empty()) {
@@ -332,6 +343,29 @@ class Session {
     std::unique_lock<std::mutex> lock(mutex);
     stated.withdraw();
     turns.wait(lock);
+  }
+
+  // The grad mode that the stream states at first, or where Python states it: the calling thread's.
+  void begin_grad_mode(bool enabled) {
+    std::lock_guard<std::mutex> lock(mutex);
+    grad_mode.begin(enabled);
+  }
+  size_t state_grad_mode(std::array<int64_t, 2> signatures, int64_t context, int64_t since_start_ns) {
+    std::lock_guard<std::mutex> lock(mutex);
+    grad_mode.name(signatures);
+    return follow_grad_mode(context, since_start_ns);
+  }
+  bool stated_grad_mode() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return grad_mode.enabled();
+  }
+  // The record of an op that ran in the calling thread, from Python. How many rows that took.
+  size_t append_op(const py::bytes& row) {
+    const Words words = words_of(row);
+    std::lock_guard<std::mutex> lock(mutex);
+    const size_t before = follow_grad_mode(words.at(1), words.at(2));
+    rows.add(words);
+    return before + 1;
   }
 
   // No call draws random numbers without Python until as many have been released.

@@ -455,7 +455,7 @@ class CallRecorder:
         begin = self._records.started
         pack = packer(len(words), len(floats))
         context = self._records.context()
-        self._buffer.append(pack(signature, context, started - begin, ended - started, *words, *floats))
+        self._buffer.append_op(pack(signature, context, started - begin, ended - started, *words, *floats))
         return signature
 
     def _kernel_id(self, kernel: CapturedKernel) -> int:

@@ -176,7 +176,7 @@ class CaptureSession:
         self.storages.readable = lambda: not (self.graph_captures or self._in_unseen_capture())
         self.storages.unexplained.expected = self._expects_unwritten
         self.generators = Generators(self.buffer, self.records, states=self.contents.recorded, native=native)
-        self.numeric = NumericState(self.records)
+        self.numeric = NumericState(self.records, native)
         if native is not None:
             connect_native(native, self.numeric, self.scopes, self.thread_watch)
         self.digests = Digests(self.buffer, self.records, self.metas, self.storages)

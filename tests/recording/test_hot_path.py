@@ -325,7 +325,7 @@ def test_draws_take_it_while_the_generator_is_where_a_replay_will_be(capture: Ca
                 cold.clear()
             if number == 4:
                 took_complete_path.append(list(cold))
-                drawn.append(torch.rand(3))  # on the complete path
+                drawn.append(torch.rand(3))  # new: on the complete path
             if number == 6:
                 torch.rand(1, generator=torch.default_generator)
             if number == 8:
@@ -344,6 +344,33 @@ def test_draws_take_it_while_the_generator_is_where_a_replay_will_be(capture: Ca
     with_digests = capture(program, digests="ops")  # never on the hot path
     assert told(captured) == told(with_digests)
     assert len(with_digests.records(RecordKind.generator_state)) == 2
+
+
+def test_all_draws_from_the_default_generator_take_it_in_any_grad_mode(capture: Capture, cold: list[str]) -> None:
+    x, took_complete_path = torch.full((8,), 0.5), []
+
+    def program() -> Any:
+        torch.manual_seed(0)
+        made = []
+        for number in range(8):
+            if number == 4:
+                cold.clear()
+            with torch.set_grad_enabled(number % 2 == 0):
+                made += [torch.rand(3), torch.randn(2, 2), torch.randint(9, (4,)), torch.randperm(5)]
+            made += [torch.bernoulli(x), torch.multinomial(x, 2), torch.normal(0.0, 1.0, (3,)), torch.rand_like(x)]
+            with torch.no_grad():
+                made += [torch.poisson(x), torch.normal(x, 2.0), x.exp()]
+            made.append(x * 2)
+        took_complete_path.append(list(cold))
+        return made
+
+    captured = capture(program)
+    assert took_complete_path == [[]]
+    assert len(captured.records(RecordKind.generator_state)) == 1
+    with_digests = capture(program, digests="ops")  # never on the hot path
+    assert told(captured) == told(with_digests)
+    captured.replays()
+    with_digests.replays()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -330,6 +330,32 @@ def test_memory_that_a_thread_fills_while_another_one_looks_at_all_of_it_counts_
     captured.replays()
 
 
+def test_memory_that_an_op_fills_while_another_thread_leaves_a_scope_counts_as_written(capture: Capture) -> None:
+    """All storages are looked at where a scope ends, in the middle of the op. The op's result is not another one."""
+
+    def program() -> Any:
+        made = []
+        for number in range(12):
+            memory, begins = torch.empty(8_000_000), threading.Event()
+
+            def work(memory: torch.Tensor = memory, begins: threading.Event = begins) -> None:
+                begins.set()
+                memory.fill_(3.0)
+
+            thread = threading.Thread(target=work)
+            with replayfmt.scope("look"):
+                thread.start()
+                assert begins.wait(_WAIT_S)
+            thread.join(_WAIT_S)
+            made.append(memory[:4] * number)
+            made.append(torch.quantize_per_tensor(memory[:4], 0.1, 0, torch.quint8))  # on the complete path
+        return made
+
+    captured = capture(program)
+    assert captured.unsupported() == {}
+    captured.replays()
+
+
 # --------------------------------------------------------------------------------------------------- ends and failures
 
 

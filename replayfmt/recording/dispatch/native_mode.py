@@ -189,12 +189,11 @@ class NativeMode(ObservingMode):
         fills = kernel.writes == (0,) and operator.overwrites_self and kernel.writes_all(0)
         draws = kernel.random and kernel.dropout < 0
         returns = func._schema.returns
-        in_place = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
         plain = (
             kernel.namespace == "aten"
             and (kernel.action is Action.record or bool(kernel.own_kernels))
             and kernel.body is None
-            and not (draws and not (fills and in_place))
+            and not (draws and any(not isinstance(each.type, torch.TensorType) for each in returns))
             and not (kernel.opaque_results or kernel.unnameable or kernel.in_place_view)
             and not (kernel.mixed_lists or kernel.only_with or operator.moves_memory)
             and not (operator.casts_inside or operator.resizes or operator.changes_view)

@@ -62,6 +62,7 @@ class RecordBuffer:
 
     def __init__(self, writer: CaptureWriter, chunk_records: int, lock: threading.RLock, native: Any = None) -> None:
         """`native`: the session of the hot path, which then holds the rows."""
+        self._native = native
         self.writer = writer
         self.lock = lock
         self.chunk_records = chunk_records
@@ -97,6 +98,13 @@ class RecordBuffer:
         """A context id for the thread and scope of another one, with other current streams."""
         thread, scope = self._contexts[3 * context : 3 * context + 2]
         return self.context(thread, scope, placement)
+
+    def append_op(self, row: bytes) -> None:
+        """Add the row of an op that ran in the calling thread. The caller holds the lock."""
+        if self._native is None:
+            self.append(row)
+        else:
+            self.appended += self._native.append_op(row)
 
     def append(self, row: bytes, records: int = 1) -> None:
         """Add a row of the complete path. The caller holds the lock."""

@@ -98,13 +98,20 @@ def watched_indices(kernel: str) -> tuple[int, ...]:
 
 
 class NumericState:
-    """The state that the stream has recorded. Callers hold the recorder's lock."""
+    """The state that the stream has recorded. Callers hold the recorder's lock.
 
-    def __init__(self, records: Records) -> None:
+    Programs change the grad mode all the time, so it is looked at apart from the rest.
+    """
+
+    def __init__(self, records: Records, native: Any = None) -> None:
+        """`native`: the session of the hot path, if there is one. It knows the grad mode that the stream states."""
         self._records = records
+        self._native = native
+        if native is not None:
+            native.begin_grad_mode(torch.is_grad_enabled())
         self.stated: dict[str, Any] = read_settings()
         self._watches: dict[str, tuple[int, ...]] = {}  # watched_indices of the kernels seen
-        self._unchanged_in: dict[bool, Callable[[], bool]] = {}  # in each grad mode, if nothing else has changed since
+        self._unchanged_in: dict[bool, Callable[[], bool]] = {}  # in each grad mode, whether nothing else has changed
         # Called before the stream states other settings, and when it matches all current ones.
         self.restating: Callable[[], None] = lambda: None
         self.restated: Callable[[], None] = lambda: None
@@ -112,18 +119,25 @@ class NumericState:
 
     def _look(self) -> None:
         """Take the current settings as what the stream states."""
-        with torch._C._EnableTorchFunction():  # the guard covers it, and the recorder looks with and without
-            self._unchanged = self._unchanged_in[torch.is_grad_enabled()] = GlobalStateGuard().check
+        mode = torch.is_grad_enabled()
+        try:
+            for each in (not mode, mode):
+                torch._C._set_grad_enabled(each)
+                with torch._C._EnableTorchFunction():  # the guard covers it, and the recorder looks with and without
+                    self._unchanged_in[each] = GlobalStateGuard().check
+        finally:
+            torch._C._set_grad_enabled(mode)
         self._watched = [guarded(get) for _affected, get in WATCHED]
         self._flushes = _flushes_denormals()
 
     def differs(self, kernel: str) -> bool:
-        """Whether a setting that an op of a kernel would run under now differs from the stream's."""
+        """Whether a setting that an op of a kernel would run under now differs from the stream's, apart from the grad
+        mode."""
         watches = self._watches.get(kernel)
         if watches is None:
             watches = self._watches[kernel] = watched_indices(kernel)
         with torch._C._EnableTorchFunction():
-            unchanged = self._unchanged()
+            unchanged = self._unchanged_in[torch.is_grad_enabled()]()
         return (
             not unchanged
             or _flushes_denormals() != self._flushes
@@ -133,33 +147,34 @@ class NumericState:
     def moved(self, kernel: str, autocast: dict[str, str] | None) -> bool:
         """Whether changed settings would have to be recorded before an op that is about to run. `autocast`: the
         program's, if the op may depend on it."""
-        now = read_settings() if self.differs(kernel) else {}
+        now = read_settings() if self._grad_mode() is not torch.is_grad_enabled() or self.differs(kernel) else {}
         settings = {name: value for name, value in now.items() if not name.startswith("autocast.")} | (autocast or {})
         return any(self.stated.get(name) != value for name, value in settings.items())
 
     def check(self, kernel: str) -> None:
         """Before an op: record what changed since the last one."""
+        if self._grad_mode() is not torch.is_grad_enabled():
+            self._state_grad_mode()
         if not self.differs(kernel):
             return
         self.restating()
-        if not self._check_grad_mode():
-            if set(self._state(read_settings())) - {"grad_enabled"}:
-                self._unchanged_in.clear()
-            self._look()
+        self._state(read_settings())
+        self._look()
         self.restated()
 
-    def _check_grad_mode(self) -> bool:
-        """Record the grad mode if that alone has changed, as programs often do. Returns whether it has."""
-        mode = torch.is_grad_enabled()
-        unchanged = self._unchanged_in.get(mode)
-        if unchanged is None or self._watched != [guarded(get) for _affected, get in WATCHED]:
-            return False
-        with torch._C._EnableTorchFunction():
-            if not unchanged() or _flushes_denormals() != self._flushes:
-                return False
-        self._unchanged = unchanged
-        self._state({"grad_enabled": mode})
-        return True
+    def _grad_mode(self) -> bool:
+        """The one that the stream states."""
+        if self._native is not None:
+            self.stated["grad_enabled"] = self._native.stated_grad_mode()
+        mode: bool = self.stated["grad_enabled"]
+        return mode
+
+    def _state_grad_mode(self) -> None:
+        if self._native is None:
+            self._state({"grad_enabled": torch.is_grad_enabled()})
+        else:
+            self._records.grad_mode(self._native)
+            self.stated["grad_enabled"] = torch.is_grad_enabled()
 
     def check_autocast(self, now: dict[str, str]) -> None:
         """Before a custom operator, whose own code may depend on it: record the program's autocast if it changed. (For

@@ -186,6 +186,13 @@ class Records:
         floats = [v for v in changes.values() if isinstance(v, float)]
         self._constant((RecordKind.global_state, nodes), lambda: nodes, words, floats)
 
+    def grad_mode(self, native: Any) -> None:
+        """The calling thread's, where the session of the hot path states it."""
+        kind = RecordKind.global_state
+        nodes = [(Node.scalar("grad_enabled", mode),) for mode in (False, True)]
+        signatures = [self.signature((kind, each), lambda each=each: Signature(kind, each)) for each in nodes]
+        self._buffer.appended += native.state_grad_mode(signatures, self.context(), self.now())
+
     # ------------------------------------------------------------------------------------------------ scopes and notes
 
     def scope_begin(self, name: str) -> None:
