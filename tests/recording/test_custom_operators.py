@@ -363,6 +363,26 @@ def test_pytorchs_composites_that_write_through_addresses_are_recorded_whole(cap
     assert torch.equal(captured.returned, program())
 
 
+def test_a_write_to_what_an_operator_made_of_an_array_is_no_write_to_an_argument(
+    capture: Capture, tmp_path: Any
+) -> None:
+    with torch.library._scoped_library("opreplay_lifting", "DEF") as library:
+        library.define("fill(Tensor x) -> Tensor")
+        library.impl("fill", lambda x: torch.tensor([1.0, 2.0]).add_(x), "CPU")
+        with replayfmt.capture(tmp_path / "c.opreplay") as recorder:
+            torch.ops.opreplay_lifting.fill(torch.ones(2))
+        assert recorder.notes() == []
+
+
+def test_a_library_that_cannot_be_registered_fails_without_frames_of_the_recorder(tmp_path: Any) -> None:
+    with replayfmt.capture(tmp_path / "c.opreplay"):
+        torch.ones(2) + 1
+        with pytest.raises(OSError) as caught:
+            torch.ops.load_library(str(tmp_path / "missing.so"))
+    frames = [entry.filename for entry in traceback.extract_tb(caught.value.__traceback__)]
+    assert not [name for name in frames if "replayfmt" in name]
+
+
 def test_writes_and_aliases_that_a_schema_does_not_declare_are_told_once_at_the_end(tmp_path: Any) -> None:
     custom = torch.ops.opreplay_custom
     with replayfmt.capture(tmp_path / "c.opreplay") as recorder:

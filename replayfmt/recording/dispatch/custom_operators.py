@@ -348,10 +348,11 @@ class Observer(ObservingMode):
                     return True
                 self._own.add(number)
             elif written and number not in self._writable:
-                self.core.records.notes[
-                    f"{self._kernel.name} writes its argument {self._names.get(number, '')!r}, which its schema does "
-                    f"not declare (Tensor(a!)); the operators inside it are recorded instead"
-                ] = None
+                if number in self._names:  # else it came from elsewhere: an array, say
+                    self.core.records.notes[
+                        f"{self._kernel.name} writes its argument {self._names[number]!r}, which its schema does "
+                        f"not declare (Tensor(a!)); the operators inside it are recorded instead"
+                    ] = None
                 return True
             elif written and (shape_of(tensor).numel() == 0 or _is_watched(tensor)):
                 return True

@@ -168,6 +168,9 @@ class WholeComposites:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return register(*args, **kwargs)
+            except BaseException as error:
+                leave_no_own_frame(error)
+                raise
             finally:
                 forget()
                 if self._active:

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,8 +190,8 @@ class Records:
     def grad_mode(self, native: Any) -> None:
         """The calling thread's, where the session of the hot path states it."""
         kind = RecordKind.global_state
-        nodes = [(Node.scalar("grad_enabled", mode),) for mode in (False, True)]
-        signatures = [self.signature((kind, each), lambda each=each: Signature(kind, each)) for each in nodes]
+        made = [Signature(kind, (Node.scalar("grad_enabled", mode),)) for mode in (False, True)]
+        signatures = [self.signature((kind, each.args), partial(Signature, kind, each.args)) for each in made]
         self._buffer.appended += native.state_grad_mode(signatures, self.context(), self.now())
 
     # ------------------------------------------------------------------------------------------------ scopes and notes
