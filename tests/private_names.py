@@ -38,6 +38,7 @@ torch._C.ListType
 torch._C.OptionalType
 torch._C.ScriptFunction
 torch._C.ScriptMethod
+torch._C.StorageBase.data_ptr
 torch._C.TensorBase
 torch._C._AutoDispatchBelowADInplaceOrView
 torch._C._AutoDispatchBelowAutograd

@@ -87,7 +87,8 @@ def new_file(path: str | os.PathLike[str], force: bool) -> Iterator[BinaryIO]:
     except OSError as error:
         raise CaptureFailed(f"{final}: cannot be written: {error.strerror or error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it may never have been there
+            partial.unlink()
 
 
 @contextmanager

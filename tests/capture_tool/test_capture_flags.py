@@ -148,7 +148,7 @@ def test_audit_sees_what_was_written_behind_the_recorders_back(tmp_path):
 import ctypes, torch
 x = torch.zeros(4)
 x.add_(1)
-ctypes.memset(x.untyped_storage().data_ptr(), 0, 16)
+ctypes.memset(torch._C.StorageBase.data_ptr(x.untyped_storage()), 0, 16)
 print(x.sum().item())
 """)
     imports = {}

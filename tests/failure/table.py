@@ -161,7 +161,7 @@ def _compiled() -> None:
 
 def _written_unseen() -> torch.Tensor:
     memory = torch.empty(4)
-    ctypes.memset(memory.untyped_storage().data_ptr(), 0x3F, memory.nbytes)
+    ctypes.memset(torch._C.StorageBase.data_ptr(memory.untyped_storage()), 0x3F, memory.nbytes)
     return memory + 1
 
 

@@ -61,7 +61,7 @@ def test_writes_that_leave_a_mark_enter_again_and_replay(
 def _by_address() -> torch.Tensor:
     x = torch.ones(3)
     y = x + 1
-    ctypes.memmove(x.untyped_storage().data_ptr(), (ctypes.c_float * 3)(4, 4, 4), 12)
+    ctypes.memmove(torch._C.StorageBase.data_ptr(x.untyped_storage()), (ctypes.c_float * 3)(4, 4, 4), 12)
     return x + y
 
 
@@ -92,6 +92,7 @@ def test_foreign_memory_on_an_accelerator_is_an_unsupported_record(
     monkeypatch.setattr(
         "replayfmt.recording.stream.records.describe_device", lambda device: Device("cuda", 0, "no GPU")
     )
+    monkeypatch.setattr("replayfmt.recording.storages.trackers.address_of", lambda storage: storage.data_ptr())
     foreign = _ForeignStorage()
     path = tmp_path / "foreign.opreplay"
     with replayfmt.capture(path, payload="none", digests="none", recorder="python") as recorder:

@@ -182,7 +182,7 @@ def test_an_address_in_memory_that_nobody_wrote_has_no_meaning(capture: Capture)
     def program() -> torch.Tensor:
         left = (ctypes.c_int64 * 4)(*[ctypes.addressof(KEPT[0])] * 4)
         out = torch.empty(4, dtype=torch.int64)
-        ctypes.memmove(out.untyped_storage().data_ptr(), left, 32)  # what the memory held before
+        ctypes.memmove(torch._C.StorageBase.data_ptr(out.untyped_storage()), left, 32)  # what the memory held before
         for _ in range(2):  # the second is given what the first has left
             torch.ops.addresses.count(out, torch.ones(3))
         return out[:2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import replayfmt
 from replayfmt.format.codes import RecordKind
+from replayfmt.pytorch.tensors.memory import address_of
 from replayfmt.replay.plan import Plan
 
 from .conftest import Capture, Captured
@@ -84,7 +86,7 @@ def test_audit_sees_every_write_from_outside(capture: Capture) -> None:
     def program() -> Any:
         x = torch.ones(3)
         first = x + 1
-        ctypes.memset(x.untyped_storage().data_ptr(), 0, 4)
+        ctypes.memset(address_of(x.untyped_storage()), 0, 4)
         return first, x + 1
 
     captured = capture(program, digests="ops", audit=True)
@@ -281,17 +283,29 @@ def test_writes_through_arrays_leave_the_same_marks_whatever_is_kept_of_content(
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("take", ["data_ptr", "__dlpack__"])
-def test_what_others_write_through_an_address_or_dlpack_enters_again(capture: Capture, take: str, known: bool) -> None:
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda x: x.data_ptr(),
+        lambda x: x.__dlpack__(),
+        lambda x: x.untyped_storage().data_ptr(),
+        lambda x: x.storage().data_ptr(),
+    ],
+    ids=["tensor", "dlpack", "storage", "typed storage"],
+)
+def test_what_others_write_through_an_address_or_dlpack_enters_again(
+    capture: Capture, take: Callable[[torch.Tensor], Any], known: bool
+) -> None:
     """Every time, and from the first use on, whether the capture knew the memory before or not."""
     x = torch.arange(1.0, 4.0)
 
     def program() -> Any:
         results = [x + 1] if known else []
-        taken = getattr(x, take)()
+        taken = take(x)
         for value in (1, 2):
             results.append(x * 2)
-            ctypes.memset(x.untyped_storage().data_ptr(), value, 4)
+            ctypes.memset(address_of(x.untyped_storage()), value, 4)
         return results, x * 3, taken and None
 
     captured = capture(program, digests="ops")
@@ -300,14 +314,17 @@ def test_what_others_write_through_an_address_or_dlpack_enters_again(capture: Ca
     captured.replays()
 
 
+@pytest.mark.parametrize("owner", [lambda x: x, lambda x: x.untyped_storage()], ids=["tensor", "storage"])
 @pytest.mark.parametrize("written", [0, 4], ids=["nothing", "a part"])
-def test_what_others_write_through_an_address_into_new_memory_enters(capture: Capture, written: int) -> None:
+def test_what_others_write_through_an_address_into_new_memory_enters(
+    capture: Capture, written: int, owner: Callable[[torch.Tensor], Any]
+) -> None:
     """Work that nobody saw is what no one asked an address for."""
 
     def program() -> Any:
         x = torch.empty(8)
         x[:written] = 1
-        there = x.data_ptr() + 16
+        there = owner(x).data_ptr() + 16
         ctypes.memmove(there, bytes(byte ^ 255 for byte in ctypes.string_at(there, 16)), 16)
         return x * 2
 

@@ -169,7 +169,7 @@ def test_a_sample_sees_a_write_of_one_word_of_a_large_storage(capture: Capture, 
     def program() -> Any:
         given = [torch.empty(5000) for _ in range(3)]
         place = sampled_places(20000)[word][1]
-        ctypes.memmove(given[2].untyped_storage().data_ptr() + place, os.urandom(8), 8)
+        ctypes.memmove(torch._C.StorageBase.data_ptr(given[2].untyped_storage()) + place, os.urandom(8), 8)
         return [each.sum() for each in given]
 
     assert capture(program).unsupported() == {"unseen_write": 1}

@@ -200,7 +200,7 @@ def test_what_something_unseen_wrote_is_an_unseen_write(capture: Capture, elemen
     def program() -> Any:
         leave_behind(1e30)
         given = torch.empty(elements)
-        address = given.untyped_storage().data_ptr()
+        address = torch._C.StorageBase.data_ptr(given.untyped_storage())
         other = 63 if ctypes.string_at(address, 1) != b"?" else 62  # than what was left there
         ctypes.memset(address, other, 4 * elements)
         return use(given) * 2
@@ -216,7 +216,7 @@ def test_what_something_unseen_wrote_beside_a_captured_write_is_one(capture: Cap
         leave_behind(1e30)
         given = torch.empty(8)
         given[:4] = 1
-        ctypes.memset(given.untyped_storage().data_ptr() + 16, 63, 16)
+        ctypes.memset(torch._C.StorageBase.data_ptr(given.untyped_storage()) + 16, 63, 16)
         return given * 2
 
     assert capture(program).unsupported() == {"unseen_write": 1}
@@ -242,7 +242,7 @@ def test_other_memory_that_an_unseen_write_filled_after_it_is_one(capture: Captu
         odds = torch.randn(6, 2, 5).log_softmax(2)
         torch.nn.functional.ctc_loss(odds, torch.tensor([[1, 2, 3], [2, 3, 4]]), [6, 6], [3, 2], reduction="none")
         filled = torch.empty(2)
-        ctypes.memmove(filled.untyped_storage().data_ptr(), (ctypes.c_float * 2)(3, 4), 8)
+        ctypes.memmove(torch._C.StorageBase.data_ptr(filled.untyped_storage()), (ctypes.c_float * 2)(3, 4), 8)
         return filled.clamp_min(1).mean()
 
     assert capture(program).unsupported() == {"unseen_write": 1}
@@ -356,7 +356,7 @@ def test_what_adds_to_a_part_of_a_copy_reads_it(capture: Capture) -> None:
 def warm_up() -> torch.Tensor:
     leave_behind(1e30)
     written = torch.empty(4, 4)
-    ctypes.memset(written.untyped_storage().data_ptr(), 63, 64)
+    ctypes.memset(torch._C.StorageBase.data_ptr(written.untyped_storage()), 63, 64)
     return written @ torch.ones(4, 4)
 
 

@@ -213,7 +213,7 @@ def test_what_a_script_cannot_express_is_refused_by_name(captured: Captured, tmp
 
     def unseen() -> None:
         written = torch.empty(3)
-        ctypes.memset(written.untyped_storage().data_ptr(), 0x3F, written.nbytes)
+        ctypes.memset(torch._C.StorageBase.data_ptr(written.untyped_storage()), 0x3F, written.nbytes)
         written.sum()
 
     out = tmp_path / "script.py"

@@ -119,7 +119,7 @@ def test_a_capture_whose_replay_differs_gives_nothing(captured: Captured, tool: 
 def reading_what_no_op_wrote() -> None:
     x = torch.ones(3).add(1)
     written = torch.empty(3)
-    ctypes.memset(written.untyped_storage().data_ptr(), 0x3F, written.nbytes)
+    ctypes.memset(torch._C.StorageBase.data_ptr(written.untyped_storage()), 0x3F, written.nbytes)
     y = torch.dot(written, x)
     (y * x).sub(1)
     x.mul(3).sum()

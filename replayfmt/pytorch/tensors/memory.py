@@ -23,6 +23,9 @@ from replayfmt.native import RECORDER_KEY
 
 from ..accelerators import AUTOCAST_KEYS, pins_memory
 
+# Of a storage, past the hook of the programs' own questions for it.
+address_of: Callable[[torch.UntypedStorage], int] = torch._C.StorageBase.data_ptr  # type: ignore[attr-defined]
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _NO_FLAGS = TensorFlag(0)
@@ -65,7 +68,7 @@ def host_view(storage: torch.UntypedStorage) -> memoryview:
     length = storage.nbytes()
     if length == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * length).from_address(storage.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * length).from_address(address_of(storage))).cast("B")
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> memoryview:

@@ -26,6 +26,7 @@ from replayfmt.pytorch.accelerators import HOST, default_generator
 from replayfmt.pytorch.environment import read_settings
 from replayfmt.pytorch.tensors.memory import (
     DTYPE_CODE,
+    address_of,
     device_of,
     dtype_of,
     host_view,
@@ -259,7 +260,7 @@ class GraphBody:
             number = self._builder.bear(length, device, StorageOrigin.payload, payload)
         else:
             number = self._builder.bear(length, device, StorageOrigin.op if made else StorageOrigin.absent)
-        memory = UsedMemory(number, weakref.ref(storage), storage.data_ptr(), length, made, by_value)
+        memory = UsedMemory(number, weakref.ref(storage), address_of(storage), length, made, by_value)
         self._memory[storage._cdata] = memory
         self.memory.append(memory)
         return memory
@@ -385,7 +386,7 @@ class GraphKernel(CodeKernel):
             storage = each.memory.storage()
             if storage is None:
                 return "it uses memory that the program has freed since it was captured"
-            if (storage.data_ptr(), storage.nbytes()) != (each.memory.address, each.memory.bytes):
+            if (address_of(storage), storage.nbytes()) != (each.memory.address, each.memory.bytes):
                 return "it uses memory that was moved since it was captured"
             found[each.name] = make_view(storage, *_as_made(each.view))
         return found

@@ -28,6 +28,7 @@ from replayfmt.format.external_files import OpenedFile
 from replayfmt.format.model import ExternalFile, FileIdentity, FileRange
 from replayfmt.format.redaction import Redaction
 from replayfmt.format.writer import CaptureWriter
+from replayfmt.pytorch.tensors.memory import address_of
 
 from ..known_files import KnownFile, KnownFiles, dtypes_in, format_of, hash_of_range, look_at
 from ..options import CaptureOptions
@@ -134,7 +135,7 @@ class FileBackedStorages:
         """
         mapped = None
         if foreign and storage.device.type == "cpu":
-            mapped = self._mappings.find(storage.data_ptr(), length)
+            mapped = self._mappings.find(address_of(storage), length)
         if mapped is not None:
             place = _Place(mapped.path, mapped.file_bytes, mapped.identity, format_of(mapped.path), mapped.offset)
             writable = mapped.mapping.shared and mapped.mapping.writable
@@ -400,7 +401,7 @@ class FirstContents:
         bytes before it says that they are floats."""
         if storage.device.type != "cpu":
             return None
-        found = self._mappings.find(storage.data_ptr(), storage.nbytes())
+        found = self._mappings.find(address_of(storage), storage.nbytes())
         if found is None:
             return None
         key = found.path, found.identity
@@ -413,14 +414,14 @@ class FirstContents:
         """Whether its bytes are in host memory of this process alone, and in no file."""
         if storage.device.type != "cpu" or not storage.nbytes() or storage.is_shared():
             return False
-        return storage.resizable() or self._mappings.holds_no_file(storage.data_ptr(), storage.nbytes())
+        return storage.resizable() or self._mappings.holds_no_file(address_of(storage), storage.nbytes())
 
     def _is_of_lost_file(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is mapped from a file that has since been removed, replaced or written, and whose header is
         therefore lost."""
         if storage.device.type != "cpu" or not storage.nbytes():
             return False
-        address, length = storage.data_ptr(), storage.nbytes()
+        address, length = address_of(storage), storage.nbytes()
         return self._mappings.find(address, length) is None and self._mappings.is_file(address, length)
 
     def keep(self, found: FoundRange, alive: Callable[[], object | None]) -> None:

@@ -16,7 +16,14 @@ import xxhash
 
 from replayfmt.format.model import Recipe, Statistics
 from replayfmt.format.writer import CaptureWriter
-from replayfmt.pytorch.tensors.memory import DTYPE_CODE, call_undispatched, host_view, make_view, storage_bytes
+from replayfmt.pytorch.tensors.memory import (
+    DTYPE_CODE,
+    address_of,
+    call_undispatched,
+    host_view,
+    make_view,
+    storage_bytes,
+)
 
 from .file_mappings import MappedRange
 
@@ -32,7 +39,7 @@ def is_readable(storage: torch.UntypedStorage) -> bool:
     length = storage.nbytes()
     if storage.device.type != "cpu" or not length or (storage.resizable() and not storage.is_shared()):
         return True  # memory that torch allocates is not in a file
-    begin = storage.data_ptr()
+    begin = address_of(storage)
     first = begin - begin % mmap.PAGESIZE
     failed = _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + length - first), _POPULATE_READ)
     return not failed or ctypes.get_errno() != errno.EFAULT

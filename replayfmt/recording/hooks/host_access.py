@@ -6,7 +6,7 @@ Values that leave the device for the host without an operator (`tolist`, `numpy`
 `__cuda_array_interface__`) are recorded. Memory on which others have a window from then on is checked at each use, and
 so is host memory whose address code outside of PyTorch asks for (`data_ptr`). `item()`, `bool()` and the like are
 operators and need no hook. Other reads that bypass the dispatcher are not seen: `repr` and printing, pickling and
-`torch.save`, a storage's own `tolist`, indexing and `data_ptr`. Programs do not branch on values read in these ways.
+`torch.save`, a storage's own `tolist` and indexing. Programs do not branch on values read in these ways.
 The original runs first, and what it returned or raised is passed on; but what DLPack's C interface raises under the
 Python recorder is an error without an exception.
 """
@@ -128,7 +128,9 @@ _METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
 _FUNCTIONS = (("torch", "to_dlpack"), ("torch.utils.dlpack", "to_dlpack"))
 # A property, by which libraries with kernels of their own (Numba, CuPy) take the memory of a tensor on a GPU.
 _INTERFACE = "__cuda_array_interface__"
-_USES_ADDRESSES_ITSELF = frozenset({"torch", "triton", "replayfmt"})  # packages that do not write through them unseen
+_ADDRESSED = ("Tensor", "UntypedStorage", "TypedStorage")
+# Packages that do not write through addresses unseen: the latter only compare them.
+_USES_ADDRESSES_ITSELF = frozenset({"torch", "triton", "replayfmt", "transformers", "safetensors", "accelerate"})
 # How a storage is moved to shared memory, by `share_memory_` and by multiprocessing.
 _SHARES = ("UntypedStorage._share_fd_cpu_", "UntypedStorage._share_filename_cpu_")
 
@@ -143,7 +145,7 @@ class HostReads(Patched):
             + [Patch(module, name, functools.partial(wraps, name)) for module, name in _FUNCTIONS]
             + [Patch("torch.storage", name, functools.partial(_sharing, recorder)) for name in _SHARES]
             + [Patch("torch", f"Tensor.{_INTERFACE}", lambda original: property(wraps(_INTERFACE, original.fget)))]
-            + [Patch("torch", "Tensor.data_ptr", functools.partial(_Address, recorder))]
+            + [Patch("torch", f"{owner}.data_ptr", functools.partial(_Address, recorder)) for owner in _ADDRESSED]
         )
         self._recorder = recorder
         self._c_interface = _CInterface(self._taken)
@@ -271,28 +273,33 @@ class _Read(StandIn):
 
 
 class _Address(StandIn):
-    """Replaces `Tensor.data_ptr`."""
+    """Replaces `data_ptr` of tensors and storages."""
 
     def __init__(self, recorder: HookHost, original: Callable[..., Any]) -> None:
         super().__init__(original)
         self._recorder = recorder
 
-    def __call__(self, tensor: Any) -> Any:
+    def __call__(self, owner: Any) -> Any:
         try:
-            address = self._original(tensor)
+            address = self._original(owner)
             asking = sys._getframe(1).f_globals.get("__name__") or ""
             if asking.partition(".")[0] not in _USES_ADDRESSES_ITSELF and self._recorder.recording():
-                self._recorder.attempt(_share, self._recorder, tensor, False)
+                self._recorder.attempt(_share, self._recorder, owner, False)
             return address
         except BaseException as error:
             leave_no_frames(error)
             raise
 
 
-def _share(recorder: HookHost, tensor: Any, windowed: bool) -> None:
-    """Others may write to a tensor on the host from now on."""
-    if _has_values(tensor) and tensor.device.type == "cpu" and layout_of(tensor) is torch.strided:
-        recorder.watch(storage_of(tensor), windowed=windowed)
+def _share(recorder: HookHost, owner: Any, windowed: bool) -> None:
+    """Others may write to a tensor, or a storage, on the host from now on."""
+    if isinstance(owner, torch.TypedStorage):
+        owner = owner._untyped_storage
+    if isinstance(owner, torch.UntypedStorage):
+        if owner.device.type == "cpu":
+            recorder.watch(owner, windowed=windowed)
+    elif _has_values(owner) and owner.device.type == "cpu" and layout_of(owner) is torch.strided:
+        recorder.watch(storage_of(owner), windowed=windowed)
 
 
 def _sharing(recorder: HookHost, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from replayfmt.format.codes import StorageOrigin
-from replayfmt.pytorch.tensors.memory import host_view, offset_of, storage_of
+from replayfmt.pytorch.tensors.memory import address_of, host_view, offset_of, storage_of
 
 from ..content.coverage import ByteRegion
 from ..content.first_content import UNREADABLE, FirstContent, FirstContents
@@ -285,7 +285,7 @@ class Storages:
 
     def _containing(self, storage: torch.UntypedStorage, length: int, dtype: torch.dtype | None) -> Tracker | None:
         """A tracker for memory that lies entirely within another storage of the capture, or None."""
-        begin = storage.data_ptr()
+        begin = address_of(storage)
         for base, low in self._memory.containing(begin, begin + length):
             delta = begin - low
             if not (delta % dtype.itemsize if dtype is not None else delta):
@@ -294,7 +294,7 @@ class Storages:
 
     def _overlapping(self, storage: torch.UntypedStorage, length: int) -> list[Tracker]:
         """Those that a storage shares memory with."""
-        begin = storage.data_ptr()
+        begin = address_of(storage)
         if self._native is not None:
             for born in self._native.overlapping(begin, begin + length):
                 self.tracker_of(born)

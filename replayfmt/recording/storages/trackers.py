@@ -22,6 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from replayfmt.pytorch.tensors.memory import address_of
+
 from ..content.coverage import ByteRegion, Coverage
 from ..content.file_mappings import MappedRange
 from ..content.storage_content import content_number, sample, sampled_places
@@ -208,7 +210,7 @@ def has_bytes(storage: torch.UntypedStorage, length: int, device: torch.device) 
     if length == 0 or device.type == "meta":
         return length == 0
     try:
-        return storage.data_ptr() != 0
+        return address_of(storage) != 0
     except RuntimeError:  # torch refuses the address of a ZeroTensor's storage
         return False
 
@@ -259,7 +261,7 @@ class NativeTracker(Tracker):
     def content_now(self, storage: torch.UntypedStorage) -> int:
         if self.state is None or not self.state.private:
             return super().content_now(storage)
-        return int(self.session.content_hash(storage.data_ptr(), storage.nbytes()))
+        return int(self.session.content_hash(address_of(storage), storage.nbytes()))
 
     def known_content(self) -> int | None:
         if self.state is not None and self.state.private:
@@ -371,7 +373,7 @@ class HostMemory:
 
     def add_external(self, number: int, storage: torch.UntypedStorage) -> None:
         """Add a storage whose memory torch did not allocate."""
-        begin = storage.data_ptr()
+        begin = address_of(storage)
         self._external.add(number, begin, begin + storage.nbytes())
 
     def forget(self, number: int) -> None:
@@ -406,7 +408,7 @@ class HostMemory:
             number, storage = tracker.id, tracker()
             known = number in self._external or self._live.get(number) is not tracker
             if storage is not None and not known and storage.device.type == "cpu" and storage.nbytes():
-                begin = storage.data_ptr()
+                begin = address_of(storage)
                 self._own.add(number, begin, begin + storage.nbytes())
 
     def _there(self, ranges: AddressRanges, number: int) -> Tracker | None:
@@ -417,7 +419,7 @@ class HostMemory:
         if storage is None or not storage.nbytes():
             ranges.discard(number)
             return None
-        begin = storage.data_ptr()
+        begin = address_of(storage)
         if ranges[number] != (begin, begin + storage.nbytes()):
             ranges.add(number, begin, begin + storage.nbytes())
         return tracker
