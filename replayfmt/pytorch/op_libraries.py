@@ -137,6 +137,7 @@ KNOWN_LIBRARIES: dict[str, tuple[str, ...]] = {
     "quantized": ("torch.ao.quantization",),
     "quantized_decomposed": ("torch.ao.quantization.fx._decomposed",),
     "bitsandbytes": ("bitsandbytes",),
+    "quanto": ("optimum.quanto",),
     "transformer_engine": ("transformer_engine.pytorch",),
     "tex": ("transformer_engine.pytorch",),
     "apex": ("apex",),
