@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from opreplay_tools.replay_flags import profiling_request
+from opreplay_tools.replay_flags import profiled, profiling_request
 
 from replayfmt.benchmark.profiling import check_families, parse_families, profile_replay
 from replayfmt.errors import OpReplayError, OutputExists, ReplayFailed, UsageError
@@ -177,8 +177,8 @@ def test_a_request_is_checked_before_anything_runs(tmp_path):
     with pytest.raises(UsageError):
         profiling_request("host-opps", str(tmp_path / "new.json"), False, "a.opreplay")
     request = profiling_request("device-kernels", str(tmp_path / "new.json"), False, "a.opreplay")
-    with pytest.raises(UsageError, match="not available"):
-        request.check(SmallPlan())
+    with pytest.raises(UsageError, match="not available"), profiled(request, SmallPlan()):
+        pytest.fail("the replay began")
 
 
 @pytest.mark.gpu
