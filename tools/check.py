@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from replayfmt.errors import InvalidCapture
-from replayfmt.format.external_files import FileRemaps
+from replayfmt.format.external_files import FileRemaps, processors
 from replayfmt.format.maintenance import CheckReport, add_digests, check_capture, recover_capture
 from replayfmt.format.races import judge_races
 from replayfmt.format.rank_files import MANIFEST, write_manifest
@@ -157,7 +157,7 @@ def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tu
 
 def _check_folder(folder: str) -> None:
     """Check the files of all ranks, and make the manifest again."""
-    manifest = write_manifest(folder, processes=min(os.cpu_count() or 1, _MOST_PROCESSES))
+    manifest = write_manifest(folder, processes=min(processors(), _MOST_PROCESSES))
     for row in manifest["ranks"]:
         state = (
             f"{row['bytes']:,} bytes, {counted(row['collectives'], 'collective')}" if row["complete"] else "not valid"

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 
 import click
 
-from replayfmt.dump.in_turns import write_chunk, write_in_turns
 from replayfmt.dump.record_rows import MOST_VALUES, SHOWN_VALUES
 from replayfmt.dump.selection import Selection, parse_range
 from replayfmt.dump.stream import Query, jsonl_chunks, jsonl_parts, text_chunks, text_parts
 from replayfmt.errors import UsageError
+from replayfmt.format.external_files import processors
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import printable
 
@@ -191,10 +191,11 @@ def cli(
                 write(forms.get(form or "", table.device_kernel_text)(reader))
         elif program is not None:
             write(program.apply(jsonl_chunks(reader, selection, summary, values)))
-        elif selection.everything and not summary and (processes := _processes(reader.record_count)) > 1:
+        elif selection.everything and not summary and (count := _processes(reader.record_count)) > 1:
+            from replayfmt.dump.in_turns import write_in_turns
+
             parts = jsonl_parts if form == "jsonl" else text_parts
-            count = 1 + len(reader.record_frames)
-            write_in_turns(count, lambda: parts(reader, values), stdout().buffer, processes)
+            write_in_turns(1 + len(reader.record_frames), lambda: parts(reader, values), write, count)
         else:
             write((jsonl_chunks if form == "jsonl" else text_chunks)(reader, selection, summary, values))
     finally:
@@ -219,14 +220,15 @@ def _processes(records: int) -> int:
     """How many processes write the rows of so many records soonest."""
     if records < _WORTH_A_PROCESS or not hasattr(os, "fork"):
         return 1
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(processors, records // _WORTH_A_PROCESS, _MOST_PROCESSES)
+    return min(processors(), records // _WORTH_A_PROCESS, _MOST_PROCESSES)
 
 
 def write(chunks: Iterable[str]) -> None:
-    """Print chunks of whole lines."""
+    """Print chunks of whole lines, in UTF-8 whatever the locale."""
+    output = stdout().buffer
     for chunk in chunks:
-        write_chunk(stdout().buffer, chunk)
+        output.write(chunk.encode("utf-8", "backslashreplace"))
+        output.flush()
 
 
 def write_bytes(content: bytes | memoryview, capture: str, output: str | None, force: bool) -> None:

@@ -10,27 +10,27 @@ from __future__ import annotations
 import os
 import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import astuple, dataclass
 from itertools import chain
-from typing import IO
+from typing import NamedTuple
 
 from replayfmt.errors import OpReplayError
 
 Make = Callable[[int], Iterator[str]]  # the chunks of a part; parts are requested in order
+Write = Callable[[Iterable[str]], None]  # writes chunks at once, to a file of the system's
 _AHEAD = 1 << 24  # characters that a process keeps until its turn comes, and the chunk that goes beyond
 
 
-@dataclass(frozen=True)
-class _Turn:
+_FORM = struct.Struct("<qq?")
+
+
+class _Turn(NamedTuple):
     """The part to write next, of which `written` chunks are there. `failed`: the first process goes on alone."""
 
     part: int
     written: int = 0
     failed: bool = False
-
-    FORM = struct.Struct("<qq?")
 
 
 class _Neighbours:
@@ -43,15 +43,15 @@ class _Neighbours:
 
     def wait(self) -> _Turn:
         """Raises EOFError if a neighbour ended."""
-        read = os.read(self._read, _Turn.FORM.size)
+        read = os.read(self._read, _FORM.size)
         if not read:
             raise EOFError
-        return _Turn(*_Turn.FORM.unpack(read))
+        return _Turn(*_FORM.unpack(read))
 
     def give(self, turn: _Turn) -> None:
         """Raises EOFError if a neighbour ended."""
         try:
-            os.write(self._write, _Turn.FORM.pack(*astuple(turn)))
+            os.write(self._write, _FORM.pack(*turn))
         except BrokenPipeError:
             raise EOFError from None
 
@@ -60,33 +60,36 @@ class _Neighbours:
         os.close(self._write)
 
 
-def write_in_turns(parts: int, maker: Callable[[], Make], output: IO[bytes], processes: int) -> None:
-    """Write parts 0 to `parts` - 1, in order and in UTF-8. `output` is a file of the system's.
+def write_in_turns(parts: int, maker: Callable[[], Make], write: Write, processes: int) -> None:
+    """Write parts 0 to `parts` - 1, in order. Each process makes its own with what `maker` returns.
 
-    Raises what `make` and writing raise, after what comes before it in the output; OpReplayError if one of the
+    Raises what making and writing raise, after what comes before it in the output; OpReplayError if one of the
     processes is killed.
     """
-    output.flush()
     ring = [os.pipe() for _ in range(processes)]
     children: list[int] = []
-    for place in range(1, processes):
-        children.append(os.fork())
-        if not children[-1]:
-            status = 1
-            try:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process says that it was interrupted
-                _take_turns(_Neighbours(ring, place), place, parts, maker(), output, processes)
-                status = 0
-            finally:
-                os._exit(status)
+    with suppress(OSError):  # no more processes can be made: this one writes alone
+        for place in range(1, processes):
+            children.append(os.fork())
+            if not children[-1]:
+                status = 1
+                try:
+                    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process says that it was interrupted
+                    _take_turns(_Neighbours(ring, place), range(place, parts, processes), maker(), write, parts)
+                    status = 0
+                finally:
+                    os._exit(status)
     neighbours = _Neighbours(ring, 0)
     try:
-        turn = _take_turns(neighbours, 0, parts, maker(), output, processes)
-        make = maker()
-        for part in range(turn.part, parts):
-            for number, chunk in enumerate(make(part)):
-                if part > turn.part or number >= turn.written:
-                    write_chunk(output, chunk)
+        turn = _Turn(0)
+        if parts and len(children) == processes - 1:
+            turn = _take_turns(neighbours, range(0, parts, processes), maker(), write, parts)
+        if turn.part < parts:
+            make = maker()
+            for part in range(turn.part, parts):
+                for number, chunk in enumerate(make(part)):
+                    if part > turn.part or number >= turn.written:
+                        write([chunk])
     except EOFError:
         raise OpReplayError(
             "a process that wrote a part of the rows was killed: the output is incomplete; run it again, with more "
@@ -100,32 +103,32 @@ def write_in_turns(parts: int, maker: Callable[[], Make], output: IO[bytes], pro
             os.waitpid(child, 0)
 
 
-def _take_turns(
-    neighbours: _Neighbours, place: int, parts: int, make: Make, output: IO[bytes], processes: int
-) -> _Turn:
-    """Write every part whose turn comes here. Returns the last turn: all is written, or the first process goes on."""
-    part = place
-    while True:
-        chunks = _begun(make(part)) if part < parts else iter(())
+def _take_turns(neighbours: _Neighbours, mine: range, make: Make, write: Write, parts: int) -> _Turn:
+    """Write each part of `mine` when its turn comes. Returns the last turn: all is written, or the first process goes
+    on alone."""
+    is_first = mine.start == 0
+    for part in mine:
+        chunks = _begun(make(part))
         turn = neighbours.wait() if part else _Turn(0)
-        if turn.failed or turn.part >= parts:
-            if place:
-                neighbours.give(turn)
-            return turn
+        if turn.failed:
+            break
         written = 0
         try:
             for chunk in chunks:
-                write_chunk(output, chunk)
+                write([chunk])
                 written += 1
             turn = _Turn(part + 1)
         except Exception:
-            if not place:
+            if is_first:
                 raise
             turn = _Turn(part, written, failed=True)
+            break
         neighbours.give(turn)
-        if turn.failed:
-            return turn
-        part += processes
+    else:
+        turn = neighbours.wait()
+    if not is_first:
+        neighbours.give(turn)
+    return turn
 
 
 def _begun(chunks: Iterator[str]) -> Iterator[str]:
@@ -144,9 +147,3 @@ def _begun(chunks: Iterator[str]) -> Iterator[str]:
 def _failing(error: Exception) -> Iterator[str]:
     raise error
     yield
-
-
-def write_chunk(output: IO[bytes], chunk: str) -> None:
-    """Write text in UTF-8, whatever the locale, and at once."""
-    output.write(chunk.encode("utf-8", "backslashreplace"))
-    output.flush()

@@ -19,7 +19,7 @@ from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.validation import printable, printable_json
 
 from .contents import attachment_lines
-from .definitions import definition_rows, file_row, lines, storage_lines, summary_row, summary_text
+from .definitions import Row, definition_rows, file_row, lines, storage_lines, summary_row, summary_text
 from .record_rows import LEGEND, SHOWN_VALUES, JsonLines, SmallValues, TextRows
 from .row_templates import Columns, Dialect
 from .selection import Filter, Selection, selects_nothing
@@ -125,15 +125,25 @@ def text_chunks(
 
 def jsonl_parts(reader: CaptureReader, values: int) -> Callable[[int], Iterator[str]]:
     """A whole capture as JSON lines in parts, to be requested in order: first what stands before the records, then each
-    frame."""
-    definitions = chain([file_row(reader), summary_row(reader)], definition_rows(reader))
-    return _parts(reader, lines(definitions), JsonLines(reader), values, storage_lines)
+    frame. Nothing is computed before it is requested."""
+    return _parts(reader, lines(_rows_before(reader)), JsonLines(reader), values, storage_lines)
+
+
+def _rows_before(reader: CaptureReader) -> Iterator[Row]:
+    yield file_row(reader)
+    yield summary_row(reader)
+    yield from definition_rows(reader)
 
 
 def text_parts(reader: CaptureReader, values: int) -> Callable[[int], Iterator[str]]:
     """Likewise, as text for people."""
-    head = chain([summary_text(reader)], attachment_lines(reader), [LEGEND])
-    return _parts(reader, head, TextRows(reader), values, lambda _reader, _frame: iter(()))
+    return _parts(reader, _text_before(reader), TextRows(reader), values, lambda _reader, _frame: iter(()))
+
+
+def _text_before(reader: CaptureReader) -> Iterator[str]:
+    yield summary_text(reader)
+    yield from attachment_lines(reader)
+    yield LEGEND
 
 
 def _parts(

@@ -32,6 +32,11 @@ _MOST_THREADS = 8
 Progress = Callable[[int], None]
 
 
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def digest_file(path_or_fd: str | os.PathLike[str] | int, progress: Progress | None = None) -> str:
     """The file digest as 32 hexadecimal digits, of a path or of a descriptor that stays the caller's.
 
@@ -69,7 +74,7 @@ class _Digest:
             raise ExternalFileProblem(f"{self._name} is not a regular file; nothing else has a file digest")
         chunks = range(0, before.st_size, CHUNK_BYTES)
         lengths = [min(CHUNK_BYTES, before.st_size - start) for start in chunks]
-        threads = min(_MOST_THREADS, os.cpu_count() or 1, len(chunks))
+        threads = min(_MOST_THREADS, processors(), len(chunks))
         if threads < 2:
             digests = [self._chunk(start, length) for start, length in zip(chunks, lengths, strict=True)]
         else:

@@ -7,7 +7,6 @@ captured: by its recorded statistics, or by a stated default.
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from replayfmt.format.external_files import processors
 from replayfmt.format.model import Recipe, Statistics
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 
@@ -477,7 +477,7 @@ class _Maker:
         if len(self._chunks) <= 1:
             yield from map(self._make, self._chunks)
             return
-        workers = min(_THREADS, os.cpu_count() or 1)
+        workers = min(_THREADS, processors())
         following = iter(self._chunks)
         with ThreadPoolExecutor(workers) as pool:
             ahead = deque(pool.submit(self._make, chunk) for chunk in islice(following, workers))

@@ -295,6 +295,7 @@ def _stream_label(ops: CapturedOps, reader: CaptureReader) -> Callable[[int], st
 _MOST_BARS = 250_000  # in a page; beyond, neighbours are put together before it is written
 _MOST_LANES = 40
 _PAUSE = 0.25  # of all time with an op
+_MOST_PAUSES = 200  # each is drawn as a thing of its own
 
 
 @dataclass(frozen=True)
@@ -358,7 +359,8 @@ def _without_pauses(ops: Bars, scopes: Bars) -> tuple[list[Pause], list[Bars]]:
     end = max(int(bars.end.max(initial=0)) for bars in (ops, scopes))
     taken = np.concatenate([ops.start[order], [end]]) - reached
     busy = end - int(taken[taken > 0].sum())
-    long = np.flatnonzero(taken > busy * _PAUSE) if busy else np.zeros(0, np.int64)
+    long = np.argsort(-taken, kind="stable")[:_MOST_PAUSES]
+    long = np.sort(long[taken[long] > busy * _PAUSE]) if busy else long[:0]
     room = np.minimum(taken[long], max(1, min(busy // 20, busy // (2 * max(1, len(long))))))
     left_out = np.cumsum(taken[long] - room)
     starts = reached[long] - left_out + taken[long] - room

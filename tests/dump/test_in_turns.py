@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -28,8 +29,8 @@ def chunks_of(part: int) -> Iterator[str]:
 
 
 def written(path: Path, make: Callable[[int], Iterator[str]], processes: int, parts: int = PARTS) -> str:
-    with open(path, "wb") as output:
-        write_in_turns(parts, lambda: make, output, processes)
+    with open(path, "w", buffering=1) as output:
+        write_in_turns(parts, lambda: make, output.writelines, processes)
     return path.read_text()
 
 
@@ -80,6 +81,19 @@ def test_a_process_that_is_killed_ends_the_output_with_an_error(tmp_path: Path) 
     for processes in (2, 3):
         with pytest.raises(OpReplayError, match="killed"):
             written(tmp_path / "out", killed, processes)
+
+
+def test_where_no_process_can_be_made_one_writes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter([os.fork])  # the second one fails
+
+    def fork() -> int:
+        try:
+            return next(made)()
+        except StopIteration:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable") from None
+
+    monkeypatch.setattr(os, "fork", fork)
+    assert written(tmp_path / "out", chunks_of, 3) == "".join(each for part in range(PARTS) for each in chunks_of(part))
 
 
 @pytest.fixture(scope="module")

@@ -251,3 +251,10 @@ def test_steps_between_which_a_program_waits_are_half_of_the_picture_at_least(st
     assert int(timeline.bars.end[-1]) <= 2 * 80 * steps
     ends, starts = timeline.bars.end.tolist()[:-1], timeline.bars.start.tolist()[1:]
     assert sum(start > end for end, start in zip(ends, starts, strict=True)) == steps - 1
+
+
+def test_the_longest_of_very_many_pauses_have_little_room() -> None:
+    ops = lane(*[(step * 10**6 + (step >= 500) * 10**9, 1000) for step in range(2000)])
+    timeline = timeline_of([ops], NameTable())
+    assert len(timeline.pauses) == 200 and max(each.taken_ns for each in timeline.pauses) > 10**9
+    assert (np.diff(timeline.bars.start) > 0).all()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from math import prod
@@ -22,6 +21,7 @@ import torch
 import xxhash
 
 from replayfmt.format.codes import DType, TensorFlag
+from replayfmt.format.external_files import processors
 from replayfmt.format.model import Sample, TensorDigest, sample_positions, signed
 from replayfmt.native.building import NotAvailable, library, say
 
@@ -118,8 +118,7 @@ def _threads(count: int) -> int:
     most = min(count // (BLOCK_ELEMENTS * _BLOCKS_A_THREAD), _MOST_THREADS)
     if most < 2:
         return 1
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(most, torch.get_num_threads(), processors)
+    return min(most, torch.get_num_threads(), processors())
 
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride in elements) of each dimension, outermost first
