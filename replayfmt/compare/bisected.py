@@ -4,6 +4,9 @@ Each trial is a replay in which some ops run the other way (`OtherWay`) and all 
 whether its end result is off from that of a replay without any. A set is minimal if no part of it that was tried is off
 alone. Where the rest without it is still off, further sets are searched, so that in the end without all of them the
 result is not off.
+
+Replays that begin like an earlier one go on from a state of that (`Checkpoints`). The answer is confirmed by whole
+replays; if these say otherwise, some operator keeps a state of its own, and the search is made again with whole ones.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ import torch
 from replayfmt.errors import OpReplayError, ReplayFailed, ReplayMismatch, UsageError
 from replayfmt.format.codes import DType, RecordKind
 from replayfmt.format.validation import counted, parse_json, printable
+from replayfmt.pytorch.collectives import plays_ranks
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite, KernelStandIn
+from replayfmt.replay.run.checkpoints import Checkpoints
 from replayfmt.replay.run.run_twice import Outcome
 from replayfmt.replay.substitution.loading import load_function
 
@@ -58,7 +63,8 @@ class FoundSet:
 @dataclass
 class Bisected:
     """What a bisection found. `outcome`: `found`, `not off` (with every op run the other way the result is the same),
-    or `unexplained` (without all the sets found it is still off). Prints as what `opreplay-compare --bisect` prints."""
+    or `unexplained` (without all the sets found it is still off). `run` is the share of the replays' records that were
+    run: the others are those of earlier replays that began alike. Prints as what `opreplay-compare --bisect` prints."""
 
     path: str
     way: str
@@ -67,6 +73,7 @@ class Bisected:
     sets: list[FoundSet] = field(default_factory=list)
     outcome: str = "not off"
     failed: dict[int, str] = field(default_factory=dict)  # ops that fail the other way, which ran as captured
+    run: float = 1.0
 
     @property
     def ok(self) -> bool:
@@ -75,7 +82,8 @@ class Bisected:
     @property
     def text(self) -> str:
         lines = [f"{'a':<14}{self.path}", f"{'other way':<14}{self.way}", f"{'judge':<14}{self.judge}"]
-        lines.append(f"{'replays':<14}{self.replays:,}")
+        part = f", of which {self.run:.0%} was run: the rest is as in earlier ones" if self.run < 1 else ""
+        lines.append(f"{'replays':<14}{self.replays:,}{part}")
         for ordinal, why in list(self.failed.items())[:4]:
             lines.append(f"{'as captured':<14}ordinal {ordinal}: fails the other way: {why}")
         for number, each in enumerate(self.sets, 1):
@@ -96,7 +104,7 @@ class Bisected:
     def rows(self) -> tuple[dict[str, Any], ...]:
         head = {
             "kind": "bisected",
-            **{name: getattr(self, name) for name in ("path", "way", "judge", "outcome", "replays")},
+            **{name: getattr(self, name) for name in ("path", "way", "judge", "outcome", "replays", "run")},
             "failed": {str(ordinal): why for ordinal, why in self.failed.items()},
         }
         sets = (
@@ -147,26 +155,32 @@ def bisect_plan(
     kernels = trials.kernels
     calls = sum(map(len, kernels.values()))
     most_calls = max(map(len, kernels.values()), default=1)
-    expected = 4 + 2 * math.ceil(math.log2(max(len(kernels), 1)) + math.log2(max(most_calls, 1)))
+    expected = 6 + 2 * math.ceil(math.log2(max(len(kernels), 1)) + math.log2(max(most_calls, 1)))
     on_progress(
         f"{counted(len(kernels), 'kernel')} with {counted(calls, 'call')}: about {expected} replays if one call is the "
         f"cause, more if several are"
     )
     trials.prepare()
-    left_calls = {ordinal for ordinals in kernels.values() for ordinal in ordinals}
-    while trials.off(left_calls):
-        if len(made.sets) == _MOST_SETS:
-            made.outcome = "unexplained"
-            break
-        found = _minimal(sorted(kernels), partial(trials.off_by_kernels, left_calls))
-        ordinals = _minimal(sorted(left_calls & trials.of(found)), trials.off)
-        chosen = set(ordinals)
-        by_kernel = {name: tuple(sorted(chosen & set(kernels[name]))) for name in found if chosen & set(kernels[name])}
-        made.sets.append(FoundSet(by_kernel, trials.why(chosen)))
-        left_calls = left_calls - chosen
-        made.outcome = "found"
-    made.replays, made.failed = trials.replays, trials.failed
+    made.sets, made.outcome = _search(trials)
+    if not trials.confirm(made.sets):
+        made.sets, made.outcome = _search(trials)
+    made.replays, made.failed, made.run = trials.replays, trials.failed, trials.run / trials.records
     return made
+
+
+def _search(trials: _Trials) -> tuple[list[FoundSet], str]:
+    """All minimal sets, and the outcome."""
+    kernels, sets = trials.kernels, list[FoundSet]()
+    left = {ordinal for ordinals in kernels.values() for ordinal in ordinals}
+    while trials.off(left):
+        if len(sets) == _MOST_SETS:
+            return sets, "unexplained"
+        found = _minimal(sorted(kernels), partial(trials.off_by_kernels, left))
+        chosen = set(_minimal(sorted(left & trials.of(found)), trials.off))
+        by_kernel = {name: tuple(sorted(chosen & set(kernels[name]))) for name in found if chosen & set(kernels[name])}
+        sets.append(FoundSet(by_kernel, trials.why(chosen)))
+        left -= chosen
+    return sets, "found" if sets else "not off"
 
 
 def _minimal(items: list[Any], off: Callable[[set[Any]], bool]) -> list[Any]:
@@ -273,14 +287,15 @@ class _Trials:
     ) -> None:
         self.plan, self.way, self.judge, self._say = plan, way, judge, on_progress
         self.failed: dict[int, str] = {}
-        self.replays = 0
-        self._reference: Values = {}
+        self.replays, self.records, self.run = 0, 0, 0  # replays, the records in them, and those that were run
+        self._mixed = _Mixed(self)
+        self._checkpoints = Checkpoints(self._mixed, plan.generators)
+        self._noting = plan.noting(self._mixed)
+        self._resumed = False
+        self._reference = self._run(())
         self.kernels: dict[str, list[int]] = {}
-        sites = _Mixed(self, ())
-        self._run(sites)
-        for ordinal in sorted(sites.possible):
+        for ordinal in sorted(self._mixed.possible):
             self.kernels.setdefault(plan.describe(ordinal)[0], []).append(ordinal)
-        self._reference = sites.values
         self._file = None if state is None else Path(state)
         about = [_STATE_VERSION, plan.reader.session.session_id, way.text, judge.text, torch.__version__]
         self._about = sha256(json.dumps(about).encode()).hexdigest()
@@ -288,9 +303,8 @@ class _Trials:
 
     def prepare(self) -> None:
         """Check that the judge says the same of two replays without any op run the other way. Raises ReplayFailed."""
-        again = _Mixed(self, ())
-        self._run(again)
-        for one, other in ((self._reference, self._reference), (self._reference, again.values)):
+        again = self._run(())
+        for one, other in ((self._reference, self._reference), (self._reference, again)):
             why = self.judge.off(one, other)
             if why:
                 raise ReplayFailed(
@@ -298,6 +312,23 @@ class _Trials:
                     f"({self.judge.text}) says that one is off: {why}; opreplay-run --repeat names an op that differs "
                     "from itself, if it is not the judge"
                 )
+        self._checkpoints.resumes = not plays_ranks()
+
+    def confirm(self, sets: Sequence[FoundSet]) -> bool:
+        """Whether whole replays show that each set alone is off, and everything else is not; if they do not, only whole
+        ones are made from now on, and nothing is known."""
+        if not self._resumed:
+            return True
+        self._checkpoints.resumes = False
+        self._say("confirming what was found, by whole replays")
+        alone = [frozenset(each.ordinals) for each in sets]
+        rest = frozenset(ordinal for ordinals in self.kernels.values() for ordinal in ordinals).difference(*alone)
+        tried = [each for each in (*alone, rest) if each]
+        if all(bool(self._try(each)) == bool(self.why(each)) for each in tried):
+            return True
+        self._say("they say otherwise: some operator keeps a state of its own; searching again, by whole replays")
+        self._known = {}
+        return False
 
     def of(self, names: Collection[str]) -> set[int]:
         """The calls of kernels."""
@@ -317,23 +348,34 @@ class _Trials:
             return ""
         key = sha256(np.array(sorted(ordinals), np.int64).tobytes()).hexdigest()[:32]
         if key not in self._known:
-            mixed = _Mixed(self, frozenset(ordinals))
-            try:
-                self._run(mixed)
-            except ReplayMismatch as error:
-                why = str(error)
-            else:
-                why = self.judge.off(self._reference, mixed.values)
-                if bool(self.judge.off(self._reference, mixed.values)) != bool(why):
-                    raise ReplayFailed(f"the judge ({self.judge.text}) does not say the same of the same values")
-            self._known[key] = why
+            self._known[key] = self._try(ordinals)
             self._keep()
-            self._say(f"{counted(len(ordinals), 'call')} the other way: {'off' if why else 'not off'}")
         return self._known[key]
 
-    def _run(self, mixed: _Mixed) -> None:
+    def _try(self, ordinals: Collection[int]) -> str:
+        try:
+            values = self._run(ordinals)
+        except ReplayMismatch as error:
+            why = str(error)
+        else:
+            why = self.judge.off(self._reference, values)
+            if bool(self.judge.off(self._reference, values)) != bool(why):
+                raise ReplayFailed(f"the judge ({self.judge.text}) does not say the same of the same values")
+        self._say(f"{counted(len(ordinals), 'call')} the other way: {'off' if why else 'not off'}")
+        return why
+
+    def _run(self, chosen: Collection[int]) -> Values:
+        """What a replay computes in which these ops run the other way."""
+        mixed, checkpoints = self._mixed, self._checkpoints
+        mixed.begin(chosen)
         self.replays += 1
-        self.plan.watch(mixed, self.judge.stop, "none", stand_in=mixed, judge=self.plan.noting(mixed))
+        try:
+            self.plan.watch(mixed, self.judge.stop, "none", stand_in=mixed, judge=self._noting, checkpoints=checkpoints)
+        finally:
+            self.records += self.judge.stop
+            self.run += self.judge.stop - checkpoints.began
+            self._resumed |= checkpoints.began > 0
+        return mixed.values
 
     def _kept(self) -> dict[str, str]:
         """What an earlier bisection tried. Raises UsageError for a file that is not one of this bisection."""
@@ -342,6 +384,7 @@ class _Trials:
         try:
             kept = parse_json(self._file.read_text(encoding="utf-8"))
             if kept["about"] == self._about and all(isinstance(each, str) for each in kept["off"].values()):
+                self._resumed = bool(kept["off"])  # perhaps: nobody knows how these were replayed
                 return dict(kept["off"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
@@ -362,20 +405,45 @@ class _Trials:
 
 
 class _Mixed(KernelStandIn):
-    """A stand-in that runs some ops the other way; and what the replay computed. `possible` are all that could."""
+    """A stand-in that runs chosen ops the other way; and what the replay computed. `possible` are all that could."""
 
     reason = "some ops run another way"
 
-    def __init__(self, trials: _Trials, chosen: Collection[int]) -> None:
-        self._trials, self._chosen = trials, chosen
+    def __init__(self, trials: _Trials) -> None:
+        self._trials = trials
+        self._chosen: frozenset[int] = frozenset()
+        self._sorted = np.zeros(0, np.int64)
+        self._prefixes: dict[int, bytes] = {}
         self.possible: set[int] = set()
         self.values: Values = {}
+
+    def begin(self, chosen: Collection[int]) -> None:
+        """The next replay follows."""
+        self._chosen, self._sorted = frozenset(chosen), np.array(sorted(chosen), np.int64)
+        self._prefixes, self.values = {}, {}
+
+    def prefix(self, ordinal: int) -> bytes:
+        if ordinal not in self._prefixes:
+            chosen = self._sorted[: np.searchsorted(self._sorted, ordinal)]
+            self._prefixes[ordinal] = sha256(chosen.tobytes()).digest() if len(chosen) else b""
+        return self._prefixes[ordinal]
+
+    def noted(self) -> Values:
+        return _copied(self.values)
+
+    def note(self, noted: Values) -> None:
+        self.values = _copied(noted)
 
     def call(self, site: CallSite) -> tuple[None, Callable[..., Any]] | None:
         if self._trials.way.why_not(site) is not None:
             return None
         self.possible.add(site.ordinal)
-        return (None, partial(self._other_way, site)) if site.ordinal in self._chosen else None
+        return None, partial(self._either_way, site)
+
+    def _either_way(self, site: CallSite, /, *args: Any, **kwargs: Any) -> Any:
+        if site.ordinal in self._chosen:
+            return self._other_way(site, *args, **kwargs)
+        return site.original(*args, **kwargs)
 
     def _other_way(self, site: CallSite, /, *args: Any, **kwargs: Any) -> Any:
         """The op runs as captured, for its results' memory, which then gets what the other way computes."""
@@ -412,3 +480,7 @@ class _Mixed(KernelStandIn):
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         found = [results[slot] for slot in sorted(results)]
         self.values[ordinal] = tuple((DTYPE_CODE[tensor.dtype], digest_tensor(tensor)) for tensor in found)
+
+
+def _copied(values: Values) -> Values:
+    return {ordinal: list(value) if isinstance(value, list) else value for ordinal, value in values.items()}

@@ -30,6 +30,7 @@ from .planning.records import Slice
 from .planning.scan import Scan
 from .preparation import MorePlanOptions, Preparation, ReplayOptions
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
+from .run.checkpoints import Checkpoints
 from .run.content import Content, Restoring
 from .run.execute import Machine, OnScope, RunClock, ScopeTimes, Timer, surroundings
 from .run.run_twice import NondeterministicOp, RunTwice, name_nondeterministic
@@ -359,9 +360,11 @@ class Plan(Preparation):
         stand_in: KernelStandIn | None = None,
         judge: Judge | None = None,
         on_progress: Callable[[int], None] | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> tuple[Verification, Divergence | None]:
         """Run what comes before ordinal `stop`, notifying `watcher` of its ops; returns how it was verified, and what
-        differed. `stand_in` replaces kernels. `judge` gets all that can be compared, in place of the plan's.
+        differed. `stand_in` replaces kernels. `judge` gets all that can be compared, in place of the plan's. Calls with
+        the same `checkpoints`, and everything else the same, share what they can.
 
         Reasons against replaying the rest do not matter. Raises ReplayRefused if there are any against this part,
         ReplayFailed if an op fails.
@@ -374,26 +377,34 @@ class Plan(Preparation):
                 stack.enter_context(python_dispatch())
             verification = self._decide(verify)
             checks = verification.mode != "none" or judge is not None
-            scan = Scan(self.reader, self.effects, checks=checks, window=self.options.window, stop=stop)
-            findings = self.findings_before(scan)
-            if findings:
-                raise ReplayRefused(
-                    f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here", findings
+            windows: Iterable[Window] | None = None if checkpoints is None else checkpoints.windows
+            if windows is None:
+                size = self.options.window if checkpoints is None else checkpoints.window_size(stop)
+                scan = Scan(self.reader, self.effects, checks=checks, window=size, stop=stop)
+                findings = self.findings_before(scan)
+                if findings:
+                    raise ReplayRefused(
+                        f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here", findings
+                    )
+                context = replace(
+                    self.context,
+                    shapes=self._shapes(verify),
+                    stand_in=stand_in or self.context.stand_in,
+                    streams=None,
+                    judge=judge or self.judge,
                 )
+                windows = Lowering(context, scan, compare=checks).windows(lower_watched(watcher))
+                if checkpoints is not None and stop <= _KEPT_RECORDS:
+                    windows = checkpoints.windows = list(windows)
             self.files.check()
             bitwise, tolerant = self._is_bitwise(verification), verify != "bitwise"
             self.judge.reset(verification, bitwise=bitwise, stop_at_first=True, tolerant=tolerant)
             self._clock.reset(self.devices, None)
-            context = replace(
-                self.context,
-                shapes=self._shapes(verify),
-                stand_in=stand_in or self.context.stand_in,
-                streams=None,
-                judge=judge or self.judge,
-            )
-            lowered = Lowering(context, scan, compare=checks).windows(lower_watched(watcher))
+            machine = self._machine(verified=checks)
+            if checkpoints is not None and self._content.changed:
+                checkpoints.clear()
             with suppress(StopReplay):
-                self._machine(verified=checks).run(lowered, None, on_progress, prepared=False)
+                machine.run(windows, None, on_progress, prepared=False, checkpoints=checkpoints)
             self.files.check()
         self._tell_tolerance(verification)
         return verification, self.judge.found[0] if self.judge.found else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import jsonschema
@@ -15,6 +15,7 @@ import replayfmt
 import replayfmt.compare.bisected as bisected
 from replayfmt.compare import bisect
 from replayfmt.errors import ReplayFailed, UsageError
+from replayfmt.replay.run.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "docs/comparing-captures.schema.json").read_text())
@@ -36,6 +37,19 @@ def restless(x: torch.Tensor) -> torch.Tensor:
 
 
 calls = 0
+held: float
+
+
+@torch.library.custom_op("steered::hold", mutates_args=())
+def hold(x: torch.Tensor) -> torch.Tensor:
+    global held
+    held = float(x.sum())
+    return x + 1
+
+
+@torch.library.custom_op("steered::held", mutates_args=())
+def add_held(x: torch.Tensor) -> torch.Tensor:
+    return x + held
 
 
 @pytest.fixture
@@ -69,6 +83,39 @@ def test_the_one_call_that_moves_the_result_is_found_and_proved(capture: Capture
     assert "against" in found.sets[0].off_by and found.replays < 40
     for row in found.rows:
         jsonschema.validate(json.loads(json.dumps(row)), SCHEMA)
+
+
+def test_a_replay_goes_on_from_where_it_parts_from_an_earlier_one(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(x: torch.Tensor) -> None:
+        total = torch.zeros(6)
+        for far in (0.5, 0, 0, 0.25, 0, 0, 0, 0, 0, 0.5, 0, 0):
+            y = torch.ops.steered.off(torch.rand(6).add_(x), far)
+            total.view(2, 3)[1].add_(y[3:])
+            x.mul_(1.001).t_()
+        total.sum().item()
+
+    path = capture(program)
+    found = bisect(path, settings=TWO)
+    assert found.run < 0.9 and "was run: the rest is as in earlier ones" in found.text
+    monkeypatch.setattr(Checkpoints, "keep", lambda *_: None)
+    whole = bisect(path, settings=TWO)
+    assert (whole.sets, whole.run, len(whole.sets)) == (found.sets, 1.0, 3)
+
+
+def test_an_operator_with_a_state_of_its_own_does_not_change_the_answer(capture: Capture) -> None:
+    def program(x: torch.Tensor) -> None:
+        y = torch.ops.steered.hold(torch.ops.steered.off(x, 0.5).clone())
+        for _ in range(10):
+            y = torch.ops.steered.off(y.sin(), 0)
+        torch.ops.steered.held(y.sin()).sum().item()
+
+    path = capture(program)
+    said: list[str] = []
+    found = bisect(path, settings=TWO, on_progress=said.append)
+    assert [each.ordinals for each in found.sets] == [(ordinals_of(path, "steered::off")[0],)]
+    assert any("a state of its own" in line for line in said)
 
 
 def test_two_causes_are_two_sets_and_without_both_the_result_is_not_off(capture: Capture) -> None:
@@ -117,12 +164,12 @@ def test_an_interrupted_bisection_goes_on(
     path, state = capture(lambda x: chain(x, 0, 0.5, 0, 0, 0, 0)), tmp_path / "state.json"
     run, count = bisected._Trials._run, 0
 
-    def interrupted(self: bisected._Trials, mixed: object) -> None:
+    def interrupted(self: bisected._Trials, chosen: Collection[int]) -> bisected.Values:
         nonlocal count
         count += 1
         if count == 7:
             raise KeyboardInterrupt
-        run(self, mixed)  # type: ignore[arg-type]
+        return run(self, chosen)
 
     with monkeypatch.context() as changed:
         changed.setattr(bisected._Trials, "_run", interrupted)

@@ -232,6 +232,15 @@ class Content:
         if verified:
             self._compared = False  # until it has ended well
 
+    @property
+    def changed(self) -> bool:
+        """Whether the run that begins found content changed that nothing is known to write."""
+        return bool(self._stale)
+
+    def unwritten(self) -> set[int]:
+        """The storages, by identity, that stay between runs and that nothing writes."""
+        return {kept.storage._cdata for number, kept in self._kept.items() if not self._is_restored(number)}
+
     def end_verified(self, judge: Judge) -> None:
         """A run that verifies is over, and found nothing yet. What it changed although nothing is known to write it, or
         those before it that did not verify, differs from the capture, which has no digest of what it became."""

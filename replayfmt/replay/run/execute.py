@@ -23,6 +23,7 @@ from ..codegen.windows import FILENAME, StagedStorage, Window
 from ..planning.kernels import KernelStandIn
 from ..results import UnexpectedBehaviour
 from ..verification import CompareLocation, Judge, StopReplay
+from .checkpoints import Checkpoints
 from .content import Content, PreparedWindow
 
 OnScope = Callable[[str, str, str, int], None]
@@ -148,18 +149,22 @@ class Machine:
         on_progress: Callable[[int], None] | None,
         *,
         prepared: bool,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        """Run all windows. Only the ops are timed, not what is done between windows: staging content, and preparing
-        the next window where that was not done before (`prepared` False).
+        """Run all windows, or those that `checkpoints` leave to run. Only the ops are timed, not what is done between
+        windows: staging content, and preparing the next window where that was not done before (`prepared` False).
 
         Raises ReplayFailed if an op fails, StopReplay if the judge found the first divergence.
         """
         self.values.clear()
+        first = 0 if checkpoints is None else checkpoints.resume(self.values)
         between = not prepared or on_progress is not None
         keep = prepared and self._stand_in is None
         running = False
         try:
             for window in windows:
+                if window.first_ordinal < first:
+                    continue
                 ready = self.content.ready(window) if keep else None
                 enters = ready or window
                 if running and (enters.staged or enters.hoisted):
@@ -176,6 +181,8 @@ class Machine:
                     running = False
                 self.values.update(zip(window.outputs, outputs, strict=True))
                 del outputs
+                if checkpoints is not None:
+                    checkpoints.keep(window.last_ordinal + 1, self.values, self.content.unwritten())
                 if on_progress is not None:
                     on_progress(window.last_ordinal + 1)
         finally:
