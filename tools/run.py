@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -73,7 +74,8 @@ if TYPE_CHECKING:
 @option(
     "--repeat N",
     "Replay N times and compare the replays with each other, not with the capture: name the first op that differs "
-    "from itself, how often and where.",
+    "from itself, how often and where. With more --device than the capture needs: N times on each, and name the "
+    "device that disagrees with the others.",
     type=click.IntRange(2, 1_000_000),
 )
 @option(
@@ -197,27 +199,24 @@ def cli(
 
 def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form: str) -> int:
     """Print how replays of the capture differ from each other; returns the exit code."""
-    from replayfmt.compare.repeated import repeat_by, run_process
+    from replayfmt.compare.repeated import groups_of, repeat_by, repeat_here, run_process
     from replayfmt.pytorch.collectives import are_left_out
     from replayfmt.pytorch.environment import replayed_settings
-    from replayfmt.trim.recorded import record_plan
 
+    groups = groups_of(capture, flags.device)
     if processes:
         left_out = ["--collectives=none"] if are_left_out() else []
         settings = [f"--set={name}={value}" for name, value in replayed_settings({}).items()]
-        given = [*replace(flags, verify="none").arguments(), *settings, *left_out]
 
-        def record(out: str) -> None:
+        def record(group: tuple[str, ...], out: str) -> None:
+            given = [*replace(flags, verify="none", device=group).arguments(), *settings, *left_out]
             run_process(
                 worker_command("opreplay_tools.run", f"--record={out}", "--digests=ops", *given, "--", capture), out
             )
 
-        found = repeat_by(capture, times, record, processes=True)
+        found = repeat_by(capture, times, {"+".join(group): partial(record, group) for group in groups}, processes=True)
     else:
-        with flags.plan(capture) as plan:
-            found = repeat_by(
-                capture, times, lambda out: record_plan(plan, out, digests="ops", content=False), processes=False
-            )
+        found = repeat_here(capture, times, groups, lambda group: replace(flags, device=group).plan(capture))
     with reader_may_leave():
         if form == "jsonl":
             for row in found.rows:

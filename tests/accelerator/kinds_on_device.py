@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Tools, tools  # noqa: F401 - a fixture
-from on_device import devices_as_they_were, ops, recorder, sim  # noqa: F401 - fixtures of every test
+from on_device import devices_as_they_were, native_alone, ops, recorder, sim  # noqa: F401 - fixtures of every test
 
 import replayfmt
 from replayfmt import Plan
@@ -38,6 +38,22 @@ def test_what_a_scope_left_on_another_stream_is_digested_when_it_is_there(tmp_pa
         with Plan(path, streams=streams) as plan:  # type: ignore[arg-type]
             assert plan.execute(verify="bitwise").outcome == "ok"
     assert sim.races() == 0
+
+
+@torch.library.custom_op("off::second", mutates_args=())
+def second(x: torch.Tensor) -> torch.Tensor:
+    return x + x.device.index
+
+
+@native_alone
+def test_repeated_replays_on_several_devices_name_what_differs_between_them(tmp_path: Path, tools: Tools) -> None:  # noqa: F811
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        torch.ops.off.second(torch.ones(4, device="sim:0").add(1)).sum().item()
+    ran = tools("run", "--repeat=2", "--device=sim:0", "--device=sim:1", path)
+    assert ran.code == 1 and "4 replays on sim:0, sim:1 in turn" in ran.out
+    assert "devices differ: " in ran.out and "(off::second.default) is the first that differs between" in ran.out
+    assert tools("run", "--repeat=2", "--device=sim:1", path).out.splitlines()[-1].startswith("deterministic: ")
 
 
 def test_content_travels_through_pinned_memory_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jsonschema
@@ -15,7 +16,7 @@ import torch
 from in_process import Tools
 
 import replayfmt
-from replayfmt.compare import repeat
+from replayfmt.compare import repeat, repeated
 from replayfmt.errors import ReplayFailed, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -110,14 +111,51 @@ def test_what_differs_only_between_processes_is_found_with_a_fresh_process_each(
     assert ran.returncode == 1 and "(moody::process.default, scope execute) is the first" in ran.stdout, ran.stderr
 
 
-def test_a_replay_that_fails_in_its_process_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ReplayFailed, match=r"in a fresh process failed.*nothing\.opreplay"):
-        repeat(tmp_path / "nothing.opreplay", 2, processes=True)
+@torch.library.custom_op("moody::device", mutates_args=())
+def on_device(x: torch.Tensor) -> torch.Tensor:
+    """Is off while a device that pretends to be another computes."""
+    return x * (1.5 if pretended == "odd:1" else 1.0)
+
+
+pretended = ""
+
+
+def test_the_device_that_disagrees_with_the_others_is_named(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = capture(lambda x: torch.ops.moody.device(x.add(1)).sum().item())
+
+    def found(*names: str) -> repeated.Repeated:
+        def record(name: str, out: str) -> None:
+            monkeypatch.setattr(sys.modules[__name__], "pretended", name)
+            replayfmt.record_replay(path, out, digests="ops")
+
+        return repeated.repeat_by(str(path), 2, {name: partial(record, name) for name in names}, processes=False)
+
+    three = found("odd:0", "odd:1", "odd:2")
+    assert (three.outcome, three.replays, three.compared > 0) == ("devices differ", 6, True)
+    assert three.first is not None and three.first.kernel == "moody::device.default"
+    assert (three.first.devices, three.first.replays) == (("odd:1",), (2, 5))
+    assert "odd:1 computes the same each time, and not what the others do" in three.text
+    for row in three.rows:
+        jsonschema.validate(json.loads(json.dumps(row)), SCHEMA)
+    two = found("odd:1", "odd:0")
+    assert two.first is not None and not two.first.majority
+    assert "with three or more of them it would be seen which one is off" in two.text
+    assert found("odd:0", "odd:2").outcome == "deterministic"
+
+
+def test_a_replay_that_fails_in_its_process_is_one_clear_error(capture: Capture) -> None:
+    with pytest.raises(ReplayFailed, match=r"in a fresh process failed.*streams"):
+        repeat(capture(lambda x: x.sum()), 2, processes=True, streams="odd")
 
 
 def test_wrong_usage_of_repeat_is_one_line(tools: Tools, capture: Capture) -> None:
     path = capture(lambda x: x.sum())
-    for arguments, text in ((("--processes", path), "--repeat=N"), (("--repeat=1", path), "1")):
+    twice = ("--repeat=2", "--device=cpu", "--device=cpu", path)
+    for arguments, text in (
+        (("--processes", path), "--repeat=N"),
+        (("--repeat=1", path), "1"),
+        (twice, "--device: cpu, cpu: the same twice"),
+    ):
         ran = tools("run", *arguments)
         assert ran.code == 2 and len(ran.err.splitlines()) == 1 and text in ran.err
     with pytest.raises(UsageError, match="at least 2"):

@@ -168,6 +168,23 @@ def map_devices(captured: Sequence[Device | None], requested: Sequence[str]) -> 
     return DeviceMap(tuple(captured), tuple(targets)), findings
 
 
+def device_groups(captured: Sequence[Device | None], requested: Sequence[str]) -> list[tuple[str, ...]]:
+    """The requested devices in groups, each of as many as a capture needs (`captured`, by device id): one replay can
+    run on each. One group of none if none are requested.
+
+    Raises UsageError if they are not a multiple, or two groups are the same.
+    """
+    needed = max(1, sum(device is not None and device.kind not in ("cpu", "meta") for device in captured))
+    if len(requested) % needed:
+        raise UsageError(
+            f"--device: {len(requested)} were given, and the capture used {needed} accelerators; give a multiple of it"
+        )
+    groups = [tuple(requested[first : first + needed]) for first in range(0, len(requested), needed)]
+    if len(set(groups)) < len(groups):
+        raise UsageError(f"--device: {', '.join(requested)}: the same twice; give each device once")
+    return groups or [()]
+
+
 def _described(device: Device) -> str:
     return f"{device} ({device.name})" if device.name else str(device)
 
