@@ -190,6 +190,7 @@ def _timing_files(folder, **changes):
         kernel("void at::native::elementwise", 2, "", "", 10, 3),
     ]
     whole |= {"full_model_inference_us": 20000.0} | changes
+    whole = {key: value for key, value in whole.items() if value is not ...}
     (folder / "full_model_timing.json").write_text(json.dumps(whole, indent=2))
     (folder / "isolated_kernels_timing.json").write_text(json.dumps({"kernels": kernels}))
     power = "".join(f"{moment(t / 40)},0,{30 if t < 140 else 60}\n" for t in range(300))
@@ -222,6 +223,7 @@ def test_timings_of_the_whole_and_of_isolated_kernels_are_windows_whose_classes_
         ({"num_runs": -1}, "a window of it is damaged"),
         ({"start_timestamp": "yesterday"}, "is damaged: Invalid isoformat"),
         ({"start_timestamp": None}, "is damaged"),
+        ({"num_runs": ...}, "'num_runs' is missing"),
         ({"end_timestamp": "2026-02-06 18:32:00"}, "does not end after it begins"),
         ({"end_timestamp": "2026-02-06 18:32:04.900"}, "begins 0.900 s before"),
     ],
@@ -360,7 +362,13 @@ def test_windows_are_what_was_written(tmp_path):
         (lambda lines: lines[:-2] + lines[-1:], "is cut off"),
         (lambda lines: lines[1:], "is not a file of windows"),
         (lambda lines: ["{}"], "is not a file of windows"),
-        (lambda lines: ["nonsense"], "not every line of it is JSON"),
+        (lambda lines: ["nonsense"], "it begins with 'nonsense', which is not JSON"),
+        (lambda lines: [], "it is empty"),
+        (lambda lines: ["[1]"], "not of an object"),
+        (lambda lines: ["timestamp,gpu,power_w", "1,0,2"], "the columns of a power log .* the second argument"),
+        (lambda lines: ['{"name": "k", "count": 3}'] * 2, 'its first line has "name", "count", and no times'),
+        (lambda lines: ['{"summary": {},', '"kernels": [{"name": "k"}]}'], 'it has "summary", "kernels", and no times'),
+        (lambda lines: [lines[0], "nonsense", *lines[1:]], "not every line of it is JSON"),
         (lambda lines: [lines[0].replace('"version": 1', '"version": 9'), *lines[1:]], "has version 9"),
         (lambda lines: [lines[0], lines[1].replace('"runs": 0', '"runs": "x"'), *lines[2:]], "is damaged"),
         (lambda lines: [lines[0], lines[1].replace('"idle"', '"sleep"'), *lines[2:]], "is damaged"),

@@ -78,6 +78,8 @@ def test_local_times_are_those_of_the_zone_and_gpus_are_chosen(tmp_path):
         ("", "is empty"),
         ("gpu,power_w\n0,45\n", "no column of the power log holds a time"),
         ("timestamp,gpu,clock\n1700000000,0,45\n", "no column of the power log holds a power"),
+        ('{"kernels": [\n1, 2]}\n', "is JSON, not the rows of a power log; expected timestamp,gpu"),
+        ("device,category,count\n0,a,1\n", r"no line names columns of time and power, and of those without"),
         ("timestamp,gpu,power_w\n1700000000,0,[N/A]\n", r"no row of the power log can be read \(1 not available\)"),
         ("timestamp,gpu,power_w\n12,0,45\n", r"can be read \(1 unreadable\)"),
     ],

@@ -361,6 +361,7 @@ def read_power_log(
     chosen = [gpu for gpu in known if not gpus or gpu in gpus]
     if not chosen:
         told = ", ".join(f"{count} {reason}" for reason, count in rows.left_out.items()) or "no rows"
+        told = told if rows.has_header else f"no line names columns of time and power, and of those without: {told}"
         raise UsageError(f"{path}: no row of the power log can be read ({told}){rows.example}; expected {EXPECTED}")
     power = {gpu: rows.power[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.power}
     counted = {gpu: rows.counted[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.counted}
@@ -490,6 +491,10 @@ class _Rows:
         self.whole_seconds = True
 
     @property
+    def has_header(self) -> bool:
+        return self._header is not None
+
+    @property
     def power_column(self) -> str:
         """The name of the column that power is from, "" if there is none."""
         place = None if self.columns is None else self.columns.power
@@ -538,6 +543,8 @@ class _Rows:
         """Find the columns in the first row; whether it is a header."""
         if is_header(row):
             self._header = row
+        elif row[0][:1] in ("{", "["):
+            raise UsageError(f"{self._path}: is JSON, not the rows of a power log; expected {EXPECTED}")
         self._names = self._header or _WITHOUT_HEADER
         for separator in ";\t":
             if len(row) == 1 and separator in row[0]:

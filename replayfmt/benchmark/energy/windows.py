@@ -24,7 +24,7 @@ from replayfmt.format.attachments import kernel_tier
 from replayfmt.format.validation import parse_json, require_regular_file
 
 from ..machine import are_gpu_rows
-from .power_log import CounterSeries, PowerLog, Series
+from .power_log import CounterSeries, PowerLog, Series, is_header
 
 FORMAT = "opreplay-energy-windows"
 VERSION = 1
@@ -96,16 +96,17 @@ def read_windows(path: str | os.PathLike[str], zone: tzinfo = UTC) -> WindowsFil
     """Read a file of windows, or timings of the energy system that we follow, whose times are in `zone`. Raises
     UsageError for one that is damaged, cut off, or something else, and for windows during which the clock was set."""
     text = _text_of(path)
+    if FORMAT not in text[:_HEAD]:
+        timings = _whole_json(text)
+        if isinstance(timings, dict) and (_are_timings(timings.get("kernels")) or "num_runs" in timings):
+            return _timings(str(path), timings, zone)
+        raise UsageError(f"{path}: is not a file of windows: {_content(text, timings)}; {_EXPECTED}")
     try:
-        if FORMAT not in text[:_HEAD]:
-            timings = parse_json(text, parse_constant=_no_number)
-            if isinstance(timings, dict) and ("kernels" in timings or "full_model_inference_us" in timings):
-                return _timings(str(path), timings, zone)
         rows = [parse_json(line, parse_constant=_no_number) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise UsageError(f"{path}: is not a file of windows: not every line of it is JSON") from error
-    if not rows or not all(isinstance(row, dict) for row in rows) or rows[0].get("format") != FORMAT:
-        raise UsageError(f"{path}: is not a file of windows; expected what opreplay-benchmark --energy-windows wrote")
+        raise UsageError(f"{path}: is damaged: not every line of it is JSON; measure again") from error
+    if not all(isinstance(row, dict) for row in rows) or rows[0].get("format") != FORMAT:
+        raise UsageError(f"{path}: is not a file of windows: its first line is not their header; {_EXPECTED}")
     head, *body = rows
     if head.get("version") != VERSION:
         raise UsageError(f"{path}: has version {head.get('version')!r} of windows; this reader knows {VERSION}")
@@ -136,6 +137,39 @@ def _text_of(path: str | os.PathLike[str]) -> str:
 
 
 _WHOLE, _ISOLATED = "full_model_timing.json", "isolated_kernels_timing.json"
+_EXPECTED = f"expected what opreplay-benchmark --energy-windows wrote, or {_ISOLATED} with {_WHOLE} beside it"
+_SHOWN_KEYS = 6
+
+
+def _whole_json(text: str) -> Any:
+    """The value of a text that is JSON, None for another."""
+    try:
+        return parse_json(text, parse_constant=_no_number)
+    except ValueError:
+        return None
+
+
+def _are_timings(kernels: object) -> bool:
+    """Whether a list of kernels says when each was timed."""
+    return isinstance(kernels, list) and any(isinstance(each, dict) and "start_timestamp" in each for each in kernels)
+
+
+def _content(text: str, value: Any) -> str:
+    """What a text is that is no file of windows, as a clause. `value` is its JSON, None if it has none."""
+    if not text.strip():
+        return "it is empty"
+    first = text.lstrip("\ufeff \t\r\n").split("\n", 1)[0]
+    rows = value is None
+    value = _whole_json(first) if rows else value
+    if isinstance(value, dict):
+        where = "its first line has" if rows else "it has"
+        keys = list(value)[:_SHOWN_KEYS]
+        return f"{where} {', '.join(json.dumps(key)[:40] for key in keys) or 'nothing'}, and no times to integrate over"
+    if value is not None:
+        return f"it is JSON, but not of an object: {first[:40]!r}"
+    if is_header([cell.strip() for cell in first.split(",")]):
+        return f"it has the columns of a power log ({first[:60].strip()}), which is the second argument"
+    return f"it begins with {first[:40]!r}, which is not JSON"
 
 
 def _timings(path: str, given: dict[str, Any], zone: tzinfo) -> WindowsFile:
@@ -163,10 +197,14 @@ def _timings(path: str, given: dict[str, Any], zone: tzinfo) -> WindowsFile:
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(
-            f"{path}: it or {name} is damaged: {str(error) or 'a kernel without a name or a count'}"
+            f"{path}: it or {name} is damaged: {_missing(error) or 'a kernel without a name or a count'}"
         ) from error
     _require_forward(rows, path)
     return WindowsFile({"timings": [os.path.basename(path), name]}, 0, rows, not_run)
+
+
+def _missing(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _timed(role: Role, name: str, timing: dict[str, Any], runs: int, zone: tzinfo) -> EnergyWindow:
