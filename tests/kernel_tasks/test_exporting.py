@@ -14,7 +14,7 @@ import torch
 from in_process import Tools
 
 import replayfmt
-from replayfmt.benchmark.candidates.check_script import Options, load_task, read_safetensors
+from replayfmt.benchmark.candidates.check_script import Case, Options, load_task, read_safetensors
 from replayfmt.benchmark.candidates.judged import run_judge
 from replayfmt.errors import ReplayRefused, UsageError
 
@@ -221,3 +221,31 @@ def test_a_task_with_anything_in_the_place_of_anything_is_read_or_refused_in_one
         (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         with pytest.raises(ValueError, match="safetensors"):
             read_safetensors(tmp_path / "a.safetensors")
+
+
+def test_a_case_whose_content_is_not_what_was_exported_is_refused(tmp_path: Path, exported: Exported) -> None:
+    folder = exported(kernel="aten::addmm")
+    task = described(folder)
+    workload = task["workloads"][0]
+    file = workload["cases"][0]["file"]
+    right = (folder / file).read_bytes()
+    first = 8 + int.from_bytes(right[:8], "little")
+    output = torch.zeros(workload["results"][0]["sizes"])
+
+    def read(content: bytes) -> None:
+        (tmp_path / file).write_bytes(content)
+        case = Case(tmp_path, task, workload, 0, None)
+        case.require_exported()
+        case.kept("result.0", output)
+
+    read(right)
+    for content, words in (
+        (right[: first + 1] + bytes([right[first + 1] ^ 1]) + right[first + 2 :], "is damaged: its inputs are not"),
+        (right.replace(b'"input.mat1"', b'"input.mat9"'), "expected the inputs .*'input.mat1'"),
+        (b"\2\0\0\0\0\0\0\0{}", "has \\[\\]; expected"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read(content)
+    output = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"result.0 has .* expected 12: torch.float32 of \[3\]"):
+        read(right)

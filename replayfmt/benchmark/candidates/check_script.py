@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
+import hashlib
 import importlib.util
 import json
 import math
@@ -208,7 +209,11 @@ class Case:
         self.name = f"{workload['name']}.{number}"
         self.expected: dict[str, torch.Tensor] = {}
         file = workload["cases"][number]["file"] if number < len(workload["cases"]) else None
-        entries = read_safetensors(folder / file) if file else {}
+        self.path = folder / str(file)
+        entries = read_safetensors(self.path) if file else {}
+        known = {storage["entry"] for storage in workload["storages"]}
+        if file and known != {name for name in entries if name.startswith("input.")}:
+            raise ValueError(f"{self.path}: has {sorted(entries)!a:.200}; expected the inputs {sorted(known)!a:.200}")
         self.contents = []
         for place, storage in enumerate(workload["storages"]):
             dtype, length = dtype_of(storage["dtype"]), int(storage["bytes"])
@@ -221,9 +226,30 @@ class Case:
                 data = torch.zeros(length, dtype=torch.uint8)
                 data[: count * dtype.itemsize] = filled.view(torch.uint8)
             if len(data) != length:
-                raise ValueError(f"{folder / str(file)}: {storage['entry']} has {len(data)} bytes, expected {length}")
+                raise ValueError(f"{self.path}: {storage['entry']} has {len(data)} bytes, expected {length}")
             self.contents.append(data.view(dtype) if length % dtype.itemsize == 0 else data)
         self.expected = {name: data for name, data in entries.items() if not name.startswith("input.")}
+        self.inputs = [data for name, data in entries.items() if name.startswith("input.")]
+        self.digest = workload["cases"][number].get("digest") if file else None
+
+    def require_exported(self) -> None:
+        """Raises ValueError if the inputs in the file are not those that were exported."""
+        if self.digest is not None:
+            hashed = hashlib.sha256()
+            for data in self.inputs:
+                hashed.update((ctypes.c_char * len(data)).from_address(data.data_ptr()) if len(data) else b"")
+            if hashed.hexdigest() != self.digest:
+                raise ValueError(f"{self.path}: is damaged: its inputs are not those that were exported")
+
+    def kept(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+        """What the file has of an output, as the bytes of a tensor of `like`'s dtype and sizes. Raises ValueError."""
+        data = self.expected.get(name)
+        if data is not None and len(data) != like.numel() * like.itemsize:
+            raise ValueError(
+                f"{self.path}: {name} has {len(data)} bytes, expected {like.numel() * like.itemsize}: "
+                f"{like.dtype} of {list(like.shape)}"
+            )
+        return None if data is None else data.view(like.dtype).reshape(like.shape)
 
     def names(self, place: int) -> str:
         """The arguments on a storage."""
@@ -1152,24 +1178,21 @@ class Task:
     def _against_file(self, case: Case, here: dict[str, Any]) -> str:
         """How the reference's outputs differ from those in the file. Where they agree, the file's are the expected
         ones."""
-        contents = case.contents
+        case.require_exported()
         for place, value in enumerate(here["values"]):
-            data = case.expected.get(f"result.{place}")
-            if data is None or not isinstance(value, torch.Tensor):
+            kept = case.kept(f"result.{place}", value) if isinstance(value, torch.Tensor) else None
+            if kept is None:
                 continue
-            kept = data.view(value.dtype).reshape(value.shape)
             off = difference(f"result {place}", kept, value, here["tolerances"][place])
             if off is not None:
                 return f"the reference gives other outputs here than in the capture: {off}"
             value.copy_(kept)
         for place, storage in enumerate(case.workload["storages"]):
-            data = case.expected.get(f"written.{storage['entry'].removeprefix('input.')}")
-            if data is not None:
-                before = contents[place].dtype
+            after = here["after"][place].view(case.contents[place].dtype)
+            kept = case.kept(f"written.{storage['entry'].removeprefix('input.')}", after)
+            if kept is not None:
                 tolerance = here["tolerances"][len(here["values"]) + place]
-                off = difference(
-                    f"argument {case.names(place)}", data.view(before), here["after"][place].view(before), tolerance
-                )
+                off = difference(f"argument {case.names(place)}", kept, after, tolerance)
                 if off is not None:
                     return f"the reference writes something else here than in the capture: {off}"
         return ""
