@@ -50,6 +50,37 @@ def test_entries_do_not_depend_on_where_chunks_end(chunk: int, tmp_path: Path, m
     assert not stream.problems and stream.complete
 
 
+def _nodes(names: list[str], broken: int | None = None) -> str:
+    """An execution trace as PyTorch writes it: names are not escaped. The inputs of one node may be damaged."""
+    texts = (
+        f'{{\n "id": {place}, "name": "{name}", "ctrl_deps": 1,\n "inputs": {"[[1" if place == broken else []},\n'
+        ' "attrs": [{"name": "rf_id", "value": 0},{"name": "scope", "value": 7}]\n }'
+        for place, name in enumerate(names)
+    )
+    return '{"schema": "1.1.1", "nodes": [\n' + ",\n".join(texts) + '\n], "finish_ts": 3}'
+
+
+@pytest.mark.parametrize("chunk", [300, 1 << 20])
+def test_names_of_nodes_may_hold_quotes(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TraceFile, "read", lambda self, size, old=TraceFile.read: old(self, chunk))
+    names = ["a", 'step "1", {', '5" screen', "b", '["]', 'é "x" \\w', *"cd" * 20, '"']
+    (tmp_path / "e.json").write_text(_nodes(names))
+    with JsonStream.open(tmp_path / "e.json") as stream:
+        read = [(key, value) for key, value in stream.entries({"nodes"}) if key != "schema"]
+    assert [value["name"] for key, value in read if key == "nodes"] == names and read[-1] == ("finish_ts", 3)
+    assert stream.problem_counts == {"invalid name": 5} and stream.complete
+    quoted = _nodes(names).index('{\n "id": 1')
+    assert stream.problems[0].offset == quoted and "quotes in a name" in stream.problems[0].text
+
+
+def test_of_a_damaged_node_nothing_else_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "e.json").write_text(_nodes(["a"] * 9, broken=4))
+    with JsonStream.open(tmp_path / "e.json") as stream:
+        nodes = [value for key, value in stream.entries({"nodes"}) if key == "nodes"]
+    assert [each["id"] for each in nodes] == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert stream.problem_counts["skipped"] == 1
+
+
 def test_an_outer_array_gives_its_elements(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(EVENTS))

@@ -2,9 +2,9 @@
 
 A trace is an object with a few small members and one array of very many events. `JsonStream.entries` yields the
 members, and the elements of named arrays, one by one, with memory for one chunk and one entry. Errors that real
-exporters make are tolerated: trailing commas, bare NaN and Infinity, invalid escapes, bytes that are not UTF-8; an
-unreadable entry is skipped; a truncated file ends where it was cut off. Each of these is a Problem, with the byte
-offset in the (decompressed) JSON.
+exporters make are tolerated: trailing commas, bare NaN and Infinity, invalid escapes, quotes in the names of an
+execution trace's nodes, bytes that are not UTF-8; an unreadable entry is skipped; a truncated file ends where it was
+cut off. Each of these is a Problem, with the byte offset in the (decompressed) JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .trace_files import Progress, TraceFile
 _CHUNK_BYTES = 1 << 20
 _LONGEST_ENTRY = 8 << 20  # characters; anything longer is assumed to be damage
 _MOST_IN_VAIN = 32 << 20  # characters read in vain before the search inside damaged entries is given up
+_NODE_CHARACTERS = 1 << 12  # of a node of an execution trace, usually
 _CAREFUL = 32  # entries that are read separately after one that could not be read
 _SHOWN_PROBLEMS = 20
 _DOUBLE_DIGITS = 16  # with the point, 15 digits: those that a double always holds
@@ -32,7 +33,9 @@ _DOUBLE_DIGITS = 16  # with the point, 15 digits: those that a double always hol
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
 _WHOLE_STRING = re.compile(_STRING, re.DOTALL)
 _STRUCTURE = re.compile(rf'{_STRING}|["{{}}\[\]]', re.DOTALL)
-_NEXT_ENTRY = re.compile(r'[\]}"\w,]\s*\{\s*"(?:ph|name|cat|id|op_name)"\s*:')
+_FIRST_KEYS = "ph|name|cat|id|op_name"
+# PyTorch writes the name of a node as it is: one with quotes ends where the next member begins.
+_NODE_NAME = re.compile(r'\{\s*(?:"id": \d+, )?"name": "([^\n]{0,65536}?)", "(?:ctrl_deps|id)": \d')
 _TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*+[}}\]])", re.DOTALL)
 _BARE_WORD = re.compile(rf"({_STRING})|(-?)\b(nan|inf|infinity|none|undefined)\b", re.DOTALL | re.IGNORECASE)
 _BAD_ESCAPE = re.compile(r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
@@ -78,6 +81,7 @@ class JsonStream:
         self._before = 0  # bytes before the buffer
         self._counted = 0, 0  # a position in the buffer, and the number of bytes before it
         self._careful = 0  # this many entries are still read by their extent
+        self._first_key = _FIRST_KEYS  # of the entries: those inside a damaged one may look like entries, too
         self._in_vain = 0  # characters of entries that had no end, or were not JSON
         self._ended = False
         self._not_utf8 = False
@@ -199,6 +203,8 @@ class JsonStream:
                 continue
             found, value = self._value(recover=True)
             if found:
+                if isinstance(value, dict) and value:
+                    self._first_key = next(iter(value))
                 yield value
             elif self._ended and self._place >= len(self._text):
                 return
@@ -225,6 +231,8 @@ class JsonStream:
             # Building an error message costs time proportional to the text before it: after an error, entries are read
             # separately.
             self._careful -= 1
+            if (node := self._named()) is not None:
+                return True, node
             extent = self._extent()
             if extent is not None and (extent < len(self._text) or self._ended):
                 return self._apart(extent, recover)
@@ -239,6 +247,8 @@ class JsonStream:
                 self._place = end
                 return True, value
             except ValueError:  # not JSON, or a number of thousands of digits
+                if (node := self._named()) is not None:
+                    return True, node
                 extent = self._extent()
                 if extent is not None:
                     break
@@ -252,6 +262,35 @@ class JsonStream:
                 self._resynchronize()
                 return False, None
         return self._repaired(extent, recover)
+
+    def _named(self) -> dict[str, Any] | None:
+        """The node that begins here, if quotes in its name end no string, as they would in JSON."""
+        found = _NODE_NAME.match(self._text, self._place)
+        if found is None or _WHOLE_STRING.fullmatch(f'"{found[1]}"'):
+            return None
+        self._careful = _CAREFUL
+        first, rest = found.span(1)
+        head = self._text[self._place : first] + json.dumps(found[1], ensure_ascii=False)[1:-1]
+        length = _NODE_CHARACTERS
+        while self._in_vain <= _MOST_IN_VAIN:
+            try:
+                value, end = self._decoder.raw_decode(head + self._text[rest : rest + length])
+            except (ValueError, RecursionError):
+                self._in_vain += length
+                if rest + length >= len(self._text):
+                    break
+                length *= 8
+            else:
+                self._note("invalid name", "quotes in a name that are not escaped; taken as a part of it", self.offset)
+                self._place = rest + end - len(head)
+                return value
+        return None
+
+    def _next_entry(self, start: int, end: int) -> int | None:
+        """Where the first entry in a part of the buffer seems to begin."""
+        key = self._first_key if self._first_key == _FIRST_KEYS else re.escape(self._first_key)
+        found = re.compile(rf'[\]}}"\w,]\s*(\{{)\s*"(?:{key})"\s*:').search(self._text, start, end)
+        return found.start(1) if found else None
 
     def _apart(self, end: int, recover: bool) -> tuple[bool, Any]:
         """The value up to `end`."""
@@ -335,17 +374,17 @@ class JsonStream:
             return True, value
         self._note("skipped", f"an entry is not JSON: {self._shown()}", offset)
         inside = recover and self._looks_inside(end)
-        next_entry = _NEXT_ENTRY.search(self._text, self._place + 1, end) if inside else None
-        self._place = self._text.index("{", next_entry.start()) if next_entry else end
+        next_entry = self._next_entry(self._place + 1, end) if inside else None
+        self._place = end if next_entry is None else next_entry
         return False, None
 
     def _resynchronize(self) -> bool:
         """Go to the apparent beginning of the next entry; False if there is none."""
         self._place += 1
         while True:
-            found = _NEXT_ENTRY.search(self._text, self._place)
-            if found:
-                self._place = self._text.index("{", found.start())
+            found = self._next_entry(self._place, len(self._text))
+            if found is not None:
+                self._place = found
                 return True
             if self._ended:
                 self._place = len(self._text)
