@@ -83,6 +83,10 @@ _FOREIGN = (
         rb"\s*\{\s*\"end_timestamp\": [^\n]{1,80}\n?\s*\"(?:kernels|energy_joules|full_model_inference_ms)\"",
         "a table of measured times without PyTorch operators (opreplay-energy integrates power logs over such)",
     ),
+    (
+        rb"(?:name,device,count,signature_json|device,category,kernel_name,count)\s",
+        "a table of device kernels and their counts (import the profiler trace that it was made from)",
+    ),
     (rb'"?[\w-]+"?,[^\n]{0,400}"?Kernel_?Name"?', "rocprof's table of kernels (without PyTorch operators)"),
     (
         rb"\x0a[\s\S]{0,4000}(?:/host:|/device:|Task Environment)",
@@ -101,14 +105,32 @@ _FOREIGN = (
     (rb"\s*\{[\s\S]{0,4000}\"https://www\.speedscope\.app/", "a speedscope profile"),
     (rb"\x0a[\x01-\xff][\x00-\x7f]?[\x18\x32\x38\x40\x50]", "a Perfetto trace in protobuf"),
 )
+# What JSON may be packed in, of which gzip, tar and zip are read.
+_PACKED = (
+    (rb"\x28\xb5\x2f\xfd", "compressed with zstd"),
+    (rb"BZh[1-9]", "compressed with bzip2"),
+    (rb"\xfd7zXZ\0", "compressed with xz"),
+    (rb"\x04\x22\x4d\x18", "compressed with LZ4"),
+    (rb"7z\xbc\xaf", "a 7z archive"),
+    (rb"\x78[\x01\x5e\x9c\xda]", "compressed with zlib"),
+    (rb"\x1f\x8b", "compressed twice"),
+    (rb"\xff\xfe|\xfe\xff|\0{1,3}[\[{]|[\[{]\0", "text in UTF-16 or UTF-32, not UTF-8"),
+)
 _HEAD_BYTES = 4096
 
 
 def _foreign(path: str | PathLike[str], member: str) -> str:
-    """What a file of another tool seems to be, by its beginning; "" where it is not known."""
+    """What a file that is not read seems to be, by its beginning, and what to do; "" where it is not known."""
     with TraceFile(path, member=member) as file:
         head = file.read(_HEAD_BYTES)
-    return next((what for pattern, what in _FOREIGN if re.match(pattern, head)), "")
+    for pattern, what in _FOREIGN:
+        if re.match(pattern, head):
+            return (
+                f"it is {what}, which is not read; record the program with torch.profiler or ExecutionTraceObserver, "
+                "or export it to their JSON"
+            )
+    packed = next((what for pattern, what in _PACKED if re.match(pattern, head)), "")
+    return packed and f"it is {packed}, which is not read; convert it first: JSON in UTF-8, as it is or in gzip"
 
 
 @contextmanager
@@ -119,10 +141,7 @@ def _foreign_named(path: str | PathLike[str], member: str) -> Iterator[None]:
     except InvalidCapture:
         what = _foreign(path, member)
         if what:
-            raise UnsupportedVersion(
-                f"{fspath(path)}: it is {what}, which is not read; record the program with torch.profiler or "
-                "ExecutionTraceObserver, or export it to their JSON"
-            ) from None
+            raise UnsupportedVersion(f"{fspath(path)}: {what}") from None
         raise
 
 

@@ -141,7 +141,7 @@ def test_operators_without_a_duration_are_left_out_and_counted(duration: int | N
     assert told(result, "1 events of category cpu_op have no duration", "left out")
 
 
-@pytest.mark.parametrize("duration", [None, -5])
+@pytest.mark.parametrize("duration", [None, -5, True])
 def test_device_work_of_unknown_duration_has_no_time(duration: int | None, imported: Import) -> None:
     broken = kernel(77, 200, 30)
     broken = without(broken, "dur") if duration is None else {**broken, "dur": duration}
@@ -149,6 +149,13 @@ def test_device_work_of_unknown_duration_has_no_time(duration: int | None, impor
         result = imported([*LINEAR, launch(77, 50), broken], unique=unique)
         assert result.of("op")[0].device_duration_ns is None
         assert told(result, "1 events of category kernel have no duration", "not known")
+
+
+@pytest.mark.parametrize("args", [[1], "x", 7])
+def test_device_work_whose_args_are_no_object_is_work_without_them(args: object, imported: Import) -> None:
+    result = imported([*LINEAR, launch(77, 50), kernel(77, 200, 9), {**kernel(78, 300, 30), "args": args}])
+    assert [each.device_duration_ns for each in result.of("unsupported")] == [30_000]
+    assert told(result, "1 events have args that are no object")
 
 
 def test_events_of_unknown_categories_and_phases_are_counted(imported: Import) -> None:

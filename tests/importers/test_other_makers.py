@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ from .traces import ADD, MM, kernel, launch, op, tensor, trace
         (b'{"Type":48,"CudaEvent":{"startNs":"1","endNs":"2","kernel":{"gridX":1}}}\n', "Nsight Systems' JSON"),
         (b'{"$schema": "https://www.speedscope.app/file-format-schema.json", "profiles": []}', "speedscope"),
         (b"\x0a\x0f\x40\x01\x50\x02\x32\x0a" + bytes(60), "Perfetto trace in protobuf"),
+        (b"name,device,count,signature_json\ngemm,0,3,{}\n", "device kernels and their counts"),
+        (b"\x28\xb5\x2f\xfd\x04\x00" + bytes(60), "compressed with zstd, which is not read; convert it first"),
+        (zlib.compress(b'{"traceEvents": []}'), "compressed with zlib"),
+        ('{"traceEvents": []}'.encode("utf-16"), "UTF-16"),
+        ('{"traceEvents": []}'.encode("utf-32-be"), "UTF-16 or UTF-32"),
+        (gzip.compress(b"{}"), "compressed twice"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -42,7 +49,7 @@ def test_another_tools_intact_file_is_named_for_what_it_is(
     content: bytes, told: str, packed: bool, tools: Tools, tmp_path: Path
 ) -> None:
     path = tmp_path / "profile"
-    path.write_bytes(gzip.compress(content) if packed else content)
+    path.write_bytes(gzip.compress(content) if packed or content.startswith(b"\x1f\x8b") else content)
     code, _out, err = tools("import", path, "-o", tmp_path / "out.opreplay")
     assert code == 3 and err.startswith("UNIMPLEMENTED") and told in err and err.count("\n") == 1
 

@@ -279,6 +279,9 @@ class TraceEvents:
         if not isinstance(event, dict):
             self.problems[_NO_FIELDS] += 1
             return
+        if not isinstance(event.get("args"), dict | None):
+            self.problems["have args that are no object; they were read without them"] += 1
+            event = {**event, "args": None}
         try:
             phase, category = event.get("ph"), event.get("cat")
             if phase in ("B", "E"):
@@ -463,6 +466,8 @@ class TraceEvents:
 
 def nanoseconds(microseconds: Any) -> int:
     """A time in whole nanoseconds. Raises ValueError, OverflowError and TypeError for an invalid one."""
+    if isinstance(microseconds, bool):
+        raise TypeError("a time is a number")
     text = microseconds.text if isinstance(microseconds, LongFloat) else microseconds
     if isinstance(text, str):
         exact = _DECIMAL.match(text)  # since 1970 there are more nanoseconds than a double holds
