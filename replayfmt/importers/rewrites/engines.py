@@ -42,6 +42,7 @@ from .engine_experts import (
     quantized,
     topk,
 )
+from .engine_weights import awq_dequantize, awq_product, gptq_product
 from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed
 
 # -------------------------------------------------------------------------------------------------------- normalization
@@ -450,6 +451,10 @@ _AITER_EXPERTS = (
 _DTYPE = "ScalarType? dtype=None"
 _WEIGHTED = "(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, "
 _SKINNY = "(Tensor in_a, Tensor in_b, "
+_AWQ_WEIGHT = "Tensor _kernel, Tensor _scaling_factors, Tensor _zeros"
+_AWQ_NAMES = {"_in_feats": "data", "_kernel": "weight", "_scaling_factors": "scales", "_zeros": "zeros"}
+_AWQ_NAMES |= {"qweight": "weight", "qzeros": "zeros"}
+_GPTQ = "(Tensor a, Tensor b_q_weight, Tensor b_gptq_qzeros, Tensor b_gptq_scales, Tensor b_g_idx, "
 
 _ROPE = "int rotate_style, bool reuse_freqs_front_part, bool nope_first) -> ()"
 _CHOSEN = "(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v"
@@ -786,6 +791,27 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         experts,
         f"{_AITER_EXPERTS}Tensor? num_local_tokens=None, {_DTYPE}, int hidden_pad=0, int intermediate_pad=0, "
         f'str gate_mode=""{_BIASES}) -> Tensor',
+    ),
+    "_C::awq_dequantize": (
+        renamed(awq_dequantize, _AWQ_NAMES),
+        f"({_AWQ_WEIGHT}, int split_k_iters, int thx, int thy) -> Tensor",
+    ),
+    "sgl_kernel::awq_dequantize": (
+        renamed(awq_dequantize, _AWQ_NAMES),
+        "(Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor",
+    ),
+    "_C::awq_gemm": (
+        renamed(awq_product, _AWQ_NAMES),
+        f"(Tensor _in_feats, {_AWQ_WEIGHT}, int split_k_iters) -> Tensor",
+    ),
+    "_C::gptq_gemm": (
+        renamed(gptq_product, {"use_exllama": "shuffled"}),
+        f"{_GPTQ}bool use_exllama, int bit) -> Tensor",
+        f"{_GPTQ}bool use_exllama, bool use_v2_format, int bit) -> Tensor",
+    ),
+    "sgl_kernel::gptq_gemm": (
+        renamed(gptq_product, {"use_shuffle": "shuffled"}),
+        f"{_GPTQ}bool use_shuffle, int bit) -> Tensor",
     ),
     "vllm::rocm_unquantized_gemm": (
         _product("x", "weight", by_rows=True),
