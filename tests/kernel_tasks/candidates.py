@@ -106,6 +106,60 @@ CHEATS: dict[str, tuple[str, str, str]] = {
     "another dtype": ("structure", "", f"return ({RIGHT}).double()"),
     "another layout": ("structure", "", f"return ({RIGHT}).t().contiguous().t()"),
     "an input's memory": ("aliasing", "", "return mat2.as_strided((mat1.shape[0], mat2.shape[1]), (mat2.shape[1], 1))"),
+    "looks for the answer on the stack": (
+        "uncorrelated",
+        "import sys\ndef found(value, depth=0):\n"
+        "    if isinstance(value, dict) and 'tolerances' in value: return value['values'][0]\n"
+        "    below = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else "
+        "vars(value).values() if type(value).__module__ == '__main__' and hasattr(value, '__dict__') else ()\n"
+        "    return next((x for x in (found(each, depth + 1) for each in below if depth < 4) if x is not None), None)",
+        "frame = sys._getframe(1)\n    while frame:\n        out = found(dict(frame.f_locals))\n"
+        "        if out is not None: return out.clone()\n        frame = frame.f_back\n"
+        "    return torch.zeros(mat1.shape[0], mat2.shape[1])",
+    ),
+    "looks for the answer among all objects": (
+        "uncorrelated",
+        "import gc",
+        "for each in gc.get_objects():\n"
+        "        if type(each) is dict and 'tolerances' in each and each['values'][0].shape[0] == mat1.shape[0]: "
+        "return each['values'][0].clone()\n    return torch.zeros(mat1.shape[0], mat2.shape[1])",
+    ),
+    "patches the judge": (
+        "global state",
+        "import sys",
+        "sys.modules['__main__'].CaseJudge._behaved = lambda *_: None\n"
+        "    sys.modules['__main__'].CaseJudge._off = lambda *_: None\n"
+        "    return torch.zeros(mat1.shape[0], mat2.shape[1])",
+    ),
+    "patches the judge when it is loaded": (
+        "global state",
+        "import sys\nMAIN = sys.modules['__main__']\nMAIN.State.changes = lambda self: []\n"
+        "MAIN.Judge.settled = lambda *_: None\nMAIN.CaseJudge.judge = lambda self: None",
+        "return torch.zeros(mat1.shape[0], mat2.shape[1])",
+    ),
+    "patches a comparison": (
+        "global state",
+        "torch.where = lambda condition, one, other: torch.zeros_like(other)",
+        "return torch.zeros(mat1.shape[0], mat2.shape[1])",
+    ),
+    "traces the judge": ("global state", "import sys", f"sys.setprofile(lambda *_: None); return {RIGHT}"),
+    "slows the original": (
+        "global state",
+        "import time\nLIB = torch.library.Library('aten', 'IMPL')\n"
+        "LIB.impl('addmm', lambda *args, **named: time.sleep(0.01), 'AutogradCPU')",
+        f"return {RIGHT}",
+    ),
+    "runs code without a file": (
+        "late work",
+        "import threading\nBUSY = 'import time\\nwhile True: time.sleep(0.001)'",
+        f"threading.Thread(target=exec, args=(compile(BUSY, '<made>', 'exec'),), daemon=True).start(); return {RIGHT}",
+    ),
+    "says that it was judged": (
+        "crashed",
+        "import os",
+        'for number in range(3, 64):\n        try: os.write(number, b\'{"event": "end"}\\n\')\n'
+        "        except OSError: pass\n    os._exit(0)",
+    ),
     "dies": ("crashed", "import os, signal", "os.kill(os.getpid(), signal.SIGSEGV)"),
     "leaves": ("crashed", "import os", "os._exit(0)"),
     "has no function": ("does not load", "", ""),

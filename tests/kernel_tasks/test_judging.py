@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -141,12 +142,25 @@ def test_a_kernel_that_is_right_until_it_is_timed_is_rejected(exported: Exported
         "counts its calls": f"import torch\nCALLS, LAST = [0], {{}}\n{ADDMM}    CALLS[0] += 1\n"
         "    key = mat1.shape, mat2.shape\n    if CALLS[0] > 60 and key in LAST: return LAST[key].clone()\n"
         f"    LAST[key] = {RIGHT}\n    return LAST[key]\n",
+        "knows a part of its inputs": f"import torch\nLAST = {{}}\n{ADDMM}"
+        "    key = mat1.shape, *mat1.view(-1)[:8].tolist()\n"
+        f"    if key not in LAST: LAST[key] = {RIGHT}\n    return LAST[key].clone()\n",
+        "sees which calls are judged": f"import sys, torch\nCALLS = [0]\n{ADDMM}    CALLS[0] += 1\n"
+        "    names = sys._getframe(1).f_locals\n    names = names if 'rounds' in names else sys._getframe(2).f_locals\n"
+        f"    judged = names.get('last') or names.get('rounds') in names.get('judged', ())\n"
+        f"    return {RIGHT} if CALLS[0] < 60 or judged else torch.zeros(mat1.shape[0], mat2.shape[1])\n",
+        "never sees the same inputs in two timed calls": f"import torch\nSEEN = set()\n{ADDMM}"
+        "    key = tuple(bytes(each.contiguous().view(torch.uint8).view(-1).tolist()) for each in (self, mat1, mat2))\n"
+        f"    assert len(SEEN) < 60 or key not in SEEN\n    SEEN.add(key)\n    return {RIGHT}\n",
         "honest": honest("addmm", "split sums"),
     }
     found = judged(exported(kernel="aten::addmm"), tmp_path / "c", texts, Options(min_time_s=0.02))
     assert found["honest"]["verdict"] == "accepted" and len(found["honest"]["timed"]) == 4
-    assert found["counts its calls"]["verdict"] == "cached"
-    assert "in a timed call" in found["counts its calls"]["text"]
+    assert found.pop("never sees the same inputs in two timed calls")["verdict"] == "accepted"
+    for name, each in found.items():
+        assert name == "honest" or (each["verdict"], "in a timed call" in each["text"]) == ("cached", True), each[
+            "text"
+        ]
 
 
 def test_a_kernel_has_a_limit_of_time_and_of_memory(exported: Exported, tmp_path: Path) -> None:
@@ -219,6 +233,26 @@ def test_what_a_kernel_is_allowed_is_not_held_against_it(exported: Exported, tmp
     assert tools("benchmark", "--compare", f"--candidates={file}", "--allow-reason=calls the original", task).code == 0
     wrong = tools("benchmark", "--compare", f"--candidates={file}", "--allow-reason=being slow", task)
     assert wrong.code == 2 and "calls the original" in wrong.err
+
+
+def test_a_kernel_of_several_threads_is_judged_with_other_sizes(exported: Exported, tmp_path: Path) -> None:
+    import torch
+
+    import replayfmt
+
+    path = tmp_path / "large.opreplay"
+    with replayfmt.capture(path):
+        torch.randn(300, 400).softmax(-1)
+    task, file = exported(path, kernel="aten::_softmax"), tmp_path / "mine.py"
+    file.write_text(honest("softmax", "by parts"))
+    done = subprocess.run(
+        [sys.executable, str(task / "check.py"), "--variants", "--min-time=0", str(file)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        timeout=300,  # a process that was forked waits forever for threads that it does not have
+    )
+    assert "accepted" in done.stdout, done.stdout + done.stderr
 
 
 def test_flags_of_tasks_and_of_captures_do_not_mix(exported: Exported, capture: Path, tools: Tools) -> None:

@@ -12,8 +12,10 @@ Each kernel is judged in a process of its own. Exit code 0 if every kernel is ac
 from __future__ import annotations
 
 import argparse
+import builtins
 import ctypes
 import fcntl
+import gc
 import hashlib
 import importlib.util
 import json
@@ -72,6 +74,7 @@ REFERENCE = "reference"  # in place of a candidate: the reference is timed
 _FIRST_CALL = "the first call"
 _TEXT_LIMIT = 400
 _LEAST_ROUNDS, _MOST_ROUNDS = 7, 250
+_JUDGED = 0.1  # the share of timed calls whose outputs are judged
 _FEW_BYTES = 1 << 20  # of inputs: there are several sets of them
 
 
@@ -591,6 +594,7 @@ def survives(function: Callable[..., Any], case: Case, variant: Variant) -> bool
     if not child:
         code = 1
         try:
+            torch.set_num_threads(1)  # the other threads are not in a forked process, which would wait for them
             memories = memories_of(case, variant.contents(case))
             code = 1 if run(function, case, memories, variant.sizes).error else 0
         finally:
@@ -708,27 +712,13 @@ class Fault(Exception):
 class State:
     """The state of this process that a kernel must leave as it is."""
 
-    _FUNCTIONS = (
-        (time, "perf_counter"),
-        (time, "perf_counter_ns"),
-        (time, "monotonic"),
-        (time, "time"),
-        (torch, "equal"),
-        (torch, "allclose"),
-        (torch, "load"),
-        (torch, "empty"),
-        (torch, "no_grad"),
-        (torch.Tensor, "clone"),
-        (torch.Tensor, "copy_"),
-        (torch.Tensor, "__eq__"),
-        (torch.Tensor, "isnan"),
-        (torch.accelerator, "synchronize"),
-        (torch.cuda, "synchronize"),
-        (torch.cuda, "Event"),
-        (json, "dumps"),
-    )
+    _OWNERS: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, torch.accelerator, torch.cuda, torch.storage)
+    _OWNERS += (torch.cuda.Event, torch.autograd.profiler, builtins, ctypes, json, math, os, random, threading, time)
 
     def __init__(self) -> None:
+        own = vars(sys.modules[__name__])
+        classes = [value for value in own.values() if isinstance(value, type) and value.__module__ == __name__]
+        self._functions = [(owner, _functions(owner)) for owner in (*self._OWNERS, sys.modules[__name__], *classes)]
         self._before = self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -752,15 +742,46 @@ class State:
             "Python's random generator": random.getstate(),
             "working directory": os.getcwd(),
         }
-        for owner, name in self._FUNCTIONS:
-            found[f"{getattr(owner, '__name__', owner)}.{name}"] = getattr(owner, name)
-        judge = sys.modules[__name__]
-        found["check.py"] = {name: id(value) for name, value in vars(judge).items() if callable(value)}
-        return found
+        found |= {"a tracer": sys.gettrace(), "a profiler": sys.getprofile()}
+        # PyTorch's own operators may not get other kernels: the original would compute, or take, something else.
+        kernels = sorted(each for each in torch.library._impls if each.startswith("aten/"))
+        return found | {"kernels of PyTorch's operators": kernels}
 
     def changes(self) -> list[str]:
         after = self._read()
-        return [name for name, value in self._before.items() if after[name] is not value and after[name] != value]
+        found = [name for name, value in self._before.items() if after[name] is not value and after[name] != value]
+        for owner, functions in self._functions:
+            now = _defined(owner)
+            for name, (value, code) in functions.items():
+                there = now.get(name)
+                if (there is not value or getattr(value, "__code__", None) is not code) and not _is_hidden(
+                    there, value
+                ):
+                    found.append(f"{owner.__name__.replace('__main__', 'check.py')}.{name}")
+        return found
+
+
+def _is_hidden(there: Any, value: Any) -> bool:
+    """Whether PyTorch replaced a function so that its compiler does not see it, as it does when that is imported."""
+    file = getattr(getattr(there, "__code__", None), "co_filename", "")
+    return file == os.path.join(os.path.dirname(torch.__file__), "_compile.py") and there.__wrapped__ is value
+
+
+def _defined(owner: Any) -> dict[str, Any]:
+    """What a module or class has, by name, with what it inherits."""
+    found: dict[str, Any] = {}
+    for kind in reversed(owner.__mro__[:-1]) if isinstance(owner, type) else (owner,):
+        found |= vars(kind)
+    return found
+
+
+def _functions(owner: Any) -> dict[str, tuple[Any, Any]]:
+    """The functions and classes of a module or class, each with its code."""
+    return {
+        name: (value, getattr(value, "__code__", None))
+        for name, value in _defined(owner).items()
+        if callable(value) or isinstance(value, property | classmethod | staticmethod)
+    }
 
 
 class Judge:
@@ -772,13 +793,14 @@ class Judge:
         self._opened: list[str] = []
         self._own = ""
         self.seen: set[int] = set()  # hashes of what it rightly returned in earlier cases
-        self._state = State()
+        self.changes = State().changes  # of the functions as they are now
 
     def load(self, given: str) -> Callable[..., Any]:
         path, function = split_candidate(given)
         name = function or self.task.task["function"]
         self._own = os.path.realpath(path)
         sys.addaudithook(self._audit)
+        settled = self.settled
         self.armed = True
         try:
             if path.endswith(".py"):
@@ -795,7 +817,7 @@ class Judge:
         if not callable(found):
             there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
             raise Fault("does not load", f"it has no function {name!r}, but {', '.join(there[:8]) or 'none'}")
-        self.settled("while it was loaded")
+        settled("while it was loaded")
         return found
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -811,29 +833,33 @@ class Judge:
         """Raises Fault if the process is not as it was."""
         if self._opened:
             raise Fault("reads the task", f"it opened {', '.join(dict.fromkeys(self._opened))} {when}")
-        changes = self._state.changes()
+        changes = self.changes()
         if changes:
-            raise Fault("global state", f"it changed {', '.join(changes)} {when}")
+            more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
+            raise Fault("global state", f"it changed {', '.join(changes[:4])}{more} {when}")
 
     def runs_on(self) -> bool:
         """Whether code of the candidate's runs in another thread. Compilers have threads of their own, which wait."""
-        here = threading.get_ident()
-        for thread, top in sys._current_frames().items():
-            frame = top if thread != here else None
+        frames = sys._current_frames()
+        del frames[threading.get_ident()]  # which refers to itself from here
+        for top in frames.values():
+            frame: Any = top
             while frame is not None:
-                if os.path.realpath(frame.f_code.co_filename) == self._own:
-                    return True
+                file = frame.f_code.co_filename
+                if os.path.realpath(file) == self._own or not (os.path.exists(file) or file.startswith("<frozen")):
+                    return True  # a file that does not exist: it made the code as it ran
                 frame = frame.f_back
         return False
 
 
 class CaseJudge:
-    """Judges a candidate in one case. `kept` is what the reference does there; without it, calls are only timed."""
+    """Judges a candidate in one case, with its captured inputs and `variants` of them; without a list of these, calls
+    are only timed. What is expected is read after a call, and no longer there in the next one, which could find it."""
 
-    def __init__(self, judge: Judge, function: Callable[..., Any], case: Case, kept: dict[str, Any] | None) -> None:
+    def __init__(self, judge: Judge, function: Callable[..., Any], case: Case, variants: list[Variant] | None) -> None:
         self._judge, self._function, self._case = judge, function, case
-        self._expected: dict[str, dict[str, Any]] = kept["expected"] if kept else {}
-        self._variants: list[Variant] = kept["variants"] if kept else []
+        self._settled = judge.settled
+        self._judges, self._variants = variants is not None, variants or []
         self._other = next((each for each in self._variants if each.change is not None), None)
         self._calls: list[tuple[str, Outcome]] = []
 
@@ -876,14 +902,17 @@ class CaseJudge:
         with poisoned(poison):
             found = run(self._function, self._case, memories, variant.sizes)
         self._judge.armed = False
-        self._behaved(what, contents, memories, found, self._expected[variant.name])
+        self._settled(f"in {what}")
+        self._behaved(what, contents, memories, found, self._expected(variant))
         self._calls.append((what, found))
         return found
+
+    def _expected(self, variant: Variant) -> dict[str, Any]:
+        return self._judge.task.expected(self._case, variant)
 
     def _behaved(
         self, what: str, contents: list[torch.Tensor], memories: list[Memory], found: Outcome, expected: dict[str, Any]
     ) -> None:
-        self._judge.settled(f"in {what}")
         if found.error:
             aligned = "aligned to one element" in what
             reason = "out of memory" if found.memory_error else "alignment" if aligned else "raises"
@@ -958,7 +987,7 @@ class CaseJudge:
                 raise Fault("uninitialized", f"memory that was never written changes its outputs: {off}", off)
             raise Fault("uncorrelated" if off.constant else "wrong", str(off), off)
         self._judge.seen.add(_hash(first))
-        self._related(self._expected[CAPTURED.name], first)
+        self._related(self._expected(CAPTURED), first)
         if self._other is not None and second is not None:
             off = self._off(self._other, second)
             if off is not None:
@@ -981,8 +1010,9 @@ class CaseJudge:
 
     def _off(self, variant: Variant, found: Outcome) -> Difference | None:
         """The first output that is too far off."""
-        expected = self._expected[variant.name]
-        contents = variant.contents(self._case)
+        return self._apart(self._expected(variant), variant.contents(self._case), found)
+
+    def _apart(self, expected: dict[str, Any], contents: list[torch.Tensor], found: Outcome) -> Difference | None:
         wanted = _outputs(Outcome(values=expected["values"], after=expected["after"]), contents)
         got = _outputs(found, contents)
         results = len(expected["values"])
@@ -1022,9 +1052,9 @@ class CaseJudge:
                 raise Fault("wrong", f"{where} it is {factor:.4g} times the expected one")
 
     def measure(self, reference: Callable[..., Any]) -> dict[str, Any]:
-        """Nanoseconds of calls of both, in alternation. Before each call its inputs change, at the same addresses, so
-        nothing that is kept from an earlier one can be right; in some rounds, which nobody can foretell, and in the
-        last one the candidate's outputs are judged. Raises Fault."""
+        """Nanoseconds of calls of both, in alternation. Before each call its inputs change, at the same addresses, to
+        values that they never had, so that nothing that is kept from an earlier one can be right; after some calls,
+        which nobody can foretell, and after the last one the candidate's outputs are judged. Raises Fault."""
         variants = [CAPTURED] if self._other is None else [CAPTURED, self._other]
         inputs = _TimedInputs(self._case, [each.contents(self._case) for each in variants])
         options, flush = self._judge.task.options, None
@@ -1033,21 +1063,20 @@ class CaseJudge:
         times: dict[str, list[int]] = {"candidate": [], "reference": []}
         sides = [("candidate", self._function), ("reference", reference)]
         for _warmup in range(2):
-            took = {name: _timed(each, inputs, 1, None)[0] for name, each in sides}
+            took = {name: self._timed(each, reference, inputs, 1, None)[0] for name, each in sides}
         repeat = 1 if flush is not None else max(1, min(len(inputs.sets), 20_000 // max(min(took.values()), 1)))
-        began, rounds, last = time.perf_counter(), 0, False
-        judged = set(random.SystemRandom().sample(range(_MOST_ROUNDS), _MOST_ROUNDS // 10))
+        began, rounds, last, chance = time.perf_counter(), 0, False, random.SystemRandom()
         while not last:
-            spent = time.perf_counter() - began
-            last = rounds + 1 >= _LEAST_ROUNDS and (spent > options.min_time_s or rounds + 1 >= _MOST_ROUNDS)
             for name, each in sides if rounds % 2 else sides[::-1]:
-                taken, returned, memories = _timed(each, inputs, repeat, flush)
+                taken, returned, memories = self._timed(each, reference, inputs, repeat, flush)
                 times[name].append(taken // repeat)
-                if self._expected and name == "candidate" and (last or rounds in judged):
+                if name == "reference":
+                    continue
+                spent = time.perf_counter() - began
+                last = rounds + 1 >= _LEAST_ROUNDS and (spent > options.min_time_s or rounds + 1 >= _MOST_ROUNDS)
+                if self._judges and (last or chance.random() < _JUDGED):
                     found = Outcome(values=leaves(returned), after=[memory.read() for memory in memories])
-                    off = self._off(variants[inputs.now], found)
-                    if off is not None:
-                        raise Fault("cached", f"in a timed call with inputs that had changed: {off}", off)
+                    self._timed_rightly(reference, variants[inputs.now], inputs.contents(repeat - 1), found)
             rounds += 1
         return {
             "times_ns": times,
@@ -1056,42 +1085,80 @@ class CaseJudge:
             "inputs": "hot" if flush is None else "cold",
         }
 
+    def _timed_rightly(
+        self, reference: Callable[..., Any], variant: Variant, contents: list[torch.Tensor], found: Outcome
+    ) -> None:
+        there = run(reference, self._case, memories_of(self._case, contents))
+        expected = self._expected(variant) | {"values": there.values, "after": there.after}
+        off = self._apart(expected, contents, found)
+        if off is not None:
+            raise Fault("cached", f"in a timed call with inputs that had changed: {off}", off)
 
-def _timed(
-    function: Callable[..., Any], inputs: _TimedInputs, repeat: int, flush: torch.Tensor | None
-) -> tuple[int, Any, list[Memory]]:
-    """Nanoseconds of calls on so many sets of inputs; what the last one returned, and its memory."""
-    given = inputs.change(repeat)
-    returned = None
-    if flush is not None:
-        flush.add_(1)
-    _synchronize()
-    with torch.no_grad():
-        began = time.perf_counter_ns()
-        for arguments in given:
-            returned = function(*arguments.positional, **arguments.named)
-        _synchronize()  # every stream
-        taken = time.perf_counter_ns() - began
-    return taken, returned, inputs.sets[repeat - 1]
+    def _timed(
+        self,
+        function: Callable[..., Any],
+        reference: Callable[..., Any],
+        inputs: _TimedInputs,
+        repeat: int,
+        flush: torch.Tensor | None,
+    ) -> tuple[int, Any, list[Memory]]:
+        """Nanoseconds of calls on so many sets of inputs; what the last one returned, and its memory."""
+        given = inputs.change(repeat)
+        returned = None
+        if flush is not None:
+            flush.add_(1)
+        _synchronize()
+        try:
+            with torch.no_grad():
+                began = time.perf_counter_ns()
+                for arguments in given:
+                    returned = function(*arguments.positional, **arguments.named)
+                _synchronize()  # every stream
+                taken = time.perf_counter_ns() - began
+        except Exception:
+            contents = (inputs.contents(number) for number in range(repeat))
+            if inputs.fresh and any(
+                run(reference, self._case, memories_of(self._case, each)).error for each in contents
+            ):
+                inputs.fresh = False  # these values mean nothing to the original
+                return self._timed(function, reference, inputs, repeat, flush)
+            raise
+        return taken, returned, inputs.sets[repeat - 1]
 
 
 class _TimedInputs:
-    """Some sets of inputs, each of which changes before it is used again. `now`: which contents they have."""
+    """Some sets of inputs, each of which changes before it is used again. `now`: which contents they have; with `fresh`
+    one element of each floating-point storage is another one, too, each time."""
 
     def __init__(self, case: Case, contents: list[list[torch.Tensor]]) -> None:
         size = sum(each.nbytes for each in contents[0])
-        self._contents, self.now = contents, 0
+        self._contents, self.now, self.fresh = contents, 0, True
+        self._random = random.Random()
         self.sets = [memories_of(case, contents[0]) for _ in range(8 if size < _FEW_BYTES else 1)]
+        self._changed: list[list[torch.Tensor]] = [[] for _ in self.sets]
         self._arguments = [Arguments(case, memories) for memories in self.sets]
         self.device = self.sets[0][0].tensor.device if self.sets[0] else torch.device("cpu")
 
     def change(self, count: int) -> list[Arguments]:
         """The first sets, with other contents than before."""
         self.now = (self.now + 1) % len(self._contents)
-        for memories in self.sets:
-            for memory, content in zip(memories, self._contents[self.now], strict=True):
+        for number, memories in enumerate(self.sets[:count]):
+            self._changed[number] = [self._another(each) for each in self._contents[self.now]]
+            for memory, content in zip(memories, self._changed[number], strict=True):
                 memory.write(content)
         return self._arguments[:count]
+
+    def contents(self, number: int) -> list[torch.Tensor]:
+        """The contents of a set, as they were before the call."""
+        return self._changed[number]
+
+    def _another(self, content: torch.Tensor) -> torch.Tensor:
+        if not (self.fresh and _is_float(content) and content.numel()):
+            return content
+        content = content.clone()
+        places = [self._random.randrange(content.numel()) for _ in range(2)]
+        content[places[0]] = content[places[1]] * self._random.uniform(0.5, 1.0)
+        return content
 
 
 def _hash(found: Outcome) -> int:
@@ -1163,7 +1230,7 @@ class Task:
                 tell(event="reference", case=case.name, wrong=found[CAPTURED.name]["error"])
                 continue
             tell(event="reference", case=case.name, wrong=self._against_file(case, found[CAPTURED.name]))
-            variants = []
+            variants: list[Variant] = []
             for choices in variants_of(case, self.options.variants):
                 for variant in choices:
                     if variant.sizes is not None and not survives(function, case, variant):
@@ -1173,7 +1240,10 @@ class Task:
                         found[variant.name] = there
                         variants.append(variant)
                         break
-            torch.save({"expected": found, "variants": [each.name for each in variants]}, self.store / case.name)
+            for name, there in found.items():
+                torch.save(there, self._stored(case, name))
+            names = [each.name for each in variants]
+            (self.store / case.name).write_text(json.dumps(names), encoding="utf-8")
 
     def _against_file(self, case: Case, here: dict[str, Any]) -> str:
         """How the reference's outputs differ from those in the file. Where they agree, the file's are the expected
@@ -1197,13 +1267,27 @@ class Task:
                     return f"the reference writes something else here than in the capture: {off}"
         return ""
 
-    def kept(self, case: Case) -> dict[str, Any] | None:
+    def _stored(self, case: Case, variant: str) -> Path:
+        return self.store / f"{case.name} {variant.encode().hex()}"
+
+    def variants(self, case: Case) -> list[Variant] | None:
+        """The variants that the reference takes; None where it does not take the captured inputs."""
         path = self.store / case.name
         if not path.exists():
             return None
-        found: dict[str, Any] = torch.load(path, weights_only=True)
-        every = [each for choices in variants_of(case, self.options.variants) for each in choices]
-        return {"expected": found["expected"], "variants": [each for each in every if each.name in found["variants"]]}
+        names = json.loads(path.read_text(encoding="utf-8"))
+        return [each for choices in variants_of(case, self.options.variants) for each in choices if each.name in names]
+
+    def expected(self, case: Case, variant: Variant) -> dict[str, Any]:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            found: dict[str, Any] = torch.load(self._stored(case, variant.name), weights_only=True)
+        finally:
+            if collects:
+                gc.enable()
+        gc.collect(0)  # what read it refers to it, and to itself
+        return found
 
 
 def judge_here(task: Task, given: str, tell: Callable[..., None], lock: Any) -> None:
@@ -1217,14 +1301,14 @@ def judge_here(task: Task, given: str, tell: Callable[..., None], lock: Any) -> 
     except Fault as fault:
         tell(event="fault", case="", reason=fault.reason, text=fault.text)
         return
-    right = True
+    right, changes = True, judge.changes
     fcntl.flock(lock, fcntl.LOCK_SH)
     for case in task.cases(task.make):
-        kept = task.kept(case)
-        if kept is None:
+        variants = task.variants(case)
+        if variants is None:
             continue
         try:
-            CaseJudge(judge, function, case, kept).judge()
+            CaseJudge(judge, function, case, variants).judge()
             tell(event="right", case=case.name)
         except Fault as fault:
             right = False
@@ -1234,6 +1318,9 @@ def judge_here(task: Task, given: str, tell: Callable[..., None], lock: Any) -> 
     fcntl.flock(lock, fcntl.LOCK_UN)
     if right:
         _measure_all(task, judge, tell, lock, function)
+    changed = changes()
+    if changed:
+        tell(event="fault", case="", reason="global state", text=f"it changed {', '.join(changed[:4])}")
 
 
 def _measure_all(task: Task, judge: Judge | None, tell: Callable[..., None], lock: Any, function: Any = None) -> None:
@@ -1248,8 +1335,8 @@ def _measure_all(task: Task, judge: Judge | None, tell: Callable[..., None], loc
         case = Case(task.folder, task.task, workload, 0, task.make)
         tell(event="call", case=case.name, call="the timed calls")
         try:
-            kept = None if function is None else task.kept(case)
-            found = CaseJudge(judge, function or reference, case, kept).measure(reference)
+            variants = None if function is None else task.variants(case)
+            found = CaseJudge(judge, function or reference, case, variants).measure(reference)
             tell(event="timed", case=case.name, workload=workload["name"], **found)
         except Fault as fault:
             tell(**fault.event(case.name))
@@ -1424,6 +1511,12 @@ def verdict_of(task: Task, each: Running) -> dict[str, Any]:
         if "MemoryError" in last or "bad_alloc" in last:
             reason = "out of memory"
         faults.append({"event": "fault", "case": calls[-1]["case"] if calls else "", "reason": reason, "text": text})
+    elif each.given != REFERENCE and not faults:
+        told = {kind: sum(event["event"] == kind for event in events) for kind in ("right", "timed")}
+        cases = sum("." in path.name and " " not in path.name for path in task.store.iterdir())
+        if told["right"] != cases or (task.options.min_time_s > 0 and told["timed"] != len(task.workloads)):
+            text = f"it left after {told['right']} of {cases} cases, as if it had been judged"
+            faults.append({"event": "fault", "case": "", "reason": "crashed", "text": text})
     allowed = [fault for fault in faults if fault["reason"] in task.options.allow]
     faults = [fault for fault in faults if fault["reason"] not in task.options.allow]
     order = list(REASONS)
