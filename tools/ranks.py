@@ -65,9 +65,11 @@ def on_all_ranks(meet: Callable[[], Ranks], work: Callable[[Ranks], int]) -> int
             with nullcontext() if are_left_out() else played_by(ranks):
                 code = work(ranks)
                 ranks.finish()
+                ranks.begin(code)
         except OpReplayError as error:
             report(error)
             code = error.exit_code
+            ranks.begin(code)
     if code and printed.getvalue():
         sys.stderr.write(printed.getvalue())
     of_all = ranks.end(code)

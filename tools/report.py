@@ -37,6 +37,7 @@ _SHARE_OF_OPS = 0.6  # of the time to measure; the rest goes to whole replays
         "With what a probe of opreplay-probe run -o run found in a kernel:",
     ),
     ("opreplay-report --plots=pictures step.opreplay -o report.html", "With its pictures as files of their own:"),
+    ("opreplay-report --benchmark=whole.json out/ -o report.html", "All ranks of a job, from its folder:"),
 )
 @option("-o --output FILE", "Write the page to FILE.", name="out", required=True)
 @option(
@@ -107,7 +108,8 @@ def cli(
     """Write one HTML page about CAPTURE and its measurements.
 
     The page begins with what stands out. It works offline and has tables that sort and filter, and pictures, for a
-    screen, a phone or paper. Making it needs neither PyTorch nor the captured devices, unless it measures.
+    screen, a phone or paper. Making it needs neither PyTorch nor the captured devices, unless it measures. Of a
+    folder with the files of all ranks the page compares these.
 
     Exits with 0 if the page is written, 1 if it cannot be, 2 for wrong usage and measurements that are damaged or of
     another capture, 3 if CAPTURE is missing, unreadable or not valid.
@@ -123,6 +125,13 @@ def cli(
     from replayfmt.report.timelines import ReplayedTrace
     from replayfmt.version import own_version
 
+    if os.path.isdir(capture):
+        of_one = {
+            "--measure": measure_seconds, "--replay-options": replay_options, "--run": runs, "--replayed": replayed,
+            "--energy": energy, "--baseline": baseline, "--compare": other, "--probes": probes, "--plots": plots,
+        }  # fmt: skip
+        _report_ranks(capture, out, benchmarks, force, [flag for flag, value in of_one.items() if value])
+        return 0
     if replay_options and measure_seconds is None:
         raise UsageError("--replay-options is for --measure")
     if measure_seconds is not None and benchmarks:
@@ -169,6 +178,33 @@ def cli(
         for each in [] if pictures is None else pictures.missing:
             say(f"no picture {each.name}: {each.reason}", err=True)
     return 0
+
+
+def _report_ranks(folder: str, out: str, benchmarks: tuple[str, ...], force: bool, others: list[str]) -> None:
+    """The page of a job's folder. `others` are the flags that were given for the capture of one rank."""
+    from replayfmt.benchmark.result_files import output_file, refuse_input
+    from replayfmt.format.rank_files import rank_file
+    from replayfmt.format.reader import open_capture
+    from replayfmt.report.measurements import read_benchmark
+    from replayfmt.report.page import make_page
+    from replayfmt.report.rank_contents import make_rank_contents
+    from replayfmt.version import own_version
+
+    if others:
+        raise UsageError(f"{others[0]} is for the capture of one rank; {folder} is the folder of a job")
+    if len(benchmarks) > 1:
+        raise UsageError(f"--benchmark can be given once for {folder}: what opreplay-benchmark measured on all ranks")
+    for given in benchmarks:
+        refuse_input("--output", out, given, "a file that is to be read")
+    benchmark = None
+    for path in benchmarks:
+        with open_capture(rank_file(folder, 0)) as reader:
+            benchmark = f"--benchmark={path}", read_benchmark("--benchmark", path, reader)
+    with output_file("--output", out, force) as file:
+        page = make_page(make_rank_contents(folder, benchmark), own_version())
+        file.write(page)
+    with reader_may_leave():
+        say(f"{out}: {counted(len(page.encode()), 'byte')}; open it in a browser")
 
 
 class NotMeasured(OpReplayError):

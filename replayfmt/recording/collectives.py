@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from replayfmt.format.codes import UNKNOWN_NS
 from replayfmt.format.rank_files import come_in_pairs
 from replayfmt.pytorch import collectives
 from replayfmt.pytorch.collectives import (
@@ -82,9 +83,12 @@ class _Output:
 
 
 class Launch:
-    """One collective, from just before it begins to the wait for it. `done`: it was waited for where we can see it."""
+    """One collective, from just before it begins to the wait for it. `began_ns` is when it began. `done`: it was waited
+    for where we can see it."""
 
-    __slots__ = ("__weakref__", "args", "call", "device", "done", "kernel", "kwargs", "made", "meaning", "outputs")
+    __slots__ = (
+        "__weakref__", "args", "began_ns", "call", "device", "done", "kernel", "kwargs", "made", "meaning", "outputs"
+    )  # fmt: skip
 
     def __init__(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kernel, self.args, self.kwargs = kernel, args, kwargs
@@ -94,6 +98,7 @@ class Launch:
         self.outputs: list[_Output] = []
         self.device: torch.device | None = None  # whose streams wait for it
         self.done = False
+        self.began_ns = time.perf_counter_ns()
 
 
 class InFlight:
@@ -135,7 +140,7 @@ class InFlight:
         call = self._begin(self._launch, (*launch.made, launch.meaning.inputs, launch.meaning.outputs))
         if isinstance(call, Unrepresentable):
             return call
-        launch.call = call
+        launch.call, launch.began_ns = call, time.perf_counter_ns()
         return launch
 
     def _number(self, meaning: Meaning) -> Call:
@@ -171,10 +176,10 @@ class InFlight:
 
     def after(self, launch: Launch, result: Any) -> None:
         """It was launched, or waited for (`wait_tensor`)."""
-        meaning = launch.meaning
+        meaning, ended_ns = launch.meaning, time.perf_counter_ns()
         if meaning is None:
             for tensor in tensors_in((*launch.args, *launch.kwargs.values())):
-                self._wait_for_tensor(tensor)
+                self._wait_for_tensor(tensor, launch.began_ns, ended_ns)
             return
         assert launch.made is not None
         outputs = list(meaning.outputs)
@@ -188,8 +193,7 @@ class InFlight:
             launch.call = call if isinstance(call, OpCall) else None
         if launch.call is None:
             return
-        now = time.perf_counter_ns()
-        self._session.returned(launch.call, None, now, now)
+        self._session.returned(launch.call, None, launch.began_ns, ended_ns)
         launch.call = None
         streams, used = self._session.streams, tensors_in((meaning.inputs, outputs))
         if streams is not None and used and streams.launched(launch.made.work, used[0].device):
@@ -202,7 +206,7 @@ class InFlight:
                 self._mark(launch, tensor, tracker)
         launch.args, launch.kwargs, launch.meaning = (), {}, None
         if meaning.operator.endswith("::shard_dim_alltoall"):  # it waits inside
-            self.waited([launch])
+            self.waited([launch], ended_ns, ended_ns)
         else:
             self.recent().append(launch)
 
@@ -256,22 +260,24 @@ class InFlight:
             if first < end and begin < last:
                 self._land(launch)
 
-    def waited(self, launches: Iterable[Launch]) -> None:
-        """The program waited for these."""
+    def waited(self, launches: Iterable[Launch], began_ns: int, ended_ns: int) -> None:
+        """The program waited for these, in this span of perf_counter_ns."""
         for launch in launches:
             if not launch.done:
                 launch.done = True
-                self._land(launch)
+                self._land(launch, began_ns, ended_ns)
+                began_ns = ended_ns  # the others had arrived by then
 
-    def _wait_for_tensor(self, tensor: torch.Tensor) -> None:
+    def _wait_for_tensor(self, tensor: torch.Tensor, began_ns: int, ended_ns: int) -> None:
         tracker = self._session.storages.tracker_of(storage_of(tensor))
         if tracker is not None:
             if tracker.state is not None and tracker.state.alias_of is not None:
                 tracker = tracker.state.alias_of
-            self.waited(list(dict.fromkeys(launch for _, _, launch in self._writing.get(tracker.id, ()))))
+            launches = list(dict.fromkeys(launch for _, _, launch in self._writing.get(tracker.id, ())))
+            self.waited(launches, began_ns, ended_ns)
 
-    def _land(self, launch: Launch) -> None:
-        """Record what arrived."""
+    def _land(self, launch: Launch, began_ns: int | None = None, ended_ns: int = 0) -> None:
+        """Record what arrived. `began_ns` and `ended_ns`: of the wait for it, where that was seen."""
         self._unmark(launch)
         made = launch.made
         assert made is not None
@@ -281,8 +287,10 @@ class InFlight:
         outputs, results = call_undispatched(self._what_arrived, launch.outputs)
         call = self._begin(self._wait, (made.work, outputs, results))
         if isinstance(call, OpCall):
-            now = time.perf_counter_ns()
-            self._session.returned(call, None, now, now)
+            if began_ns is None:
+                began_ns = time.perf_counter_ns()
+                ended_ns = began_ns + UNKNOWN_NS  # its duration
+            self._session.returned(call, None, max(began_ns, self._session.started), ended_ns)
 
     def _what_arrived(self, outputs: list[_Output]) -> tuple[list[torch.Tensor], list[torch.Tensor | EmbeddedCopy]]:
         """The tensors that a collective wrote, and copies of them."""
@@ -481,18 +489,19 @@ class CollectiveHooks:
 
         @functools.wraps(original)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            began_ns = time.perf_counter_ns()
             results = original(work, *args, **kwargs)
             if (not asks or results) and recorder.launching():
-                recorder.attempt(self._waited, work, original.__name__)
+                recorder.attempt(self._waited, work, original.__name__, began_ns)
             return results
 
         return wait
 
-    def _waited(self, work: Any, name: str) -> None:
-        launches = self._launches.get(work)
+    def _waited(self, work: Any, name: str, began_ns: int) -> None:
+        launches, ended_ns = self._launches.get(work), time.perf_counter_ns()
         with self._session.lock:
             if launches is not None:
-                self._session.collectives.waited(launches)
+                self._session.collectives.waited(launches, began_ns, ended_ns)
             elif not isinstance(work, torch._C.Future) and not self._told_of_any():
                 self._session.records.unsupported("collective", f"Work.{name}", _EARLIER)
 
@@ -513,7 +522,7 @@ class CollectiveHooks:
             if launches and future is not None:
                 self._launches[future] = launches
             elif not launches and original.__name__ == "get_future" and recorder.launching():
-                recorder.attempt(self._waited, work, original.__name__)
+                recorder.attempt(self._waited, work, original.__name__, time.perf_counter_ns())
             return future
 
         return go_on
@@ -522,14 +531,15 @@ class CollectiveHooks:
         @functools.wraps(callback)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._recorder.launching():
-                self._recorder.attempt(self._wait_for, launches)
+                self._recorder.attempt(self._arrived, launches)
             return callback(*args, **kwargs)
 
         return call
 
-    def _wait_for(self, launches: list[Launch]) -> None:
+    def _arrived(self, launches: list[Launch]) -> None:
+        now = time.perf_counter_ns()
         with self._session.lock:
-            self._session.collectives.waited(launches)
+            self._session.collectives.waited(launches, now, now)
 
 
 def _below(group: type) -> Iterator[type]:

@@ -67,6 +67,7 @@ class Together:
         self._store = dist.distributed_c10d._get_default_store()
         self._groups: dict[tuple[tuple[int, ...], int], Any] = {}
         self._works: dict[int, tuple[Call, Any, Any]] = {}
+        self._begun = False
         self._say(f"says/{self.rank}", describe(folder, self.rank, self.world))
         if self.rank == 0:
             heard = [self._hear(f"says/{rank}") for rank in range(self.world)]
@@ -101,7 +102,22 @@ class Together:
         """The group that a collective is on."""
         return self._groups[tuple(map(int, call.ranks.split(","))), call.instance]
 
+    def begin(self, code: int = 0) -> None:
+        """This rank is about to launch its first collective, or has ended without one, with this exit code. Raises
+        ReplayFailed if another rank has failed before its first one: nobody waits for it."""
+        if self._begun:
+            return
+        self._begun = True
+        self._say(f"begins/{self.rank}", code)
+        if self.rank == 0:
+            self._say("begun", [self._hear(f"begins/{rank}") for rank in range(self.world)])
+        failed = [rank for rank, of_rank in enumerate(self._hear("begun")) if of_rank] if not code else []
+        if failed:
+            said = f"rank {failed[0]} failed before its first collective, and says why"
+            raise ReplayFailed(f"rank {self.rank}: nothing more was run: {said}")
+
     def launch(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self.begin()
         try:
             self._works[call.work] = call, issue(self.group(call), call, inputs, outputs), (inputs, outputs)
         except RuntimeError as error:

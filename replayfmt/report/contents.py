@@ -38,12 +38,12 @@ from .pictures import (
     Region,
     ReportTable,
     StepPicture,
-    TableColumn,
     TableRow,
     TimelinePicture,
     count_cell,
     figure_cell,
     si,
+    table_columns,
     text_cell,
 )
 from .probe_section import ProbeRun, probe_section
@@ -103,7 +103,7 @@ def captured_and_replayed(figures: KernelFigures) -> Section:
         for name, each in zip(names, wholes, strict=True)
     ]
     columns = ("region", "captured", "replayed, median", "at least", "at most", "replayed / captured")
-    table = ReportTable("regions", "Regions", _columns(columns), rows, None)
+    table = ReportTable("regions", "Regions", table_columns(columns), rows, None)
     notes = _about_the_sum(figures)
     picture = BarPicture("replay", "Times", Axis("", "s"), names, series)
     return Section("replay", "Captured and replayed", about, [picture], [table], notes)
@@ -150,7 +150,7 @@ def comparison_section(made: Comparison) -> Section:
         for root in made.roots[:MOST_ROWS]
     ]
     titles = ("ordinal here", "in B", "kernel", "scope", "what differs", "distance", "later ops")
-    tables = [ReportTable("divergences", "Where they part", _columns(titles, texts=(0, 1, 2, 3, 4, 5)), roots)]
+    tables = [ReportTable("divergences", "Where they part", table_columns(titles, texts=(0, 1, 2, 3, 4, 5)), roots)]
     if made.times is not None:
         times = [
             TableRow(
@@ -167,7 +167,7 @@ def comparison_section(made: Comparison) -> Section:
             )
             for each in made.times.kernels[:MOST_ROWS]
         ]
-        columns = _columns(("kernel", "paired calls", "here", "in B", "ratio", "removed", "added", "difference"))
+        columns = table_columns(("kernel", "paired calls", "here", "in B", "ratio", "removed", "added", "difference"))
         tables.append(ReportTable("compared-times", f"Times ({made.times.source})", columns, times))
     about = [f"Ops are paired with those of {made.b.reader.path} by what they compute. The outcome: {made.outcome}."]
     return Section(
@@ -199,7 +199,7 @@ def baseline_section(comparison: BaselineComparison) -> Section:
     table = ReportTable(
         "baseline-rows",
         "Rows",
-        _columns(("row", "before", "now", "ratio", "at least", "at most", "verdict"), texts=(0, 6)),
+        table_columns(("row", "before", "now", "ratio", "at least", "at most", "verdict"), texts=(0, 6)),
         rows,
         3,
     )
@@ -285,16 +285,12 @@ def energy_section(energy: Fields | None, figures: KernelFigures) -> Section:
     log = energy.fields("power_log")
     notes.append(f"Power log: {printable(log.text('path'))}; {printable(energy.text('method'))}.")
     return Section(
-        "energy", title, about, [picture], [ReportTable("energy-parts", "Parts", _columns(columns), rows)], notes
+        "energy", title, about, [picture], [ReportTable("energy-parts", "Parts", table_columns(columns), rows)], notes
     )
 
 
 def _reason(fields: Fields) -> str:
     return fields.text("reason") if fields.has("reason") else "the report does not say"
-
-
-def _columns(titles: tuple[str, ...], texts: tuple[int, ...] = (0,)) -> tuple[TableColumn, ...]:
-    return tuple(TableColumn(title, figures=place not in texts) for place, title in enumerate(titles))
 
 
 _TITLE = "Memory"
@@ -363,13 +359,7 @@ def _shares(devices: list[DeviceMemory]) -> ReportTable:
         for device in devices
         for share in device.shares[:_SHOWN_SHARES]
     ]
-    columns = (
-        TableColumn("device"),
-        TableColumn("made by"),
-        TableColumn("storages", figures=True),
-        TableColumn("bytes", figures=True),
-        TableColumn("of the peak", figures=True),
-    )
+    columns = table_columns(("device", "made by", "storages", "bytes", "of the peak"), texts=(0, 1))
     return ReportTable("peak", "What the peak is made of", columns, rows, 3)
 
 
@@ -424,7 +414,7 @@ def timeline_section(
         ),
         ("timeline-isolated", "Timeline, isolated calls", isolated, figures.no_calls),
     )
-    coloured = _most_time((*captured, *traced, *isolated))
+    coloured = most_time((*captured, *traced, *isolated))
     pictures: list[Picture] = []
     for name, title, lanes, missing in parts:
         if not lanes:
@@ -437,7 +427,7 @@ def timeline_section(
     return Section("timeline", "Timeline", _ABOUT, pictures, [], notes)
 
 
-def _most_time(lanes: Sequence[Lane]) -> list[int]:
+def most_time(lanes: Sequence[Lane]) -> list[int]:
     """The names with most time in any picture, as many as there are colours."""
     taken: Counter[int] = Counter()
     for lane in lanes:
@@ -467,9 +457,9 @@ class VerificationNote:
 
 
 def verification_notes(
-    benchmarks: Sequence[tuple[str, Document]], runs: Sequence[Fields], figures: KernelFigures
+    benchmarks: Sequence[tuple[str, Document]], runs: Sequence[Fields], command: str
 ) -> list[VerificationNote]:
-    """Of each file that says anything; else how to find out. Raises UsageError for damaged files."""
+    """Of each file that says anything; else the command that verifies. Raises UsageError for damaged files."""
     found = []
     for where, document in benchmarks:
         text = document["context"].get("verified")
@@ -478,11 +468,7 @@ def verification_notes(
     found += [_note(*_verdict(row), row.where) for row in runs]
     if found:
         return found
-    return [
-        VerificationNote(
-            False, "not verified: no result of a replay was given. This verifies it:", "", figures.command("run")
-        )
-    ]
+    return [VerificationNote(False, "not verified: no result of a replay was given. This verifies it:", "", command)]
 
 
 def _note(verified: bool, text: str, source: str) -> VerificationNote:
@@ -594,7 +580,7 @@ def make_contents(reader: CaptureReader, inputs: ReportInputs) -> ReportContents
     ]
     return ReportContents(
         printable(os.path.basename(reader.path), 80),
-        verification_notes(inputs.benchmarks, inputs.runs, figures),
+        verification_notes(inputs.benchmarks, inputs.runs, figures.command("run")),
         findings(figures, ops, devices),
         [*_tiles(figures, inputs), *_memory_tiles(devices)],
         [(name, printable(text, LONGEST_TEXT)) for name, text in summary_facts(reader) if text],

@@ -146,6 +146,25 @@
     told.className = "note told";
     element.after(told);
 
+    // Lines through the launches of each collective, from the first rank to the last, while there are few.
+    const linked = new Set(timeline.linked);
+    const links = (from, to) => {
+      const bySite = new Map();
+      for (let i = 0; linked.size && i < ops.lane.length; i++) {
+        if (!ops.site[i] || !linked.has(ops.name[i]) || ops.start[i] < from || ops.start[i] > to) continue;
+        bySite.set(ops.site[i], [...(bySite.get(ops.site[i]) ?? []), { lane: ops.lane[i], start: ops.start[i] }]);
+      }
+      const chains = [...bySite.values()].filter((bars) => bars.length > 1);
+      if (!chains.length || chains.length > 300) return [];
+      const [x, y] = [[], []];
+      for (const bars of chains) {
+        bars.sort((one, other) => one.start - other.start);
+        for (const bar of bars) [x[x.length], y[y.length]] = [bar.start / 1e9, bar.lane];
+        [x[x.length], y[y.length]] = [null, null];
+      }
+      return [{ type: "scatter", mode: "lines+markers", name: "one collective", x, y, hoverinfo: "skip", line: { color: "#0072B2", width: 1 }, marker: { size: 4, color: "#0072B2" } }];
+    };
+
     const traces = (from, to) => {
       const pixel = (to - from) / Math.max(300, element.clientWidth);
       const groups = new Map();
@@ -170,7 +189,7 @@
           group.hovertext.push(
             kind === "scope" ? (many ? `${bar.count} passes through scopes<br>${when}` : `${what}<br>${when}`)
             : many ? `<b>${bar.count} ops</b>, ${seconds(bar.busy)} in them, most in ${what}<br>${when}`
-            : raw.site[bar.i] ? `${what}<br>op ${raw.ordinal[bar.i]}, call site ${raw.site[bar.i]}<br>${when}`
+            : raw.site[bar.i] ? `${what}<br>op ${raw.ordinal[bar.i]}, ${linked.size ? "collective" : "call site"} ${raw.site[bar.i]}<br>${when}`
             : `${what}<br>${when}`, // of a replay's trace, which does not say of which record it is
           );
         }
@@ -181,11 +200,12 @@
         mostOps > 1
           ? `${shown.toLocaleString("en")} ops in ${bars.toLocaleString("en")} bars: a bar stands for up to ${mostOps.toLocaleString("en")} ops. Zoom in to see each.`
           : `${shown.toLocaleString("en")} ops, a bar for each.`;
-      return [...groups].map(([name, { colour, ...columns }]) => ({
+      const drawn = [...groups].map(([name, { colour, ...columns }]) => ({
         type: "bar", orientation: "h", name: escaped(shortened(name, 36)), ...columns,
         hovertemplate: "%{hovertext}<extra></extra>", marker: { color: colour, line: { width: 0 } }, width: 0.8,
         textposition: "inside", insidetextanchor: "middle", textangle: 0, insidetextfont: { color: "#1b1f23" },
       }));
+      return [...drawn, ...links(from, to)];
     };
 
     const layout = {

@@ -197,6 +197,7 @@ def _timeline(picture: TimelinePicture) -> dict[str, Any]:
         "names": timeline.names,
         "coloured": dict(zip(map(str, picture.coloured), CATEGORIES, strict=False)),
         "others": OTHERS,
+        "linked": picture.linked,
         "pauses": [[each.start, each.end, each.taken_ns] for each in timeline.pauses],
     }
     for name, bars in (("bars", timeline.bars), ("scopes", timeline.scopes)):

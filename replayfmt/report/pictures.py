@@ -7,6 +7,7 @@ reason.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from replayfmt.benchmark.statistics import share_text
@@ -106,12 +107,14 @@ class StepPicture:
 
 @dataclass(frozen=True)
 class TimelinePicture:
-    """`coloured` are names of the timeline that have colours of their own, in the order of CATEGORIES."""
+    """`coloured` are names of the timeline that have colours of their own, in the order of CATEGORIES. Lines link the
+    bars of one site whose names are in `linked`: then a site is a collective, and its bars are on several ranks."""
 
     name: str
     title: str
     timeline: Timeline
     coloured: list[int]
+    linked: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,11 @@ class ReportTable:
     rows: list[TableRow]
     sorted_by: int | None = None
     notes: list[str] = field(default_factory=list)
+
+
+def table_columns(titles: Sequence[str], texts: Sequence[int] = (0,)) -> tuple[TableColumn, ...]:
+    """Columns of figures, but for those in the places `texts`."""
+    return tuple(TableColumn(title, figures=place not in texts) for place, title in enumerate(titles))
 
 
 def text_cell(text: str, about: str = "", link: str = "", find: str = "") -> TableCell:

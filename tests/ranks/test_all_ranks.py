@@ -85,10 +85,16 @@ def test_files_that_do_not_belong_together_are_found_before_the_first_op(copy: P
 
 
 def test_a_rank_that_fails_ends_all_of_them(copy: Path) -> None:
-    """Its exit code is everyone's, and those that wait for it say for which collective, and who has ended."""
-    (code, text), (other, _why) = together(copy, rank_1="--device=cuda:7")
+    """Its exit code is everyone's. Nobody waits for a rank that fails before its first collective; those that wait for
+    a later one say for which collective, and who has ended."""
+    (code, text), (other, _why) = together(copy, rank_1="--device=cuda:7", timeout_s=300)
     assert code == other != 0
-    assert "c10d::allreduce_, collective 0 of the group of ranks 0,1, did not end" in text
+    assert "rank 1 failed before its first collective" in text
+    (copy / "raises.py").write_text("def kernel(*arguments):\n    raise RuntimeError('as it should')\n")
+    given = "--replay-kernel-substitution=aten::mul.Tensor=raises.py:kernel"
+    (code, text), (other, why) = together(copy, rank_1=given)
+    assert code == other != 0 and "as it should" in why, why
+    assert "c10d::allreduce_, collective 1 of the group of ranks 0,1, did not end" in text
     assert "ranks that have ended: 1" in text
 
 

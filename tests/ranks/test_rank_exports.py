@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from export.test_perfetto import checked
 from format import test_races
@@ -19,6 +20,8 @@ from replayfmt.export.chakra import export_chakra
 from replayfmt.format.codes import RecordKind, ValueKind
 from replayfmt.format.model import Node as ValueNode
 from replayfmt.format.model import Signature
+from replayfmt.report.pictures import MissingPicture, TimelinePicture
+from replayfmt.report.rank_contents import make_rank_contents
 
 from . import launching
 
@@ -303,3 +306,32 @@ def test_one_timeline_has_all_ranks_and_arrows_between_their_collectives(job: Pa
         assert one["name"] == other["name"] == "opreplay::collective.default"
     refused = subprocess.run([*command, "--force", "--benchmark=x.json"], cwd=job, capture_output=True, text=True)
     assert refused.returncode == 2 and "does not go with the folder of all ranks" in refused.stderr
+
+
+def test_a_page_compares_the_ranks(job: Path) -> None:
+    """Each collective once, with who came last; launches are linked across lanes, and waits have taken their time."""
+    contents = make_rank_contents(str(job / "out"), None)
+    ranks, together, collectives, timeline = contents.sections
+    assert [row.cells[2].text for row in ranks.tables[0].rows] == ["10", "10"]
+    waits = [row.cells[5].sort for row in ranks.tables[0].rows]
+    assert all(isinstance(wait, float) and wait > 0 for wait in waits)
+    rows = collectives.tables[0].rows
+    assert len(rows) == 10 and {row.cells[5].text for row in rows} <= {"0", "1"}  # sends meet their receives
+    (missing,), (picture,) = together.pictures, timeline.pictures
+    assert isinstance(missing, MissingPicture) and "torchrun" in missing.reason
+    assert isinstance(picture, TimelinePicture)
+    bars = picture.timeline.bars
+    launches = np.isin(bars.name, picture.linked)
+    lanes = defaultdict(set)
+    for site, lane in zip(bars.site[launches].tolist(), bars.lane[launches].tolist(), strict=True):
+        lanes[site].add(picture.timeline.lanes[lane].partition(",")[0])
+    assert {f"site-{site}" for site in lanes} == {row.name for row in rows}
+    assert all(each == {"rank 0", "rank 1"} for each in lanes.values())
+    command = [launching.BIN / "opreplay-report", "out/", "-o", "job.html"]
+    assert subprocess.run(command, cwd=job, capture_output=True, timeout=120).returncode == 0
+    refused = subprocess.run([*command, "--force", "--energy=x"], cwd=job, capture_output=True, text=True)
+    assert refused.returncode == 2 and "is for the capture of one rank" in refused.stderr
+    alone = ("out/rank0.opreplay", "--benchmark-min-time=2x", "--benchmark-out=alone.json")
+    subprocess.run([launching.BIN / "opreplay-benchmark", *alone], cwd=job, check=True, capture_output=True)
+    refused = subprocess.run([*command, "--force", "--benchmark=alone.json"], cwd=job, capture_output=True, text=True)
+    assert refused.returncode == 2 and "one rank alone" in refused.stderr
