@@ -477,6 +477,8 @@ def cli(
         return run_ranks(context, capture, flags, options, benchmark_format, out_file, values["collective_timeout"])
     if benchmark_out is not None:
         refuse_input(_OUT, benchmark_out, capture)
+    if per_op is not None and not values["energy"] and "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1":
+        return _share_out(context, capture, flags, per_op, against)
     with ExitStack() as stack:
         out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
         if values["energy"]:
@@ -531,6 +533,37 @@ def cli(
                     say(line)
             show_below(below, benchmark_format)
     return code
+
+
+def _share_out(
+    context: click.Context, capture: str, flags: ReplayFlags, per_op: PerOpFlags, against: BaselineFlags
+) -> int:
+    """Measure the ops of one capture under torchrun, a part of them on each rank: on its own device, unless --device
+    says which."""
+    from replayfmt.benchmark.result_files import output_file
+    from replayfmt.format.reader import open_capture
+    from replayfmt.replay.ranks import Ranks
+
+    values = context.params
+    path, form = values["benchmark_out"], values["benchmark_format"]
+
+    def work(ranks: Ranks) -> int:
+        own = flags
+        if not flags.device:
+            with open_capture(capture) as reader:
+                kinds = {each.kind for each in reader.devices[1:]} - {"cpu", "meta"}
+            local = os.environ.get("LOCAL_RANK", str(ranks.rank))
+            own = replace(flags, device=tuple(f"{kind}:{local}" for kind in kinds)) if len(kinds) == 1 else flags
+        with ExitStack() as stack:
+            writes = path is not None and ranks.rank == 0
+            out = stack.enter_context(output_file(_OUT, path, values["force"])) if writes else None
+            plan = stack.enter_context(own.plan(capture, keep_going=True))
+            if values["guard"]:
+                guarded(plan, err=form != "console")
+            progress = stack.enter_context(_progress()) if ranks.rank == 0 else None
+            return run_per_op(plan, per_op, form, progress, None if out is None else out.write, against, ranks)
+
+    return on_all_ranks(lambda: Ranks(capture, values["collective_timeout"]), work)
 
 
 def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Report:

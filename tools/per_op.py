@@ -29,10 +29,12 @@ from .command import (
 if TYPE_CHECKING:
     from replayfmt.benchmark.baseline import BaselineComparison, Document
     from replayfmt.benchmark.measure import Progress
+    from replayfmt.benchmark.per_op.measuring import OnMeasured
     from replayfmt.benchmark.per_op.results import GroupBy, OpOptions, PerOpRun
     from replayfmt.benchmark.per_op.roofline import PeaksOf
     from replayfmt.benchmark.run_report import Report
     from replayfmt.replay.plan import Plan
+    from replayfmt.replay.ranks import Ranks
 
 
 baseline_options = together(
@@ -258,9 +260,11 @@ def run_per_op(
     progress: Progress | None,
     write: Callable[[str], None] | None,
     against: BaselineFlags,
+    ranks: Ranks | None = None,
 ) -> int:
-    """Measure and print; `write` receives the JSON for --benchmark-out. Returns the exit code: 1 if a requested op was
-    not run or differs from the capture, else that of the gate `against` its baseline."""
+    """Measure and print; `write` receives the JSON for --benchmark-out. With `ranks` each measures a part of the ops,
+    and rank 0 prints. Returns the exit code: 1 if a requested op was not run or differs from the capture, else that of
+    the gate `against` its baseline."""
     from replayfmt.benchmark.measure import unseen
     from replayfmt.benchmark.per_op.measuring import measure_ops
     from replayfmt.benchmark.per_op.op_report import describe, make_op_report, measured_row, progress_lines
@@ -280,12 +284,24 @@ def run_per_op(
                 for line in (*lines, *(describe(op, plan.reader) if flags.verbose else ())):
                     say(line, err=True)
 
+    def measure(on_measured: OnMeasured | None) -> PerOpRun:
+        return measure_ops(plan, flags.options, progress=progress or unseen, on_measured=on_measured, ranks=ranks)
+
+    if ranks is not None and ranks.rank:
+        while ranks.next():
+            measure(None)
+        return 0
+
     def measured() -> Report:
         if not runs or not runs[-1].interrupted:
-            runs.append(measure_ops(plan, flags.options, progress=progress or unseen, on_measured=show))
+            if ranks is not None:
+                ranks.next(True)
+            runs.append(measure(show))
         return make_op_report(runs[-1], plan, group_by=flags.group_by, top=flags.top, peaks=flags.peaks)
 
     report, below, code = against.apply(measured)
+    if ranks is not None:
+        ranks.next(False)
     if write is not None:
         write(report.json())
     with reader_may_leave():

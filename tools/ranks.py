@@ -16,9 +16,9 @@ from replayfmt.errors import OpReplayError, ReplayRefused, UsageError
 from .command import option, printing_on, report, say, together
 
 if TYPE_CHECKING:
-    from replayfmt.replay.ranks import Together
+    from replayfmt.replay.ranks import Ranks
 
-Ranks = TypeVar("Ranks", bound="Together")
+Met = TypeVar("Met", bound="Ranks")
 
 
 collective_options = together(
@@ -48,11 +48,9 @@ def choose_collectives(context: click.Context, mode: str | None, capture: str) -
         raise UsageError(f"--collectives={mode} takes {takes}; {capture} is not that")
 
 
-def on_all_ranks(meet: Callable[[], Ranks], work: Callable[[Ranks], int]) -> int:
+def on_all_ranks(meet: Callable[[], Met], work: Callable[[Met], int]) -> int:
     """Do this rank's part while the other ranks do theirs. Rank 0 prints, and so does whoever fails. Returns the exit
     code of all."""
-    from replayfmt.pytorch.collectives import are_left_out, played_by
-
     try:
         ranks = meet()
     except ReplayRefused:
@@ -62,14 +60,13 @@ def on_all_ranks(meet: Callable[[], Ranks], work: Callable[[Ranks], int]) -> int
     printed = io.StringIO()
     with nullcontext() if ranks.rank == 0 else printing_on(printed):
         try:
-            with nullcontext() if are_left_out() else played_by(ranks):
+            with ranks.playing():
                 code = work(ranks)
                 ranks.finish()
-                ranks.begin(code)
         except OpReplayError as error:
             report(error)
             code = error.exit_code
-            ranks.begin(code)
+            ranks.fail()
     if code and printed.getvalue():
         sys.stderr.write(printed.getvalue())
     of_all = ranks.end(code)

@@ -75,13 +75,8 @@ class TimedRanks(Together):
         plan.execute(verify="none")
         heard = self.gather("trial", time.perf_counter() - begin)
         if self.rank == 0:
-            self._say("iterations", min(max(math.ceil(seconds / max(heard)), 1), MOST_ITERATIONS))
-        return int(self._hear("iterations"))
-
-    def gather(self, what: str, value: Any) -> list[Any]:
-        """What all ranks say, on rank 0; nothing on the others."""
-        self._say(f"{what}/{self.rank}", value)
-        return [self._hear(f"{what}/{rank}") for rank in range(self.world)] if self.rank == 0 else []
+            self.say("iterations", min(max(math.ceil(seconds / max(heard)), 1), MOST_ITERATIONS))
+        return int(self.hear("iterations"))
 
     def launch(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         begin = time.perf_counter_ns()

@@ -11,8 +11,10 @@ from __future__ import annotations
 import base64
 import json
 import os
+import time
 import zlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -21,9 +23,10 @@ import torch.distributed as dist
 
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.rank_files import describe, group_of, judge, rank_file, world_size
-from replayfmt.pytorch.collectives import Call
+from replayfmt.pytorch.collectives import Call, are_left_out, played_by
 
 _KEY = "opreplay"
+_LONGEST_PAUSE_S = 0.05  # between two looks at the store
 _FUNCTIONAL = {
     "all_reduce": "allreduce_",
     "all_reduce_coalesced": "allreduce_coalesced_",
@@ -41,7 +44,83 @@ _FUNCTIONAL = {
 _IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_")  # of functional ones: on a copy of the input
 
 
-class Together:
+class Ranks:
+    """The processes that torchrun started, which say things to each other through the store of their process group."""
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        """Meets the other ranks, to work on `what`. Raises ReplayFailed if they do not come."""
+        self._timeout = timedelta(seconds=timeout_s)
+        backend = None if torch.cuda.is_available() else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=self._timeout)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ReplayFailed(f"{what}: the ranks did not find each other ({reason})") from None
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._store = dist.distributed_c10d._get_default_store()
+        self.turns = 0
+
+    def say(self, what: str, value: Any) -> None:
+        self._store.set(f"{_KEY}/{what}", base64.b64encode(zlib.compress(json.dumps(value).encode())).decode())
+
+    def hear(self, what: str, *, of_the_end: bool = False) -> Any:
+        """What a rank says. Raises ReplayFailed if it says nothing in time, or, but `of_the_end`, if a rank has failed
+        meanwhile."""
+        key, failed, pause_s = f"{_KEY}/{what}", f"{_KEY}/failed", 0.001
+        until = time.monotonic() + self._timeout.total_seconds()
+        while not self._store.check([key]):
+            if not of_the_end and self._store.check([failed]):
+                raise ReplayFailed(f"rank {self.rank}: nothing more was run: {self._store.get(failed).decode()} failed")
+            if time.monotonic() > until:
+                raise ReplayFailed(f"no answer within {self._timeout.total_seconds():g} s ({what})")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return json.loads(zlib.decompress(base64.b64decode(self._store.get(key))))
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """What all ranks say, on rank 0; nothing on the others."""
+        self.say(f"{what}/{self.rank}", value)
+        return [self.hear(f"{what}/{rank}") for rank in range(self.world)] if self.rank == 0 else []
+
+    def next(self, more: bool = False) -> bool:
+        """Whether there is `more` to do, which rank 0 says to all."""
+        self.turns += 1
+        if self.rank == 0:
+            self.say(f"turn/{self.turns}", more)
+        return bool(self.hear(f"turn/{self.turns}"))
+
+    def fail(self) -> None:
+        """Nobody need wait for this rank any more."""
+        self._store.set(f"{_KEY}/failed", f"rank {self.rank}")
+
+    def playing(self) -> AbstractContextManager[None]:
+        """Inside, collectives are what they are with these ranks."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """This rank has done its part."""
+
+    def end(self, code: int) -> int:
+        """Returns the exit code of all ranks."""
+        self.say(f"code/{self.rank}", code)
+        codes = []
+        for rank in range(self.world):
+            try:
+                codes.append(self.hear(f"code/{rank}", of_the_end=True))
+            except ReplayFailed:
+                codes.append(1)
+        # Rank 0 may hold the store: it leaves last.
+        self.say(f"left/{self.rank}", None)
+        if self.rank == 0:
+            for rank in range(self.world):
+                try:
+                    self.hear(f"left/{rank}", of_the_end=True)
+                except ReplayFailed:
+                    break
+        return max(codes)
+
+
+class Together(Ranks):
     """This rank's part of a replay by all ranks: a `Player` (pytorch/collectives.py)."""
 
     tool = "opreplay-run"
@@ -55,25 +134,16 @@ class Together:
                 f"{folder}: a folder is replayed by all ranks together: torchrun --nproc-per-node=N {self.tool} "
                 f"{folder}; one rank alone: {self.tool} {rank_file(folder, 0)}"
             )
-        self._timeout = timedelta(seconds=timeout_s)
-        backend = None if torch.cuda.is_available() else "gloo"
-        try:
-            dist.init_process_group(backend, timeout=self._timeout)
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ReplayFailed(f"{folder}: the ranks did not find each other ({reason})") from None
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        super().__init__(folder, timeout_s)
         self.path = rank_file(folder, self.rank)
-        self._store = dist.distributed_c10d._get_default_store()
         self._groups: dict[tuple[tuple[int, ...], int], Any] = {}
         self._works: dict[int, tuple[Call, Any, Any]] = {}
         self._begun = False
-        self._say(f"says/{self.rank}", describe(folder, self.rank, self.world))
-        if self.rank == 0:
-            heard = [self._hear(f"says/{rank}") for rank in range(self.world)]
+        heard = self.gather("says", describe(folder, self.rank, self.world))
+        if heard:
             groups = sorted({group_of(event) for each in heard for event in each["events"] if "wait" not in event})
-            self._say("verdict", {"findings": judge(heard), "groups": groups})
-        verdict = self._hear("verdict")
+            self.say("verdict", {"findings": judge(heard), "groups": groups})
+        verdict = self.hear("verdict")
         if verdict["findings"]:
             raise ReplayRefused(
                 f"{folder}: these files cannot be replayed together; nothing was run", verdict["findings"]
@@ -87,34 +157,21 @@ class Together:
             )
             self._groups[tuple(members), instance] = group
 
-    def _say(self, what: str, value: Any) -> None:
-        self._store.set(f"{_KEY}/{what}", base64.b64encode(zlib.compress(json.dumps(value).encode())).decode())
-
-    def _hear(self, what: str) -> Any:
-        key = f"{_KEY}/{what}"
-        try:
-            self._store.wait([key], self._timeout)
-        except RuntimeError:
-            raise ReplayFailed(f"no answer within {self._timeout.total_seconds():g} s ({what})") from None
-        return json.loads(zlib.decompress(base64.b64decode(self._store.get(key))))
+    def playing(self) -> AbstractContextManager[None]:
+        return nullcontext() if are_left_out() else played_by(self)
 
     def group(self, call: Call) -> Any:
         """The group that a collective is on."""
         return self._groups[tuple(map(int, call.ranks.split(","))), call.instance]
 
-    def begin(self, code: int = 0) -> None:
-        """This rank is about to launch its first collective, or has ended without one, with this exit code. Raises
-        ReplayFailed if another rank has failed before its first one: nobody waits for it."""
-        if self._begun:
-            return
-        self._begun = True
-        self._say(f"begins/{self.rank}", code)
-        if self.rank == 0:
-            self._say("begun", [self._hear(f"begins/{rank}") for rank in range(self.world)])
-        failed = [rank for rank, of_rank in enumerate(self._hear("begun")) if of_rank] if not code else []
-        if failed:
-            said = f"rank {failed[0]} failed before its first collective, and says why"
-            raise ReplayFailed(f"rank {self.rank}: nothing more was run: {said}")
+    def begin(self) -> None:
+        """This rank is about to launch its first collective, or ends without one. Raises ReplayFailed if another rank
+        has failed before its first one: nobody waits for it."""
+        if not self._begun:
+            self._begun = True
+            if self.gather("begins", None):
+                self.say("begun", None)
+            self.hear("begun")
 
     def launch(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         self.begin()
@@ -142,27 +199,9 @@ class Together:
 
     def finish(self) -> None:
         """Wait for what the program did not."""
+        self.begin()
         for work in list(self._works):
             self.wait(work, [], [])
-
-    def end(self, code: int) -> int:
-        """Returns the exit code of all ranks."""
-        self._say(f"code/{self.rank}", code)
-        codes = []
-        for rank in range(self.world):
-            try:
-                codes.append(self._hear(f"code/{rank}"))
-            except ReplayFailed:
-                codes.append(1)
-        # Rank 0 may hold the store: it leaves last.
-        self._say(f"left/{self.rank}", None)
-        if self.rank == 0:
-            for rank in range(self.world):
-                try:
-                    self._hear(f"left/{rank}")
-                except ReplayFailed:
-                    break
-        return max(codes)
 
 
 def _reduction(call: Call, options: Any) -> Any:

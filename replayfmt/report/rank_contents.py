@@ -285,8 +285,8 @@ def _rank_section(job: _Job, together: Fields | None) -> Section:
     titles = ("rank", "ops", "collectives", "captured", "in ops", "waits", "replayed", "blocked", "others wait for it")
     about = [
         "Captured, from the first op to the last: in ops, and of that in waits for collectives, with the recorder's "
-        "own work. Replayed by all ranks together, without the program: the median of a replay, how long it is blocked in "
-        "collectives, and how long all others together wait for this rank."
+        "own work. Replayed by all ranks together, without the program: the median of a replay, how long it is blocked "
+        "in collectives, and how long all others together wait for this rank."
     ]
     return Section(
         "ranks", "Ranks", about, [], [ReportTable("by-rank", "Ranks", table_columns(titles, texts=()), rows)]

@@ -23,6 +23,7 @@ from replayfmt.collector import collector_paused
 from replayfmt.pytorch.accelerators import captured, is_accelerator, spinning
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.records import Slice
+from replayfmt.replay.ranks import Ranks
 from replayfmt.replay.results import Verdict
 from replayfmt.replay.run.steps import IsolatedOp, call_repeatedly
 
@@ -37,7 +38,7 @@ from ..statistics import (
     summarize,
     why_unmeasurable,
 )
-from .groups import SelectedOps, select_ops, work_of
+from .groups import CallWork, SelectedOps, select_ops, work_of
 from .results import FAILURES, SEVERITY, MeasuredOp, OpOptions, PerOpRun
 
 # A launch of a graph takes some microseconds on the host: the calls in it take much longer.
@@ -302,9 +303,11 @@ def measure_ops(
     on_measured: OnMeasured | None = None,
     record_graph: RecordGraph | None = None,
     make_sampler: MakeSampler = Sampler,
+    ranks: Ranks | None = None,
 ) -> PerOpRun:
     """Measure a plan's ops one by one; the plan must be made with keep_going. `record_graph` replaces
-    the graphs of the plan's device, `make_sampler` what takes the samples.
+    the graphs of the plan's device, `make_sampler` what takes the samples. Each of several `ranks` measures a part of
+    the ops on its own device; rank 0 returns all of them.
 
     If there is something to compare with, a verified replay determines the verdicts first. Raises UsageError if no op
     is chosen.
@@ -319,7 +322,7 @@ def measure_ops(
         scopes=options.scopes,
         progress=progress,
     )
-    measurement = _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, make_sampler)
+    measurement = _OpMeasurement(plan, options, chosen, clock or Clock(), progress, on_measured, make_sampler, ranks)
     measurement.record_graph = record_graph
     return measurement.run()
 
@@ -343,6 +346,19 @@ def _nothing(_inputs: list[Any], _on_scope: None) -> list[Any]:
     return []
 
 
+# What a rank tells of an op that it measured, besides its work.
+_TOLD = (
+    "verdict", "reason", "ordinal", "calls", "cpu_ns", "host_ns", "returned", "samples", "unmeasurable", "graph_calls",
+    "no_graph", "exposed", "on_device", "eager_ns", "measured_on",
+)  # fmt: skip
+
+
+def _told_work(work: CallWork | None) -> dict[str, Any] | None:
+    if work is None:
+        return None
+    return {**vars(work), "dtype": work.dtype and str(work.dtype).removeprefix("torch."), "device": str(work.device)}
+
+
 class _Stop(Exception):
     """An op failed, and measuring stops there."""
 
@@ -359,6 +375,7 @@ class _OpMeasurement:
         progress: Progress,
         on_measured: OnMeasured | None,
         make_sampler: MakeSampler,
+        ranks: Ranks | None,
     ) -> None:
         self._plan, self._options, self._chosen, self._progress = plan, options, chosen, progress
         self._clock, self._on_measured = clock, on_measured
@@ -369,6 +386,11 @@ class _OpMeasurement:
         self._sampler = make_sampler(plan.devices, clock, self._flush)
         self._gpus = GpuWatch(plan.devices)
         self._ops = {group.first_ordinal: MeasuredOp(group) for group in chosen.groups}
+        self._ranks = ranks
+        self._others = {
+            first for place, first in enumerate(self._ops) if ranks is not None and place % ranks.world != ranks.rank
+        }  # measured by other ranks
+        self._other_gpus: list[dict[str, Any]] = []
         self._reported = 0
         self._verdicts: dict[int, tuple[Verdict, str]] = {}
         self._differs = False
@@ -396,6 +418,8 @@ class _OpMeasurement:
         except KeyboardInterrupt:  # what was measured until now is worth reporting
             interrupted = True
         self._gpus.end()
+        if self._ranks is not None:
+            self._put_together(self._ranks)
         return self._finished(verified, overhead, stopped, interrupted)
 
     def _examine(self, only: Slice | None) -> None:
@@ -424,6 +448,8 @@ class _OpMeasurement:
         if self._plan.runs_once(op.signature):
             self._verdicts[op.ordinal] = "refused", _ONCE
         verdict, _reason = self._verdicts.get(op.ordinal, ("ok", ""))
+        if group.first_ordinal in self._others:
+            return
         if verdict == "ok" and measured.times is None and measured.verdict != "failed":
             self._progress(group.kernel.qualified_name, self._reported, len(self._ops))
             measured.ordinal, measured.verdict = op.ordinal, "ok"
@@ -499,6 +525,37 @@ class _OpMeasurement:
         measured.times = None if measured.unmeasurable else statistics
         measured.calls, measured.samples, measured.graph_calls = graph.calls * len(times), tuple(times), graph.calls
 
+    def _put_together(self, ranks: Ranks) -> None:
+        """Tell rank 0 what was measured here; it notes what the others tell."""
+        own = {}
+        for first, measured in self._ops.items():
+            if first not in self._others and measured.ordinal is not None:
+                device = str(self._plan.devices[0]) if self._plan.devices else "cpu"
+                measured.measured_on = f"rank {ranks.rank}, {device}"
+                own[first] = {name: getattr(measured, name) for name in _TOLD} | {"work": _told_work(measured.work)}
+        said = {"differs": self._differs, "gpus": self._gpus.rows(), "ops": own}
+        for rank, heard in enumerate(ranks.gather(f"ops/{ranks.turns}", said)):
+            if rank == ranks.rank:
+                continue
+            self._differs |= heard["differs"]
+            self._other_gpus += heard["gpus"]
+            for first, fields in heard["ops"].items():
+                measured = self._ops[int(first)]
+                work = fields.pop("work")
+                for name, value in fields.items():
+                    setattr(measured, name, value)
+                measured.work = None if work is None else self._heard_work(work)
+                if measured.samples and not measured.unmeasurable:
+                    measured.times = summarize(measured.samples)
+                self._report(measured)
+
+    def _heard_work(self, said: dict[str, Any]) -> CallWork:
+        """Of a call on another rank, as if it were of this one's device, whose peaks are known here."""
+        on_device = is_accelerator(torch.device(said["device"]))
+        device = self._plan.devices[0] if on_device else torch.device("cpu")
+        dtype = None if said["dtype"] is None else getattr(torch, said["dtype"])
+        return CallWork(**{**said, "dtype": dtype, "device": device})
+
     def _narrow(self) -> StoppingRule | None:
         return None if self._options.precision is None else StoppingRule(self._options.precision.share)
 
@@ -570,7 +627,7 @@ class _OpMeasurement:
             self._differs,
             self._inputs,
             self._sampler.watch.describe(),
-            self._gpus.rows(),
+            self._gpus.rows() + self._other_gpus,
             self._sampler.pair_ns,
             interrupted,
         )

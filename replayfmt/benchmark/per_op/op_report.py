@@ -298,6 +298,8 @@ def _of_one(row: OpRow, group_by: GroupBy | None) -> dict[str, Any]:
         "op": op.group.kernel.qualified_name,
         "ordinal": op.group.first_ordinal if op.ordinal is None else op.ordinal,
     }
+    if op.measured_on:
+        found["measured_on"] = op.measured_on
     if op.why:
         found["reason"] = op.why
     times = op.times

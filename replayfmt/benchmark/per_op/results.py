@@ -80,6 +80,7 @@ class MeasuredOp:
     exposed: str = ""  # why `times` hold waiting of the device for the host
     on_device: bool | None = None  # whether a call gives the device anything to do; None: it is work of the host
     eager_ns: float | None = None  # the median of calls one by one, if `times` are those of calls in graphs
+    measured_on: str = ""  # rank and device, if the ops are shared out over ranks
 
     @property
     def status(self) -> str:
