@@ -114,11 +114,12 @@ ranks: $(INSTALLED)
 	@echo
 	$(TWO) $(BIN)/opreplay-run build/ranks/ | fold -s -w 100
 	@echo
-	$(TWO) $(BIN)/opreplay-benchmark --benchmark-min-time=10x build/ranks/ | fold -s -w 100
+	$(TWO) $(BIN)/opreplay-benchmark --benchmark-min-time=10x --benchmark-out=build/ranks/times.json \
+	    build/ranks/ | fold -s -w 100
 	@echo
 	$(BIN)/opreplay-benchmark --benchmark-min-time=5x build/ranks/rank1.opreplay | fold -s -w 100
 	@echo
-	$(BIN)/opreplay-report --measure=5 --force -o build/ranks/report.html build/ranks/rank1.opreplay 2>&1 | fold -s -w 100
+	$(BIN)/opreplay-report --benchmark=build/ranks/times.json -o build/ranks/report.html build/ranks/ | fold -s -w 100
 
 test: $(INSTALLED)
 	$(PYTEST)
