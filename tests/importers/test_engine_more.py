@@ -361,7 +361,7 @@ def test_prefill_and_latent_attention_of_a_trace_are_replayed_on_the_cpu(tmp_pat
             half(5, 8),
             half(5, 1, 4),
             half(5, 20),
-            *[NONE] * 3,
+            *[NONE] * 9,
         ],
         "_flashmla_C::sparse_prefill_fwd": [
             half(3, 4, 24),

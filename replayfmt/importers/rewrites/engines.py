@@ -687,7 +687,12 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         *(
             f'{_LATENT_STEP}Tensor(a!) output, str layer_name="", Tensor? output_scale=None, '
             f"Tensor? output_block_scale=None{more}) -> ()"
-            for more in ("", ", Tensor? kv_cache_dummy_dep=None")
+            for more in (
+                "",
+                ", Tensor? kv_cache_dummy_dep=None",
+                ", Tensor? kv_cache_dummy_dep=None, int? quant_group_size=None, bool? quant_scale_ue8m0=None, "
+                "bool? quant_col_major=None, bool? quant_tma_aligned=None, Tensor? q_dcp_replicated=None",
+            )
         ),
     ),
     **{
