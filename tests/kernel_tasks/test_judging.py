@@ -255,6 +255,18 @@ def test_a_kernel_of_several_threads_is_judged_with_other_sizes(exported: Export
     assert "accepted" in done.stdout, done.stdout + done.stderr
 
 
+def test_what_cannot_be_loaded_here_is_told_why(exported: Exported, tmp_path: Path) -> None:
+    import torch
+
+    binary, source = tmp_path / "a.cubin", tmp_path / "b.cu"
+    binary.write_bytes(b"\x7fELF\x02\x01\x01\x33")
+    source.write_text("#error not built")
+    found = run_judge(str(exported(kernel="aten::mm")), [str(binary), str(source)], UNTIMED)["candidates"]
+    assert [each["verdict"] for each in found] == ["does not load"] * 2
+    assert "a.cubin is none of .py, .cpp, .cc, .cu; a binary for a GPU is tried in a replay" in found[0]["text"]
+    assert torch.cuda.is_available() or "PyTorch sees none here" in found[1]["text"]
+
+
 def test_flags_of_tasks_and_of_captures_do_not_mix(exported: Exported, capture: Path, tools: Tools) -> None:
     assert "needs a kernel task" in tools("benchmark", "--variants", capture).err
     assert "does not go with a kernel task" in tools("benchmark", "--per-op", exported(kernel="aten::mm")).err

@@ -70,6 +70,7 @@ REASONS = {
     "captured values only": "it is right for the captured values only",
     "wrong": "an output is farther off than rounding explains",
 }
+SOURCES = (".py", ".cpp", ".cc", ".cu")
 REFERENCE = "reference"  # in place of a candidate: the reference is timed
 _FIRST_CALL = "the first call"
 _TEXT_LIMIT = 400
@@ -799,6 +800,14 @@ class Judge:
         path, function = split_candidate(given)
         name = function or self.task.task["function"]
         self._own = os.path.realpath(path)
+        if not path.endswith(SOURCES):
+            raise Fault(
+                "does not load",
+                f"{os.path.basename(path)} is none of {', '.join(SOURCES)}; a binary for a GPU is tried in a replay: "
+                "opreplay-run --replay-kernel-substitution=KERNEL@cubin=FILE",
+            )
+        if path.endswith(".cu") and not torch.cuda.is_available():
+            raise Fault("does not load", "a CUDA source needs a CUDA device, and PyTorch sees none here")
         sys.addaudithook(self._audit)
         settled = self.settled
         self.armed = True

@@ -29,8 +29,6 @@ from ..per_op.roofline import Peaks, place
 from ..statistics import PairedComparison, compare_pairs, duration
 from . import check_script
 
-ENDINGS = (".py", ".cpp", ".cc", ".cu")
-
 # The ratio of a whole replay with a candidate in place, as a row of a comparison; None and why where there is none.
 EndToEnd = Callable[[str, dict[str, Any]], "dict[str, Any]"]
 
@@ -55,9 +53,9 @@ def find_candidates(given: Sequence[str]) -> list[str]:
     for each in given:
         path = Path(each)
         if path.is_dir():
-            inside = sorted(str(file) for file in path.iterdir() if file.suffix in ENDINGS)
+            inside = sorted(str(file) for file in path.iterdir() if file.suffix in check_script.SOURCES)
             if not inside:
-                raise UsageError(f"--candidates={each}: there is no {', '.join(ENDINGS)} file in it")
+                raise UsageError(f"--candidates={each}: there is no {', '.join(check_script.SOURCES)} file in it")
             found += inside
         elif Path(check_script.split_candidate(each)[0]).is_file():
             found.append(each)
