@@ -81,8 +81,9 @@ def threads_option(function: Any) -> Any:
 
 guard_option = option(
     "--guard",
-    "First call every kernel also between unreadable pages, and name the kernel, argument and side of each "
-    "access beside an argument. On the CPU; for a kernel task: each candidate.",
+    "First call every kernel also between unreadable pages (in a replay on other devices than the CPU: between "
+    "canaries, which show writes), and name the kernel, argument and side of each access beside an argument. For a "
+    "kernel task: each candidate.",
 )
 
 

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ _PAD = 4096
 
 
 class Memory:
-    """One storage on the CPU with canaries on both sides, or with unreadable pages; elsewhere a plain one."""
+    """One storage with canaries on both sides, or on the CPU with unreadable pages."""
 
     def __init__(
         self, content: torch.Tensor, device: str, *, shift: int = 0, canary: int = CANARY, pages: str = ""
@@ -29,7 +30,7 @@ class Memory:
         self.canary = canary
         data = content.view(torch.uint8)
         if torch.device(device).type != "cpu":
-            self.tensor = torch.empty(max(self.bytes, 1), dtype=torch.uint8, device=device)[: self.bytes]
+            self.tensor = self._on_device(torch.device(device), shift)
         elif pages:
             self.tensor = self._between_pages(pages)
         else:
@@ -42,6 +43,14 @@ class Memory:
                 each.fill_(canary)
         self.storage = self.tensor.untyped_storage()
         self.write(data)
+
+    def _on_device(self, device: torch.device, shift: int) -> torch.Tensor:
+        start, length = _PAD // 2 + shift, max(self.bytes, 1)
+        self._whole = torch.empty(self.bytes + _PAD, dtype=torch.uint8, device=device).fill_(self.canary)
+        self._canaries = [self._whole[:start], self._whole[start + self.bytes :]]
+        # A storage of its own, which does not own its memory: a kernel sees nothing of what lies beside it.
+        inner: Any = torch._C._construct_storage_from_data_pointer(self._whole.data_ptr() + start, device, length)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(inner, 0, (length,), (1,))
 
     def _between_pages(self, side: str) -> torch.Tensor:
         page = mmap.PAGESIZE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,35 @@ def test_repeated_replays_on_several_devices_name_what_differs_between_them(tmp_
     assert ran.code == 1 and "4 replays on sim:0, sim:1 in turn" in ran.out
     assert "devices differ: " in ran.out and "(off::second.default) is the first that differs between" in ran.out
     assert tools("run", "--repeat=2", "--device=sim:1", path).out.splitlines()[-1].startswith("deterministic: ")
+
+
+@torch.library.custom_op("off::poke", mutates_args=("x",))
+def poke(x: torch.Tensor) -> None:
+    """In a replay, also writes four bytes behind the memory of its argument."""
+    if pokes:
+        end = x.untyped_storage().data_ptr() + x.untyped_storage().nbytes()
+        past: Any = torch._C._construct_storage_from_data_pointer(end, x.device, 4)
+        torch.empty(0, device=x.device).set_(past, 0, (1,), (1,)).fill_(1)
+    x.add_(1)
+
+
+pokes = False
+
+
+@native_alone
+def test_a_guarded_replay_names_what_writes_beside_its_argument(
+    tmp_path: Path,
+    tools: Tools,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "a.opreplay"
+    with replayfmt.capture(path):
+        poke(torch.rand(6, device="sim:0").mul_(3))
+    ran = tools("run", "--guard", path)
+    assert ran.code == 0 and "between canaries: none writes memory beside its arguments" in ran.out + ran.err
+    monkeypatch.setattr(sys.modules[__name__], "pokes", True)
+    ran = tools("run", "--guard", path)
+    assert ran.code == 1 and any("off::poke" in each and "after argument x (wrote)" in each for each in ran.findings)
 
 
 def test_content_travels_through_pinned_memory_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from replayfmt.errors import (
-    GuardViolated,
-    OpReplayError,
-    ReplayMismatch,
-    SubstitutionFailed,
-    SubstitutionRejected,
-    UsageError,
-)
+from replayfmt.errors import GuardViolated, OpReplayError, ReplayMismatch, SubstitutionFailed, SubstitutionRejected
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted
 from replayfmt.pytorch import accelerators
@@ -526,13 +519,15 @@ class SubstitutionSession:
 
 
 SIDES = ("after", "before")
+CANARIES = "canaries"
 _MOST_FINDINGS = 20
 
 
 class GuardedClones(Clones):
-    """Copies between pages that cannot be read. `only`: the number of the one storage that is, None for all."""
+    """Copies with canaries on both sides, or on the CPU, for a `side`, between pages that cannot be read. `only`: the
+    number of the one storage that is, None for all."""
 
-    def __init__(self, side: str, only: int | None = None) -> None:
+    def __init__(self, side: str = "", only: int | None = None) -> None:
         super().__init__()
         self._side, self._number = side, only
         self.memories: list[Memory] = []
@@ -541,7 +536,7 @@ class GuardedClones(Clones):
         copy = self.copies.get(storage._cdata)
         if copy is None:
             guarded = self._number is None or self._number == len(self.memories)
-            self.memories.append(Memory(byte_tensor(storage), "cpu", pages=self._side if guarded else ""))
+            self.memories.append(Memory(byte_tensor(storage), str(storage.device), pages=self._side if guarded else ""))
             copy = self.memories[-1].storage
             self.originals[storage._cdata], self.copies[storage._cdata] = storage, copy
         return copy
@@ -554,12 +549,13 @@ class GuardReport:
     calls: int = 0
     kernels: set[str] = field(default_factory=set)
     findings: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    guards: str = "unreadable pages"
 
     @property
     def text(self) -> str:
         return (
-            f"guarded: {self.calls:,} calls of {len(self.kernels):,} kernels between unreadable pages: none uses "
-            f"memory beside its arguments"
+            f"guarded: {self.calls:,} calls of {len(self.kernels):,} kernels between {self.guards}: none "
+            f"{'writes' if self.guards == CANARIES else 'uses'} memory beside its arguments"
         )
 
 
@@ -597,6 +593,9 @@ class _GuardedCall:
         name, scope = self._guard.plan.describe(self._site.ordinal)
         found.calls += 1
         found.kernels.add(self._label or name)
+        if found.guards == CANARIES:
+            self._try_here(args, kwargs)
+            return self._site.original(*args, **kwargs)
         for side in SIDES:
             end = self._try(args, kwargs, side)
             if end >= 0 and not end & 0xFF:
@@ -620,6 +619,27 @@ class _GuardedCall:
         inside = f", scope {scope}" if scope else ""
         key = (self._label or name, argument, side)
         self._guard.found.findings.setdefault(key, f"ordinal {self._site.ordinal}{inside}{by}: {text}")
+
+    def _try_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call in this process, since no other can use the device: only what is written shows."""
+        name, _scope = self._guard.plan.describe(self._site.ordinal)
+        generators = [each for each in dict.fromkeys(self._guard.plan.generators) if each is not None]
+        states = [each.get_state() for each in generators]
+        clones = GuardedClones()
+        given, named = clones.of(args), clones.of(kwargs)
+        try:
+            returned = self._function(*given, **named)
+        except Exception:
+            returned = None  # what it raises, it raises in the replay, too
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+        for number, memory in enumerate(clones.memories):
+            at = memory.overwritten()
+            if at:
+                argument = self._names(args, kwargs, number)
+                self._add(argument, at, f"{name}: accesses memory {at} argument {argument} (wrote)")
+        del returned  # only now: it may be on this memory
 
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any], side: str, only: int | None = None) -> int:
         """Call in a forked process. Minus the signal that ended it; 0, or 4 times the storage plus 1 or 2 for the side
@@ -665,16 +685,15 @@ def _storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def guard(plan: Any, on_progress: Callable[[int], None] | None = None) -> GuardReport:
-    """Call every kernel of a plan, and its replacements, on guarded memory, too. Raises GuardViolated with what uses
-    memory that is not its arguments'; UsageError for a plan with other devices than the CPU."""
-    other = [str(device) for device in plan.devices if device.type not in ("cpu", "meta")]
-    if other:
-        raise UsageError(f"--guard is for kernels of the CPU; the replay uses {', '.join(other)}")
+    """Call every kernel of a plan, and its replacements, on guarded memory, too: on the CPU between unreadable pages,
+    with other devices between canaries. Raises GuardViolated with what uses memory that is not its arguments'."""
     table = None
     if plan.substitution is not None:
         table = plan.substitution.table
         plan.substitution.poison = True
     guarded = _GuardPass(plan, table)
+    if any(device.type not in ("cpu", "meta") for device in plan.devices):
+        guarded.found.guards = CANARIES
     plan.run_with(guarded, on_progress)
     found = guarded.found
     if found.findings:
