@@ -74,6 +74,12 @@ def as_own(said: Mapping[str, Any], path: str, name: str) -> dict[str, Any]:
     return _Translation(path, said).probe(name)
 
 
+def _wrong(path: str, where: str, expected: str, got: object) -> UsageError:
+    """`got` is None for what is not there: TOML has no such value."""
+    given = "it is missing" if got is None else f"got {str(got)[:80]!r}"
+    return UsageError(f"{path}: {where}: expected {expected}, {given}")
+
+
 class _Translation:
     def __init__(self, path: str, said: Mapping[str, Any]) -> None:
         self._path, self._said = path, said
@@ -83,7 +89,7 @@ class _Translation:
         self._maps = self._table(said, "map") if "map" in said else {}
 
     def _wrong(self, where: str, expected: str, got: object) -> UsageError:
-        return UsageError(f"{self._path}: {where}: expected {expected}, got {str(got)[:80]!r}")
+        return _wrong(self._path, where, expected, got)
 
     def _table(self, said: Mapping[str, Any], key: str) -> dict[str, Any]:
         found = said.get(key)
@@ -360,7 +366,7 @@ class _Parser:
         self._path = path
 
     def _wrong(self, key: str, expected: str, got: object) -> UsageError:
-        return UsageError(f"{self._path}: {key}: expected {expected}, got {str(got)[:80]!r}")
+        return _wrong(self._path, key, expected, got)
 
     def _take(self, table: Mapping[str, Any], key: str, where: str, kind: type, default: Any = None) -> Any:
         value = table.get(key, default)

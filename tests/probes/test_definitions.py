@@ -80,6 +80,7 @@ def test_a_probe_of_the_users_own_is_found_by_its_path(
     [
         ('name = "mine"', 'name = "My probe"', "name: expected a name of letters, digits and _, got 'My probe'"),
         ('name = "mine"', "name = 5", "name: expected a string, got '5'"),
+        ('name = "mine"', "", "name: expected a string, it is missing"),
         ('count = "b64"', 'count = "f32"', "registers.count: expected a name and one of b32, b64, got 'f32'"),
         ('count = "b64"', 'bytes = "b64"', "registers.bytes: expected a name"),
         ('level = "thread"', 'level = "block"', "record.level: expected warp or thread, got 'block'"),
