@@ -289,7 +289,8 @@ class CallRecorder:
         if careful and (entered_before is not None or tracker.alias):
             kernel = call.kernel
             reads = shape_of(tensor).numel() != 0 and kernel.reads(index, call.args, call.kwargs)
-            as_is = kernel.operator.packs or (kernel.arguments[index].written and not kernel.own)
+            writes = kernel.arguments[index].written
+            as_is = kernel.operator.packs or (writes and not kernel.own)
             copied = index == kernel.operator.copies
             unwritten = (
                 Unwritten.as_is
@@ -305,7 +306,7 @@ class CallRecorder:
             if self._listed and kernel.own and self._holds_list(tensor, storage):
                 unwritten = Unwritten.explained
             region = self._metas.params[meta].region(offset)
-            tracker = storages.use(tracker, storage, reads, kernel.name, unwritten, region)
+            tracker = storages.use(tracker, storage, reads, kernel.name, unwritten, region, writes and not kernel.own)
         if tracker.imports and not call.kernel.own and not (tracker.state is not None and tracker.state.arbitrary):
             self._handles.check_content(tensor)
         number = storages.view(tracker, meta, offset, self._metas.params[meta].item)

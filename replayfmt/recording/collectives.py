@@ -2,7 +2,8 @@
 
 Each is recorded as a launch, and as a wait where the program waits for it, which holds what arrived
 (`pytorch.collectives` says what a replay makes of these). `InFlight` keeps what was launched until then. Waits inside
-C++ (DDP's reducer) are not seen: what arrived is recorded at its first use. The recorder waits for nothing itself.
+C++ (DDP's reducer) are not seen: the first use of what arrived, or of what was sent, counts as one. The recorder waits
+for nothing itself.
 
 `CollectiveHooks` learns from PyTorch's classes in Python which launch a `Work` or a future is of, and when it is waited
 for. Collectives that pass no operator (on a backend itself, by a group written in Python) are `unsupported`, as is one
@@ -101,6 +102,14 @@ class Launch:
         self.began_ns = time.perf_counter_ns()
 
 
+class _OfThread(threading.local):
+    """What one thread launches."""
+
+    def __init__(self) -> None:
+        self.recent: list[Launch] = []  # of which no Work is known yet
+        self.from_python = False  # by a method that returns the Work to Python
+
+
 class InFlight:
     """The collectives of one CaptureSession. Methods are called with the recorder's lock held, inside attempts."""
 
@@ -117,8 +126,8 @@ class InFlight:
         self._groups: dict[str, Group] = {}
         self._numbers: Counter[tuple[Any, ...]] = Counter()
         self.count = 0
-        self._of_thread = threading.local()  # launches that no Work is known of yet
-        self._writing: dict[int, list[tuple[int, int, Launch]]] = {}  # bytes in flight, by storage id
+        self.of_thread = _OfThread()
+        self._flying: dict[int, list[tuple[int, int, Launch]]] = {}  # bytes in flight, by storage id
         session.storages.arrived = self._arrived
 
     # ------------------------------------------------------------------------------------------------------- launching
@@ -204,11 +213,16 @@ class InFlight:
             if tracker is not None and tensor.numel():
                 launch.outputs.append(_Output(tensor, tracker))
                 self._mark(launch, tensor, tracker)
+        if not (outputs or self.of_thread.from_python):  # nothing will arrive that tells of a wait in C++
+            for tensor in meaning.inputs:
+                tracker = tracker_of(storage_of(tensor))
+                if tracker is not None and tensor.numel():
+                    self._mark(launch, tensor, tracker)
         launch.args, launch.kwargs, launch.meaning = (), {}, None
         if meaning.operator.endswith("::shard_dim_alltoall"):  # it waits inside
             self.waited([launch], ended_ns, ended_ns)
         else:
-            self.recent().append(launch)
+            self.of_thread.recent.append(launch)
 
     def _produced(self, tensors: list[torch.Tensor]) -> None:
         """What a functional collective returns is memory that it allocated."""
@@ -217,13 +231,6 @@ class InFlight:
                 how = {"dtype": tensor.dtype, "device": tensor.device}
                 now = time.perf_counter_ns()
                 self._session.ran(self._empty, (list(tensor.shape), list(tensor.stride())), how, tensor, now, now)
-
-    def recent(self) -> list[Launch]:
-        """The launches of this thread of which no Work is known yet."""
-        found: list[Launch] | None = getattr(self._of_thread, "recent", None)
-        if found is None:
-            found = self._of_thread.recent = []
-        return found
 
     # ----------------------------------------------------------------------------------------------------- in flight
 
@@ -234,29 +241,30 @@ class InFlight:
         if tracker.state is not None and tracker.state.alias_of is not None:
             delta, tracker = tracker.state.delta, tracker.state.alias_of
             begin, end = begin + delta, end + delta
-        self._writing.setdefault(tracker.id, []).append((begin, end, launch))
+        self._flying.setdefault(tracker.id, []).append((begin, end, launch))
         self._session.storages.state(tracker).in_flight = True
         tracker.need_care()
 
     def _unmark(self, launch: Launch) -> None:
-        for number, ranges in list(self._writing.items()):
+        for number, ranges in list(self._flying.items()):
             ranges[:] = [each for each in ranges if each[2] is not launch]
             if not ranges:
-                del self._writing[number]
+                del self._flying[number]
                 tracker = self._session.storages.live.get(number)
                 if tracker is not None and tracker.state is not None:
                     tracker.state.in_flight = False
                     tracker.settle()
 
     def being_written(self) -> set[int]:
-        """The addresses of storages with memory in flight."""
-        found = (self._session.storages.live.get(number) for number in self._writing)
+        """The addresses of storages to which something is about to arrive."""
+        numbers = [number for number, ranges in self._flying.items() if any(launch.outputs for _, _, launch in ranges)]
+        found = (self._session.storages.live.get(number) for number in numbers)
         storages = (tracker() for tracker in found if tracker is not None)
         return {storage._cdata for storage in storages if storage is not None}
 
     def _arrived(self, tracker: Tracker, begin: int, end: int) -> None:
-        """These bytes of a storage are about to be used: whatever of them was in flight has arrived."""
-        for first, last, launch in list(self._writing.get(tracker.id, ())):
+        """These bytes of a storage are about to be used: whatever of them was in flight has arrived, or was sent."""
+        for first, last, launch in list(self._flying.get(tracker.id, ())):
             if first < end and begin < last:
                 self._land(launch)
 
@@ -273,7 +281,7 @@ class InFlight:
         if tracker is not None:
             if tracker.state is not None and tracker.state.alias_of is not None:
                 tracker = tracker.state.alias_of
-            launches = list(dict.fromkeys(launch for _, _, launch in self._writing.get(tracker.id, ())))
+            launches = list(dict.fromkeys(launch for _, _, launch in self._flying.get(tracker.id, ())))
             self.waited(launches, began_ns, ended_ns)
 
     def _land(self, launch: Launch, began_ns: int | None = None, ended_ns: int = 0) -> None:
@@ -438,20 +446,26 @@ class CollectiveHooks:
 
         @functools.wraps(original)
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self._recorder.attempt(self._begin)
-            work = original(group, *args, **kwargs)
-            if before is not None:
+            mine = self._recorder.attempt(self._begin)
+            try:
+                work = original(group, *args, **kwargs)
+            finally:
+                if mine is not None:
+                    mine.from_python = False
+            if mine is not None:
                 self._recorder.attempt(self._launched, work, original.__name__ == "_end_coalescing")
             return work
 
         return call
 
-    def _begin(self) -> bool:
-        self._session.collectives.recent().clear()  # launched by C++ code
-        return True
+    def _begin(self) -> _OfThread:
+        mine: _OfThread = self._session.collectives.of_thread
+        mine.recent.clear()  # launched by C++ code
+        mine.from_python = True
+        return mine
 
     def _launched(self, work: Any, ends: bool) -> None:
-        recent = self._session.collectives.recent()
+        recent = self._session.collectives.of_thread.recent
         together: list[Launch] | None = getattr(self._coalescing, "launches", None)
         if together is not None:
             together += recent

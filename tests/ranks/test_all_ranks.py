@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replayfmt.benchmark.ranks import bus_factor, combined, lines
-from replayfmt.format.rank_files import LAUNCH, describe, judge
+from replayfmt.format.rank_files import LAUNCH, WAIT, describe, judge
 from replayfmt.format.reader import open_capture
 
 from . import launching
@@ -52,6 +52,14 @@ def run_tool(tool: str, *arguments: str) -> str:
     done = subprocess.run([launching.BIN / f"opreplay-{tool}", *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_what_a_rank_only_sends_is_waited_for_too(job: Path) -> None:
+    """In C++, for instance, by DDP, whose rank 0 writes the buffers that it sends right after that."""
+    for rank in range(launching.WORLD):
+        wanted = 'select(.kind == "op" and (.op | startswith("opreplay::"))) | .op'
+        ops = Counter(run_tool("dump", "--jq", wanted, str(job / f"out/rank{rank}.opreplay")).split())
+        assert ops[f'"{LAUNCH}"'] - ops[f'"{WAIT}"'] == 1  # the one that the program never waits for
 
 
 def findings(folder: Path, world: int = 2) -> str:

@@ -65,6 +65,9 @@ v = y.view(128, 128)                       # used before it is there
 torch.ops._c10d_functional.wait_tensor(y)
 out("functional", v.sum() * 2)
 g = functional.all_gather_tensor(torch.randn(4) * rank, 0, dist.group.WORLD); out("gathered", g + 1)
+h = torch.ones(4) * (rank + 1)
+dist._broadcast_coalesced(dist.group.WORLD, [h], 1 << 20, 0)  # waited for in C++
+out("waited for in C++", h.add_(1))
 """
 MODELS = """
 layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
@@ -103,7 +106,7 @@ def test_a_rank_replays_alone_bit_for_bit_and_its_program_computes_what_it_would
     future, by asking, never, or first used as a view."""
     program = COLLECTIVES + WAITS
     said = launching.captured(tmp_path, program, f"--recorder={recorder}")
-    assert len(said) == 44 and said == launching.plain(tmp_path, program)
+    assert len(said) == 46 and said == launching.plain(tmp_path, program)
     for path in files(tmp_path):
         assert replayfmt.run(path, verify="bitwise").outcome == "ok"
 

@@ -377,18 +377,19 @@ class Storages:
         op: str,
         unwritten: Unwritten = Unwritten.unseen,
         region: ByteRegion | None = None,
+        writes: bool = False,
     ) -> Tracker:
-        """Before an op (or the recorder) uses it. `region`: the bytes that it reads, if not all. Returns the tracker to
+        """Before an op (or the recorder) uses it. `region`: the bytes that it uses, if not all. Returns the tracker to
         use from here on."""
         state = tracker.state
         length = storage.nbytes()
         if state is not None and state.alias_of is not None:
-            return self._use_alias(tracker, state, storage, reads, op, unwritten, region)
+            return self._use_alias(tracker, state, storage, reads, op, unwritten, region, writes)
         self.measure(tracker, storage, b"")
         state = tracker.state
         if state is None:
             return tracker
-        if state.in_flight and reads:
+        if state.in_flight and (reads or writes):
             self.arrived(tracker, *((0, state.length) if region is None else (region.start, region.end)))
         if state.outside is not None and length:
             self._enter_again(tracker, state, storage, state.outside)
@@ -481,6 +482,7 @@ class Storages:
         op: str,
         unwritten: Unwritten,
         region: ByteRegion | None,
+        writes: bool,
     ) -> Tracker:
         base = state.alias_of
         assert base is not None
@@ -490,7 +492,7 @@ class Storages:
             delattr(storage, ATTRIBUTE)
             return self.enter(storage, None)
         shifted = None if region is None else replace(region, start=region.start + state.delta)
-        self.use(base, memory, reads, op, unwritten, shifted)
+        self.use(base, memory, reads, op, unwritten, shifted, writes)
         return tracker
 
     def _enter_again(

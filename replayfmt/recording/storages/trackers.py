@@ -82,7 +82,7 @@ class State:
         self.opaque = False  # holds what no replay reproduces: never compared
         self.alias_of: Tracker | None = None  # memory shared with another storage, `delta` bytes into it
         self.delta = 0
-        self.in_flight = False  # a collective writes to it
+        self.in_flight = False  # a collective writes to it, or C++ code sends it
         self.private = False  # its memory is this process's alone, and of no file: it can be read whenever it lives
 
     @property
