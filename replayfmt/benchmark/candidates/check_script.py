@@ -162,8 +162,8 @@ def load_task(folder: Path) -> dict[str, Any]:
     return found
 
 
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The bytes of each entry. Raises ValueError and OSError."""
+def read_safetensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The bytes of each entry whose name begins so. Raises ValueError and OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -179,6 +179,8 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         for name, first, end in places:
             if not (type(first) is type(end) is int and 0 <= first <= end <= size - 8 - length):
                 raise ValueError(f"{path}: {name} lies outside of the file")
+            if not name.startswith(prefix):
+                continue
             file.seek(8 + length + first)
             found[name] = torch.frombuffer(bytearray(file.read(end - first)) or bytearray(1), dtype=torch.uint8)[
                 : end - first
@@ -211,12 +213,11 @@ class Case:
     def __init__(self, folder: Path, task: dict[str, Any], workload: dict[str, Any], number: int, make: Any) -> None:
         self.task, self.workload = task, workload
         self.name = f"{workload['name']}.{number}"
-        self.expected: dict[str, torch.Tensor] = {}
         file = workload["cases"][number]["file"] if number < len(workload["cases"]) else None
         self.path = folder / str(file)
-        entries = read_safetensors(self.path) if file else {}
+        entries = read_safetensors(self.path, "input.") if file else {}  # a kernel could find outputs in its process
         known = {storage["entry"] for storage in workload["storages"]}
-        if file and known != {name for name in entries if name.startswith("input.")}:
+        if file and known != set(entries):
             raise ValueError(f"{self.path}: has {sorted(entries)!a:.200}; expected the inputs {sorted(known)!a:.200}")
         self.contents = []
         for place, storage in enumerate(workload["storages"]):
@@ -232,22 +233,23 @@ class Case:
             if len(data) != length:
                 raise ValueError(f"{self.path}: {storage['entry']} has {len(data)} bytes, expected {length}")
             self.contents.append(data.view(dtype) if length % dtype.itemsize == 0 else data)
-        self.expected = {name: data for name, data in entries.items() if not name.startswith("input.")}
-        self.inputs = [data for name, data in entries.items() if name.startswith("input.")]
+        self.inputs = list(entries.values())
         self.digest = workload["cases"][number].get("digest") if file else None
 
-    def require_exported(self) -> None:
-        """Raises ValueError if the inputs in the file are not those that were exported."""
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """What the file has of the original's outputs. Raises ValueError if its inputs are not those that were
+        exported."""
         if self.digest is not None:
             hashed = hashlib.sha256()
             for data in self.inputs:
                 hashed.update((ctypes.c_char * len(data)).from_address(data.data_ptr()) if len(data) else b"")
             if hashed.hexdigest() != self.digest:
                 raise ValueError(f"{self.path}: is damaged: its inputs are not those that were exported")
+        return read_safetensors(self.path) if self.inputs else {}
 
-    def kept(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """What the file has of an output, as the bytes of a tensor of `like`'s dtype and sizes. Raises ValueError."""
-        data = self.expected.get(name)
+    def like(self, outputs: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor | None:
+        """One of these outputs with the dtype and the sizes of a tensor, None if it is not there. Raises ValueError."""
+        data = outputs.get(name)
         if data is not None and len(data) != like.numel() * like.itemsize:
             raise ValueError(
                 f"{self.path}: {name} has {len(data)} bytes, expected {like.numel() * like.itemsize}: "
@@ -1257,9 +1259,9 @@ class Task:
     def _against_file(self, case: Case, here: dict[str, Any]) -> str:
         """How the reference's outputs differ from those in the file. Where they agree, the file's are the expected
         ones."""
-        case.require_exported()
+        outputs = case.outputs()
         for place, value in enumerate(here["values"]):
-            kept = case.kept(f"result.{place}", value) if isinstance(value, torch.Tensor) else None
+            kept = case.like(outputs, f"result.{place}", value) if isinstance(value, torch.Tensor) else None
             if kept is None:
                 continue
             off = difference(f"result {place}", kept, value, here["tolerances"][place])
@@ -1268,7 +1270,7 @@ class Task:
             value.copy_(kept)
         for place, storage in enumerate(case.workload["storages"]):
             after = here["after"][place].view(case.contents[place].dtype)
-            kept = case.kept(f"written.{storage['entry'].removeprefix('input.')}", after)
+            kept = case.like(outputs, f"written.{storage['entry'].removeprefix('input.')}", after)
             if kept is not None:
                 tolerance = here["tolerances"][len(here["values"]) + place]
                 off = difference(f"argument {case.names(place)}", kept, after, tolerance)
