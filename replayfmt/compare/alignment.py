@@ -16,6 +16,7 @@ The functions at the end say what differs without running anything: origin, sett
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -229,22 +230,54 @@ def _pair_sources(a: _Side, b: _Side) -> None:
                 _pair(a, b, op, other)
 
 
+class _Unpaired:
+    """The ops of one capture that were not paired at first, in order; those that have been since are passed over, in
+    constant time on average: `_ahead` is where to look next, shortened at each look."""
+
+    def __init__(self, side: _Side) -> None:
+        self.ops = [op for op, partner in enumerate(side.partner) if partner < 0 and not side.is_source(op)]
+        self._partner = side.partner
+        self._ahead = list(range(1, len(self.ops) + 1))
+        self._furthest = 0  # place that was paired
+
+    def first(self, place: int) -> int:
+        """The first place from here on to pair: what was passed over is left alone when pairs are far beyond it."""
+        return self.next(max(place, self._furthest - _NEAR))
+
+    def note_paired(self, op: int) -> None:
+        self._furthest = max(self._furthest, bisect_left(self.ops, op))
+
+    def next(self, place: int) -> int:
+        """The first place from here on with an unpaired op; the number of places if there is none."""
+        ops, partner, ahead, found = self.ops, self._partner, self._ahead, place
+        while found < len(ops) and partner[ops[found]] >= 0:
+            found = ahead[found]
+        while place < found:
+            ahead[place], place = found, ahead[place]
+        return found
+
+    def near(self, place: int, count: int = _NEAR) -> Iterator[int]:
+        """The next unpaired ops after a place."""
+        while count and (place := self.next(place + 1)) < len(self.ops):
+            count -= 1
+            yield self.ops[place]
+
+
 class _Pairing:
     """Goes through the unpaired ops of both captures in order."""
 
     def __init__(self, a: _Side, b: _Side) -> None:
         self.a, self.b = a, b
-        self.left_a = [op for op, partner in enumerate(a.partner) if partner < 0 and not a.is_source(op)]
-        self.left_b = [op for op, partner in enumerate(b.partner) if partner < 0 and not b.is_source(op)]
+        self.left_a, self.left_b = _Unpaired(a), _Unpaired(b)
         self.doubts: list[tuple[int, int]] = []
 
     def run(self) -> list[tuple[int, int]]:
         i = j = 0
         while True:
-            i, j = self._next(self.left_a, i, self.a), self._next(self.left_b, j, self.b)
-            if i == len(self.left_a) or j == len(self.left_b):
+            i, j = self.left_a.first(i), self.left_b.first(j)
+            if i == len(self.left_a.ops) or j == len(self.left_b.ops):
                 return self.doubts
-            op, other = self.left_a[i], self.left_b[j]
+            op, other = self.left_a.ops[i], self.left_b.ops[j]
             found = (op, other) if self._equal(op, other) else self._near_pair(i, j)
             if found is not None:
                 self._take(*found)
@@ -257,15 +290,16 @@ class _Pairing:
 
     def _near_pair(self, i: int, j: int) -> tuple[int, int] | None:
         """The pair of the next op of either capture with one of the other that reads the same values."""
-        op, other = self.left_a[i], self.left_b[j]
-        ops = [op, *self._near(self.left_a, i, self.a)]
-        others = [other, *self._near(self.left_b, j, self.b)]
-        for y in others:
+        op, other = self.left_a.ops[i], self.left_b.ops[j]
+        ops, others = [op], [other]
+        for y in self.left_b.near(j):
             if self._equal(op, y):
                 return op, y
-        for x in ops:
+            others.append(y)
+        for x in self.left_a.near(i):
             if self._equal(x, other):
                 return x, other
+            ops.append(x)
         # Other numbers, sizes or dtypes: if no exact partner is near.
         for y in others:
             if self._equal(op, y, loose=True) and not any(self._equal(x, y) for x in ops):
@@ -275,24 +309,11 @@ class _Pairing:
                 return x, other
         return None
 
-    @staticmethod
-    def _next(left: list[int], place: int, side: _Side) -> int:
-        while place < len(left) and side.partner[left[place]] >= 0:
-            place += 1
-        return place
-
-    @staticmethod
-    def _near(left: list[int], place: int, side: _Side, count: int = _NEAR) -> Iterator[int]:
-        """The next unpaired ops after a place."""
-        while count and place + 1 < len(left):
-            place += 1
-            if side.partner[left[place]] < 0:
-                count -= 1
-                yield left[place]
-
     def _take(self, op: int, other: int) -> None:
         _pair_read_sources(self.a, self.b, op, other)
         _pair(self.a, self.b, op, other)
+        self.left_a.note_paired(op)
+        self.left_b.note_paired(other)
 
     def _same_value(self, value: int, counterpart: int) -> bool:
         a, b = self.a, self.b
@@ -314,19 +335,15 @@ class _Pairing:
     def _beyond(self, i: int, j: int) -> tuple[int, int] | None:
         """Pair the first ops that certainly belong together again; where to go on."""
         for size, loose in [*((size, False) for size in _WINDOWS), (_WINDOWS[0], True)]:
-            ops = [self.left_a[i], *self._near(self.left_a, i, self.a, size)]
-            others = [self.left_b[j], *self._near(self.left_b, j, self.b, size)]
+            ops = [self.left_a.ops[i], *self.left_a.near(i, size)]
+            others = [self.left_b.ops[j], *self.left_b.near(j, size)]
             whole = len(ops) <= size and len(others) <= size
             for x, y in self._certain(ops, others, loose):
                 if not whole and (x > size // 2 or y > size // 2):
                     break
                 if self._compatible(ops[x], others[y], {}) and self._continues(ops[x], others[y]):
                     self._take(ops[x], others[y])
-                    while i < len(self.left_a) and self.left_a[i] < ops[x]:
-                        i += 1
-                    while j < len(self.left_b) and self.left_b[j] < others[y]:
-                        j += 1
-                    return i, j
+                    return bisect_left(self.left_a.ops, ops[x]), bisect_left(self.left_b.ops, others[y])
         return None
 
     def _certain(self, ops: list[int], others: list[int], loose: bool) -> list[tuple[int, int]]:
@@ -418,18 +435,19 @@ class _Pairing:
         counts: list[dict[int, list[int]]] = []
         for left, place, side in ((self.left_a, i, self.a), (self.left_b, j, self.b)):
             where: dict[int, list[int]] = defaultdict(list)
-            for at in range(place + 1, len(left)):
-                if side.partner[left[at]] < 0:
-                    where[side.key[left[at]]].append(at)
+            at = left.next(place + 1)
+            while at < len(left.ops):
+                where[side.key[left.ops[at]]].append(at)
+                at = left.next(at + 1)
             counts.append(where)
         for key, places in counts[0].items():
             its = counts[1].get(key, [])
             if len(places) == 1 and len(its) == 1:
-                op, other = self.left_a[places[0]], self.left_b[its[0]]
+                op, other = self.left_a.ops[places[0]], self.left_b.ops[its[0]]
                 if self._compatible(op, other, {}) and self._continues(op, other):
                     self._take(op, other)
                     return places[0], its[0]
-        return len(self.left_a), len(self.left_b)
+        return len(self.left_a.ops), len(self.left_b.ops)
 
 
 def _roots(side: _Side, value: int) -> set[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -76,6 +77,20 @@ def test_what_is_before_a_change_is_aligned_by_what_it_computes() -> None:
     found = align(chain(100).trace(), chain(99).trace())
     assert found.partner_of_a[:99].tolist() == list(range(99))
     assert found.partner_of_a[99:].tolist() == [-1, 99]  # the one that is too many, and the end
+
+
+def test_ops_that_one_run_logs_in_every_step_hide_nothing_behind_a_change() -> None:
+    """They have no partner, however many there are; 20,000 steps take half a second."""
+    scaled, logging = chain(20_000), chain(20_000)
+    logging.ops = [
+        each
+        for place, op in enumerate(logging.ops)
+        for each in (op, Op(100_000 + place, 30, op.writes, (100_000 + place,)))
+    ]
+    for program, key in ((scaled, 11), (logging, 12)):
+        program.ops[0] = replace(program.ops[0], key=key, loose=10)
+    found = align(scaled.trace(), logging.trace())
+    assert found.partner_of_a.tolist() == list(range(0, len(logging.ops), 2)) and not found.doubts
 
 
 def test_a_composite_op_and_its_parts_are_one_block_with_what_leaves_it() -> None:
