@@ -63,6 +63,8 @@ def on_all_ranks(meet: Callable[[], Met], work: Callable[[Met], int]) -> int:
             with ranks.playing():
                 code = work(ranks)
                 ranks.finish()
+            if code:
+                ranks.fail()
         except OpReplayError as error:
             report(error)
             code = error.exit_code

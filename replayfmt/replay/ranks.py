@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import threading
 import time
 import zlib
 from collections.abc import Mapping
@@ -91,7 +92,7 @@ class Ranks:
 
     def fail(self) -> None:
         """Nobody need wait for this rank any more."""
-        self._store.set(f"{_KEY}/failed", f"rank {self.rank}")
+        self._store.compare_set(f"{_KEY}/failed", "", f"rank {self.rank}")  # the first one: others follow from it
 
     def playing(self) -> AbstractContextManager[None]:
         """Inside, collectives are what they are with these ranks."""
@@ -139,6 +140,7 @@ class Together(Ranks):
         self._groups: dict[tuple[tuple[int, ...], int], Any] = {}
         self._works: dict[int, tuple[Call, Any, Any]] = {}
         self._begun = False
+        self._closing: threading.Thread | None = None
         heard = self.gather("says", describe(folder, self.rank, self.world))
         if heard:
             groups = sorted({group_of(event) for each in heard for event in each["events"] if "wait" not in event})
@@ -156,6 +158,21 @@ class Together(Ranks):
                 else dist.new_group(members, timeout=self._timeout)
             )
             self._groups[tuple(members), instance] = group
+
+    def fail(self) -> None:
+        """Likewise; whoever waits for it in a collective is told by the connection, which is closed."""
+        super().fail()
+        self._works.clear()
+        self._groups.clear()
+        # It waits for what this rank has in flight, which ends at the latest when the other ranks have.
+        self._closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        self._closing.start()
+
+    def end(self, code: int) -> int:
+        of_all = super().end(code)
+        if self._closing is not None:
+            self._closing.join(self._timeout.total_seconds())
+        return of_all
 
     def playing(self) -> AbstractContextManager[None]:
         return nullcontext() if are_left_out() else played_by(self)
@@ -189,8 +206,9 @@ class Together(Ranks):
                 raise self._failure(call, error) from None
 
     def _failure(self, call: Call, error: Exception) -> ReplayFailed:
-        ended = [rank for rank in range(self.world) if self._store.check([f"{_KEY}/code/{rank}"])]
-        gone = f"; ranks that have ended: {', '.join(map(str, ended))}" if ended else ""
+        failed, gone = f"{_KEY}/failed", ""
+        if self._store.check([failed]):
+            gone = f"; {self._store.get(failed).decode()} failed"
         reason = str(error).partition("\n")[0]
         return ReplayFailed(
             f"rank {self.rank}: {call.operator}, collective {call.number} of the group of ranks {call.ranks}, did not "
