@@ -33,6 +33,7 @@ _DOUBLE_DIGITS = 16  # with the point, 15 digits: those that a double always hol
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
 _WHOLE_STRING = re.compile(_STRING, re.DOTALL)
 _STRUCTURE = re.compile(rf'{_STRING}|["{{}}\[\]]', re.DOTALL)
+_LONGEST_KEY = 64  # to look for
 _FIRST_KEYS = "ph|name|cat|id|op_name"
 # PyTorch writes the name of a node as it is: one with quotes ends where the next member begins.
 _NODE_NAME = re.compile(r'\{\s*(?:"id": \d+, )?"name": "([^\n]{0,65536}?)", "(?:ctrl_deps|id)": \d')
@@ -203,8 +204,9 @@ class JsonStream:
                 continue
             found, value = self._value(recover=True)
             if found:
-                if isinstance(value, dict) and value:
-                    self._first_key = next(iter(value))
+                first = next(iter(value), "") if isinstance(value, dict) else ""
+                if 0 < len(first) <= _LONGEST_KEY:
+                    self._first_key = first
                 yield value
             elif self._ended and self._place >= len(self._text):
                 return
