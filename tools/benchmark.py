@@ -477,7 +477,7 @@ def cli(
         return run_ranks(context, capture, flags, options, benchmark_format, out_file, values["collective_timeout"])
     if benchmark_out is not None:
         refuse_input(_OUT, benchmark_out, capture)
-    if per_op is not None and not values["energy"] and "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1":
+    if per_op is not None and not values["energy"] and os.environ.get("WORLD_SIZE", "1") != "1":
         return _share_out(context, capture, flags, per_op, against)
     with ExitStack() as stack:
         out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None

@@ -194,10 +194,10 @@ def _report_ranks(folder: str, out: str, benchmarks: tuple[str, ...], force: boo
         raise UsageError(f"{others[0]} is for the capture of one rank; {folder} is the folder of a job")
     if len(benchmarks) > 1:
         raise UsageError(f"--benchmark can be given once for {folder}: what opreplay-benchmark measured on all ranks")
-    for given in benchmarks:
-        refuse_input("--output", out, given, "a file that is to be read")
     benchmark = None
-    for path in benchmarks:
+    if benchmarks:
+        (path,) = benchmarks
+        refuse_input("--output", out, path, "a file that is to be read")
         with open_capture(rank_file(folder, 0)) as reader:
             benchmark = f"--benchmark={path}", read_benchmark("--benchmark", path, reader)
     with output_file("--output", out, force) as file:

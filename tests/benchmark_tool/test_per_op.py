@@ -63,6 +63,42 @@ def test_each_distinct_op_is_one_row_with_its_count(captured):
     assert sum(op.group.count for op in run.ops) == len(replayfmt.open(captured).ops)
 
 
+class _Rank:
+    """One of two ranks; what the other one says is `heard`."""
+
+    world, turns = 2, 1
+
+    def __init__(self, rank, heard=()):
+        self.rank, self._heard = rank, heard
+
+    def gather(self, _what, said):
+        self.said = json.loads(json.dumps(said))
+        return [said, *self._heard]
+
+
+def test_an_op_that_differs_on_the_rank_that_measures_it_has_that_verdict_and_reason(captured, monkeypatch):
+    with Plan(captured, keep_going=True) as plan:
+        first = select_ops(plan.reader, progress=quiet).groups[1].first_ordinal
+
+        def execute(**options):
+            result = Plan.execute(plan, **options)
+            for each in result.verdicts:
+                if each.ordinal == first:
+                    object.__setattr__(each, "verdict", "mismatched")
+                    object.__setattr__(each, "reason", "one bit")
+            return result
+
+        other = _Rank(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(plan, "execute", execute)
+            measure_ops(plan, OpOptions(min_time=FEW), progress=quiet, ranks=other)
+        run = measure_ops(plan, OpOptions(min_time=FEW), progress=quiet, ranks=_Rank(0, [other.said]))
+    apart = [op for op in run.ops if op.verdict != "ok"]
+    assert [(op.group.first_ordinal, op.verdict, op.reason) for op in apart] == [(first, "mismatched", "one bit")]
+    assert all(op.times is not None and op.work is not None for op in run.ops if op not in apart)
+    assert {op.measured_on for op in run.ops} == {"rank 0, cpu", "rank 1, cpu"} and not run.complete
+
+
 @pytest.mark.parametrize(
     ("asked", "tick_ns", "calls"),
     [

@@ -418,6 +418,8 @@ class _OpMeasurement:
         except KeyboardInterrupt:  # what was measured until now is worth reporting
             interrupted = True
         self._gpus.end()
+        for ordinal, group in self._chosen.by_ordinal.items():
+            self._worsen(self._ops[group.first_ordinal], *self._verdicts.get(ordinal, ("ok", "")))
         if self._ranks is not None:
             self._put_together(self._ranks)
         return self._finished(verified, overhead, stopped, interrupted)
@@ -525,12 +527,20 @@ class _OpMeasurement:
         measured.times = None if measured.unmeasurable else statistics
         measured.calls, measured.samples, measured.graph_calls = graph.calls * len(times), tuple(times), graph.calls
 
+    @staticmethod
+    def _worsen(measured: MeasuredOp, verdict: Verdict, reason: str) -> None:
+        """A group has the worst verdict of its ops, and of the ranks that looked at them."""
+        if SEVERITY.index(verdict) > SEVERITY.index(measured.verdict) or (
+            verdict == measured.verdict and not measured.reason
+        ):
+            measured.verdict, measured.reason = verdict, reason
+
     def _put_together(self, ranks: Ranks) -> None:
         """Tell rank 0 what was measured here; it notes what the others tell."""
         own = {}
+        device = str(self._plan.devices[0]) if self._plan.devices else "cpu"
         for first, measured in self._ops.items():
-            if first not in self._others and measured.ordinal is not None:
-                device = str(self._plan.devices[0]) if self._plan.devices else "cpu"
+            if first not in self._others:
                 measured.measured_on = f"rank {ranks.rank}, {device}"
                 own[first] = {name: getattr(measured, name) for name in _TOLD} | {"work": _told_work(measured.work)}
         said = {"differs": self._differs, "gpus": self._gpus.rows(), "ops": own}
@@ -542,12 +552,15 @@ class _OpMeasurement:
             for first, fields in heard["ops"].items():
                 measured = self._ops[int(first)]
                 work = fields.pop("work")
+                seen_here = measured.verdict, measured.reason
                 for name, value in fields.items():
                     setattr(measured, name, value)
+                self._worsen(measured, *seen_here)
                 measured.work = None if work is None else self._heard_work(work)
                 if measured.samples and not measured.unmeasurable:
                     measured.times = summarize(measured.samples)
-                self._report(measured)
+                if measured.ordinal is not None:
+                    self._report(measured)
 
     def _heard_work(self, said: dict[str, Any]) -> CallWork:
         """Of a call on another rank, as if it were of this one's device, whose peaks are known here."""
@@ -602,14 +615,7 @@ class _OpMeasurement:
             self._on_measured(measured, self._reported, len(self._ops))
 
     def _finished(self, verified: str, overhead: float, stopped: bool, interrupted: bool) -> PerOpRun:
-        """Give each group the worst verdict of its ops; report those that could not be measured."""
-        for ordinal, group in self._chosen.by_ordinal.items():
-            verdict, reason = self._verdicts.get(ordinal, ("ok", ""))
-            measured = self._ops[group.first_ordinal]
-            if SEVERITY.index(verdict) > SEVERITY.index(measured.verdict) or (
-                verdict == measured.verdict and not measured.reason
-            ):
-                measured.verdict, measured.reason = verdict, reason
+        """Report the groups that could not be measured."""
         for measured in self._ops.values():
             if measured.status == "ok" and measured.times is None:
                 measured.verdict, measured.reason = "skipped", _INTERRUPTED if interrupted else _STOPPED
