@@ -40,8 +40,8 @@ _COUNT = click.IntRange(min=0)
 )
 @option(
     "-o --output FILE|FOLDER/",
-    "Where to write the capture. {rank} and {pid} are replaced by this process's. Under torchrun, a folder gets one "
-    "file of each rank, rank{rank}.opreplay.",
+    "Where to write the capture. {rank}, {pid} and {host} are replaced by this process's. Under torchrun, a folder "
+    "gets one file of each rank, rank{rank}.opreplay.",
     required=True,
 )
 @option("-m", "PROGRAM is a module's name, as in python -m.", name="is_module")

@@ -5,6 +5,7 @@ Imports no torch: `opreplay-check` says it, and a replay by all ranks asks befor
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from replayfmt.errors import CaptureNotFound, OpReplayError
+from replayfmt.errors import CaptureNotFound, InvalidCapture, OpReplayError
 
 from .codes import RecordKind
 from .maintenance import CheckReport, check_capture
@@ -35,7 +36,18 @@ Event = dict[str, Any]  # a launch, or {"wait": the work that is waited for}
 
 
 def rank_file(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"rank{rank}.opreplay")
+    """The file of a rank: in the folder, or in one of its folders, as `-o 'out/{host}/'` writes them. Raises
+    InvalidCapture if several of those have one."""
+    name = f"rank{rank}.opreplay"
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        of_hosts = sorted(glob.glob(os.path.join(glob.escape(folder), "*", name)))
+        if len(of_hosts) > 1:
+            raise InvalidCapture(
+                f"{folder}: rank {rank} has several files: {', '.join(of_hosts)}; name the folder of one job"
+            )
+        path = of_hosts[0] if of_hosts else path
+    return path
 
 
 def events_of(reader: CaptureReader) -> Iterator[Event]:
@@ -70,8 +82,8 @@ def _launch(reader: CaptureReader, record: Record) -> Event:
 
 def describe(folder: str, rank: int, world: int, *, checked: bool = True) -> dict[str, Any]:
     """What a rank says of its file to the others. `checked`: every byte of it."""
-    path = rank_file(folder, rank)
     try:
+        path = rank_file(folder, rank)
         if checked:
             check_capture(path, CheckReport(path))
         with open_capture(path) as reader:
@@ -263,13 +275,14 @@ def _needs(rank: int, event: Event) -> tuple[Any, Any, int]:
 
 def world_size(folder: str) -> int:
     """How many ranks the job had. Raises CaptureNotFound for a folder without a file of one."""
-    for name in sorted(os.listdir(folder)):
-        if name.startswith("rank") and name.endswith((".opreplay", ".opreplay.partial")):
-            try:
-                with open_capture(os.path.join(folder, name)) as reader:
-                    return reader.session.world_size
-            except OpReplayError:
-                continue
+    for inside in ("", "*"):
+        for path in sorted(glob.glob(os.path.join(glob.escape(folder), inside, "rank*.opreplay*"))):
+            if path.endswith((".opreplay", ".opreplay.partial")):
+                try:
+                    with open_capture(path) as reader:
+                        return reader.session.world_size
+                except OpReplayError:
+                    continue
     raise CaptureNotFound(
         f"{folder}: is a directory without captures of ranks (rank0.opreplay, ...), as opreplay-capture -o writes"
     )
@@ -291,7 +304,7 @@ def write_manifest(folder: str, *, checked: bool = True, processes: int = 1) -> 
         rows.append(
             {
                 "rank": rank,
-                "file": os.path.basename(path),
+                "file": os.path.relpath(path, folder),
                 "complete": bool(each["session"]),
                 "session": each["session"] or None,
                 "bytes": os.path.getsize(path) if os.path.isfile(path) else None,
@@ -319,5 +332,8 @@ def write_manifest(folder: str, *, checked: bool = True, processes: int = 1) -> 
 
 
 def is_whole(folder: str, world: int) -> bool:
-    """Whether the files of all ranks are there."""
-    return all(os.path.isfile(rank_file(folder, rank)) for rank in range(world))
+    """Whether the files of all ranks are there, each once."""
+    try:
+        return all(os.path.isfile(rank_file(folder, rank)) for rank in range(world))
+    except InvalidCapture:
+        return False

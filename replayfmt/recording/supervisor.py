@@ -12,6 +12,7 @@ import contextlib
 import gc
 import io
 import os
+import platform
 import sys
 import threading
 import traceback
@@ -41,11 +42,12 @@ RANK_FILE = "rank{rank}.opreplay"  # in the folder of all ranks
 
 
 def output_path(template: str, environment: dict[str, str], pid: int) -> str:
-    """`template` with `{rank}` and `{pid}` filled in. Raises UsageError if ranks would share a file."""
+    """`template` with `{rank}`, `{pid}` and `{host}` filled in. Raises UsageError if ranks would share a file."""
     try:
         rank, ranks = (int(environment.get(name) or default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     except ValueError as error:
         raise UsageError(f"the environment variables RANK and WORLD_SIZE must be integers: {error}") from None
+    template = template.replace("{host}", platform.node())
     if "RANK" in environment and (template.endswith(os.sep) or os.path.isdir(template)):
         os.makedirs(template, exist_ok=True)
         template = os.path.join(template, RANK_FILE)
@@ -288,6 +290,8 @@ class CapturedProgram:
             return
         from replayfmt.format.rank_files import is_whole, write_manifest
 
+        if os.path.basename(folder) == platform.node():  # that of this host, beside those of others
+            folder = os.path.dirname(folder)
         if is_whole(folder, world):
             write_manifest(folder, checked=False)
 

@@ -1,5 +1,6 @@
 """opreplay-capture from the outside: flags, files, exit codes, and programs that behave as under python."""
 
+import platform
 import re
 import resource
 import subprocess
@@ -73,10 +74,10 @@ def test_several_ranks_need_a_name_for_each(folder):
     assert (done.returncode, done.stdout) == (2, "")
     assert "put {rank} or {pid} into the name" in done.stderr
     assert capture(folder, "-o", "ranks.opreplay", "train.py", WORLD_SIZE="two").returncode == 2
-    done = capture(folder, "-o", "ranks.{rank}.{pid}.opreplay", "train.py", WORLD_SIZE="2", RANK="1")
+    done = capture(folder, "-o", "ranks.{rank}.{pid}.{host}.opreplay", "train.py", WORLD_SIZE="2", RANK="1")
     assert done.returncode == 0, done.stderr
     [path] = folder.glob("ranks.*")
-    assert re.fullmatch(r"ranks\.1\.\d+\.opreplay", path.name)
+    assert re.fullmatch(rf"ranks\.1\.\d+\.{re.escape(platform.node())}\.opreplay", path.name)
     session = Captured(path).session
     assert (session.rank, session.world_size) == (1, 2)
 

@@ -42,10 +42,20 @@ def copy(job: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_ranks_replay_together_bit_for_bit(job: Path) -> None:
-    (code, text), (other, silent) = together(job)
+def test_all_ranks_replay_together_bit_for_bit(copy: Path) -> None:
+    """With files where two hosts left them, too."""
+    out = copy / "out"
+    for rank, host in enumerate(("near", "far")):
+        (out / host).mkdir()
+        (out / f"rank{rank}.opreplay").rename(out / host / f"rank{rank}.opreplay")
+    (code, text), (other, silent) = together(copy)
     assert (code, other) == (0, 0), text + silent
     assert "verified: bitwise" in text and "verified" not in silent
+    run_tool("check", str(out))
+    manifest = json.loads((out / "manifest.json").read_bytes())
+    assert [each["file"] for each in manifest["ranks"]] == ["near/rank0.opreplay", "far/rank1.opreplay"]
+    shutil.copytree(out / "far", out / "other")
+    assert "rank 1 has several files" in findings(copy)
 
 
 def run_tool(tool: str, *arguments: str) -> str:
