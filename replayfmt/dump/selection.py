@@ -14,7 +14,6 @@ from replayfmt.errors import UsageError
 from replayfmt.format.attachments import only_inside
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
-from replayfmt.format.signature_text import SignatureIndex, parse_signature
 
 from .row_templates import ObjectCache
 
@@ -243,6 +242,8 @@ def resolve_selection(reader: CaptureReader, wanted: OpSelection) -> KeptRecords
 
 def _with_signatures(reader: CaptureReader, texts: tuple[str, ...], start: int, stop: int | None) -> np.ndarray:
     """The ordinals of the ops with any of these signatures, ascending. Raises UsageError for one that no op has."""
+    from replayfmt.format.signature_text import SignatureIndex, parse_signature  # its grammar is slow to import
+
     index, found = SignatureIndex(reader), []
     for text in texts:
         alike = [ops.ordinals for ops in index.matching(parse_signature(text), start, stop)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -206,6 +205,8 @@ def storage_of_argument(name: str) -> int:
 def open_body(contents: Mapping[str, bytes]) -> CaptureReader:
     """The body among a kernel's attachments by role, for the caller to close. Raises ValueError if there is none that
     can be read, or if it holds anything but ops of operators and of kernels that are no graphs, and events."""
+    import tempfile
+
     from .reader import open_capture
 
     if BODY not in contents:
