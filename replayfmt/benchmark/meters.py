@@ -70,7 +70,7 @@ def find_regions(reader: CaptureReader, names: tuple[str, ...]) -> list[Measured
     matching scope ends before it begins or never ends (a capture may be cut anywhere and still be valid).
     """
     walks = [_ScopeWalk(reader, name) for name in names]
-    kinds = np.array([0] + [signature.kind for signature in reader.signatures[1:]], dtype=np.uint8)
+    kinds = reader.signature_kinds
     for index in range(len(reader.record_frames)):
         frame = reader.frame(index)
         kind = kinds[frame.signature]

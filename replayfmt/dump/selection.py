@@ -216,8 +216,8 @@ def resolve_selection(reader: CaptureReader, wanted: OpSelection) -> KeptRecords
         raise UsageError(f"--ops={wanted.ops}: {reader.path} has {count} records, with ordinals from 0 to {count - 1}")
     chosen = Filter(reader, Selection(start, stop, wanted.scope, wanted.kernel))
     alike = None if wanted.signature is None else _with_signatures(reader, listed(wanted.signature), start, stop)
-    is_op = np.array([False, *(each is not None and each.kind is RecordKind.op for each in reader.signatures[1:])])
-    is_edge = np.array([False, *(each is not None and each.kind in EDGES for each in reader.signatures[1:])])
+    is_op = reader.signature_kinds == RecordKind.op
+    is_edge = np.isin(reader.signature_kinds, list(EDGES))
     parts, edges, ops = [], [np.zeros(0, np.int64)], 0
     for index, info in enumerate(reader.record_frames):
         if info.first_ordinal + info.count <= start or (stop is not None and info.first_ordinal >= stop):

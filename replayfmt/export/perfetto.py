@@ -30,7 +30,7 @@ from replayfmt.report.measurements import IsolatedTimes
 from replayfmt.report.ops import captured_ops
 from replayfmt.report.timelines import FLAG, NameTable, ReplayedTrace, isolated_lanes, time_of
 
-from .tables import op_column_frames, refuse_capture, result_file
+from .tables import op_column_frames, refuse_capture
 
 _HOST, _COUNTERS, _ISOLATED, _FIRST_DEVICE, _FIRST_REPLAYED = 1, 2, 3, 10, 1000
 _MARKS = (RecordKind.scope_begin, RecordKind.scope_end, RecordKind.unsupported)
@@ -88,7 +88,7 @@ def export_perfetto(
     timeline = _CaptureTimeline(reader, ordinals)
     origin = timeline.first_ns()
     chosen = [_during(reader, each) for each in power]
-    with result_file(out, force) as output:
+    with Output(out, force, doing="exporting") as output:
         output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
         events = _EventWriter(output)
         for event in timeline.events():
@@ -124,7 +124,7 @@ def export_perfetto_ranks(folder: str, out: str | os.PathLike[str], *, force: bo
             refuse_capture(reader, out)
             began.append(reader.session.created_unix_ns or 0)
     launches: dict[Any, list[Event]] = defaultdict(list)
-    with result_file(out, force) as output:
+    with Output(out, force, doing="exporting") as output:
         output.write([b'{"displayTimeUnit":"ns","traceEvents":[\n'])
         events = _EventWriter(output)
         for rank, path in enumerate(paths):
@@ -197,8 +197,7 @@ class _CaptureTimeline:
         self._next_tid = 1
         self._devices: dict[str, int] = {}
         self._open: dict[int, list[tuple[str, int]]] = {}  # scopes by thread: name and start
-        kinds = [0, *(each.kind for each in reader.signatures[1:])]
-        self._is_mark = np.isin(kinds, [int(each) for each in _MARKS])
+        self._is_mark = np.isin(reader.signature_kinds, [int(each) for each in _MARKS])
 
     def first_ns(self) -> int:
         """When the first op began."""
@@ -310,20 +309,22 @@ class _CaptureTimeline:
         scopes = track.endswith("scopes")  # they nest as they are
         lane = next((number for number, (_tid, until) in enumerate(known) if until <= start or scopes), len(known))
         if lane == len(known):
-            known.append((self._next_tid, 0))
-            self._next_tid += 1
-            yield _named("thread_name", pid, known[lane][0], track + (f", overlapping {lane}" if lane else ""))
+            yield self._lane(pid, track + (f", overlapping {lane}" if lane else ""), known)
         known[lane] = (known[lane][0], end)
         yield _event("X", name, pid, known[lane][0], start) | {"dur": _microseconds(end - start), "args": about}
+
+    def _lane(self, pid: int, name: str, known: list[tuple[int, int]]) -> dict[str, Any]:
+        """Begin another lane of a track; the event that names it."""
+        known.append((self._next_tid, 0))
+        self._next_tid += 1
+        return _named("thread_name", pid, known[-1][0], name)
 
     def _instant(
         self, track: str, name: str, category: str, start: int, about: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         known = self._tracks.setdefault((_HOST, track), [])
         if not known:
-            known.append((self._next_tid, 0))
-            self._next_tid += 1
-            yield _named("thread_name", _HOST, known[0][0], track)
+            yield self._lane(_HOST, track, known)
         yield _event("i", name, _HOST, known[0][0], start) | {"s": "t", "cat": category, "args": about}
 
 

@@ -108,7 +108,7 @@ class _SharedColumns:
         self._reader = reader
         self._index = SignatureIndex(reader)
         self._signatures = reader.signatures
-        self.kind = np.array([0, *(each.kind for each in reader.signatures[1:])], np.int64)
+        self.kind = reader.signature_kinds
         self.kernel = np.array([0, *(each.kernel for each in reader.signatures[1:])], np.int64)
         kernels = [None if not number else reader.kernels[number] for number in self.kernel.tolist()]
         self.op = _texts([each and each.name for each in kernels])
@@ -255,7 +255,7 @@ def export_table(
     if form == "parquet":
         _pyarrow()
         write = _write_parquet
-    with result_file(out, force) as output:
+    with Output(out, force, doing="exporting") as output:
         return write(output, table_rows(reader, table, ordinals), TABLE_COLUMNS[table])
 
 
@@ -263,22 +263,6 @@ def refuse_capture(reader: CaptureReader, out: str | os.PathLike[str]) -> None:
     """Raises UsageError if the result would replace the capture."""
     if same_file(reader.path, out):
         raise UsageError(f"{os.fspath(out)}: is the capture that is exported; name another file")
-
-
-class result_file:
-    """A file that gets its name when the `with` statement ends without an error, and is removed otherwise."""
-
-    def __init__(self, path: str | os.PathLike[str], force: bool) -> None:
-        self._output = Output(path, force, doing="exporting")
-
-    def __enter__(self) -> Output:
-        return self._output
-
-    def __exit__(self, error: type[BaseException] | None, *_more: object) -> None:
-        if error is None:
-            self._output.finish()
-        else:
-            self._output.discard()
 
 
 def _write_csv(output: Output, pieces: Iterator[Rows], columns: Sequence[str]) -> int:

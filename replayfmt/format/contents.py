@@ -380,35 +380,17 @@ def _aligned(lengths: np.ndarray) -> np.ndarray:
     return (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-@dataclass(frozen=True)
-class ScannedFrames:
-    """What a scan found. `end` is where the last whole frame ends; `stopped` says why it ended there, "" where the
-    file ends as a closed capture does, or does but for what is in its index and trailer. `closed` says whether there
-    is an index, or was one."""
-
-    frames: np.ndarray
-    payloads: np.ndarray
-    records: int
-    storages: int
-    end: int
-    stopped: str
-    closed: bool
-
-
-def scan_frames(source: Source, trailer: Trailer | None = None) -> ScannedFrames:
-    """Scan a file whose preamble is good, to its end or to the index that a good `trailer` points to.
-
-    A torn tail ends the scan. What contradicts itself behind a valid check raises InvalidCapture, and so does a file
-    without a single whole frame.
-    """
-    return _FrameScan(source, trailer).run()
-
-
 class _Torn(InvalidCapture):
     """The scan ends before this frame."""
 
 
 class _FrameScan:
+    """Scans a file whose preamble is good, to its end or to the index that a good `trailer` points to.
+
+    A torn tail ends the scan. What contradicts itself behind a valid check raises InvalidCapture, and so does a file
+    without a single whole frame. `closed` says whether there is an index, or was one.
+    """
+
     def __init__(self, source: Source, trailer: Trailer | None) -> None:
         self._source = source
         self._trailer = trailer
@@ -418,9 +400,11 @@ class _FrameScan:
         self._records = 0
         self._storages = 1  # the next storage's id
         self._summary = False
-        self._closed = trailer is not None
+        self.closed = trailer is not None
 
-    def run(self) -> ScannedFrames:
+    def run(self) -> tuple[Contents, str]:
+        """What was found, and why the scan ended there: "" where the file ends as a closed capture does, or does but
+        for what is in its index and trailer."""
         path = self._source.path
         stopped = self._scan().removeprefix(f"{path}: ")
         if not self._frames:
@@ -432,7 +416,7 @@ class _FrameScan:
             listed = (self._trailer.records, self._trailer.frames, self._trailer.payloads)
             if found != listed:
                 raise InvalidCapture(f"{path}: records, frames and payloads are {found}, the trailer counts {listed}")
-        return ScannedFrames(frames, payloads, self._records, self._storages - 1, self._offset, stopped, self._closed)
+        return Contents(frames, payloads, self._records, self._storages - 1, self._offset, not stopped), stopped
 
     def _scan(self) -> str:
         """Take frames until something ends the scan: what did, "" for the index in its place."""
@@ -461,7 +445,7 @@ class _FrameScan:
             self._offset = end
 
     def _after_index(self, end: int) -> str:
-        self._closed = True
+        self.closed = True
         left = self._source.length - end
         if left == TRAILER_BYTES:
             return ""
@@ -565,17 +549,15 @@ def bound_definitions(source: Source, contents: Contents) -> None:
 
 def walk_contents(source: Source, trailer: Trailer | None, problem: str) -> Contents:
     """The contents without the index, of which `problem` says what is wrong with it."""
-    scanned = scan_frames(source, trailer)
-    contents = Contents(
-        scanned.frames, scanned.payloads, scanned.records, scanned.storages, scanned.end, not scanned.stopped
-    )
+    scan = _FrameScan(source, trailer)
+    contents, stopped = scan.run()
     if contents.complete:
         contents.index_problem = problem
         contents.warnings.append(f"{problem}; every frame before it is whole, so they were read one by one instead")
     else:
-        what = "is damaged" if scanned.closed else "was never closed, or is still being written"
+        what = "is damaged" if scan.closed else "was never closed, or is still being written"
         contents.incomplete_reason = (
-            f"the capture {what}: {scanned.stopped}; its {scanned.records} records before {scanned.end:#x} can be read"
+            f"the capture {what}: {stopped}; its {contents.records} records before {contents.end:#x} can be read"
         )
     return contents
 

@@ -7,7 +7,7 @@ objects on demand.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar, overload
 
@@ -32,7 +32,7 @@ from .definition_families import (
     TablesBody,
 )
 from .flatbuffer_tables import Value, build, table_layout
-from .frames import MAX_NESTING, MAX_STRING_BYTES
+from .frames import MAX_BODY_BYTES, MAX_NESTING, MAX_STRING_BYTES
 from .model import Node
 from .signature_layout import SIGNATURES, SlotLayout, slot_counts, unsupported_reasons
 from .validation import nested_deeper, parse_json
@@ -80,24 +80,14 @@ def encode_tables(strings: Sequence[bytes], columns: Mapping[str, np.ndarray], f
     return build(TABLES, values)
 
 
-def decode_tables(
-    data: bytes,
-    minor: int,
-    where: str,
-    counts: Mapping[str, int],
-    string_ids: Mapping[str, int],
-    earlier: Callable[[str], np.ndarray],
-    payload_bytes: np.ndarray,
-) -> TablesBody:
-    """A body, all of it checked, given what comes before it (see TablesBody). Raises InvalidCapture, or
-    UnsupportedVersion for codes that only a newer minor version has."""
-    body = TablesBody(data, TABLES, minor, where, counts, string_ids, earlier, payload_bytes)
-    body.take_strings()
-    for family in FAMILIES:
-        body.take(family.name, family.columns, family.nested_columns, family.added_columns)
-    for family in FAMILIES:  # when all are there: a family may refer to any other
-        family.check(body)
-    return body
+def encode_all(strings: Iterable[str | None], columns: Mapping[str, np.ndarray]) -> memoryview | None:
+    """All definitions of a capture in one body; None if there are none, or so many that only single frames hold
+    them."""
+    texts = [(text or "").encode() for text in strings]
+    size = sum(len(text) + 16 for text in texts) + sum(column.nbytes + 16 for column in columns.values())
+    if size > MAX_BODY_BYTES or not (texts or any(map(len, columns.values()))):
+        return None
+    return encode_tables(texts, columns, dict.fromkeys(NUMBERED, 1))
 
 
 # How the columns are kept: type codes of array.array, by numpy's.
@@ -268,10 +258,9 @@ class InternedDefinitions:
         self._new_text_bytes = 0
         return body
 
-    def encode_all(self) -> memoryview:
-        """A Tables body of everything, from id 1."""
-        columns = {name: self.column(name) for name in self._columns}
-        return encode_tables([text.encode() for text in self._strings], columns, dict.fromkeys(NUMBERED, 1))
+    def encode_all(self) -> memoryview | None:
+        """See `encode_all`."""
+        return encode_all(self._strings, {name: self.column(name) for name in self._columns})
 
 
 _KEPT_ANNOTATIONS = 4096
@@ -318,7 +307,13 @@ class Definitions:
         """Add a Tables body, which continues the ids so far. `payload_bytes` are the raw lengths of the payloads it may
         refer to, in order of their ids. Raises InvalidCapture, or UnsupportedVersion for codes that only a newer minor
         version has."""
-        body = decode_tables(data, minor, where, self.counts, self._string_ids, self.column, payload_bytes)
+        known = (self.counts, self._string_ids, self.column)
+        body = TablesBody(data, TABLES, minor, where, *known, payload_bytes)
+        body.take_strings()
+        for family in FAMILIES:
+            body.take(family.name, family.columns, family.nested_columns, family.added_columns)
+        for family in FAMILIES:  # when all are there: a family may refer to any other
+            family.check(body)
         self._string_ids.update(body.strings)
         for name, column in body.columns.items():
             if len(column):
@@ -338,10 +333,6 @@ class Definitions:
             parts = [np.concatenate(parts) if parts else np.zeros(0, TABLES.dtype(name))]
             self._parts[name] = parts
         return parts[0]
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """All rows of every column, by name."""
-        return {name: self.column(name) for name in COLUMNS}
 
     def consolidates(self, others: Definitions) -> bool:
         """Whether both define the same, except that ranges of files may have got payloads since."""

@@ -23,6 +23,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from replayfmt.errors import ExternalFileProblem, UsageError
 
 from .model import ExternalFile, FileIdentity
+from .source import fill
 from .validation import texts_of
 
 CHUNK_BYTES = 64 << 20
@@ -343,17 +344,14 @@ class OpenedFile:
     def read_into(self, offset: int, buffer: bytearray | memoryview) -> None:
         """Fill `buffer` with the bytes from `offset` on. Raises ExternalFileProblem if the file has fewer."""
         view = memoryview(buffer).cast("B")
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise ExternalFileProblem(f"external file {self.path} cannot be read: {error.strerror}") from None
-            if not count:
-                raise ExternalFileProblem(
-                    f"external file {self.path} ends at {offset + done}; expected {len(view)} bytes at {offset}"
-                )
-            done += count
+        try:
+            done = fill(self._fd, offset, view)
+        except OSError as error:
+            raise ExternalFileProblem(f"external file {self.path} cannot be read: {error.strerror}") from None
+        if done < len(view):
+            raise ExternalFileProblem(
+                f"external file {self.path} ends at {offset + done}; expected {len(view)} bytes at {offset}"
+            )
 
     def close(self) -> None:
         """Close the descriptor. Closing twice does nothing; maps stay valid."""

@@ -26,24 +26,13 @@ from .contents import (
     read_index,
     read_preamble,
     read_session,
-    scan_frames,
     walk_contents,
 )
 from .definition_families import SCOPES
-from .definition_tables import Definitions, DefinitionTables, encode_tables
+from .definition_tables import COLUMNS, Definitions, DefinitionTables, encode_all, encode_tables
 from .external_files import CHUNK_BYTES, FileRemaps, OpenedFile, missing
 from .frame_output import Buffer, FrameOutput
-from .frames import (
-    FLAG_CONSOLIDATED,
-    HEADER_BYTES,
-    MAX_BODY_BYTES,
-    PAYLOAD_ROW,
-    FrameHeader,
-    Preamble,
-    align,
-    body_hash,
-    parse_trailer,
-)
+from .frames import FLAG_CONSOLIDATED, HEADER_BYTES, PAYLOAD_ROW, FrameHeader, align, body_hash, parse_trailer
 from .model import CaptureInfo, ExternalFile, Summary
 from .output import Output, same_file
 from .reader import CaptureReader
@@ -256,75 +245,63 @@ def check_capture(
     source = Source(path)
     report = report or CheckReport(source.path)
     try:
-        _Check(source, report, progress).run()
+        _check(source, report, progress)
     finally:
         source.close()
     return report
 
 
-class _Check:
-    def __init__(self, source: Source, report: CheckReport, progress: Progress) -> None:
-        self._source = source
-        self._report = report
-        self._progress = progress
+def _check(source: Source, report: CheckReport, progress: Progress) -> None:
+    report.length = source.length
+    preamble = read_preamble(source)
+    report.version = (preamble.major, preamble.minor)
+    contents = find_contents(source)
+    report.complete = contents.complete
+    report.warnings = list(contents.warnings)
+    if preamble.minor > MINOR_VERSION:
+        report.warnings.append(
+            f"format version {preamble.major}.{preamble.minor} is newer than this tool's "
+            f"{preamble.major}.{MINOR_VERSION}; its new parts were not checked"
+        )
+    for kind in contents.frames["kind"].tolist():
+        name = FrameKind(kind).name if kind in FrameKind._value2member_map_ else f"kind {kind}"
+        report.frames[name] = report.frames.get(name, 0) + 1
+    report.session = read_session(source, contents, preamble)
+    _verify_frames(source, contents, report, progress)
+    if not contents.complete:
+        raise InvalidCapture(
+            f"{source.path}: {contents.incomplete_reason}; "
+            f"opreplay-check {source.path} --recover OUT writes them to a valid capture"
+        )
+    if contents.index_problem:
+        raise InvalidCapture(
+            f"{contents.index_problem}; every frame before it is whole, and "
+            f"opreplay-check {source.path} --recover OUT writes a valid capture"
+        )
+    trailer = parse_trailer(source.read(source.length - 64, 64, "trailer"), source.length, source.path)
+    frames, payloads = read_index(source, trailer)
+    walked = walk_contents(source, trailer, "")
+    if not walked.complete:
+        raise InvalidCapture(f"{source.path}: {walked.incomplete_reason}")
+    if (frames.tobytes(), payloads.tobytes()) != (walked.frames.tobytes(), walked.payloads.tobytes()):
+        raise InvalidCapture(
+            f"{source.where(trailer.index_offset)}: the index differs from the frames and payloads it lists"
+        )
 
-    def run(self) -> None:
-        source, report = self._source, self._report
-        report.length = source.length
-        preamble = read_preamble(source)
-        report.version = (preamble.major, preamble.minor)
-        contents = find_contents(source)
-        report.complete = contents.complete
-        report.warnings = list(contents.warnings)
-        if preamble.minor > MINOR_VERSION:
-            report.warnings.append(
-                f"format version {preamble.major}.{preamble.minor} is newer than this tool's "
-                f"{preamble.major}.{MINOR_VERSION}; its new parts were not checked"
-            )
-        for kind in contents.frames["kind"].tolist():
-            name = FrameKind(kind).name if kind in FrameKind._value2member_map_ else f"kind {kind}"
-            report.frames[name] = report.frames.get(name, 0) + 1
-        report.session = read_session(source, contents, preamble)
-        self._verify_frames(contents)
-        if not contents.complete:
-            raise InvalidCapture(
-                f"{source.path}: {contents.incomplete_reason}; "
-                f"opreplay-check {source.path} --recover OUT writes them to a valid capture"
-            )
-        if contents.index_problem:
-            raise InvalidCapture(
-                f"{contents.index_problem}; every frame before it is whole, and "
-                f"opreplay-check {source.path} --recover OUT writes a valid capture"
-            )
-        self._compare_index(contents)
 
-    def _verify_frames(self, contents: Contents) -> None:
-        report = self._report
-        verifier = Verifier(self._source, contents, self._progress)
-        report.definitions = {name: count for name, count in verifier.definitions.counts.items() if count}
-        try:
-            for position in range(len(contents.frames)):
-                verifier.verify(position)
-        finally:
-            report.storages = verifier.tally.storages
-            report.payloads, report.payload_bytes = verifier.payloads, verifier.payload_bytes
-            report.annotated = verifier.tally.annotated
-            report.records = verifier.tally.summary(verifier.definitions, 0).records
-        verifier.verify_definitions()
-        report.recovered = verifier.summary is not None and verifier.summary.recovered
-
-    def _compare_index(self, contents: Contents) -> None:
-        """The index lists what walking the file finds."""
-        source = self._source
-        trailer = parse_trailer(source.read(source.length - 64, 64, "trailer"), source.length, source.path)
-        frames, payloads = read_index(source, trailer)
-        scanned = scan_frames(source, trailer)
-        if scanned.stopped:
-            raise InvalidCapture(f"{source.path}: {scanned.stopped}")
-        if (frames.tobytes(), payloads.tobytes()) != (scanned.frames.tobytes(), scanned.payloads.tobytes()):
-            raise InvalidCapture(
-                f"{source.where(trailer.index_offset)}: the index differs from the frames and payloads it lists"
-            )
+def _verify_frames(source: Source, contents: Contents, report: CheckReport, progress: Progress) -> None:
+    verifier = Verifier(source, contents, progress)
+    report.definitions = {name: count for name, count in verifier.definitions.counts.items() if count}
+    try:
+        for position in range(len(contents.frames)):
+            verifier.verify(position)
+    finally:
+        report.storages = verifier.tally.storages
+        report.payloads, report.payload_bytes = verifier.payloads, verifier.payload_bytes
+        report.annotated = verifier.tally.annotated
+        report.records = verifier.tally.summary(verifier.definitions, 0).records
+    verifier.verify_definitions()
+    report.recovered = verifier.summary is not None and verifier.summary.recovered
 
 
 _COPY_BYTES = 4 << 20
@@ -347,95 +324,57 @@ def recover_capture(
         if same_file(path, out):
             raise UsageError(f"{source.path}: cannot be recovered onto itself; name another file")
         preamble = read_preamble(source)
-        return _Recovery(source, preamble, progress).run(Output(out, force, doing="recovering"))
+        with Output(out, force, doing="recovering") as output:
+            contents = walk_contents(source, None, "")
+            bound_definitions(source, contents)
+            read_session(source, contents, preamble)
+            whole, verifier, left = _whole(source, contents, progress)
+            for start in range(0, whole.end, _COPY_BYTES):
+                count = min(_COPY_BYTES, whole.end - start)
+                output.write([source.read(start, count, "frames")])
+                progress(count)
+            definitions = Verifier(source, whole, progress).definitions
+            ended_ns = verifier.summary.ended_ns if verifier.summary else None  # where it got as far as writing it down
+            payload_bytes = PayloadInput(source, whole.payloads).raw_bytes
+            summary = verifier.tally.summary(definitions, payload_bytes, ended_ns, recovered=True)
+            frames = FrameOutput(output, min(preamble.minor, MINOR_VERSION))
+            frames.adopt(whole.frames.tobytes(), whole.records, verifier.tally.storages + 1)
+            tables = encode_all(definitions.strings[1:], {name: definitions.column(name) for name in COLUMNS})
+            frames.finish(tables, summary, whole.payloads.tobytes())
+            return check_capture(output.partial, CheckReport(output.path), progress), left
     finally:
         source.close()
 
 
-class _Recovery:
-    def __init__(self, source: Source, preamble: Preamble, progress: Progress) -> None:
-        self._source = source
-        self._preamble = preamble
-        self._progress = progress
-        self._tally = Tally()
-        self._ended: int | None = None  # where the capture got as far as writing that down
+def _whole(source: Source, contents: Contents, progress: Progress) -> tuple[Contents, Verifier, str]:
+    """The contents before the first frame that is not whole, who verified them, and what is wrong from there on."""
+    contents, left = _defined(source, contents)
+    verifier = Verifier(source, contents, progress)
+    position = 0
+    try:
+        for position in range(len(contents.frames)):
+            verifier.verify(position)
+        position = len(contents.frames)
+    except UnsupportedVersion:
+        raise
+    except InvalidCapture as error:
+        left = str(error)
+    return kept(contents, position), verifier, left
 
-    def run(self, output: Output) -> tuple[CheckReport, str]:
-        try:
-            contents = walk_contents(self._source, None, "")
-            bound_definitions(self._source, contents)
-            read_session(self._source, contents, self._preamble)
-            whole, left = self._whole(contents)
-            self._copy(whole, output)
-            self._finish(whole, output)
-            report = check_capture(output.partial, CheckReport(output.path), self._progress)
-            output.finish()
-            return report, left
-        except BaseException:
-            output.discard()
-            raise
 
-    def _whole(self, contents: Contents) -> tuple[Contents, str]:
-        """The contents before the first frame that is not whole, and what is wrong from there on."""
-        contents, left = self._defined(contents)
-        verifier = Verifier(self._source, contents, self._progress)
-        position = 0
+def _defined(source: Source, contents: Contents) -> tuple[Contents, str]:
+    """The contents before the first definitions that cannot be used."""
+    definitions, lengths = Definitions(), PayloadLengths(contents)
+    for position in contents.of_kind(FrameKind.tables).tolist():
         try:
-            for position in range(len(contents.frames)):
-                verifier.verify(position)
-            position = len(contents.frames)
+            header, body, where = read_frame(source, contents.frames, position)
+            if not header.consolidated:
+                definitions.add(body, header.minor, where, lengths.before(position))
         except UnsupportedVersion:
             raise
         except InvalidCapture as error:
-            left = str(error)
-        self._tally = verifier.tally
-        self._ended = verifier.summary.ended_ns if verifier.summary else None
-        return kept(contents, position), left
-
-    def _defined(self, contents: Contents) -> tuple[Contents, str]:
-        """The contents before the first definitions that cannot be used."""
-        definitions, lengths = Definitions(), PayloadLengths(contents)
-        for position in contents.of_kind(FrameKind.tables).tolist():
-            try:
-                header, body, where = read_frame(self._source, contents.frames, position)
-                if not header.consolidated:
-                    definitions.add(body, header.minor, where, lengths.before(position))
-            except UnsupportedVersion:
-                raise
-            except InvalidCapture as error:
-                return kept(contents, position), str(error)
-        return contents, contents.incomplete_reason
-
-    def _copy(self, whole: Contents, output: Output) -> None:
-        for start in range(0, whole.end, _COPY_BYTES):
-            count = min(_COPY_BYTES, whole.end - start)
-            output.write([self._source.read(start, count, "frames")])
-            self._progress(count)
-
-    def _finish(self, whole: Contents, output: Output) -> None:
-        definitions, lengths = Definitions(), PayloadLengths(whole)
-        for position in whole.of_kind(FrameKind.tables).tolist():
-            header, body, where = read_frame(self._source, whole.frames, position)
-            definitions.add(body, header.minor, where, lengths.before(position))
-        frozen = DefinitionTables(definitions, self._source.path)
-        frames = FrameOutput(output, min(self._preamble.minor, MINOR_VERSION))
-        frames.adopt(whole.frames.tobytes(), whole.records, self._tally.storages + 1)
-        tables = _encode_all(definitions)
-        payload_bytes = PayloadInput(self._source, whole.payloads).raw_bytes
-        summary = self._tally.summary(frozen, payload_bytes, self._ended, recovered=True)
-        frames.finish(tables, summary, whole.payloads.tobytes())
-
-
-def _encode_all(definitions: Definitions) -> memoryview | None:
-    """Every definition in one body; None if there are none, or so many that only the single frames hold them."""
-    strings, columns = [text.encode() for text in definitions.strings], definitions.columns()
-    size = sum(len(text) + 16 for text in strings) + sum(column.nbytes + 16 for column in columns.values())
-    if not any(definitions.counts.values()) or size > MAX_BODY_BYTES:
-        return None
-    return encode_tables(strings, columns, dict.fromkeys(definitions.counts, 1))
-
-
-_HALF = 0xFFFFFFFFFFFFFFFF
+            return kept(contents, position), str(error)
+    return contents, contents.incomplete_reason
 
 
 @dataclass(frozen=True)
@@ -479,17 +418,12 @@ def add_digests(
                 f"{reader.path}: of format version {reader.version[0]}.{reader.version[1]}; this "
                 f"tool can rewrite captures up to 1.{MINOR_VERSION}, and nothing it does not know"
             )
-        output = Output(out, force, doing="adding-digests")
-        try:
+        with Output(out, force, doing="adding-digests") as output:
             outside = sum(file.bytes for file in {file.path: file for file in files}.values() if not file.payload)
             started(3 * reader.length + outside)
             check_capture(path, None, progress)
             _Copy(reader, _digests(reader, files, remaps, progress), output, progress).run()
             report = check_capture(output.partial, CheckReport(output.path), progress)
-            output.finish()
-        except BaseException:
-            output.discard()
-            raise
     confirmed = sum(file.digest is not None for file in files)
     return DigestsAdded(len(files) - confirmed, confirmed, report)
 
@@ -537,31 +471,25 @@ class _Copy:
     """Copies the frames of a valid capture, with other digests of its files."""
 
     def __init__(self, reader: CaptureReader, digests: list[str], output: Output, progress: Progress) -> None:
-        self._source = Source(reader.path)
+        self._reader = reader
         self._digests = np.array([[int(digest[16:], 16), int(digest[:16], 16)] for digest in digests], np.uint64)
         self._output = output
         self._progress = progress
         self._definitions = Definitions()  # those copied so far
+        self._lengths = PayloadLengths(reader.contents)
+        self._frames = FrameOutput(output, reader.version[1])
         self._payload_rows = bytearray()
 
     def run(self) -> None:
-        source = self._source
-        try:
-            preamble = read_preamble(source)
-            contents = find_contents(source)
-            self._output.write([source.read(0, HEADER_BYTES, "preamble")])
-            self._frames = FrameOutput(self._output, preamble.minor)
-            self._lengths = PayloadLengths(contents)
-            for position in range(len(contents.frames)):
-                self._copy(contents, position)
-            self._frames.end(bytes(self._payload_rows))
-        finally:
-            source.close()
+        self._output.write([self._reader.source.read(0, HEADER_BYTES, "preamble")])
+        for position in range(len(self._reader.contents.frames)):
+            self._copy(position)
+        self._frames.end(bytes(self._payload_rows))
 
-    def _copy(self, contents: Contents, position: int) -> None:
-        header, body, where = read_frame(self._source, contents.frames, position)
+    def _copy(self, position: int) -> None:
+        header, body, where = self._reader.read_frame(position)
         if header.kind == FrameKind.payload:
-            self._copy_payloads(int(contents.frames["offset"][position]), header, body)
+            self._copy_payloads(int(self._reader.contents.frames["offset"][position]), header, body)
         elif header.kind == FrameKind.tables:
             self._frames.write(
                 FrameKind.tables,
@@ -600,6 +528,6 @@ class _Copy:
         self._frames.write_payloads(header.stored_bytes, header.count, parts, body_hash(packed))
         for start in range(begin, end, _COPY_BYTES):
             count = min(_COPY_BYTES, end - start)
-            self._output.write([self._source.read(offset + HEADER_BYTES + start, count, "payloads")])
+            self._output.write([self._reader.source.read(offset + HEADER_BYTES + start, count, "payloads")])
             self._progress(count)
         self._payload_rows += packed

@@ -230,6 +230,7 @@ class Node:
             yield from child.preorder()
 
 
+MAPPED_FILE = "mapped_file"  # the reason of a first import whose storage was a map of the file with its content
 CHILD_WORK = "child_work"  # the reason of unsupported records about child processes
 
 

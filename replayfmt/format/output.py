@@ -239,6 +239,16 @@ class Output:
         except OSError as error:
             raise self._failed("written", error) from None
 
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_more: object) -> None:
+        """Finish the file, or after an error discard it."""
+        if error is None:
+            self.finish()
+        else:
+            self.discard()
+
     def check(self) -> None:
         """Raise what ended the file, if anything did."""
         if self._failure is not None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from replayfmt.errors import InvalidCapture
 
-from .codes import MINOR_VERSION, FrameKind, StorageOrigin
+from .codes import MINOR_VERSION, FrameKind, RecordKind, StorageOrigin
 from .contents import Contents, Tally, decode_summary, find_contents, read_frame, read_preamble, read_session
 from .definition_tables import Definitions, DefinitionTables
 from .frames import FLAG_CONSOLIDATED, FrameHeader
@@ -55,15 +55,15 @@ class CaptureReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._source = Source(path)
+        self.source = Source(path)
         try:
             self._open()
         except BaseException:
-            self._source.close()
+            self.source.close()
             raise
 
     def _open(self) -> None:
-        source = self._source
+        source = self.source
         self.path = source.path
         self.length = source.length
         preamble = read_preamble(source)
@@ -119,7 +119,12 @@ class CaptureReader:
 
     def read_frame(self, position: int) -> tuple[FrameHeader, bytes, str]:
         """Header, verified body and place of any frame, by its position among all frames."""
-        return read_frame(self._source, self.contents.frames, position)
+        return read_frame(self.source, self.contents.frames, position)
+
+    @cached_property
+    def signature_kinds(self) -> np.ndarray:
+        """The kind of each signature's records, by signature id: uint8[signatures + 1], 0 unused."""
+        return np.concatenate(([RecordKind.none], self.definitions.column("signature_kind"))).astype(np.uint8)
 
     @cached_property
     def record_frames(self) -> list[FrameInfo]:
@@ -234,6 +239,15 @@ class CaptureReader:
         """A payload by id. Raises IndexError if the capture has no such payload."""
         return self._payloads.info(number)
 
+    def embedded_range(self, number: int) -> tuple[int, int] | None:
+        """Where the capture itself has the bytes of a range of a file: payload id and offset in it; None if only the
+        file has them."""
+        given = self.file_ranges[number]
+        if given.payload:
+            return given.payload, 0
+        whole = self.files[given.file].payload
+        return (whole, given.offset) if whole else None
+
     def payload(self, number: int) -> bytes | memoryview:
         """A payload's content, verified against its hash. Large uncompressed ones are a map of the file: the result is
         valid until the reader is closed, and reading it while someone truncates the file ends the process."""
@@ -247,7 +261,7 @@ class CaptureReader:
     def close(self) -> None:
         """Release the file. Closing twice does nothing."""
         self._payloads.close()
-        self._source.close()
+        self.source.close()
 
     def __enter__(self) -> CaptureReader:
         return self

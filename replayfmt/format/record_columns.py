@@ -5,9 +5,8 @@ The rules for a storage's first content are the same for the writer's columns an
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -91,8 +90,18 @@ Column = Any  # a numpy array, an array.array, or anything np.asarray takes with
 _LONGEST_DURATION = 0xFFFFFFFF
 
 
-def _empty() -> array:
-    return array("Q")
+# The columns with a row for each record, and for each storage.
+_OF_RECORDS = [
+    "signature",
+    "scope",
+    "thread",
+    "start_ns",
+    "duration_ns",
+    "device_duration_ns",
+    "annotation",
+    "placement",
+]
+OF_STORAGES = ("storage_bytes", "storage_device", "storage_origin", "storage_payload")
 
 
 @dataclass
@@ -117,10 +126,10 @@ class RecordColumns:
     floats: Column
     tensor_definitions: Mapping[int, tuple[int, int, int]] | np.ndarray
     first_storage: int = 0
-    storage_bytes: Column = field(default_factory=_empty)
-    storage_device: Column = field(default_factory=_empty)
-    storage_origin: Column = field(default_factory=_empty)
-    storage_payload: Column = field(default_factory=_empty)
+    storage_bytes: Column = ()
+    storage_device: Column = ()
+    storage_origin: Column = ()
+    storage_payload: Column = ()
     device_duration_ns: Column | None = None
     annotation: Column | None = None
     placement: Column | None = None
@@ -144,38 +153,15 @@ def pieces(given: RecordColumns, slot_counts: np.ndarray) -> Iterator[RecordColu
         yield given  # encoding says what is wrong with it
         return
     first_half: list[int] = slot_counts.take(signature[:half], axis=1).sum(axis=1).tolist()
-    for place in (slice(None, half), slice(half, None)):
-        first = place.start is None
-
-        def part(column: Column | None, place: slice = place) -> np.ndarray | None:
-            return None if column is None else np.asarray(column)[place]
-
-        def slot(number: int, first: bool = first) -> np.ndarray:
-            return slots[number][: first_half[number]] if first else slots[number][first_half[number] :]
-
-        piece = replace(
-            given,
-            signature=part(signature),
-            scope=part(given.scope),
-            thread=part(given.thread),
-            start_ns=part(given.start_ns),
-            duration_ns=part(given.duration_ns),
-            device_duration_ns=part(given.device_duration_ns),
-            annotation=part(given.annotation),
-            placement=part(given.placement),
-            tensors=slot(0),
-            ints=slot(1),
-            floats=slot(2),
-        )
+    for first, place in ((True, slice(None, half)), (False, slice(half, None))):
+        changes: dict[str, Any] = {
+            name: np.asarray(column)[place] for name in _OF_RECORDS if (column := getattr(given, name)) is not None
+        }
+        for name, column, count in zip(COLUMNS, slots, first_half, strict=True):
+            changes[name] = column[:count] if first else column[count:]
         if not first:
-            piece = replace(
-                piece,
-                first_storage=0,
-                storage_bytes=_empty(),
-                storage_device=_empty(),
-                storage_origin=_empty(),
-                storage_payload=_empty(),
-            )
+            changes.update(dict.fromkeys(OF_STORAGES, ()), first_storage=0)
+        piece = replace(given, **changes)
         yield from pieces(piece, slot_counts)
 
 
@@ -193,7 +179,7 @@ class Bounds:
     contents: ReferenceBounds
 
 
-def _column(values: Column, dtype: type, name: str) -> np.ndarray:
+def _column(values: Column, dtype: Any, name: str) -> np.ndarray:
     """`values` in the column's type, refused where they do not fit it."""
     given = np.asarray(values)
     if given.ndim != 1:
@@ -212,9 +198,12 @@ def _limit(column: np.ndarray, lowest: int, highest: int, name: str) -> None:
         raise ValueError(f"column {name} holds {int(column.min())}..{int(column.max())}, allowed {lowest}..{highest}")
 
 
-def _same_length(name: str, length: int, *columns: np.ndarray) -> None:
-    if any(len(column) != length for column in columns):
-        raise ValueError(f"{name} columns have lengths {[len(c) for c in columns]}, expected {length} each")
+def _check(column: np.ndarray, name: str, rows: int, lowest: int = 0, highest: int | None = None) -> None:
+    """Raise ValueError for a column of another length, or with values out of bounds."""
+    if len(column) != rows:
+        raise ValueError(f"column {name} has {len(column)} rows, expected {rows}")
+    if highest is not None:
+        _limit(column, lowest, highest, name)
 
 
 @dataclass(frozen=True)
@@ -234,11 +223,16 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray
     """The Records body of these columns. Raises ValueError if they contradict each other or the definitions."""
     signature = _column(given.signature, np.uint32, "signature")
     count = len(signature)
+
+    def column(name: str, rows: int, lowest: int = 0, highest: int | None = None) -> np.ndarray:
+        """A column in the type that the file has, as long as others and with ids that are there."""
+        made = _column(getattr(given, name), RECORDS.dtype(name), name)
+        _check(made, name, rows, lowest, highest)
+        return made
+
     _limit(signature, 1, bounds.signatures, "signature")
-    scope, thread = _column(given.scope, np.uint32, "scope"), _column(given.thread, np.uint16, "thread")
-    _limit(scope, 0, bounds.scopes, "scope")
     start = _column(given.start_ns, np.int64, "start_ns")
-    _same_length("record", count, scope, thread, start)
+    _check(start, "start_ns", count)
     duration = given.duration_ns
     untimed = np.zeros(0, np.uint32)
     if duration is not None:
@@ -246,45 +240,34 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray
         unknown = given_ns == UNKNOWN_NS
         untimed = np.flatnonzero(unknown).astype(np.uint32)
         duration = _column(np.minimum(np.where(unknown, 0, given_ns), _LONGEST_DURATION), np.uint32, "duration_ns")
-        _same_length("record", count, duration)
-    device_duration = given.device_duration_ns
-    if device_duration is not None:
-        device_duration = _column(device_duration, np.uint64, "device_duration_ns")
-        _same_length("record", count, device_duration)
-    annotation = given.annotation
-    if annotation is not None:
-        annotation = _column(annotation, np.uint32, "annotation")
-        _same_length("record", count, annotation)
-        _limit(annotation, 0, bounds.strings, "annotation")
-    placement = given.placement
-    if placement is not None:
-        placement = _column(placement, np.uint32, "placement")
-        _same_length("record", count, placement)
-        _limit(placement, 0, bounds.placements, "placement")
-        placement = placement if placement.any() else None
-
+        _check(duration, "duration_ns", count)
+    optional = {
+        name: None if getattr(given, name) is None else column(name, count, 0, highest)
+        for name, highest in (
+            ("device_duration_ns", None),
+            ("annotation", bounds.strings),
+            ("placement", bounds.placements),
+        )
+    }
+    if optional["placement"] is not None and not optional["placement"].any():
+        optional["placement"] = None
     tensors = _column(given.tensors, np.uint64, "tensors")
     ints, floats = _column(given.ints, np.int64, "ints"), _column(given.floats, np.float64, "floats")
     expected_slots: list[int] = slot_counts.take(signature, axis=1).sum(axis=1).tolist()
-    for name, column, expected in zip(COLUMNS, (tensors, ints, floats), expected_slots, strict=True):
-        if len(column) != expected:
-            raise ValueError(f"{len(column)} {name} slots, but the records' signatures have {expected}")
-
-    storage_bytes = _column(given.storage_bytes, np.uint64, "storage_bytes")
-    storage_device = _column(given.storage_device, np.uint32, "storage_device")
-    storage_origin = _column(given.storage_origin, np.uint8, "storage_origin")
-    storage_payload = _column(given.storage_payload, np.uint32, "storage_payload")
-    born = len(storage_bytes)
-    _same_length("storage", born, storage_device, storage_origin, storage_payload)
+    for name, slots, expected in zip(COLUMNS, (tensors, ints, floats), expected_slots, strict=True):
+        if len(slots) != expected:
+            raise ValueError(f"{len(slots)} {name} slots, but the records' signatures have {expected}")
+    born = len(given.storage_bytes)
     if born and given.first_storage != bounds.next_storage:
         raise ValueError(f"first_storage is {given.first_storage}, the next storage id is {bounds.next_storage}")
-    _limit(storage_device, 1, bounds.devices, "storage_device")
-    _limit(storage_origin, 1, max(StorageOrigin), "storage_origin")
+    storage_bytes = column("storage_bytes", born)
+    storage_origin = column("storage_origin", born, 1, max(StorageOrigin))
+    storage_payload = column("storage_payload", born)
     problem = storages_problem(storage_origin, storage_payload, storage_bytes, bounds.contents)
     if problem:
         raise ValueError(problem)
 
-    ids, slots = _distinct(tensors)
+    ids, tensor_slots = _distinct(tensors)
     rows = _tensor_rows(ids, given.tensor_definitions)
     _limit(rows[:, 0], 0, bounds.next_storage + born - 1, "tensor storage")
     _limit(rows[:, 1], 0, MAX_LENGTH, "tensor offset")
@@ -295,14 +278,14 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray
         RECORDS,
         {
             "signature": signature,
-            "scope": scope,
-            "thread": thread,
+            "scope": column("scope", count, 0, bounds.scopes),
+            "thread": column("thread", count),
             "start_delta_ns": delta,
             "gap_position": gap_position if gap_position.size else None,
             "gap_ns": gap_ns if gap_ns.size else None,
             "duration_ns": duration,
-            "device_duration_ns": device_duration,
-            "tensors": slots.astype(np.uint32),
+            **optional,
+            "tensors": tensor_slots.astype(np.uint32),
             "ints": ints,
             "floats": floats,
             "tensor_id": ids,
@@ -310,17 +293,15 @@ def encode_records(given: RecordColumns, bounds: Bounds, slot_counts: np.ndarray
             "tensor_offset": rows[:, 1],
             "tensor_meta": rows[:, 2].astype(np.uint32),
             "storage_bytes": storage_bytes,
-            "storage_device": storage_device,
+            "storage_device": column("storage_device", born, 1, bounds.devices),
             "storage_origin": storage_origin,
             "storage_payload": storage_payload,
-            "annotation": annotation,
-            "placement": placement,
             "untimed": untimed if untimed.size else None,
             "start_base_ns": base,
             "first_storage": bounds.next_storage,
         },
     )
-    return EncodedRecords(body, count, born, signature, storage_origin, storage_bytes, annotation)
+    return EncodedRecords(body, count, born, signature, storage_origin, storage_bytes, optional["annotation"])
 
 
 def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

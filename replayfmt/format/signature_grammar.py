@@ -162,13 +162,7 @@ def _type_alone(value: ValueText) -> ValueText:
     if not isinstance(value, Items):
         return value
     # Neighbours that differ in their numbers alone are equal now.
-    runs: list[tuple[ValueText, int]] = []
-    for each, count in ((_type_alone(inner), count) for inner, count in value.runs):
-        if runs and runs[-1][0] == each:
-            runs[-1] = (each, runs[-1][1] + count)
-        else:
-            runs.append((each, count))
-    return Items(value.form, tuple(runs))
+    return Items(value.form, _runs((_type_alone(inner), count) for inner, count in value.runs))
 
 
 def quoted(text: str) -> str:
@@ -185,12 +179,16 @@ def device_text(device: str) -> str:
 
 def runs_of(values: Iterable[ValueText]) -> tuple[tuple[ValueText, int], ...]:
     """Neighbours that are equal, counted."""
+    return _runs((value, 1) for value in values)
+
+
+def _runs(counted: Iterable[tuple[ValueText, int]]) -> tuple[tuple[ValueText, int], ...]:
     runs: list[tuple[ValueText, int]] = []
-    for value in values:
+    for value, count in counted:
         if runs and runs[-1][0] == value:
-            runs[-1] = (value, runs[-1][1] + 1)
+            runs[-1] = (value, runs[-1][1] + count)
         else:
-            runs.append((value, 1))
+            runs.append((value, count))
     return tuple(runs)
 
 
@@ -383,12 +381,9 @@ class Parser:
             if self._is("word") and self._tokens[self._next][1] == "x":
                 self._next += 1
                 count = self._size(least=1)
-            if runs and runs[-1][0] == value:
-                runs[-1] = (value, runs[-1][1] + count)
-            else:
-                runs.append((value, count))
+            runs.append((value, count))
         self._next += 1
-        return tuple(runs)
+        return _runs(runs)
 
     def _size(self, *, least: int = 0) -> int:
         text = self._tokens[self._next][1]

@@ -29,6 +29,14 @@ class DamagedBody(InvalidCapture):
     """A body is not what its header says was written."""
 
 
+def fill(fd: int, offset: int, view: memoryview) -> int:
+    """Fill `view` with the bytes of an open file from `offset` on; how many there were. Raises OSError."""
+    done = 0
+    while done < len(view) and (count := os.preadv(fd, [view[done:]], offset + done)):
+        done += count
+    return done
+
+
 class Source:
     """A capture's bytes. `length` is the file's length when it was opened; a file that grows is read up to there."""
 
@@ -80,18 +88,15 @@ class Source:
     def read_into(self, offset: int, view: memoryview, what: str) -> None:
         """Fill `view` with the bytes from `offset`. Raises InvalidCapture if the file does not have them."""
         self._check_bounds(offset, len(view), what)
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise self._unreadable(offset + done, error) from None
-            if not count:
-                raise InvalidCapture(
-                    f"{self.path}: the file was truncated while it was read: {what} of {len(view)} "
-                    f"bytes at {offset:#x} has only {done}"
-                )
-            done += count
+        try:
+            done = fill(self._fd, offset, view)
+        except OSError as error:
+            raise self._unreadable(offset, error) from None
+        if done < len(view):
+            raise InvalidCapture(
+                f"{self.path}: the file was truncated while it was read: {what} of {len(view)} "
+                f"bytes at {offset:#x} has only {done}"
+            )
 
     def _check_bounds(self, offset: int, length: int, what: str) -> None:
         if offset + length > self.length:

@@ -52,7 +52,7 @@ from .model import (
     TensorMeta,
 )
 from .output import Output, Uninterrupted
-from .record_columns import Bounds, RecordColumns, ReferenceBounds, encode_records, pieces
+from .record_columns import OF_STORAGES, Bounds, RecordColumns, ReferenceBounds, encode_records, pieces
 from .redaction import KeptAttachments
 from .signature_layout import SIGNATURES
 from .validation import nested_deeper
@@ -277,7 +277,7 @@ class CaptureWriter:
             self._payloads.flush()
             self._write_definitions()
             self.summary = self._tally.summary(self._definitions, self._payloads.raw_bytes, ended_ns)
-            self._frames.finish(self._all_definitions(), self.summary, self._payloads.rows())
+            self._frames.finish(self._definitions.encode_all(), self.summary, self._payloads.rows())
             self._output.finish()
             self._closed = True
 
@@ -292,12 +292,6 @@ class CaptureWriter:
     def abandon(self) -> None:
         """Close the descriptor and leave the `.partial` as it is."""
         self._output.release()
-
-    def _all_definitions(self) -> memoryview | None:
-        """Every definition in one body; None if there are none, or so many that only the single frames hold them."""
-        definitions = self._definitions
-        some = any(definitions.count(family) for family in ("string", "generator", "meta", "signature", "recipe"))
-        return definitions.encode_all() if some and definitions.encoded_bytes <= MAX_BODY_BYTES else None
 
 
 _FRAME_RECORDS = 16_384
@@ -324,27 +318,15 @@ class RecordSlots:
     floats: list[float] = field(default_factory=list)
 
 
-@dataclass
-class _Pending:
-    """Columns of the frame that is being filled."""
-
-    signature: array = field(default_factory=lambda: array("I"))
-    scope: array = field(default_factory=lambda: array("I"))
-    thread: array = field(default_factory=lambda: array("I"))
-    start: array = field(default_factory=lambda: array("q"))
-    duration: array = field(default_factory=lambda: array("q"))
-    device_duration: array = field(default_factory=lambda: array("Q"))
-    annotation: array = field(default_factory=lambda: array("I"))
-    placement: array = field(default_factory=lambda: array("I"))
-    tensors: array = field(default_factory=lambda: array("Q"))
-    ints: array = field(default_factory=lambda: array("q"))
-    floats: array = field(default_factory=lambda: array("d"))
-    storage_bytes: array = field(default_factory=lambda: array("Q"))
-    storage_device: array = field(default_factory=lambda: array("I"))
-    storage_origin: array = field(default_factory=lambda: array("B"))
-    storage_payload: array = field(default_factory=lambda: array("I"))
-    definitions: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    timed: bool = False
+# The columns of the frame that is being filled, as array.array keeps them.
+_TYPE_CODES = {
+    **dict.fromkeys(("signature", "scope", "thread", "annotation", "placement"), "I"),
+    **dict.fromkeys(("storage_device", "storage_payload"), "I"),
+    **dict.fromkeys(("start_ns", "duration_ns", "ints"), "q"),
+    **dict.fromkeys(("device_duration_ns", "tensors", "storage_bytes"), "Q"),
+    "floats": "d",
+    "storage_origin": "B",
+}
 
 
 class RecordBuilder:
@@ -352,18 +334,22 @@ class RecordBuilder:
 
     def __init__(self, writer: CaptureWriter) -> None:
         self._writer = writer
-        self._pending = _Pending()
-        self._next_storage = self._first_storage = self._next_tensor = 1
+        self._next_storage = self._next_tensor = 1
+        self._begin()
         self.count = 0  # records so far: the next one's ordinal
+
+    def _begin(self) -> None:
+        """Begin a frame."""
+        self._first_storage = self._next_storage
+        self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _TYPE_CODES.items()}
+        self._tensors: dict[int, tuple[int, int, int]] = {}  # by id: storage, offset, meta
+        self._timed = False
 
     def bear(self, length: int, device: int, origin: StorageOrigin, content: int = 0) -> int:
         """The id of a new storage of `length` bytes. `content` is the id of its first content, of the family that
         `origin` says."""
-        pending = self._pending
-        pending.storage_bytes.append(length)
-        pending.storage_device.append(device)
-        pending.storage_origin.append(origin)
-        pending.storage_payload.append(content)
+        for name, value in zip(OF_STORAGES, (length, device, origin, content), strict=True):
+            self._columns[name].append(value)
         self._next_storage += 1
         return self._next_storage - 1
 
@@ -372,65 +358,45 @@ class RecordBuilder:
         it is taken: `views` keeps the ids of those on this storage (0: without memory), by offset and meta."""
         number = views.setdefault((offset, meta), self._next_tensor)
         self._next_tensor += number == self._next_tensor
-        self._pending.definitions[number] = (storage, offset, meta)
+        self._tensors[number] = (storage, offset, meta)
         return number
 
     def add(self, signature: int, kind: RecordKind, moment: Moment, slots: RecordSlots, annotation: int = 0) -> int:
         """Add a record; returns its ordinal."""
-        pending, duration, device = self._pending, moment.duration_ns, moment.device_duration_ns
-        pending.signature.append(signature)
-        pending.scope.append(moment.scope)
-        pending.thread.append(moment.thread)
-        pending.start.append(moment.start_ns)
+        columns, duration, device = self._columns, moment.duration_ns, moment.device_duration_ns
+        columns["signature"].append(signature)
+        columns["scope"].append(moment.scope)
+        columns["thread"].append(moment.thread)
+        columns["start_ns"].append(moment.start_ns)
         if duration is None:
-            pending.duration.append(UNKNOWN_NS if kind is RecordKind.op else 0)
+            columns["duration_ns"].append(UNKNOWN_NS if kind is RecordKind.op else 0)
         else:
-            pending.duration.append(duration)
-            pending.timed = True
-        pending.device_duration.append(UNKNOWN_DEVICE_NS if device is None else device)
-        pending.annotation.append(annotation)
-        pending.placement.append(moment.placement)
-        pending.tensors.extend(slots.tensors)
-        pending.ints.extend(slots.ints)
-        pending.floats.extend(slots.floats)
+            columns["duration_ns"].append(duration)
+            self._timed = True
+        columns["device_duration_ns"].append(UNKNOWN_DEVICE_NS if device is None else device)
+        columns["annotation"].append(annotation)
+        columns["placement"].append(moment.placement)
+        columns["tensors"].extend(slots.tensors)
+        columns["ints"].extend(slots.ints)
+        columns["floats"].extend(slots.floats)
         self.count += 1
-        if len(pending.signature) >= _FRAME_RECORDS:
+        if len(columns["signature"]) >= _FRAME_RECORDS:
             self.flush()
         return self.count - 1
 
     @property
     def bears_nothing_but_storages(self) -> bool:
         """Whether storages wait without a record that bears them, which no frame can hold."""
-        return bool(self._pending.storage_bytes) and not self._pending.signature
+        return bool(self._columns["storage_bytes"]) and not self._columns["signature"]
 
     def flush(self) -> None:
         """Write what waits as a frame."""
-        pending, self._pending = self._pending, _Pending()
-        self._writer.records(
-            RecordColumns(
-                signature=pending.signature,
-                scope=pending.scope,
-                thread=pending.thread,
-                start_ns=pending.start,
-                duration_ns=pending.duration if pending.timed else None,
-                tensors=pending.tensors,
-                ints=pending.ints,
-                floats=pending.floats,
-                tensor_definitions=pending.definitions,
-                first_storage=self._first_storage,
-                storage_bytes=pending.storage_bytes,
-                storage_device=pending.storage_device,
-                storage_origin=pending.storage_origin,
-                storage_payload=pending.storage_payload,
-                device_duration_ns=_unless_all(pending.device_duration, UNKNOWN_DEVICE_NS),
-                annotation=_unless_all(pending.annotation, 0),
-                placement=_unless_all(pending.placement, 0),
-            )
-        )
-        self._first_storage = self._next_storage
-
-
-def _unless_all(column: array, unset: int) -> np.ndarray | None:
-    """A column, unless nothing in it is set."""
-    values = np.asarray(column)
-    return values if (values != unset).any() else None
+        columns: dict[str, Any] = {**self._columns}
+        if not self._timed:
+            columns["duration_ns"] = None
+        for name, unset in (("device_duration_ns", UNKNOWN_DEVICE_NS), ("annotation", 0), ("placement", 0)):
+            if (np.asarray(columns[name]) == unset).all():
+                columns[name] = None
+        given = RecordColumns(**columns, tensor_definitions=self._tensors, first_storage=self._first_storage)
+        self._begin()
+        self._writer.records(given)

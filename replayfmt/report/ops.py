@@ -76,7 +76,7 @@ class _Reading:
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
         self._index = SignatureIndex(reader)
-        self._kind = np.array([0, *(each.kind for each in reader.signatures[1:])], np.int64)
+        self._kind = reader.signature_kinds
         self._kernel = np.array([0, *(each.kernel for each in reader.signatures[1:])], np.int64)
         self._meta_device = np.array([0, *(meta.device for meta in reader.metas[1:])], np.int64)
         self._texts: dict[str, int] = {}

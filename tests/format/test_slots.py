@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -74,15 +73,3 @@ def test_the_arguments_of_a_record_kind_are_made_as_its_rule_asks() -> None:
         assert {node.name: node.constant for node in nodes if node.constant is not None} == texts
         if not digest and ValueKind.device not in {node.kind for node in nodes}:
             assert len(flatten(Signature(kind, nodes))) == len(fixed)
-
-
-def test_slots_are_laid_out_and_records_gathered_in_few_places() -> None:
-    texts = {str(path.relative_to(LIBRARY)): path.read_text() for path in LIBRARY.rglob("*.py")}
-    assert [path for path, text in texts.items() if re.search(r"\bSLOTS\b.*ValueKind|\bSLOTS\.get", text)] == [
-        "format/signature_layout.py"
-    ]
-    # Where records come one by one, and where threads append them without a lock.
-    assert {path for path, text in texts.items() if "RecordColumns(\n" in text} == {
-        "format/writer.py",
-        "recording/stream/buffer.py",
-    }

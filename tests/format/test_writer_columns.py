@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from replayfmt.format import record_columns
 from replayfmt.format.codes import DType, FrameKind, Layout, OpStatus, RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.definition_tables import InternedDefinitions
 from replayfmt.format.frames import FLAG_CONSOLIDATED
 from replayfmt.format.maintenance import check_capture, recover_capture
 from replayfmt.format.model import CaptureInfo, Device, Kernel, Node, Signature, TensorMeta
@@ -57,8 +56,8 @@ def _columns(**changes: object) -> RecordColumns:
         ({"scope": [1]}, "scope holds"),
         ({"thread": [70000]}, "thread does not fit uint16"),
         ({"start_ns": [-1]}, "start_ns is negative"),
-        ({"start_ns": [0, 1]}, "record columns have lengths"),
-        ({"duration_ns": [1, 2]}, "record columns have lengths"),
+        ({"start_ns": [0, 1]}, "start_ns has 2 rows, expected 1"),
+        ({"duration_ns": [1, 2]}, "duration_ns has 2 rows, expected 1"),
         ({"duration_ns": [-2]}, "duration_ns does not fit uint32"),
         ({"ints": []}, "0 ints slots, but"),
         ({"tensors": []}, "0 tensors slots, but"),
@@ -74,7 +73,7 @@ def _columns(**changes: object) -> RecordColumns:
         ({"storage_payload": [1]}, "storage_payload holds"),
         ({"storage_bytes": [-1]}, "storage_bytes does not fit uint64"),
         ({"storage_origin": [int(StorageOrigin.payload)]}, "have a payload exactly if"),
-        ({"storage_bytes": []}, "storage columns have lengths"),
+        ({"storage_bytes": []}, "storage_origin has 1 rows, expected 0"),
         ({"ints": [[5]]}, "has 2 dimensions"),
         ({"ints": [0.5]}, "ints does not fit int64"),
     ],
@@ -142,9 +141,8 @@ def test_records_beyond_a_frames_limits_become_several_frames(tmp_path: Path, mo
 
 
 def test_definitions_that_do_not_fit_one_frame_stay_in_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InternedDefinitions, "encoded_bytes", property(lambda _self: 1 << 40))
     monkeypatch.setattr("replayfmt.format.writer._TEXT_FLUSH_BYTES", 1000)
-    monkeypatch.setattr("replayfmt.format.maintenance.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("replayfmt.format.definition_tables.MAX_BODY_BYTES", 1000)
     path, out = tmp_path / "a.opreplay", tmp_path / "b.opreplay"
     writer = CaptureWriter(path, SESSION)
     strings = [writer.string(f"string {number} " + "x" * 100) for number in range(200)]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from replayfmt.format.codes import StorageOrigin
+from replayfmt.format.model import MAPPED_FILE
 from replayfmt.pytorch.tensors.memory import address_of, host_view, offset_of, storage_of
 
 from ..content.coverage import ByteRegion
@@ -226,7 +227,7 @@ class Storages:
             self._watch_all(overlapping)
         content = self._contents.first(storage, dtype, external and not private, private)
         if reason == "first_use" and content.found is not None and content.found.mapped is not None:
-            reason = "mapped_file"  # aligned as in the file, which affects the last bits of some kernels
+            reason = MAPPED_FILE  # aligned as in the file, which affects the last bits of some kernels
         try:
             tracker = self._add_storage(storage, length, device, content.origin, content.id, True)
             self._records.storage_import(tracker.id, content, 0, reason)

@@ -232,7 +232,7 @@ class ContentUses:
         )
 
     def _follow(self) -> None:
-        kinds = [0, *(int(signature.kind) for signature in self._reader.signatures[1:] if signature is not None)]
+        kinds = self._reader.signature_kinds.tolist()
         for index in range(len(self._reader.record_frames)):
             frame = self._reader.frame(index)
             signatures = frame.signature.tolist()
@@ -463,7 +463,7 @@ class IndexRanges:
         self.holds = all(self._frame(reader.frame(index)) for index in range(len(reader.record_frames)))
 
     def _frame(self, frame: RecordFrame) -> bool:
-        kinds = [0, *(int(signature.kind) for signature in self._reader.signatures[1:] if signature is not None)]
+        kinds = self._reader.signature_kinds.tolist()
         for row, signature in enumerate(frame.signature.tolist()):
             slots = frame.tensor_slots[frame.tensor_first[row] : frame.tensor_first[row + 1]]
             metas = frame.tensor_meta[slots].tolist()

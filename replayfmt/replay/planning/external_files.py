@@ -8,14 +8,14 @@ on a map of it, which ends the process. Owns the descriptors; maps outlive it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
 import torch
 from xxhash import xxh3_128
 
 from replayfmt.errors import ExternalFileProblem, ReplayRefused
-from replayfmt.format.external_files import FileRemaps, OpenedFile, Progress
+from replayfmt.format.external_files import FileRemaps, OpenedFile, Progress, missing
 from replayfmt.format.model import ExternalFile, FileRange
 from replayfmt.format.reader import CaptureReader
 
@@ -60,8 +60,7 @@ class ExternalFiles:
             try:
                 opened = OpenedFile(path)
             except ExternalFileProblem as error:
-                captured = f" (captured as {file.path})" if remapped else ""
-                findings.append(f"{error}{captured}; --replay-file-remap=CAPTURED=REPLAY says where it is now")
+                findings.append(missing(error, file, remapped))
                 continue
             problem = opened.problem(file, remapped, progress)
             if problem is None:
@@ -74,7 +73,7 @@ class ExternalFiles:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What a user has to know about where content comes from."""
-        embedded = sum(self._payload(each) is not None for each in self._file_ranges())
+        embedded = sum(self._reader.embedded_range(each) is not None for each in self._ranges())
         if not embedded:
             return ()
         return (
@@ -94,7 +93,7 @@ class ExternalFiles:
     def problem(self, number: int) -> str | None:
         """Why the range with this id has no content here; None if it has."""
         captured = self._range(number)
-        if self._payload(captured) is not None or captured.file in self._opened:
+        if self._reader.embedded_range(number) is not None or captured.file in self._opened:
             return None
         return f"external file {self._file(captured.file).path} is not here as it was captured"
 
@@ -106,7 +105,7 @@ class ExternalFiles:
         """
         captured = self._range(number)
         alignment = _MAP_ALIGNMENT if in_place else _ALIGNMENT
-        if self._payload(captured) is not None or captured.offset % alignment or not captured.bytes:
+        if self._reader.embedded_range(number) is not None or captured.offset % alignment or not captured.bytes:
             return None
         try:
             view = self._open(captured).map(captured.offset, captured.bytes, copy_on_write=True)
@@ -128,7 +127,7 @@ class ExternalFiles:
     def read_into(self, number: int, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` with a range's bytes from `offset` within it on. Raises ReplayRefused if they are gone."""
         captured = self._range(number)
-        payload = self._payload(captured)
+        payload = self._reader.embedded_range(number)
         if payload is None:
             try:
                 self._open(captured).read_into(captured.offset + offset, buffer)
@@ -163,14 +162,14 @@ class ExternalFiles:
         self._whole.clear()
 
     def _needed(self) -> set[int]:
-        return {each.file for each in self._file_ranges() if self._payload(each) is None}
+        return {self._range(each).file for each in self._ranges() if self._reader.embedded_range(each) is None}
 
     def _bytes_to_digest(self) -> int:
         """How much validation may have to read: the lengths of the files that have a digest."""
         return sum(self._file(number).bytes for number in self._needed() if self._file(number).digest is not None)
 
-    def _file_ranges(self) -> Iterator[FileRange]:
-        return (each for each in self._reader.file_ranges[1:] if each is not None)
+    def _ranges(self) -> range:
+        return range(1, len(self._reader.file_ranges))
 
     def _range(self, number: int) -> FileRange:
         return self._reader.file_ranges[number]
@@ -183,13 +182,6 @@ class ExternalFiles:
         if opened is None:  # a plan that keeps going, although the file is not what it was
             raise ExternalFileProblem(f"external file {self._file(captured.file).path} was not validated")
         return opened
-
-    def _payload(self, captured: FileRange) -> tuple[int, int] | None:
-        """Where the capture itself has a range's bytes: payload id and offset in it; None if it does not."""
-        if captured.payload:
-            return captured.payload, 0
-        whole = self._file(captured.file).payload
-        return (whole, captured.offset) if whole else None
 
 
 def _summed(on_bytes: Callable[[int, int], None], total: int) -> Progress:

@@ -179,10 +179,7 @@ class Slicer:
 
     def __init__(self, reader: CaptureReader, effects: Callable[[int], Effects], draws: Callable[[int], bool]) -> None:
         self._reader, self._effects, self._draws = reader, effects, draws
-        self._kinds = [
-            RecordKind.none,
-            *(RecordKind.none if signature is None else signature.kind for signature in reader.signatures[1:]),
-        ]
+        self._kinds = [RecordKind(kind) for kind in reader.signature_kinds.tolist()]
         self._parts_of_signature: dict[int, tuple[int, tuple[int, ...], tuple[int, ...], bool, int]] = {}
 
     def slice(self, ordinals: Collection[int]) -> Slice:

@@ -24,10 +24,6 @@ from .kernels import Effects
 IMPORTED = (StorageOrigin.payload, StorageOrigin.absent, StorageOrigin.external_file, StorageOrigin.initializer)
 
 
-# The reason of a first import whose storage was a map of the file that its content is in.
-MAPPED_FILE = "mapped_file"
-
-
 class ContentSource(NamedTuple):
     """`kind` is payload, range, recipe, or none where the capture has nothing; `id` is the id of that kind."""
 
@@ -264,7 +260,7 @@ class Scan:
         self.longest_resize_bytes = 0
         self._live_bytes = 0
         self._storage_bytes: dict[int, int] = {}
-        self._kinds = np.array([0, *(signature.kind for signature in reader.signatures[1:])], dtype=np.uint8)
+        self._kinds = reader.signature_kinds
         self._meta_device = np.array([0, *(meta.device for meta in reader.metas[1:])], dtype=np.int64)
         self._keys = TensorKeys(reader.metas)
         cutter = CutFinder(window)
