@@ -8,12 +8,13 @@ exist. Nothing is copied there: an observer copies what it wants to keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCapture, ReplayMismatch, ReplayRefused
+from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCapture, ReplayRefused
 from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.model import Record, TensorValue, tensors_of
 from replayfmt.format.reader import CaptureReader
@@ -183,37 +184,42 @@ class OpObserver(Protocol):
         ...
 
 
+Observer = TypeVar("Observer", bound=OpObserver)
+
+
+@dataclass(frozen=True)
+class Observed(Generic[Observer]):
+    """What observed a replay, how that was verified, and what ran its ops twice, if anything did."""
+
+    observer: Observer
+    verification: Verification
+    twice: RunTwice | None
+
+
 def observe_ops(
     plan: Plan,
     ordinals: Collection[int],
-    make: Callable[[], OpObserver],
+    make: Callable[[], Observer],
     verify: VerifyMode = "auto",
     *,
-    twice: Callable[[], RunTwice] | None = None,
-) -> Verification:
-    """Replay the capture up to the last of these ops, and show them to what `make` makes; how the replay was verified.
+    twice: bool = False,
+) -> Observed[Observer]:
+    """Replay the capture up to the last of these ops, and show them to what `make` makes.
 
     Results that hold bytes which no replay reproduces may be found on the way: then it is done once more, with another
-    looker. `twice` makes what looks for them; what it looks at runs twice. The plan must be made with keep_going.
-    Raises ReplayMismatch if the replay differs, ReplayRefused if something stands against this part of it, and
-    ReplayFailed.
+    observer. `twice`: the ops are run twice to look for them. The plan must be made with keep_going. Raises
+    ReplayMismatch if the replay differs, ReplayRefused if something stands against this part of it, and ReplayFailed.
     """
     stop = _with_checks(plan.reader, max(ordinals) + 1)
     _refuse_unseen(plan.reader, stop)
     born = _born_unwritten(plan.reader, stop)
     while True:
-        watcher = _Showing(plan.reader, frozenset(ordinals), born, make())
-        search = None if twice is None else twice()
+        observer = make()
+        watcher = _Showing(plan.reader, frozenset(ordinals), born, observer)
+        search = RunTwice(plan.generators, ordinals) if twice else None
         verification, divergence = plan.watch(watcher, stop, verify, stand_in=search)
-        learned = search is not None and plan.learn(search)
-        if learned or (divergence is not None and plan.explain(divergence.seen_at + 1, verify)):
-            continue
-        if divergence is not None:
-            raise ReplayMismatch(
-                f"{plan.reader.path}: its replay differs from the capture, so nothing can be taken from it: "
-                f"{divergence}"
-            )
-        return verification
+        if plan.may_be_taken(search, divergence, verify):
+            return Observed(observer, verification, search)
 
 
 def _with_checks(reader: CaptureReader, stop: int) -> int:
@@ -343,13 +349,6 @@ def replayed_values(plan: Plan, ordinal: int, *, results: bool) -> list[Any]:
 
     Raises what `observe_ops` raises, and ContentNotCaptured for values that a capture only describes.
     """
-    last: list[_Taken] = []
-
-    def make() -> _Taken:
-        last[:] = [_Taken(plan.reader, results=results)]
-        return last[0]
-
-    observe_ops(plan, (ordinal,), make)
-    values = last[0].values
+    values = observe_ops(plan, (ordinal,), lambda: _Taken(plan.reader, results=results)).observer.values
     assert values is not None, "a replay that ran did not reach the op"
     return values

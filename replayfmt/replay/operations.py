@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from replayfmt.format.codes import TensorFlag
 from replayfmt.format.model import spanned
-from replayfmt.pytorch.environment import apply_settings, autocast_as_captured
+from replayfmt.pytorch.environment import autocast_as_captured
 from replayfmt.pytorch.tensors.composites import put_together, take_apart
 from replayfmt.pytorch.tensors.memory import (
     check_nested,
@@ -67,28 +68,9 @@ class View:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), TensorFlag(0))
 
 
-class Unattached:
-    """Makes a tensor without elements for an operator that attaches it to other memory; `base` names its device."""
-
-    __slots__ = ("dtype",)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty((0,), dtype=self.dtype, device=base.device)
-
-
-class Zeros:
-    """Makes a tensor without bytes that reads as zeros, as used by forward-mode autograd."""
-
-    __slots__ = ("device", "dtype", "sizes")
-
-    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], device: torch.device) -> None:
-        self.dtype, self.sizes, self.device = dtype, sizes, device
-
-    def __call__(self) -> torch.Tensor:
-        return torch._efficientzerotensor(self.sizes, dtype=self.dtype, device=self.device)
+def unattached(dtype: torch.dtype, base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
+    """A tensor without elements for an operator that attaches it to other memory; `base` names its device."""
+    return torch.empty((0,), dtype=dtype, device=base.device)
 
 
 def storage_of(tensor: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
@@ -106,63 +88,40 @@ class PackComposite:
         return put_together(self._form, list(parts))
 
 
-class UnpackComposite:
-    """Returns the components of a composite result; raises if its form is not the captured one."""
-
-    def __init__(self, form: str, parts: int) -> None:
-        self._form, self._parts = form, parts
-
-    def __call__(self, tensor: Any) -> tuple[Any, ...]:
-        if not isinstance(tensor, torch.Tensor | torch.ScriptObject):
-            raise UnexpectedBehaviour(f"a result is {type(tensor).__name__}, captured was a {self._form} tensor")
-        form, parts = take_apart(tensor)
-        if form != self._form or len(parts) != self._parts:
-            raise UnexpectedBehaviour(
-                f"a result is a {form} tensor of {len(parts)} parts, captured was {self._form} of {self._parts}"
-            )
-        return tuple(parts)
+def unpack_composite(form: str, count: int, tensor: Any) -> tuple[Any, ...]:
+    """The components of a composite result; raises if its form is not the captured one."""
+    if not isinstance(tensor, torch.Tensor | torch.ScriptObject):
+        raise UnexpectedBehaviour(f"a result is {type(tensor).__name__}, captured was a {form} tensor")
+    found, parts = take_apart(tensor)
+    if found != form or len(parts) != count:
+        raise UnexpectedBehaviour(f"a result is a {found} tensor of {len(parts)} parts, captured was {form} of {count}")
+    return tuple(parts)
 
 
-class CheckedView:
-    """Wraps an operator that makes views without checking that they lie inside their memory; checks it."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return require_inside(self._call(*args, **kwargs))
+def checked_view(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an operator that makes views without checking that they lie inside their memory, and check it."""
+    return require_inside(call(*args, **kwargs))
 
 
-class CheckedNested:
-    """Wraps an operator that makes a nested tensor of a buffer, sizes, strides and offsets without checking that its
-    parts lie inside the buffer; checks it before the call, which reads the sizes already."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        check_nested(*args)
-        return self._call(*args, **kwargs)
+def checked_nested(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an operator that makes a nested tensor of a buffer, sizes, strides and offsets without checking that its
+    parts lie inside the buffer; check it before the call, which reads the sizes already."""
+    check_nested(*args)
+    return call(*args, **kwargs)
 
 
-class ForGradients:
-    """Wraps an operator that computes one of its results only if an input requires gradients, by calling it with such
-    an input."""
+def requiring_gradients(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an operator that computes one of its results only if an input requires gradients with such an input."""
+    args, kwargs = tree_map(_requiring_gradients, (args, kwargs))
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        return call(*args, **kwargs)
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(self._requiring_gradients, (args, kwargs))
-        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-            return self._call(*args, **kwargs)
-
-    @staticmethod
-    def _requiring_gradients(value: Any) -> Any:
-        """Another tensor on the same memory that requires gradients; a value that cannot is returned as it is."""
-        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-            return value
-        return value.detach().requires_grad_()
+def _requiring_gradients(value: Any) -> Any:
+    """Another tensor on the same memory that requires gradients; a value that cannot is returned as it is."""
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return value.detach().requires_grad_()
 
 
 class MustRaise:
@@ -213,23 +172,18 @@ class MustRaise:
         return False
 
 
-class CustomOperator:
-    """A custom operator: its own code may depend on state that the replay leaves out.
+def call_custom(call: Callable[..., Any], settings: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a custom operator: its own code may depend on state that the replay leaves out.
 
     This is autocast as it was captured, and all of PyTorch's handling of tensor subclasses.
     """
-
-    def __init__(self, call: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-        self._call, self._settings = call, settings
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with (
-            torch._C._EnableTorchFunction(),
-            torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False),
-            torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False),
-            autocast_as_captured(self._settings),
-        ):
-            return self._call(*args, **kwargs)
+    with (
+        torch._C._EnableTorchFunction(),
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False),
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False),
+        autocast_as_captured(settings),
+    ):
+        return call(*args, **kwargs)
 
 
 class PassAddresses:
@@ -298,66 +252,28 @@ class DrawOnHost:
         return tree_map(to_target, results)
 
 
-class ApplySettings:
-    """Changes global settings."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = settings
-
-    def __call__(self) -> None:
-        apply_settings(self._settings)
+def state_setter(generator: torch.Generator, state: bytes) -> Callable[[], Any]:
+    """What sets a random generator to a captured state."""
+    # frombuffer refuses empty buffers. The generator itself reports what is wrong with such a state.
+    content = torch.frombuffer(bytearray(state + b"\0"), dtype=torch.uint8)[: len(state)].clone()
+    return partial(generator.set_state, content)
 
 
-class SetGenerator:
-    """Sets a random generator to a captured state."""
-
-    def __init__(self, generator: torch.Generator, state: bytes) -> None:
-        self._generator = generator
-        # frombuffer refuses empty buffers. The generator itself reports what is wrong with such a state.
-        self._state = torch.frombuffer(bytearray(state + b"\0"), dtype=torch.uint8)[: len(state)].clone()
-
-    def __call__(self) -> None:
-        self._generator.set_state(self._state)
+def load_content(
+    load: Callable[[torch.UntypedStorage], None], clock: Pausable, base: torch.Tensor | torch.UntypedStorage
+) -> None:
+    """Import the bytes that the program wrote to a storage from outside, untimed. `load` puts them in place."""
+    clock.pause()
+    load(storage_of(base))
+    clock.resume()
 
 
-class SeedGenerator:
-    """Seeds a random generator whose captured state is unknown, identically in every replay."""
-
-    def __init__(self, generator: torch.Generator, seed: int) -> None:
-        self._generator, self._seed = generator, seed
-
-    def __call__(self) -> None:
-        self._generator.manual_seed(self._seed)
+def resize_storage(length_bytes: int, base: torch.Tensor | torch.UntypedStorage) -> None:
+    """Change the length of a storage, as the program did without an op."""
+    storage_of(base).resize_(length_bytes)
 
 
-class LoadContent:
-    """Imports the bytes that the program wrote to a storage from outside, untimed. `load` puts them in place."""
-
-    def __init__(self, load: Callable[[torch.UntypedStorage], None], clock: Pausable) -> None:
-        self._load, self._clock = load, clock
-
-    def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> None:
-        self._clock.pause()
-        self._load(storage_of(base))
-        self._clock.resume()
-
-
-class ResizeStorage:
-    """Changes the length of a storage, as the program did without an op."""
-
-    def __init__(self, length_bytes: int) -> None:
-        self._length_bytes = length_bytes
-
-    def __call__(self, base: torch.Tensor | torch.UntypedStorage) -> None:
-        storage_of(base).resize_(self._length_bytes)
-
-
-class Synchronize:
-    """Waits for a device, as the program did."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+def synchronize(device: torch.device) -> None:
+    """Wait for a device, as the program did."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

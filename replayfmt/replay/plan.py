@@ -12,7 +12,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack
 
-from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
+from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import check_function, check_kind, choice_of, counted, flag_of
@@ -295,6 +295,20 @@ class Plan(Preparation):
         not at all, as they hold bytes no replay reproduces, or only within tolerances."""
         with self._surroundings():
             return self._explain(stop, tolerant=verify != "bitwise" and not self.differences())[0]
+
+    def may_be_taken(self, twice: RunTwice | None, divergence: Divergence | None, verify: VerifyMode) -> bool:
+        """Whether content may be taken from a replay that was watched, with what it found. False: it showed results
+        that must not be compared, or embedded, as they were so far; do it once more. Raises ReplayMismatch if it
+        differs from the capture."""
+        learned = twice is not None and self.learn(twice)
+        if learned or (divergence is not None and self.explain(divergence.seen_at + 1, verify)):
+            return False
+        if divergence is not None:
+            raise ReplayMismatch(
+                f"{self.reader.path}: its replay differs from the capture, so nothing can be taken from it: "
+                f"{divergence}"
+            )
+        return True
 
     def learn(self, twice: RunTwice) -> bool:
         """Whether running operators twice showed results that must not be compared, but have been so far."""

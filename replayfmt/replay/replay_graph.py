@@ -24,7 +24,7 @@ from replayfmt.pytorch.tensors.memory import hash_storage
 from .codegen.lowering import Lowering, Shapes
 from .codegen.op_lowering import lower_watched
 from .codegen.windows import Window
-from .operations import SeedGenerator, SetGenerator
+from .operations import state_setter
 from .planning.kernels import ResolvedKernel
 from .planning.scan import enters
 from .resolution.graph_kernels import ReplayedGraph
@@ -175,7 +175,7 @@ class WholeGraph:
             why = _reason(error).removeprefix(f"{plan.reader.path}: ")
             raise NotGraphCapturable(f"{self._device.type} could not capture it: {why}") from error
 
-    def _setting(self, record: Record) -> Callable[[], None] | None:
+    def _setting(self, record: Record) -> Callable[[], Any] | None:
         """What sets a generator as a record says; None if nothing draws from it here."""
         number, payload = record.argument("generator"), record.argument("payload")
         assert isinstance(number, GeneratorValue)
@@ -183,8 +183,8 @@ class WholeGraph:
         if generator is None:
             return None
         if not isinstance(payload, PayloadValue):
-            return SeedGenerator(generator, record.ordinal)
-        return SetGenerator(generator, bytes(self._plan.reader.payload(payload.id)))
+            return partial(generator.manual_seed, record.ordinal)
+        return state_setter(generator, bytes(self._plan.reader.payload(payload.id)))
 
     def _enter(self, windows: list[Window]) -> None:
         """Put in place what the windows need from outside."""

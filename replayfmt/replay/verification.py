@@ -188,33 +188,6 @@ class NotingJudge(Judge):
         self._clock.resume()
 
 
-class CheckScalar:
-    """Called with a non-tensor result; compares it with the captured one."""
-
-    __slots__ = ("_expected", "_judge", "_read", "_unsteady", "_where")
-
-    def __init__(self, judge: Judge, where: CompareLocation, expected: Any, *, read: bool, unsteady: bool) -> None:
-        self._judge, self._where, self._expected, self._read, self._unsteady = judge, where, expected, read, unsteady
-
-    def __call__(self, got: Any) -> None:
-        self._judge.scalar(self._where, self._expected, got, read=self._read, unsteady=self._unsteady)
-
-
-class CheckDigest:
-    """Called with a tensor; compares it with the captured digest."""
-
-    __slots__ = ("_expected", "_host_read", "_judge", "_unsteady", "_where")
-
-    def __init__(
-        self, judge: Judge, where: CompareLocation, expected: TensorDigest, *, host_read: bool, unsteady: bool
-    ) -> None:
-        self._judge, self._where, self._expected = judge, where, expected
-        self._host_read, self._unsteady = host_read, unsteady
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        self._judge.digest(self._where, self._expected, tensor, host_read=self._host_read, unsteady=self._unsteady)
-
-
 def digests_differ(expected: TensorDigest, got: TensorDigest, dtype: DType) -> tuple[str, str] | None:
     """The first difference between two digests of one dtype that is not close, as (expected, got); None if there is
     none."""

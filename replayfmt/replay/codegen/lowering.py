@@ -18,26 +18,17 @@ import torch
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.model import TensorDigest, TensorValue, spanned
+from replayfmt.format.model import MAPPED_FILE, TensorDigest, TensorValue, spanned
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.environment import apply_settings
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, require_inside
 
-from ..operations import (
-    ApplySettings,
-    LoadContent,
-    Pausable,
-    ResizeStorage,
-    SeedGenerator,
-    SetGenerator,
-    Synchronize,
-    View,
-    Zeros,
-)
+from ..operations import Pausable, View, load_content, resize_storage, state_setter, synchronize
 from ..planning.devices import DeviceMap
 from ..planning.kernels import KernelStandIn, ResolvedKernel
-from ..planning.scan import MAPPED_FILE, NOTHING, ContentSource, Scan, TensorKeys, enters
-from ..verification import CheckDigest, CompareLocation, Judge
+from ..planning.scan import NOTHING, ContentSource, Scan, TensorKeys, enters
+from ..verification import CompareLocation, Judge
 from .call_templates import DirectFunctions, Template, TemplateMaker
 from .streams import LateCopies, ReplayStreams, StreamCode, copies_late
 from .windows import CodeCache, FrameLists, StagedStorage, Variables, Window, WindowText
@@ -109,7 +100,7 @@ class Lowering:
             self._streams = StreamCode(self, context.streams)
         captured = context.streams if self._streams is not None and self._streams.captured else None
         self._host = LateCopies(self, context.devices, captured) if copies_late(self.reader) else None
-        self._kinds = [0, *(int(signature.kind) for signature in self.reader.signatures[1:] if signature is not None)]
+        self._kinds = self.reader.signature_kinds.tolist()
 
     def windows(self, op: Callable[[Lowering, int, int], None]) -> Iterator[Window]:
         """The windows in order; `op` lowers one op: (this lowering, row in the frame, ordinal)."""
@@ -266,7 +257,9 @@ class Lowering:
         meta = self.reader.metas[frame.metas[slot]]
         if meta.flags & TensorFlag.zero:
             name = self.text.register()
-            zeros = Zeros(TORCH_DTYPE[meta.dtype], meta.sizes, self.context.devices.target(meta.device))
+            # Without bytes, as forward-mode autograd uses them.
+            device = self.context.devices.target(meta.device)
+            zeros = partial(torch._efficientzerotensor, meta.sizes, dtype=TORCH_DTYPE[meta.dtype], device=device)
             self.text.line(ordinal, f"{name} = {self.text.constant(zeros)}()")
             self._define(key, storage, name, ordinal)
             return name
@@ -380,7 +373,7 @@ class Lowering:
             return
         if self.scan.last_use_of(storage) < 0:
             return
-        load = LoadContent(partial(self.context.load, storage, source, version), self.context.clock)
+        load = partial(load_content, partial(self.context.load, storage, source, version), self.context.clock)
         self.text.line(ordinal, f"{self.text.constant(load)}({self.storage(storage, ordinal)})")
         self.expire(storage, ordinal)
 
@@ -393,7 +386,7 @@ class Lowering:
             return
         if self._streams is not None:
             self._streams.before_resize(storage, row, ordinal)
-        resize = ResizeStorage(ints[first + fields["bytes"].int_slot])
+        resize = partial(resize_storage, ints[first + fields["bytes"].int_slot])
         self.unbounded = True
         self.text.line(ordinal, f"{self.text.constant(resize)}({self.storage(storage, ordinal)})")
         self.expire(storage, ordinal)
@@ -406,10 +399,10 @@ class Lowering:
         if generator is None:
             return  # nothing draws from it here: ops that would are refused
         if fields["payload"].node.kind is ValueKind.none:
-            self.text.line(ordinal, f"{self.text.constant(SeedGenerator(generator, ordinal))}()")
+            self.text.line(ordinal, f"{self.text.constant(partial(generator.manual_seed, ordinal))}()")
             return
         state = bytes(self.reader.payload(ints[first + fields["payload"].int_slot]))
-        self.text.line(ordinal, f"{self.text.constant(SetGenerator(generator, state))}()")
+        self.text.line(ordinal, f"{self.text.constant(state_setter(generator, state))}()")
 
     def _global_state(self, row: int, ordinal: int) -> None:
         layout = self.scan.layout(self.frame.signatures[row])
@@ -421,12 +414,12 @@ class Lowering:
             for each in layout.args
         }
         self.settings.update(changes)
-        self.text.line(ordinal, f"{self.text.constant(ApplySettings(changes))}()")
+        self.text.line(ordinal, f"{self.text.constant(partial(apply_settings, changes))}()")
 
     def _synchronize(self, row: int, ordinal: int) -> None:
         device = self.scan.layout(self.frame.signatures[row]).args[0].node.constant
         assert isinstance(device, int)
-        self.text.line(ordinal, f"{self.text.constant(Synchronize(self.context.devices.target(device)))}()")
+        self.text.line(ordinal, f"{self.text.constant(partial(synchronize, self.context.devices.target(device)))}()")
 
     def _digest(self, row: int, ordinal: int) -> None:
         record = self.reader.record(ordinal)
@@ -466,7 +459,7 @@ class Lowering:
             if self._host is not None:
                 self._host.before_reading(slot, ordinal)
             unsteady = tensor.storage in self._unsteady
-            check = CheckDigest(self.context.judge, where, expected, host_read=host_read, unsteady=unsteady)
+            check = partial(self.context.judge.digest, where, expected, host_read=host_read, unsteady=unsteady)
             if self.unbounded:
                 name = f"{self.text.shared('inside', require_inside)}({name})"
             self.text.line(ordinal, f"{self.text.constant(check)}({name})")

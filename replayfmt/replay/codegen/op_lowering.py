@@ -18,19 +18,19 @@ from replayfmt.pytorch.tensors.composites import take_apart
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, require_inside
 
 from ..operations import (
-    CheckedNested,
-    CheckedView,
-    CustomOperator,
     DrawOnHost,
-    ForGradients,
     MustRaise,
     PassAddresses,
-    Unattached,
-    UnpackComposite,
+    call_custom,
+    checked_nested,
+    checked_view,
+    requiring_gradients,
     storage_of,
+    unattached,
+    unpack_composite,
 )
 from ..planning.kernels import CallSite, leaves_unwritten
-from ..verification import CheckScalar, CompareLocation, ExpectedTensor, ExpectResults
+from ..verification import CompareLocation, ExpectedTensor, ExpectResults
 from .call_templates import Leaf, Operand, Result, Template
 from .lowering import Lowering
 
@@ -135,8 +135,8 @@ class OpLine:
         for operand, what in template.operands:
             if operand is Operand.tensor and what == 0 and operator_named(template.kernel.schema.name).attaches_memory:
                 # What it stood for does not matter, and may be gone.
-                unattached = text.constant(Unattached(lowering.view(first).dtype))
-                name = f"{unattached}({lowering.storage(frame.storages[first], ordinal)})"
+                base = lowering.storage(frame.storages[first], ordinal)
+                name = f"{text.constant(partial(unattached, lowering.view(first).dtype))}({base})"
                 slot_names.append(name)
                 values.append(None)
             elif operand is Operand.tensor:
@@ -171,12 +171,13 @@ class OpLine:
         call: Any = lowering.context.direct.function(self.template, values)
         key: tuple[Hashable, ...] = ("kernel", call, self.template.raises)
         if kernel.computes_for_gradients >= 0 and self._computed(kernel.computes_for_gradients):
-            call = ForGradients(call)
+            call = partial(requiring_gradients, call)
             key = (*key, "for gradients")
         if kernel.draws and lowering.context.draws_on is not None:
             call = DrawOnHost(call, kernel.schema, lowering.context.draws_on)
         if kernel.makes_unchecked_views:
-            call = CheckedNested(call) if operator_named(kernel.schema.name).unchecked_nested else CheckedView(call)
+            nested = operator_named(kernel.schema.name).unchecked_nested
+            call = partial(checked_nested if nested else checked_view, call)
         if kernel.casts_inside:
             autocast = self._autocast()
             call = self._custom(call, autocast)
@@ -202,7 +203,7 @@ class OpLine:
 
     def _custom(self, function: Callable[..., Any], autocast: dict[str, Any]) -> Callable[..., Any]:
         """The function to call for a custom operator."""
-        call: Callable[..., Any] = CustomOperator(function, autocast)
+        call: Callable[..., Any] = partial(call_custom, function, autocast)
         if self.template.addresses is not None:
             call = PassAddresses(call, self.template.kernel.schema, self.template.addresses)
         return call
@@ -333,7 +334,9 @@ class OpLine:
             self.after.append(f"{lowering.text.constant(self._scalar(leaf, read=not of_composite))}({name})")
         elif leaf.leaf is Leaf.composite:
             count = len(leaf.parts)
-            take_apart = lowering.text.shared(("take apart", leaf.what, count), UnpackComposite(leaf.what, count))
+            take_apart = lowering.text.shared(
+                ("take apart", leaf.what, count), partial(unpack_composite, leaf.what, count)
+            )
             checks, self.after = self.after, []
             parts = [self._leaf_name(part, of_composite=True) for part in leaf.parts]
             self.assigned.update(parts)
@@ -341,11 +344,11 @@ class OpLine:
             self.after = [*checks, taken, *self.after]
         return name
 
-    def _scalar(self, leaf: Result, *, read: bool = True) -> CheckScalar:
+    def _scalar(self, leaf: Result, *, read: bool = True) -> Callable[[Any], None]:
         frame = self.lowering.frame
         expected = leaf.what(frame.ints, frame.int_first[self.row], frame.floats, frame.float_first[self.row])
         lowering, where = self.lowering, CompareLocation(self.ordinal, leaf.index, self.ordinal)
-        return CheckScalar(lowering.context.judge, where, expected, read=read, unsteady=lowering.op_is_unsteady)
+        return partial(lowering.context.judge.scalar, where, expected, read=read, unsteady=lowering.op_is_unsteady)
 
     def _expectation(self) -> ExpectResults:
         """The expected structure of this op's results."""

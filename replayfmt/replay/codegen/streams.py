@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Literal, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from replayfmt.format.races import accesses
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.accelerators import Current, SetStreams, default_stream, is_accelerator, keeps_memory_for_streams
 
-from ..operations import Synchronize
+from ..operations import synchronize
 from ..planning.devices import DeviceMap
 from ..planning.records import orders_streams
 from ..planning.scan import Scan
@@ -172,7 +172,7 @@ class StreamCode:
         if self._streams.captured and self._streams.accelerators():
             text = self._lowering.text
             for device in self._streams.accelerators():
-                text.line(ordinal, f"{text.shared(('synchronize', str(device)), Synchronize(device))}()")
+                text.line(ordinal, f"{text.shared(('synchronize', str(device)), partial(synchronize, device))}()")
 
     def end_window(self, ordinal: int) -> None:
         self._switch(0, ordinal)
@@ -361,7 +361,7 @@ class LateCopies:
                     name = text.shared(("stream", stream.device_index, stream.stream_id), stream)
                     text.line(ordinal, f"{name}.synchronize()")
                 else:
-                    text.line(ordinal, f"{text.shared(('synchronize', str(device)), Synchronize(device))}()")
+                    text.line(ordinal, f"{text.shared(('synchronize', str(device)), partial(synchronize, device))}()")
                 self._on_stream_done(copy.device, copy.stream)
 
     def _record(self, row: int) -> None:

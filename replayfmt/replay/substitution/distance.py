@@ -7,8 +7,9 @@ for a correct kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -69,31 +70,19 @@ class Distance:
 
     def with_(self, other: Distance) -> Distance:
         """Combined with the distance of other elements."""
-        return self._farther(
-            other,
-            self.elements + other.elements,
-            self.different + other.different,
-            self.not_finite + other.not_finite,
-            self.beyond + other.beyond,
-        )
+        return self._combined(other, add)
 
     def or_(self, other: Distance) -> Distance:
         """Combined with another comparison of the same elements."""
-        return self._farther(
-            other,
-            max(self.elements, other.elements),
-            max(self.different, other.different),
-            max(self.not_finite, other.not_finite),
-            max(self.beyond, other.beyond),
-        )
+        return self._combined(other, max)
 
-    def _farther(self, other: Distance, elements: int, different: int, not_finite: int, beyond: int) -> Distance:
+    def _combined(self, other: Distance, count: Callable[[int, int], int]) -> Distance:
         ulp = _larger(self.largest_ulp, other.largest_ulp)
         return Distance(
-            elements,
-            different,
-            not_finite,
-            beyond,
+            count(self.elements, other.elements),
+            count(self.different, other.different),
+            count(self.not_finite, other.not_finite),
+            count(self.beyond, other.beyond),
             _larger(self.largest_absolute, other.largest_absolute),
             _larger(self.largest_relative, other.largest_relative),
             None if ulp is None else int(ulp),
@@ -189,33 +178,41 @@ def _equal_floats(values: torch.Tensor) -> Distance:
 
 
 def _floats(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance, scale: float) -> Distance:
-    elements = expected.numel()
-    parts, dtype = 1, expected.dtype
+    elements, dtype = expected.numel(), expected.dtype
+    whole, agree, apart, size = _apart(expected, got)
+    not_finite = int((~whole & ~agree).sum())
+    different = int((~agree).sum())
+    if not bool(whole.any()):
+        return Distance(elements, different, not_finite, not_finite)
+    apart, size, parts = apart[whole], size[whole], 1
+    if dtype.is_complex:
+        expected, got, parts = torch.view_as_real(expected).reshape(-1), torch.view_as_real(got).reshape(-1), 2
+    pairs = whole.repeat_interleave(parts)
+    return Distance(
+        elements,
+        different,
+        not_finite,
+        not_finite + int((apart > allowed(size, dtype, tolerance, scale)).sum()),
+        float(apart.max()),
+        _relative(apart, size),
+        largest_ulp(*(_bits(each)[pairs].view(each.dtype) for each in (expected, got))),
+    )
+
+
+def _apart(expected: torch.Tensor, got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each two elements of flat tensors of numbers: whether both are finite, whether they are equal or both no
+    numbers, how far they are apart, and the absolute value of the expected one; the last two count parts that are not
+    finite as 0."""
+    parts = 1
     if expected.is_complex():
         expected, got, parts = torch.view_as_real(expected).reshape(-1), torch.view_as_real(got).reshape(-1), 2
     wanted, given = double(expected), double(got)
     finite = wanted.isfinite() & given.isfinite()
     same = (wanted == given) | (wanted.isnan() & given.isnan())
-    whole = finite.view(-1, parts).all(dim=1)
-    agree = same.view(-1, parts).all(dim=1)
-    not_finite = int((~whole & ~agree).sum())
-    different = int((~agree).sum())
-    if not bool(whole.any()):
-        return Distance(elements, different, not_finite, not_finite)
     zero = torch.zeros((), dtype=torch.float64, device=wanted.device)
-    apart = length(torch.where(finite, wanted - given, zero), parts)[whole]
-    size = length(torch.where(finite, wanted, zero), parts)[whole]
-    beyond = int((apart > allowed(size, dtype, tolerance, scale)).sum())
-    pairs = finite.view(-1, parts).all(dim=1).repeat_interleave(parts)
-    return Distance(
-        elements,
-        different,
-        not_finite,
-        not_finite + beyond,
-        float(apart.max()),
-        _relative(apart, size),
-        largest_ulp(*(_bits(each)[pairs].view(each.dtype) for each in (expected, got))),
-    )
+    apart = length(torch.where(finite, wanted - given, zero), parts)
+    size = length(torch.where(finite, wanted, zero), parts)
+    return finite.view(-1, parts).all(dim=1), same.view(-1, parts).all(dim=1), apart, size
 
 
 def length(values: torch.Tensor, parts: int) -> torch.Tensor:
@@ -340,17 +337,9 @@ def _times(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance, scal
         apart = (expected.to(torch.float64) - got.to(torch.float64)).abs()
         # Large numbers that differ may be equal as 64-bit floats.
         return torch.where(_differ(expected, got), apart.clamp(min=1), torch.zeros_like(apart))
-    parts = 1
-    if dtype.is_complex:
-        expected, got, parts = torch.view_as_real(expected).reshape(-1), torch.view_as_real(got).reshape(-1), 2
-    wanted, given = double(expected), double(got)
-    finite = wanted.isfinite() & given.isfinite()
-    agree = ((wanted == given) | (wanted.isnan() & given.isnan())).view(-1, parts).all(dim=1)
-    zero = torch.zeros((), dtype=torch.float64, device=wanted.device)
-    apart = length(torch.where(finite, wanted - given, zero), parts)
-    size = length(torch.where(finite, wanted, zero), parts)
+    whole, agree, apart, size = _apart(expected, got)
     times = apart / allowed(size, dtype, tolerance, scale)
-    times = torch.where(finite.view(-1, parts).all(dim=1), times, torch.full_like(times, math.inf))
+    times = torch.where(whole, times, torch.full_like(times, math.inf))
     return torch.where(agree, torch.zeros_like(times), times)
 
 
