@@ -41,7 +41,6 @@ from replayfmt.replay.op_tensors import observe_ops
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import ResolvedKernel
 from replayfmt.replay.planning.records import GiveTensor, python_values
-from replayfmt.replay.run.run_twice import RunTwice
 from replayfmt.replay.run.steps import IsolatedCall
 from replayfmt.trim.schedule import Planner
 from replayfmt.trim.script import FRAME, InputFill, made_inputs, operator_changes, script_helpers
@@ -261,21 +260,16 @@ class _Task:
         chosen = [(workload, call) for workload in self.workloads for call in workload.observed]
         if self.options.inputs == "captured" and chosen:
             ordinals = frozenset(record.ordinal for _workload, call in chosen for record in call.records)
-            observers: list[_Observer] = []
 
             def make() -> _Observer:
                 for file in folder.iterdir():  # of an earlier attempt
                     file.unlink()
                 for workload in self.workloads:
                     workload.cases.clear()
-                observers[:] = [_Observer(self, folder, chosen)]
-                return observers[0]
+                return _Observer(self, folder, chosen)
 
             make()
-            found = observe_ops(
-                self.plan, ordinals, make, self.options.verify, twice=lambda: RunTwice(self.plan.generators, ordinals)
-            )
-            return found.text
+            return observe_ops(self.plan, ordinals, make, self.options.verify, twice=True).verification.text
         for workload, call in chosen:
             storages = enumerate(call.storages.values())
             self.keep(folder, workload, call, [_array(each, _filled(each, place)) for place, each in storages])

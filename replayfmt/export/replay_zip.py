@@ -26,13 +26,15 @@ from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import DType, KernelKind, Layout, MemoryFormat, OpStatus, RecordKind, TensorFlag
 from replayfmt.format.model import DeviceValue, GeneratorValue, Record, StorageValue, TensorValue
 from replayfmt.format.operator_schema import parse_operator_schema
-from replayfmt.format.output import check_place, new_file, same_file
+from replayfmt.format.output import check_place, new_file
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
 from replayfmt.initializers import TensorInfo
 from replayfmt.pytorch.operators import refused_names
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, undispatched
 from replayfmt.replay.plan import Plan
+
+from .tables import refuse_capture
 
 OWN = "opreplay"  # the member that holds what the IR has no place for
 
@@ -103,7 +105,7 @@ class EntryMaker:
             schema = parse_operator_schema(kernel.schema)
         except ValueError as error:
             raise Inexpressible(f"its schema cannot be read: {error}") from None
-        memory = _Memory()
+        memory: dict[int, int] = {}  # numbers of the storages of this call
         places = {argument.name: place for place, argument in enumerate(schema.arguments)}
         positional: list[dict[str, Any]] = []
         keywords: list[dict[str, Any]] = []
@@ -126,15 +128,11 @@ class EntryMaker:
             OWN: own,
         }
 
-    def _value(self, value: Any, memory: _Memory) -> tuple[Any, Any]:
+    def _value(self, value: Any, memory: dict[int, int]) -> tuple[Any, Any]:
         """A value in the IR's form, and its extra members."""
-        if value is None or isinstance(value, bool | str):
-            return value, None
         if isinstance(value, DType | Layout | MemoryFormat):
             return int(value) - 1, None  # as traces store them: PyTorch's numbers
-        if isinstance(value, int):
-            return value, None
-        if isinstance(value, float):
+        if value is None or isinstance(value, bool | str | int | float):
             return value, None
         if isinstance(value, complex):
             return str(value), None  # as Python's complex() reads it
@@ -152,14 +150,14 @@ class EntryMaker:
         kind = "a storage" if isinstance(value, StorageValue) else type(value).__name__.removesuffix("Value").lower()
         raise Inexpressible(f"an argument is {kind}, which the IR has no form for")
 
-    def _items(self, values: list[Any] | tuple[Any, ...], memory: _Memory) -> tuple[Any, Any]:
+    def _items(self, values: list[Any] | tuple[Any, ...], memory: dict[int, int]) -> tuple[Any, Any]:
         if isinstance(values, tuple):
             raise Inexpressible("an argument is a tuple, which the IR has no form for")
         pairs = [self._value(each, memory) for each in values]
         beside = [own for _value, own in pairs]
         return [value for value, _own in pairs], beside if any(own is not None for own in beside) else None
 
-    def _tensor(self, value: TensorValue, memory: _Memory) -> tuple[Any, Any]:
+    def _tensor(self, value: TensorValue, memory: dict[int, int]) -> tuple[Any, Any]:
         meta = value.meta
         if meta.layout is not Layout.strided:
             raise Inexpressible(f"an argument is a tensor with the layout {meta.layout.name}")
@@ -175,22 +173,12 @@ class EntryMaker:
         }
         own: dict[str, Any] = {"device": str(self._reader.devices[meta.device]), "offset": value.offset}
         if value.storage:
-            own["storage"] = memory.number(value.storage)
+            own["storage"] = memory.setdefault(value.storage, len(memory))
             own["storage_bytes"] = self._reader.storage(value.storage).bytes
         flags = [name for flag, name in _FLAGS if meta.flags & flag]
         if flags:
             own["flags"] = flags
         return spec, own
-
-
-class _Memory:
-    """Numbers the storages of one call."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-
-    def number(self, storage: int) -> int:
-        return self._numbers.setdefault(storage, len(self._numbers))
 
 
 _INTEGERS = {
@@ -315,8 +303,7 @@ def export_replay_zip(
     Raises UsageError if nothing is selected or `out` is the capture, ReplayRefused with a finding for each reason,
     OutputExists, and CaptureFailed if the file cannot be written.
     """
-    if same_file(reader.path, out):
-        raise UsageError(f"{os.fspath(out)}: is the capture that is exported; name another file")
+    refuse_capture(reader, out)
     check_place(out, force)
     exported = Exported()
     with Integers(reader) as integers:

@@ -117,13 +117,10 @@ class Copier:
         """Copy a range of an external file. Of embedded content, only the bytes of the range are copied."""
         if number not in self._ranges:
             given = self.reader.file_ranges[number]
-            file = self.reader.files[given.file]
-            payload = 0
-            if given.payload:
-                payload = self.payload(given.payload)
-            elif file.payload:
-                whole = memoryview(self.reader.payload(file.payload))
-                payload = self.content(whole[given.offset : given.offset + given.bytes])
+            payload, embedded = 0, self.reader.embedded_range(number)
+            if embedded is not None:
+                whole = memoryview(self.reader.payload(embedded[0]))
+                payload = self.content(whole[embedded[1] : embedded[1] + given.bytes])
             self._ranges[number] = self.writer.range(replace(given, file=self._file(given.file), payload=payload))
         return self._ranges[number]
 

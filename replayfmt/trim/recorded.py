@@ -37,7 +37,7 @@ from replayfmt.replay.preparation import PlanOptions
 from .copying import Copier
 from .materializing import Materializer, add_digest
 from .schedule import EnterContent, Planner
-from .trimming import Contents, Copying, TrimResult, output, refuse_incomplete, writer_of
+from .trimming import Contents, Copying, TrimResult, outputs, refuse_incomplete, writer_of
 from .writing import EnteringContent
 
 RecordedDigests = Literal["captured", "ops"]
@@ -79,7 +79,7 @@ def record_plan(
     force = flag_of("force", force)
     reader = plan.reader
     refuse_incomplete(reader, plan.options.allow_incomplete)
-    with output(reader, out, force) as partial:
+    with outputs(reader, force, out) as (partial,):
         kept = resolve_selection(reader, OpSelection())
         schedule = Planner(reader, kept, None).plan()
         with writer_of(partial, _session(plan, digests), doing="recording") as writer:

@@ -16,6 +16,7 @@ from replayfmt.dump.selection import EDGES, KeptRecords
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, TensorFlag
 from replayfmt.format.frames import MAX_LENGTH
 from replayfmt.format.model import (
+    MAPPED_FILE,
     PayloadValue,
     RangeValue,
     RecipeValue,
@@ -86,8 +87,6 @@ class OpenScopes:
 
 
 Source = PayloadValue | RangeValue | RecipeValue | None
-# The reason given for a first import if the storage was a mapping of the file that has its content.
-MAPPED_FILE = "mapped_file"
 
 
 @dataclass(frozen=True)
@@ -454,134 +453,84 @@ def with_producers(
     """
     if not opaque:
         return kept
-    search = _ProducerSearch(reader, kept.stop, opaque, writes)
+    walk = _OpWalk(reader, kept.stop, writes)
     chosen = np.zeros(kept.stop, bool)
     chosen[kept.ordinals] = True
     added = 0
-    while more := search.missing(chosen):
+    while more := _missing(walk, opaque, chosen):
         chosen[list(more)] = True
         added += len(more)
     return replace(kept, ordinals=np.flatnonzero(chosen).astype(np.int64), ops=kept.ops + added)
 
 
-class _ProducerSearch:
-    """Goes through the records before an ordinal, any number of times."""
+class _OpWalk:
+    """The records before an ordinal, each with its columns, its row in them and its shape. Any number of times."""
 
-    def __init__(self, reader: CaptureReader, stop: int, opaque: Mapping[int, tuple[int, ...]], writes: Writes) -> None:
-        self._reader, self._stop, self._opaque, self._writes = reader, stop, opaque, writes
+    def __init__(self, reader: CaptureReader, stop: int, writes: Writes) -> None:
+        self._reader, self._stop, self._writes = reader, stop, writes
         self._shapes: dict[int, RecordShape] = {}
         self._zeros = zero_metas(reader)
 
-    def missing(self, chosen: np.ndarray) -> set[int]:
-        """The ops that are not chosen and produce such bytes for chosen ones."""
-        givers: dict[int, list[int]] = {}  # storages with such bytes → the ops that have written them since
-        found: set[int] = set()
+    def __iter__(self) -> Iterator[tuple[Rows, int, int, RecordShape]]:
         for index, info in enumerate(self._reader.record_frames):
             if info.first_ordinal >= self._stop:
                 break
             rows = Rows(self._reader.frame(index), self._zeros)
             for row, number in enumerate(rows.signatures[: self._stop - info.first_ordinal]):
-                shape = self._shape(number)
-                if shape.kind is RecordKind.op:
-                    self._op(rows, row, number, shape, chosen, givers, found)
-                elif shape.kind is RecordKind.storage_import and givers:
-                    for slot in shape.storages:
-                        givers.pop(int(rows.ints[rows.int_first[row] + slot]), None)
-        return found
+                yield rows, row, number, self._shapes.get(number) or self._shape(number)
 
-    def _op(
-        self,
-        rows: Rows,
-        row: int,
-        number: int,
-        shape: RecordShape,
-        chosen: np.ndarray,
-        givers: dict[int, list[int]],
-        found: set[int],
-    ) -> None:
+    def _shape(self, number: int) -> RecordShape:
+        layout = self._reader.layouts[number]
+        written = self._writes(number) if layout.signature.kind is RecordKind.op else ()
+        shape = self._shapes[number] = RecordShape(layout, written, (), False)
+        return shape
+
+
+def _missing(walk: _OpWalk, opaque: Mapping[int, tuple[int, ...]], chosen: np.ndarray) -> set[int]:
+    """The ops that are not chosen and produce such bytes for chosen ones."""
+    givers: dict[int, list[int]] = {}  # storages with such bytes → the ops that have written them since
+    found: set[int] = set()
+    for rows, row, number, shape in walk:
+        if shape.kind is RecordKind.storage_import:
+            for slot in shape.storages if givers else ():
+                givers.pop(int(rows.ints[rows.int_first[row] + slot]), None)
+        if shape.kind is not RecordKind.op:
+            continue
         ordinal = rows.frame.first_ordinal + row
         if givers:
-            taken = rows.arguments(row, shape)
             if chosen[ordinal]:
+                taken = rows.arguments(row, shape)
                 found.update(each for storage in taken for each in givers.get(storage, ()) if not chosen[each])
             for storage in rows.written(row, shape):
                 if storage in givers:
                     givers[storage].append(ordinal)
-        for slot in self._opaque.get(number, ()):
+        for slot in opaque.get(number, ()):
             storage = rows.storages[rows.tensor_first[row] + slot]
             if storage:
                 givers.setdefault(storage, []).append(ordinal)
-
-    def _shape(self, number: int) -> RecordShape:
-        if number not in self._shapes:
-            layout = self._reader.layouts[number]
-            written = self._writes(number) if layout.signature.kind is RecordKind.op else ()
-            self._shapes[number] = RecordShape(layout, written, (), False)
-        return self._shapes[number]
+    return found
 
 
 def givers(reader: CaptureReader, schedule: Schedule, stop: int, writes: Writes) -> set[int]:
     """The ops whose bytes a schedule embeds: for each storage, the op that first returned it, and the last one that
     wrote to it before it is imported."""
-    enters = {
-        ordinal: [
-            each
-            for each in actions
-            if isinstance(each, EnterContent) and not each.absent and not each.unread and each.source is None
-        ]
-        for ordinal, actions in schedule.actions.items()
-    }
-    wanted = np.array(sorted({each.storage for actions in enters.values() for each in actions}), np.int64)
+    enters: dict[int, list[int]] = {}
+    for ordinal, actions in schedule.actions.items():
+        for each in actions:
+            if isinstance(each, EnterContent) and not each.absent and not each.unread and each.source is None:
+                enters.setdefault(ordinal, []).append(each.storage)
+    wanted = {storage for storages in enters.values() for storage in storages}
     found: set[int] = set()
-    if not len(wanted):
-        return found
     born: dict[int, int] = {}
     last: dict[int, int] = {}
-    slots: dict[int, tuple[set[int], int]] = {}
-    for index, info in enumerate(reader.record_frames):
-        if info.first_ordinal >= stop:
-            break
-        frame = reader.frame(index)
-        places = np.flatnonzero(np.isin(frame.tensor_storage[frame.tensor_slots].astype(np.int64), wanted))
-        rows = np.searchsorted(frame.tensor_first, places, "right") - 1
-        by_row: dict[int, list[int]] = {}
-        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
-            by_row.setdefault(row, []).append(place)
-        entering = [
-            ordinal - info.first_ordinal
-            for ordinal in enters
-            if info.first_ordinal <= ordinal < info.first_ordinal + info.count
-        ]
-        for row in sorted({*by_row, *entering}):
-            ordinal = info.first_ordinal + row
-            for each in enters.get(ordinal, ()):
-                found.update(known[each.storage] for known in (born, last) if each.storage in known)
-            _note(reader, frame, row, by_row.get(row, []), writes, slots, born, last)
+    for rows, row, _number, shape in _OpWalk(reader, stop, writes) if wanted else ():
+        ordinal = rows.frame.first_ordinal + row
+        for storage in enters.get(ordinal, ()):
+            found.update(known[storage] for known in (born, last) if storage in known)
+        if shape.kind is RecordKind.op:
+            first = rows.tensor_first[row] + shape.arg_tensors
+            for storage in wanted.intersection(rows.storages[first : rows.tensor_first[row + 1]]):
+                born.setdefault(storage, ordinal)
+            for storage in wanted & rows.written(row, shape):
+                last[storage] = ordinal
     return found
-
-
-def _note(
-    reader: CaptureReader,
-    frame: RecordFrame,
-    row: int,
-    places: list[int],
-    writes: Writes,
-    slots: dict[int, tuple[set[int], int]],
-    born: dict[int, int],
-    last: dict[int, int],
-) -> None:
-    """What an op returned or wrote of the storages at these places of the frame's tensor column."""
-    number = int(frame.signature[row])
-    if number not in slots:
-        layout = reader.layouts[number]
-        op = layout.signature.kind is RecordKind.op
-        slots[number] = (set(writes(number)) if op else set(), layout.arg_tensors if op else -1)
-    written, arguments = slots[number]
-    first = int(frame.tensor_first[row])
-    for place in places:
-        storage = int(frame.tensor_storage[frame.tensor_slots[place]])
-        ordinal = frame.first_ordinal + row
-        if arguments >= 0 and place - first >= arguments:
-            born.setdefault(storage, ordinal)
-        elif place - first in written:
-            last[storage] = ordinal

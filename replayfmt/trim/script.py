@@ -7,10 +7,10 @@ what a replay of the same ops without content fills them with.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,10 +18,9 @@ from typing import Any, cast
 import torch
 
 from replayfmt.dump.selection import KeptRecords, OpSelection, resolve_selection
-from replayfmt.errors import CaptureFailed, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.errors import ReplayRefused, UsageError
 from replayfmt.format.codes import ITEM_BYTES, KernelKind
 from replayfmt.format.model import Record, TensorValue, nested_values
-from replayfmt.format.output import check_place, remove_unfinished
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_grammar import row_major
 from replayfmt.format.signature_layout import SlotLayout
@@ -43,7 +42,7 @@ from .materializing import Materializer
 from .schedule import Planner, Schedule, givers, with_producers
 from .script_text import BodyWriter, Changes, Input, ScriptBody, ScriptEvents, ScriptOp
 from .script_triton import ALWAYS_STATED, TritonSections, comment, device, dtype, setting
-from .trimming import Prediction, Verify, predict, refuse_incomplete, refuse_unsupported, rename, writer_of
+from .trimming import Prediction, Verify, outputs, predict, refuse_incomplete, refuse_unsupported, writer_of
 from .vectors import Array, write_safetensors
 from .writing import NoContent, Writing, write_stripped
 
@@ -394,11 +393,12 @@ class ScriptFile:
 
 def _shape(first: TensorValue, given: Input) -> tuple[int, ...]:
     """The sizes of a storage's first tensor if that covers it, else one dimension."""
-    count = 1
-    for size in first.meta.sizes:
-        count *= size
     item = ITEM_BYTES[first.meta.dtype]
-    if not first.offset and count * item == given.length and row_major(first.meta.sizes, first.meta.strides):
+    if (
+        not first.offset
+        and math.prod(first.meta.sizes) * item == given.length
+        and row_major(first.meta.sizes, first.meta.strides)
+    ):
         return first.meta.sizes
     return (given.length // item,)
 
@@ -431,7 +431,7 @@ def synthesized_script(
     """Write a script that synthesizes its inputs. `allow_code` lets it have the source of Triton kernels, which
     runs with it. Raises UsageError, OutputExists, ReplayRefused for ops that a script cannot express."""
     refuse_incomplete(reader, allow_incomplete)
-    with _outputs(reader, force, out) as (partial,):
+    with outputs(reader, force, out) as (partial,):
         kept = _resolved(reader, wanted)
         schedule = Planner(reader, kept, None).plan()
         on_prediction(predict(reader, kept, schedule, content=False))
@@ -455,7 +455,7 @@ def script_with_data(
     """Write a script and its inputs from a verified replay. Raises what `trim_capture` raises, and ReplayRefused for
     ops that a script cannot express."""
     reader = plan.reader
-    with _outputs(reader, force, out, data) as (partial, partial_data):
+    with outputs(reader, force, out, data) as (partial, partial_data):
         while True:  # each time more results with bytes that no replay reproduces are known
             kept = with_producers(reader, _resolved(reader, wanted), plan.opaque_slots(), plan.writes)
             schedule = Planner(reader, kept, plan.writes).plan()
@@ -465,10 +465,8 @@ def script_with_data(
             watcher = _Hashing(plan, cast(Copier, events), schedule, kept, digests=False, references=False)
             twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
             verification, divergence = plan.watch(watcher, kept.stop, verify, stand_in=twice)
-            if not plan.learn(twice) and (divergence is None or not plan.explain(divergence.seen_at + 1, verify)):
+            if plan.may_be_taken(twice, divergence, verify):
                 break
-        if divergence is not None:
-            raise ReplayMismatch(f"{reader.path}: its replay differs from the capture: {divergence}")
         watcher.finish()
         arrays = _write(
             partial,
@@ -580,22 +578,3 @@ def _write(
     arrays = file.arrays() if data is not None else []
     Path(partial).write_text(file.text(wanted, kept, beside), encoding="utf-8")
     return arrays
-
-
-@contextmanager
-def _outputs(reader: CaptureReader, force: bool, *paths: str) -> Iterator[list[str]]:
-    """`.partial` names for new files, which are renamed once everything inside has succeeded."""
-    if len({os.path.realpath(path) for path in (*paths, reader.path)}) <= len(paths):
-        raise UsageError(f"{', '.join(paths)}: the capture, the script and its data must be different files")
-    for path in paths:
-        check_place(path, force)
-    partials = [f"{path}.partial" for path in paths]
-    with ExitStack() as stack:
-        for partial in partials:
-            stack.callback(remove_unfinished, partial)
-        try:
-            yield partials
-        except OSError as error:
-            raise CaptureFailed(f"{error.filename or paths[0]}: cannot be written: {error.strerror}") from error
-        for partial, path in zip(partials, paths, strict=True):
-            rename(partial, path)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -409,11 +410,9 @@ class BodyWriter:
         parts = []
         for value in nested_values(record.results or tuple(written)):
             if isinstance(value, TensorValue):
-                count = 1
-                for size in value.meta.sizes:
-                    count *= size
                 sizes = ", ".join(map(str, value.meta.sizes))
-                parts.append(f"{value.meta.dtype.name}[{sizes}], {count * ITEM_BYTES[value.meta.dtype]:,} bytes")
+                length = math.prod(value.meta.sizes) * ITEM_BYTES[value.meta.dtype]
+                parts.append(f"{value.meta.dtype.name}[{sizes}], {length:,} bytes")
             elif isinstance(value, bool | int | float | complex | str):
                 parts.append(f"{type(value).__name__} {value!a}")
         return comment("; ".join(parts)) or "no result"

@@ -39,7 +39,7 @@ from replayfmt.format.writer import CaptureWriter
 
 from .copying import Copier, notes_on_code
 from .schedule import EnterContent, Planner, Schedule, givers, with_producers
-from .writing import POLICIES, EnteringContent, Writing, plan_stripped, write_stripped
+from .writing import POLICIES, EnteringContent, Writing, write_stripped
 
 if TYPE_CHECKING:
     from replayfmt.replay.plan import Plan
@@ -98,7 +98,7 @@ def predict(reader: CaptureReader, kept: KeptRecords, schedule: Schedule, *, con
         if action.absent or not content:
             continue
         if action.first and isinstance(action.source, RangeValue):
-            if _is_embedded(reader, action.source):
+            if reader.embedded_range(action.source.id) is not None:
                 embedded["range", action.source.id] = action.length
             else:
                 referenced += action.length
@@ -115,12 +115,6 @@ def predict(reader: CaptureReader, kept: KeptRecords, schedule: Schedule, *, con
         referenced,
         synthesized,
     )
-
-
-def _is_embedded(reader: CaptureReader, source: RangeValue) -> bool:
-    given = reader.file_ranges[source.id]
-    file = reader.files[given.file] if given is not None else None
-    return bool(given is not None and given.payload) or bool(file is not None and file.payload)
 
 
 def strip_capture(
@@ -140,27 +134,54 @@ def strip_capture(
     Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and the errors of
     reading and writing.
     """
-    refuse_incomplete(reader, allow_incomplete)
-    with output(reader, out, force) as partial:
-        kept = resolve_selection(reader, wanted)
-        schedule = plan_stripped(reader, kept)
+    redaction = Redaction(reader.session, words)
+    policies = {} if wanted.everything else redaction.values(_origin(reader.session, wanted))
+    rewrite = _Rewrite(reader, redaction, sources, {**policies, **POLICIES})
+
+    def write(copier: Copier, schedule: Schedule, kept: KeptRecords) -> None:
         on_prediction(predict(reader, kept, schedule, content=False))
-        redaction = Redaction(reader.session, words)
-        session = redaction.session
-        if not wanted.everything:
-            session = replace(session, policies=redaction.values(_origin(reader.session, wanted, session.policies)))
-        settings = redaction.values(schedule.settings)
-        session = replace(
-            session, session_id=str(uuid.uuid4()), settings=settings, policies={**session.policies, **POLICIES}
-        )
-        if not sources:
-            session = replace(session, policies={**session.policies, **WITHOUT_SOURCES})
-        with writer_of(partial, session) as writer:
-            copier = Copier(reader, writer, redaction, sources=sources)
-            write_stripped(copier, schedule, kept, annotate=not wanted.everything)
-            writer.close(reader.summary.ended_ns or 0)
-        notes = notes_on_code(copier, redacted=True)
-        return TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, 0, notes=notes)
+        write_stripped(copier, schedule, kept, annotate=not wanted.everything)
+
+    return rewrite.run(out, wanted, write, force=force, allow_incomplete=allow_incomplete)
+
+
+@dataclass(frozen=True)
+class _Rewrite:
+    """A copy without a replay; with `redaction` of texts, without `sources` of kernels, with more `policies`."""
+
+    reader: CaptureReader
+    redaction: Redaction | None
+    sources: bool
+    policies: dict[str, Any]
+
+    def run(
+        self,
+        out: str,
+        wanted: OpSelection,
+        write: Callable[[Copier, Schedule, KeptRecords], None],
+        *,
+        force: bool,
+        allow_incomplete: bool,
+    ) -> TrimResult:
+        reader, redaction = self.reader, self.redaction
+        refuse_incomplete(reader, allow_incomplete)
+        with outputs(reader, force, out) as (partial,):
+            kept = resolve_selection(reader, wanted)
+            schedule = Planner(reader, kept, None).plan()
+            session = reader.session if redaction is None else redaction.session
+            without = {} if self.sources else WITHOUT_SOURCES
+            session = replace(
+                session,
+                session_id=str(uuid.uuid4()),
+                settings=schedule.settings if redaction is None else redaction.values(schedule.settings),
+                policies={**session.policies, **self.policies, **without},
+            )
+            with writer_of(partial, session) as writer:
+                copier = Copier(reader, writer, redaction, sources=self.sources)
+                write(copier, schedule, kept)
+                writer.close(reader.summary.ended_ns or 0)
+            notes = notes_on_code(copier, redacted=redaction is not None)
+            return TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -212,7 +233,7 @@ def trim_capture(
     Raises UsageError, OutputExists, ReplayRefused if the earlier part cannot be replayed here, ReplayMismatch if a
     replay differs from the capture, ReplayFailed, and the errors of reading and writing.
     """
-    with output(plan.reader, out, force) as partial:
+    with outputs(plan.reader, force, out) as (partial,):
         asked = resolve_selection(plan.reader, wanted)
         while True:  # each time more results with bytes that no replay reproduces are known
             result = _trim(plan, partial, out, wanted, asked, check, verify, on_prediction, on_progress)
@@ -266,13 +287,9 @@ def _trim(
         verification, divergence = plan.watch(
             watcher, kept.stop, verify, stand_in=twice, on_progress=_counted(on_progress, kept.stop)
         )
-        if plan.learn(twice) or (divergence is not None and plan.explain(divergence.seen_at + 1, verify)):
+        if not plan.may_be_taken(twice, divergence, verify):
             writer.discard()
             return None
-        if divergence is not None:
-            raise ReplayMismatch(
-                f"{reader.path}: its replay differs from the capture, so nothing can be taken from it: {divergence}"
-            )
         watcher.finish()
         writer.close(reader.summary.ended_ns or 0)
     if made_up:
@@ -355,15 +372,11 @@ def _notes(schedule: Schedule) -> list[str]:
     return notes
 
 
-def _origin(session: CaptureInfo, wanted: OpSelection, policies: dict[str, Any]) -> dict[str, Any]:
+def _origin(session: CaptureInfo, wanted: OpSelection) -> dict[str, Any]:
     """Policies that name the capture from which a trimmed one originates, even after repeated trimming."""
     before = session.policies.get(TRIMMED_SELECTION)
     selection = wanted.text if before is None else f"{before}; {wanted.text}"
-    return {
-        **policies,
-        TRIMMED_FROM: session.policies.get(TRIMMED_FROM, session.session_id),
-        TRIMMED_SELECTION: selection,
-    }
+    return {TRIMMED_FROM: session.policies.get(TRIMMED_FROM, session.session_id), TRIMMED_SELECTION: selection}
 
 
 def _trimmed_session(
@@ -375,7 +388,7 @@ def _trimmed_session(
     made_up: str,
     opaque: str,
 ) -> CaptureInfo:
-    policies = {**_origin(session, wanted, session.policies), TRIMMED_VERIFIED: mode}
+    policies = {**session.policies, **_origin(session, wanted), TRIMMED_VERIFIED: mode}
     if made_up:
         policies |= {"digests": "none", TRIMMED_SYNTHESIZED: made_up}
     else:
@@ -392,30 +405,32 @@ def _counted(on_progress: Callable[[int, int], None] | None, total: int) -> Call
 
 
 @contextmanager
-def output(reader: CaptureReader, out: str, force: bool) -> Iterator[str]:
-    """Where to write: `out`.partial, which is renamed once everything inside has succeeded, and removed otherwise."""
-    if same_file(reader.path, out):
-        raise UsageError(f"{out}: is the capture itself; name another file")
-    check_place(out, force)
-    partial = f"{out}.partial"
-    if os.path.lexists(partial) and not force:
-        raise OutputExists(
-            f"{partial}: exists already, from a capture that is still being written or was never "
-            "closed; remove it, or use --force"
-        )
+def outputs(reader: CaptureReader, force: bool, *paths: str) -> Iterator[list[str]]:
+    """`.partial` names for new files, which are renamed once everything inside has succeeded, and removed otherwise."""
+    for path in paths:
+        if same_file(reader.path, path):
+            raise UsageError(f"{path}: is the capture itself; name another file")
+    if len(set(map(os.path.realpath, paths))) < len(paths):
+        raise UsageError(f"{', '.join(paths)}: must be different files")
+    partials = [f"{path}.partial" for path in paths]
+    for path, partial in zip(paths, partials, strict=True):
+        check_place(path, force)
+        if os.path.lexists(partial) and not force:
+            raise OutputExists(
+                f"{partial}: exists already, from a capture that is still being written or was never "
+                "closed; remove it, or use --force"
+            )
     try:
-        yield partial
-        rename(partial, out)
-    finally:
-        remove_unfinished(partial)
-
-
-def rename(partial: str, out: str) -> None:
-    """Rename a complete file to its final name. Raises CaptureFailed."""
-    try:
-        os.replace(partial, out)
+        yield partials
+        for path, partial in zip(paths, partials, strict=True):
+            os.replace(partial, path)
     except OSError as error:
-        raise CaptureFailed(f"{out}: cannot be written: {error.strerror}") from None
+        raise CaptureFailed(
+            f"{error.filename2 or error.filename or paths[0]}: cannot be written: {error.strerror}"
+        ) from error
+    finally:
+        for partial in partials:
+            remove_unfinished(partial)
 
 
 @contextmanager
@@ -453,29 +468,16 @@ def copy_capture(
     Raises UsageError, OutputExists, ReplayRefused for an incomplete capture that is not allowed, and the errors of
     reading and writing.
     """
-    refuse_incomplete(reader, allow_incomplete)
-    with output(reader, out, force) as partial:
-        kept = resolve_selection(reader, OpSelection())
-        schedule = Planner(reader, kept, None).plan()
-        redaction = Redaction(reader.session, words) if redact else None
-        session = replace(
-            reader.session if redaction is None else redaction.session,
-            session_id=str(uuid.uuid4()),
-            settings=schedule.settings if redaction is None else redaction.values(schedule.settings),
-        )
-        if integers_only:
-            session = replace(session, policies={**session.policies, "payload": "integers", "digests": "none"})
-        if not sources:
-            session = replace(session, policies={**session.policies, **WITHOUT_SOURCES})
-        with writer_of(partial, session) as writer:
-            copier = Copier(reader, writer, redaction, sources=sources)
-            contents = Contents(copier, _UsedDtypes(reader) if integers_only else None)
-            Copying(copier, schedule, kept, contents, annotate=False, values=not integers_only).finish()
-            writer.close(reader.summary.ended_ns or 0)
-        result = TrimResult(out, os.path.getsize(partial), copier.count, kept.ops, copier.embedded_bytes)
+    redaction = Redaction(reader.session, words) if redact else None
+    rewrite = _Rewrite(reader, redaction, sources, {"payload": "integers", "digests": "none"} if integers_only else {})
+
+    def write(copier: Copier, schedule: Schedule, kept: KeptRecords) -> None:
+        contents = Contents(copier, _UsedDtypes(reader) if integers_only else None)
+        Copying(copier, schedule, kept, contents, annotate=False, values=not integers_only).finish()
+
+    result = rewrite.run(out, OpSelection(), write, force=force, allow_incomplete=allow_incomplete)
     if redaction is not None:
-        result.notes += _lost_strings(reader, redaction)
-    result.notes += notes_on_code(copier, redacted=redaction is not None)
+        result.notes[:0] = _lost_strings(reader, redaction)
     return result
 
 
@@ -540,10 +542,10 @@ class Contents:
         dtype = None if self._used_dtypes is None else self._used_dtypes.synthesized(action.storage)
         if isinstance(source, PayloadValue):
             length = reader.payload_info(source.id).raw_bytes
-            return self._payload(length, dtype, lambda: reader.payload(source.id))
+            return self._payload(length, dtype, (source.id, 0))
         if isinstance(source, RangeValue):
             given = reader.file_ranges[source.id]
-            embedded = self._embedded(source.id)
+            embedded = reader.embedded_range(source.id)
             if dtype is not None and embedded is not None:
                 return self._payload(given.bytes, dtype, embedded)
             return EnteringContent(StorageOrigin.external_file, self._copier.range(source.id), given.bytes)
@@ -554,22 +556,15 @@ class Contents:
             raise InvalidCapture(f"{reader.path}: storage {action.storage} is used, and nothing says what it holds")
         return EnteringContent(origin, 0, action.length)
 
-    def _payload(self, length: int, dtype: DType | None, read: Callable[[], Any]) -> EnteringContent:
+    def _payload(self, length: int, dtype: DType | None, place: tuple[int, int]) -> EnteringContent:
+        """Content at a place in a payload of the capture."""
+        number, start = place
+        content = memoryview(self._reader.payload(number))[start : start + length]
         if dtype is None or not length:
-            return EnteringContent(StorageOrigin.payload, self._copier.content(read()), length)
+            return EnteringContent(StorageOrigin.payload, self._copier.content(content), length)
         self._recipes += 1
-        recipe = _recipe(memoryview(read()), dtype, self._recipes)
+        recipe = _recipe(content, dtype, self._recipes)
         return EnteringContent(StorageOrigin.initializer, self._copier.writer.recipe(recipe), length)
-
-    def _embedded(self, number: int) -> Callable[[], memoryview] | None:
-        """How to read a range that the capture itself contains; None if only the file has it."""
-        given = self._reader.file_ranges[number]
-        if given.payload:
-            return lambda: memoryview(self._reader.payload(given.payload))
-        whole = self._reader.files[given.file].payload
-        if not whole:
-            return None
-        return lambda: memoryview(self._reader.payload(whole))[given.offset : given.offset + given.bytes]
 
     def _is_meta(self, storage: int) -> bool:
         return self._reader.devices[self._reader.storage(storage).device].kind == "meta"

@@ -44,7 +44,6 @@ from replayfmt.replay.op_tensors import observe_ops
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import ResolvedKernel, addresses_of, leaves_unwritten
 from replayfmt.replay.planning.records import GiveTensor
-from replayfmt.replay.run.run_twice import RunTwice
 
 from .trimming import Verify, refuse_incomplete
 
@@ -80,10 +79,7 @@ class Array:
 
     def header(self, offset: int) -> dict[str, object]:
         """The array's entry in the file's header."""
-        count = 1
-        for size in self.sizes:
-            count *= size
-        fits = self.dtype in _NAMES and count * ITEM_BYTES[self.dtype] == len(self.data)
+        fits = self.dtype in _NAMES and math.prod(self.sizes) * ITEM_BYTES[self.dtype] == len(self.data)
         return {
             "dtype": _NAMES[self.dtype] if fits else "U8",
             "shape": list(self.sizes) if fits else [len(self.data)],
@@ -249,27 +245,19 @@ def write_vectors(
     kept = resolve_selection(reader, wanted)
     records = [record for ordinal in kept.ordinals.tolist() if (record := reader.record(ordinal)).kind is RecordKind.op]
     with new_folder(out, force, "a folder of test vectors", _is_vectors) as folder:
-        writers: list[_VectorWriter] = []
 
         def make() -> _VectorWriter:
             for file in folder.iterdir():  # files of an earlier attempt
                 file.unlink()
             problems = {record.ordinal: why for record in records if (why := op_problem(plan, record)) is not None}
             _refuse(reader, records, problems, partial)
-            writers[:] = [_VectorWriter(plan, folder, problems)]
-            return writers[0]
-
-        ordinals = frozenset(record.ordinal for record in records)
-        searches: list[RunTwice] = []
-
-        def search() -> RunTwice:
-            searches[:] = [RunTwice(plan.generators, ordinals)]
-            return searches[0]
+            return _VectorWriter(plan, folder, problems)
 
         make()  # refuse as much as possible before anything runs
-        verification = observe_ops(plan, ordinals, make, verify, twice=search)
-        writer = writers[0]
-        writer.finish({ordinal: each.how for ordinal, each in searches[0].unsteady.items()})
+        observed = observe_ops(plan, frozenset(record.ordinal for record in records), make, verify, twice=True)
+        writer, verification = observed.observer, observed.verification
+        assert observed.twice is not None
+        writer.finish({ordinal: each.how for ordinal, each in observed.twice.unsteady.items()})
         left_out = tuple(writer.sentence(record) for record in records if record.ordinal in writer.problems)
         made_up = plan.synthesis.reason or None
         _write_json(

@@ -31,17 +31,7 @@ from replayfmt.format.record_frames import decode_record
 from replayfmt.format.signature_layout import argument_nodes
 
 from .copying import Copier, Values
-from .schedule import (
-    Action,
-    BeginScope,
-    EndScope,
-    EnterContent,
-    KeptRecords,
-    Planner,
-    ReleaseStorage,
-    Schedule,
-    SettingChanges,
-)
+from .schedule import Action, BeginScope, EndScope, EnterContent, KeptRecords, ReleaseStorage, Schedule, SettingChanges
 
 
 @dataclass(frozen=True)
@@ -322,11 +312,6 @@ class _Stripped(Writing):
             self.generator_state(record, generator.id, None)
         else:
             super().record(record)
-
-
-def plan_stripped(reader: CaptureReader, kept: KeptRecords) -> Schedule:
-    """The prerequisites of a stripped capture of these records."""
-    return Planner(reader, kept, None).plan()
 
 
 def write_stripped(copier: Copier, schedule: Schedule, kept: KeptRecords, *, annotate: bool) -> None:

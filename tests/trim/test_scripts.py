@@ -240,7 +240,7 @@ def test_too_many_ops_and_existing_files_are_refused(
     with open_capture(path) as reader:
         with pytest.raises(OutputExists):
             synthesized_script(reader, str(out), OpSelection(ops="0:1"))
-        with pytest.raises(UsageError, match="must be different files"):
+        with pytest.raises(UsageError, match="is the capture itself"):
             synthesized_script(reader, str(path), OpSelection(ops="0:1"), force=True)
     assert out.read_text() == "mine"
 
