@@ -13,6 +13,7 @@ import pytest
 import workers
 from hypothesis import HealthCheck, Phase, settings
 from in_process import tools as tools
+from in_process import trim_here as trim_here
 from served_tools import commands as commands
 
 # A shell without job control starts background jobs with SIGINT ignored, and so would be every program started here.

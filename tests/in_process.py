@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from opreplay_tools.__main__ import TOOLS
@@ -43,3 +43,16 @@ def tools(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         return Ran(int(left.value.code or 0), out, err)
 
     return run
+
+
+@pytest.fixture
+def trim_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """opreplay-trim replays its result in this process, too. (tests/trim/test_opaque_results.py shows that it starts
+    another one, and what it says where that does not survive.)"""
+
+    def check(path: str, flags: Any) -> Any:
+        from replayfmt.trim.trimming import checked_here
+
+        return checked_here(flags.plan)(path, flags.verify)
+
+    monkeypatch.setattr("opreplay_tools.trim.check_apart", check)

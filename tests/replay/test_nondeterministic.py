@@ -328,8 +328,9 @@ def test_a_benchmark_and_verdicts_on_every_op_take_them_for_what_they_are(captur
     assert result.nondeterministic
 
 
-@pytest.mark.slow
-def test_a_part_that_follows_from_such_an_op_can_be_taken_out(captured: Captured, tools: Tools, tmp_path: Path) -> None:
+def test_a_part_that_follows_from_such_an_op_can_be_taken_out(
+    captured: Captured, tools: Tools, trim_here: None, tmp_path: Path
+) -> None:
     def program() -> None:
         with replayfmt.scope("before"):
             noisy = ops.noise(torch.rand(8) + 1)

@@ -31,6 +31,6 @@ def captured(tmp_path: Path) -> Captured:
 
 
 @pytest.fixture
-def tool(tools: Tools) -> Tool:
-    """Runs opreplay-trim in this process."""
+def tool(tools: Tools, trim_here: None) -> Tool:
+    """Runs opreplay-trim in this process, and the replay of its result."""
     return partial(tools, "trim")

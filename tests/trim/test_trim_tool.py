@@ -33,7 +33,6 @@ def left_behind(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if "opreplay" in path.name)
 
 
-@pytest.mark.slow
 def test_it_says_what_it_needs_what_it_verified_and_what_it_wrote(
     captured: Captured, tool: Tool, tmp_path: Path
 ) -> None:
@@ -48,7 +47,6 @@ def test_it_says_what_it_needs_what_it_verified_and_what_it_wrote(
     assert left_behind(tmp_path) == ["capture.opreplay", "out.opreplay"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -86,7 +84,6 @@ def test_a_missing_or_damaged_capture_is_exit_code_3(tool: Tool, tmp_path: Path)
     assert tool("--payload=none", tmp_path / "bad", tmp_path / "out")[0] == 3
 
 
-@pytest.mark.slow
 def test_an_existing_output_is_replaced_only_with_force(captured: Captured, tool: Tool, tmp_path: Path) -> None:
     path, out = captured(training), tmp_path / "out.opreplay"
     out.write_text("mine")
@@ -142,7 +139,6 @@ def test_unsupported_work_before_the_range_is_refused_unless_only_metadata_is_ke
     assert tool(f"--ops={place + 3}:", "--payload=none", odd, out)[0] == 0
 
 
-@pytest.mark.slow
 def test_unsupported_records_in_the_range_are_kept_and_those_behind_it_do_not_matter(
     captured: Captured, tool: Tool, tmp_path: Path
 ) -> None:
@@ -162,7 +158,6 @@ def test_unsupported_records_in_the_range_are_kept_and_those_behind_it_do_not_ma
         assert plan.execute(verify="bitwise").outcome == "ok"
 
 
-@pytest.mark.slow
 def test_an_incomplete_capture_needs_to_be_allowed(captured: Captured, tool: Tool, tmp_path: Path) -> None:
     path, torn = captured(training), tmp_path / "torn.opreplay"
     torn.write_bytes(path.read_bytes()[:-64])
@@ -177,7 +172,6 @@ def test_an_incomplete_capture_needs_to_be_allowed(captured: Captured, tool: Too
     compare(torn, out, content=False)
 
 
-@pytest.mark.slow
 def test_a_trimmed_capture_keeps_its_environment_and_says_what_it_was_made_from(
     captured: Captured, tool: Tool, tmp_path: Path
 ) -> None:
@@ -208,7 +202,6 @@ def test_a_trimmed_capture_keeps_its_environment_and_says_what_it_was_made_from(
         assert "trimmed-elsewhere" not in other.policies
 
 
-@pytest.mark.slow
 def test_content_from_another_machine_is_only_ever_close(captured: Captured, tool: Tool, tmp_path: Path) -> None:
     path, foreign, out = captured(training), tmp_path / "foreign.opreplay", tmp_path / "out.opreplay"
     rewrite(path, foreign, session={"cpu": "another processor"})
@@ -226,7 +219,6 @@ def test_content_from_another_machine_is_only_ever_close(captured: Captured, too
     assert any("a replay that need not equal the capture" in reason for reason in verification.reasons)
 
 
-@pytest.mark.slow
 def test_external_files_and_recipes_stay_references_while_nothing_wrote_them(tool: Tool, tmp_path: Path) -> None:
     torch.manual_seed(1)
     weights = tmp_path / "weights.pt"
@@ -254,7 +246,6 @@ def test_external_files_and_recipes_stay_references_while_nothing_wrote_them(too
     assert code == 1 and "--replay-file-remap" in err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["capture-ranges", "capture-all"])
 def test_of_an_embedded_file_only_the_ranges_that_are_used_come_along(policy: str, tool: Tool, tmp_path: Path) -> None:
     torch.manual_seed(1)
@@ -299,7 +290,6 @@ def test_scripts_from_the_command_line(captured: Captured, tool: Tool, tmp_path:
     assert [line.partition(":")[0] for line in text.splitlines()[2:]] == [str(data), str(script)]
 
 
-@pytest.mark.slow
 def test_the_result_can_be_dumped_with_the_ordinals_it_had(
     captured: Captured, tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
