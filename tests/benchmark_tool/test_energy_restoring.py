@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import replayfmt
-from replayfmt.benchmark.energy.energy_report import make_energy_report, report_lines
+from replayfmt.benchmark.energy.energy_report import EnergyReport, make_energy_report
 from replayfmt.benchmark.energy.running import WindowOptions, WindowRunner
 from replayfmt.replay.plan import Plan
 
@@ -26,7 +26,7 @@ def test_what_a_replay_takes_to_put_back_what_it_writes_is_not_in_its_energy():
     assert whole["error_joules_per_run"] > whole["error_joules"] / 10 and "less putting back" in whole["method"]
     assert any(
         "90 J a run (and 10 J of putting back" in line
-        for line in report_lines(content, 1)
+        for line in EnergyReport(content).lines(1)
         if line.startswith("whole model")
     )
     much = window("restore", "whole replay", 1, 22.5, 27.5)  # as much as a run
@@ -35,7 +35,7 @@ def test_what_a_replay_takes_to_put_back_what_it_writes_is_not_in_its_energy():
     ).content
     assert content["whole_model"]["joules_per_run"] is content["comparison"]["ratio"] is None
     assert "putting back what it writes takes as much" in content["comparison"]["reason"]
-    (said,) = (line for line in report_lines(content, 1) if line.startswith("whole model"))
+    (said,) = (line for line in EnergyReport(content).lines(1) if line.startswith("whole model"))
     assert "a run not measured: putting back" in said
 
 

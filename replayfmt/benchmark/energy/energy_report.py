@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from replayfmt.errors import UsageError
 from replayfmt.format.validation import counted, printable
@@ -22,85 +22,6 @@ from ..machine import gpu_caveats, gpu_lines
 from ..statistics import duration
 from .power_log import PowerLog
 from .windows import LEAST_SAMPLES, Energy, EnergyWindow, Role, WindowsFile, find_clock_offset, integrate, method_of
-
-
-def report_lines(content: dict[str, Any], top: int) -> Iterator[str]:
-    """A table of a report's content, with the `top` kernels that take the most."""
-    log = content["power_log"]
-    left_out = ", ".join(f"{count} {reason}" for reason, count in log["left_out"].items()) or "none"
-    yield printable(
-        f"power log   {log['path']}: GPU {', '.join(log['gpus'])}, {log['rows']} rows, "
-        + ("a single sample" if log["interval_s"] is None else f"every {log['interval_s'] * 1e3:.4g} ms")
-        + ", "
-        + ("no power" if log["resolution_w"] is None else f"steps of {log['resolution_w']:.4g} W")
-        + f"; left out: {left_out}"
-    )
-    if log.get("other_columns"):
-        others = ", ".join(log["other_columns"])
-        yield printable(f"            power is that of the column {log['column']}, not of {others}")
-    if log["source"] is not None:
-        yield printable(f"source      {log['source']}")
-    yield f"method      {content['method']}"
-    if log["out_of_order"]:
-        yield f"            {log['out_of_order']} rows were not in the order of time and were sorted"
-    if log["same_time"]:
-        yield (
-            f"            {log['same_time']} rows have the time of another row of their GPU: what has one time is one "
-            "sample, their mean"
-        )
-    yield f"clock       {log['clock']}"
-    yield from (printable(f"gpu         {text}") for text in gpu_lines(content["context"].get("gpus", [])))
-    for key, title in (("idle", "idle"), ("whole_model", "whole model"), ("program", "program")):
-        if content[key] is not None:
-            yield _figure(title, content[key])
-    for each in content["scopes"]:
-        yield _figure("scope", each, f"  {each['name']}")
-    isolated = content["isolated_kernels"]
-    yield (
-        f"isolated    {isolated['measured']} of {isolated['distinct']} distinct kernels measured, "
-        f"{isolated['unmeasurable']} unmeasurable, {isolated['not_run']} not run"
-        + ("" if isolated["share_of_calls"] is None else f"; they are {isolated['share_of_calls']:.1%} of the calls")
-    )
-    if isolated["predicted_joules_per_run"] is not None:
-        yield (
-            f"predicted   {joules_text(isolated['predicted_joules_per_run'])} a run from the measured kernels "
-            f"(+-{joules_text(isolated['predicted_error_joules'])})"
-        )
-    if isolated["estimated_joules_of_the_rest"] is not None:
-        yield f"            {joules_text(isolated['estimated_joules_of_the_rest'])} a run estimated for the others"
-    comparison = content["comparison"]
-    if comparison["ratio"] is None:
-        yield f"comparison  not measured: {comparison['reason']}"
-    else:
-        yield (
-            f"comparison  whole {joules_text(comparison['whole_joules_per_run'])}, predicted "
-            f"{joules_text(comparison['predicted_joules_per_run'])}: {comparison['error_percent']:+.1f}%, ratio "
-            f"{comparison['ratio']:.3f}"
-        )
-        if abs(comparison["error_joules"]) <= comparison["error_bound_joules"]:
-            bound = joules_text(comparison["error_bound_joules"])
-            yield f"            the errors explain that: +-{bound} together"
-        if (between := comparison["idle_joules_between_kernels"]) is not None:
-            whole, apart = (content[key]["seconds_per_run"] * 1e9 for key in ("whole_model", "isolated_kernels"))
-            yield (
-                f"            a run takes {duration(whole)}, its kernels one by one {duration(apart)}: the rest of the "
-                f"time at idle power is {joules_text(between)}, which the whole alone holds"
-            )
-    for name, part in content["by_class"].items():
-        yield printable(
-            f"class       {name}: {joules_text(part['joules_per_run'])} a run, {counted(part['calls'], 'call')}"
-        )
-    measured = [each for each in content["kernels"] if each["joules_per_call"] is not None]
-    for each in sorted(measured, key=lambda kernel: -kernel["joules_per_run"])[:top]:
-        yield printable(
-            f"kernel      {joules_text(each['joules_per_run'])} a run = {each['count']} x "
-            f"{joules_text(each['joules_per_call'])} (+-{joules_text(each['error_joules_per_call'])}), "
-            f"{duration(each['seconds_per_call'] * 1e9)}, {each['samples']} samples  {each['name']}"
-        )
-    for each in content["kernels"]:
-        if each["joules_per_call"] is None:
-            yield printable(f"unmeasured  {each['name']}: {each['reason']}")
-    yield from (f"WARNING: {printable(text)}" for text in content["warnings"])
 
 
 def joules_text(value: float) -> str:
@@ -152,7 +73,86 @@ class EnergyReport:
 
     def lines(self, top: int = 20) -> Iterator[str]:
         """A table for people, with the `top` kernels that take the most."""
-        return report_lines(self.content, top)
+        content = self.content
+        log = content["power_log"]
+        left_out = ", ".join(f"{count} {reason}" for reason, count in log["left_out"].items()) or "none"
+        yield printable(
+            f"power log   {log['path']}: GPU {', '.join(log['gpus'])}, {log['rows']} rows, "
+            + ("a single sample" if log["interval_s"] is None else f"every {log['interval_s'] * 1e3:.4g} ms")
+            + ", "
+            + ("no power" if log["resolution_w"] is None else f"steps of {log['resolution_w']:.4g} W")
+            + f"; left out: {left_out}"
+        )
+        if log.get("other_columns"):
+            others = ", ".join(log["other_columns"])
+            yield printable(f"            power is that of the column {log['column']}, not of {others}")
+        if log["source"] is not None:
+            yield printable(f"source      {log['source']}")
+        yield f"method      {content['method']}"
+        if log["out_of_order"]:
+            yield f"            {log['out_of_order']} rows were not in the order of time and were sorted"
+        if log["same_time"]:
+            yield (
+                f"            {log['same_time']} rows have the time of another row of their GPU: what has one time is "
+                "one sample, their mean"
+            )
+        yield f"clock       {log['clock']}"
+        yield from (printable(f"gpu         {text}") for text in gpu_lines(content["context"].get("gpus", [])))
+        for key, title in (("idle", "idle"), ("whole_model", "whole model"), ("program", "program")):
+            if content[key] is not None:
+                yield _figure(title, content[key])
+        for each in content["scopes"]:
+            yield _figure("scope", each, f"  {each['name']}")
+        isolated = content["isolated_kernels"]
+        yield (
+            f"isolated    {isolated['measured']} of {isolated['distinct']} distinct kernels measured, "
+            f"{isolated['unmeasurable']} unmeasurable, {isolated['not_run']} not run"
+            + (
+                ""
+                if isolated["share_of_calls"] is None
+                else f"; they are {isolated['share_of_calls']:.1%} of the calls"
+            )
+        )
+        if isolated["predicted_joules_per_run"] is not None:
+            yield (
+                f"predicted   {joules_text(isolated['predicted_joules_per_run'])} a run from the measured kernels "
+                f"(+-{joules_text(isolated['predicted_error_joules'])})"
+            )
+        if isolated["estimated_joules_of_the_rest"] is not None:
+            yield f"            {joules_text(isolated['estimated_joules_of_the_rest'])} a run estimated for the others"
+        comparison = content["comparison"]
+        if comparison["ratio"] is None:
+            yield f"comparison  not measured: {comparison['reason']}"
+        else:
+            yield (
+                f"comparison  whole {joules_text(comparison['whole_joules_per_run'])}, predicted "
+                f"{joules_text(comparison['predicted_joules_per_run'])}: {comparison['error_percent']:+.1f}%, ratio "
+                f"{comparison['ratio']:.3f}"
+            )
+            if abs(comparison["error_joules"]) <= comparison["error_bound_joules"]:
+                bound = joules_text(comparison["error_bound_joules"])
+                yield f"            the errors explain that: +-{bound} together"
+            if (between := comparison["idle_joules_between_kernels"]) is not None:
+                whole, apart = (content[key]["seconds_per_run"] * 1e9 for key in ("whole_model", "isolated_kernels"))
+                yield (
+                    f"            a run takes {duration(whole)}, its kernels one by one {duration(apart)}: the rest of "
+                    f"the time at idle power is {joules_text(between)}, which the whole alone holds"
+                )
+        for name, part in content["by_class"].items():
+            yield printable(
+                f"class       {name}: {joules_text(part['joules_per_run'])} a run, {counted(part['calls'], 'call')}"
+            )
+        measured = [each for each in content["kernels"] if each["joules_per_call"] is not None]
+        for each in sorted(measured, key=lambda kernel: -kernel["joules_per_run"])[:top]:
+            yield printable(
+                f"kernel      {joules_text(each['joules_per_run'])} a run = {each['count']} x "
+                f"{joules_text(each['joules_per_call'])} (+-{joules_text(each['error_joules_per_call'])}), "
+                f"{duration(each['seconds_per_call'] * 1e9)}, {each['samples']} samples  {each['name']}"
+            )
+        for each in content["kernels"]:
+            if each["joules_per_call"] is None:
+                yield printable(f"unmeasured  {each['name']}: {each['reason']}")
+        yield from (f"WARNING: {printable(text)}" for text in content["warnings"])
 
 
 def make_energy_report(
@@ -195,26 +195,24 @@ def make_energy_report(
     by_role: dict[str, list[EnergyWindow]] = {}
     for window in windows.windows:
         by_role.setdefault(window.role, []).append(window)
-    whole_window = next(iter(by_role.get("whole", ())), None)
     # Putting back is measured right after the work that needs it.
     in_order = sorted(windows.windows, key=lambda each: each.start_monotonic_ns)
     restores = {
-        id(before): _Restoring(after, found[id(after)])
+        id(before): (after, found[id(after)])
         for before, after in pairwise(in_order)
         if after.role == "restore" and after.name == before.name
     }
     kernels = [_kernel(window, found[id(window)], restores.get(id(window)), method) for window in by_role.get("op", ())]
-    kernels += [_not_run(each) for each in windows.not_run if each.get("role") != "scope"]
+    kernels += [_kernel(*_without_window("op", each), None, "not run") for each in windows.not_run if not _scope(each)]
+    scopes = [_without_window("scope", each) for each in windows.not_run if _scope(each)]
 
-    def part(window: EnergyWindow | None) -> dict[str, Any] | None:
-        if window is None:
-            return None
-        return _part(window, found[id(window)], powers[id(window)], method, restores.get(id(window)))
+    def parts(role: Role) -> list[dict[str, Any]]:
+        return [
+            _part(window, found[id(window)], powers[id(window)], method, restores.get(id(window)))
+            for window in by_role.get(role, ())
+        ]
 
-    def first(role: Role) -> dict[str, Any] | None:
-        return part(next(iter(by_role.get(role, ())), None))
-
-    idle, whole = first("idle"), part(whole_window)
+    idle, whole, program = (next(iter(parts(role)), None) for role in ("idle", "whole", "program"))
     isolated = _isolated(kernels)
     gaps = sum(each.gaps > 0 for each in found.values())
     warnings = [*warnings]
@@ -261,8 +259,8 @@ def make_energy_report(
             },
             "idle": idle,
             "whole_model": whole,
-            "program": first("program"),
-            "scopes": [part(window) for window in by_role.get("scope", ())] + _scopes_not_run(windows, method),
+            "program": program,
+            "scopes": parts("scope") + [_part(window, energy, None, method) for window, energy in scopes],
             "isolated_kernels": isolated,
             "comparison": _comparison(whole, isolated, None if partial else idle),
             "by_class": _by_class(kernels),
@@ -305,41 +303,35 @@ def _disagreement(whole: dict[str, Any] | None) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class _Restoring:
-    """The window of putting back what the work of another window writes."""
-
-    window: EnergyWindow
-    energy: Energy
+# The window of putting back what the work of another one writes, and its energy.
+_Restoring = tuple[EnergyWindow, Energy]
 
 
-@dataclass(frozen=True)
-class _PerRun:
+class _PerRun(NamedTuple):
     """What one run, or call, takes; None, with the reason, if that is not known. `restoring` joules of putting back
     were subtracted."""
 
-    joules: float | None
-    error: float | None
-    seconds: float | None
+    joules: float | None = None
+    error: float | None = None
+    seconds: float | None = None
     restoring: float | None = None
-    reason: str = ""
+    reason: str | None = None
 
 
 def _per_run(window: EnergyWindow, energy: Energy, restoring: _Restoring | None) -> _PerRun:
     """A run's part of a window, less putting back."""
     if not window.runs:
         why = energy.reason or ("" if window.role == "idle" else "its window holds no run of it")
-        return _PerRun(None, None, None, reason=why)
+        return _PerRun(reason=why or None)
     seconds = energy.seconds / window.runs
     if energy.joules is None or energy.error is None:
-        return _PerRun(None, None, seconds, reason=energy.reason)
+        return _PerRun(seconds=seconds, reason=energy.reason)
     joules, error = energy.joules / window.runs, energy.error / window.runs
     if restoring is None:
         return _PerRun(joules, error, seconds)
-    back, runs = restoring.energy, restoring.window.runs
+    back, runs = restoring[1], restoring[0].runs
     if back.joules is None or back.error is None or not runs:
-        why = f"putting back what it writes could not be measured: {back.reason}"
-        return _PerRun(None, None, seconds, reason=why)
+        return _PerRun(seconds=seconds, reason=f"putting back what it writes could not be measured: {back.reason}")
     joules, error, seconds = joules - back.joules / runs, error + back.error / runs, seconds - back.seconds / runs
     if joules <= error or seconds <= 0:
         why = (
@@ -350,14 +342,25 @@ def _per_run(window: EnergyWindow, energy: Energy, restoring: _Restoring | None)
     return _PerRun(joules, error, seconds, back.joules / runs)
 
 
+def _row(window: EnergyWindow, energy: Energy, a_run: _PerRun, method: str, less: bool) -> dict[str, Any]:
+    """What is said of every window. `less`: putting back was measured."""
+    return {
+        "name": window.name,
+        "runs": window.runs,
+        "samples": energy.samples,
+        "gaps": energy.gaps,
+        "mean_watts": energy.watts,
+        "method": f"{method}{_LESS}" if less else method,
+        "reason": a_run.reason,
+    }
+
+
 def _part(
     window: EnergyWindow, energy: Energy, power: Energy | None, method: str, restoring: _Restoring | None = None
 ) -> dict[str, Any]:
     """Idle, the whole model, a scope or the program."""
     a_run = _per_run(window, energy, restoring)
-    return {
-        "name": window.name,
-        "runs": window.runs,
+    return _row(window, energy, a_run, method, restoring is not None) | {
         "joules": energy.joules,
         "error_joules": energy.error,
         "joules_from_power": None if power is None else power.joules,
@@ -365,52 +368,32 @@ def _part(
         "error_joules_per_run": a_run.error,
         "restoring_joules_per_run": a_run.restoring,
         "seconds_per_run": a_run.seconds,
-        "method": method if restoring is None else f"{method}{_LESS}",
         "seconds": energy.seconds,
-        "samples": energy.samples,
-        "gaps": energy.gaps,
-        "mean_watts": energy.watts,
-        "reason": a_run.reason or None,
     }
-
-
-def _scopes_not_run(windows: WindowsFile, method: str) -> list[dict[str, Any]]:
-    """Scopes that could not be cut out of the capture, or not be replayed apart."""
-    now = EnergyWindow("scope", "", 0, 0, 0, 0, 0)
-    return [
-        _part(
-            replace(now, name=str(each.get("name"))), Energy(None, None, 0.0, 0, 0, str(each["reason"])), None, method
-        )
-        for each in windows.not_run
-        if each.get("role") == "scope"
-    ]
 
 
 def _kernel(window: EnergyWindow, energy: Energy, restoring: _Restoring | None, method: str) -> dict[str, Any]:
     a_call = _per_run(window, energy, restoring)
-    return {
-        "name": window.name,
+    return _row(window, energy, a_call, method, restoring is not None) | {
         "kernel": window.kernel,
         "class": window.kernel_class,
         "count": window.count,
-        "runs": window.runs,
         "seconds_per_call": a_call.seconds,
-        "samples": energy.samples,
-        "gaps": energy.gaps,
-        "mean_watts": energy.watts,
-        "method": method if restoring is None else f"{method}{_LESS}",
         "joules_per_call": a_call.joules,
         "error_joules_per_call": a_call.error,
         "joules_per_run": None if a_call.joules is None else a_call.joules * window.count,
-        "reason": a_call.reason or None,
     }
 
 
-def _not_run(each: dict[str, Any]) -> dict[str, Any]:
-    """An op that had no window: it failed, was refused, or belongs to work that no replay does."""
-    name, kernel, count = str(each.get("name")), str(each.get("kernel", "")), int(each.get("count", 0))
-    window = EnergyWindow("op", name, 0, 0, 0, 0, 0, count, kernel)
-    return _kernel(window, Energy(None, None, 0.0, 0, 0, str(each.get("reason"))), None, "not run")
+def _scope(not_run: dict[str, Any]) -> bool:
+    return not_run.get("role") == "scope"
+
+
+def _without_window(role: Role, not_run: dict[str, Any]) -> tuple[EnergyWindow, Energy]:
+    """Of work that failed, was refused, or that no replay does: no run of it, and why."""
+    name, kernel = str(not_run.get("name")), str(not_run.get("kernel", ""))
+    window = EnergyWindow(role, name, 0, 0, 0, 0, 0, int(not_run.get("count", 0)), kernel)
+    return window, Energy(None, None, 0.0, 0, 0, str(not_run["reason"]))
 
 
 def _isolated(kernels: list[dict[str, Any]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from itertools import chain
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import numpy as np
@@ -43,9 +44,6 @@ class Series:
         """The usual distance between two samples; None if there is only one."""
         return _interval_s(self.times_s)
 
-    def shifted(self, seconds: float) -> Series:
-        return replace(self, times_s=self.times_s + seconds)
-
 
 @dataclass(frozen=True)
 class CounterSeries:
@@ -53,9 +51,6 @@ class CounterSeries:
 
     times_s: np.ndarray
     joules: np.ndarray
-
-    def shifted(self, seconds: float) -> CounterSeries:
-        return CounterSeries(self.times_s + seconds, self.joules)
 
 
 @dataclass(frozen=True)
@@ -112,13 +107,12 @@ class PowerLog:
         return replace(self, counters={})
 
     def _times(self) -> list[np.ndarray]:
-        powers, counters = self.series.values(), self.counters.values()
-        return [*(each.times_s for each in powers), *(each.times_s for each in counters)]
+        return [each.times_s for each in (*self.series.values(), *self.counters.values())]
 
     def shifted(self, seconds: float) -> PowerLog:
         """The log of a clock that was `seconds` behind."""
-        series = {gpu: each.shifted(seconds) for gpu, each in self.series.items()}
-        counters = {gpu: each.shifted(seconds) for gpu, each in self.counters.items()}
+        series = {gpu: replace(each, times_s=each.times_s + seconds) for gpu, each in self.series.items()}
+        counters = {gpu: replace(each, times_s=each.times_s + seconds) for gpu, each in self.counters.items()}
         return replace(self, series=series, counters=counters)
 
 
@@ -176,58 +170,6 @@ class UnusableCell(Exception):
     """A row has no value; the message says why."""
 
 
-@dataclass(frozen=True)
-class LogColumns:
-    """Where a row has what; `scale` makes watts of the numbers in `power` that have no unit beside them. `others` are
-    the columns that hold power as well."""
-
-    time: int
-    gpu: int | None
-    power: int | None
-    scale: float
-    counter: int | None
-    others: tuple[str, ...] = ()
-
-    @property
-    def last(self) -> int:
-        """The last place that is needed."""
-        return max(place for place in (self.time, self.gpu, self.power, self.counter) if place is not None)
-
-    @staticmethod
-    def of(names: Sequence[str], path: str) -> LogColumns:
-        plain = [name.lower() for name in names]
-        time = next((i for i, name in enumerate(plain) if name.startswith(("timestamp", "time", "date"))), None)
-        counter = next((i for i, name in enumerate(plain) if name == COUNTER), None)
-        drawn = [i for i, name in enumerate(plain) if "power" in name and _NO_DRAW.isdisjoint(_WORD.findall(name))]
-        power = min(drawn, key=lambda place: _preference(plain[place]), default=None)
-        if power is None and "sum" in plain and any(_METER.fullmatch(name) for name in plain):
-            power = plain.index("sum")  # a logger of WattsUp meters: what each draws, and all of them
-        if time is None or (power is None and counter is None):
-            missing = "time" if time is None else "power"
-            raise UsageError(
-                f"{path}: no column of the power log holds a {missing} (its header: {', '.join(names)}); expected "
-                f"{EXPECTED}"
-            )
-        gpu = next((plain.index(name) for name in _GPU_NAMES if name in plain), None)
-        others = tuple(names[i] for i in drawn if i != power)
-        return LogColumns(time, gpu, power, 1.0 if power is None else _scale(names[power], path), counter, others)
-
-    def values(self, line: Sequence[str]) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
-        """The watts and the counter's joules of a row, each with the step of its last digit. Raises LeftOut if it has
-        neither."""
-        cells = [None if place is None else line[place] for place in (self.power, self.counter)]
-        found: list[tuple[float, float] | None] = [None, None]
-        reasons = []
-        for place, (cell, scale) in enumerate(zip(cells, (self.scale, None), strict=True)):
-            try:
-                found[place] = None if cell is None else _number(cell, scale)
-            except UnusableCell as reason:
-                reasons.append(reason)
-        if found == [None, None]:
-            raise reasons[0]
-        return found[0], found[1]
-
-
 def _preference(name: str) -> tuple[bool, bool, bool, bool]:
     """What comes first is taken for the power, of nvidia-smi's columns above all: that of the GPU and not of the module
     with its processor (Grace), the one at a moment rather than an average."""
@@ -264,17 +206,9 @@ def _number(text: str, watts: float | None) -> tuple[float, float]:
     return value * scale, scale * 10.0 ** (int(matched["exponent"] or 0) - len(matched["decimals"] or ""))
 
 
-@dataclass(frozen=True)
-class LogMoment:
-    """Seconds since 1970; whether the text has no zone of its own, and whether it has whole seconds and no more."""
-
-    seconds: float
-    naive: bool
-    whole: bool
-
-
-def time_of(text: str, zone: tzinfo | None) -> LogMoment:
-    """The moment that a text is. Raises LeftOut for one that is none, or may be two."""
+def _time_of(text: str, zone: tzinfo | None) -> tuple[float, bool, bool]:
+    """Seconds since 1970; whether the text has no zone of its own, and whether it has whole seconds and no more. Raises
+    UnusableCell for a text that is no moment, or may be two."""
     try:
         number = float(text)
     except ValueError:
@@ -282,13 +216,10 @@ def time_of(text: str, zone: tzinfo | None) -> LogMoment:
     else:
         for unit in _EPOCH_UNITS:
             if _EPOCH_RANGE[0] <= number * unit < _EPOCH_RANGE[1]:
-                return LogMoment(number * unit, False, unit == 1.0 and not _FRACTION.search(text))
+                return number * unit, False, unit == 1.0 and not _FRACTION.search(text)
         raise UnusableCell("unreadable")
     try:
         when = datetime.fromisoformat(text.replace("/", "-"))
-    except ValueError:
-        raise UnusableCell("unreadable") from None
-    try:
         naive = when.tzinfo is None
         zoned = when.replace(tzinfo=zone or UTC) if naive else when
         first, second = (zoned.replace(fold=fold).timestamp() for fold in (0, 1))
@@ -298,7 +229,7 @@ def time_of(text: str, zone: tzinfo | None) -> LogMoment:
         raise UnusableCell("unreadable")
     if first != second:
         raise UnusableCell("in the hour that daylight saving time repeats or leaves out")
-    return LogMoment(first, naive, not _FRACTION.search(text))
+    return first, naive, not _FRACTION.search(text)
 
 
 # nvidia-smi --query-gpu=timestamp,index,power.draw --format=csv,noheader
@@ -349,11 +280,11 @@ def read_power_log(
         raise UsageError(f"{path}: cannot be read as a power log: {error.strerror}") from error
     except (UnicodeError, csv.Error) as error:
         raise UsageError(f"{path}: cannot be read as a power log: {error}") from error
-    if rows.columns is None:
+    if not rows.names:
         raise UsageError(f"{path}: the power log is empty")
     if rows.without_zone and zone is None:
         raise UsageError(f"{path}: its times have no zone: give --zone=UTC, --zone=Europe/Berlin or --zone=+02:00")
-    numbered = rows.join_numbered_rows()
+    one_gpu = rows.gpu is None or rows.join_numbered_rows()
     known = list(dict.fromkeys((*rows.power, *rows.counted)))
     missing = [gpu for gpu in gpus if gpu not in known]
     if missing:
@@ -363,104 +294,72 @@ def read_power_log(
         told = ", ".join(f"{count} {reason}" for reason, count in rows.left_out.items()) or "no rows"
         told = told if rows.has_header else f"no line names columns of time and power, and of those without: {told}"
         raise UsageError(f"{path}: no row of the power log can be read ({told}){rows.example}; expected {EXPECTED}")
-    power = {gpu: rows.power[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.power}
-    counted = {gpu: rows.counted[gpu].ordered(str(path), gpu) for gpu in chosen if gpu in rows.counted}
-    if rows.columns.gpu is None or numbered:
-        _require_one_gpu(str(path), (power or counted)["0"])
+    power, counted = (
+        {gpu: _Ordered(str(path), gpu, found[gpu]) for gpu in chosen if gpu in found}
+        for found in (rows.power, rows.counted)
+    )
+    if one_gpu:
+        _require_one_gpu(str(path), (power or counted)["0"].times)
     each = [power.get(gpu) or counted[gpu] for gpu in chosen]
     late_s = _CUT_OFF_S if rows.whole_seconds else 0.0
     return PowerLog(
         str(path),
-        {gpu: found.series(rows.power[gpu].step, late_s) for gpu, found in power.items()},
+        {gpu: found.series(late_s) for gpu, found in power.items()},
         rows.count,
         dict(rows.left_out),
         sum(found.backwards for found in each),
         zone_text if rows.without_zone else "",
-        {gpu: CounterSeries(*found.last()).shifted(late_s) for gpu, found in counted.items()},
-        sum(found.same_time for found in each),
-        rows.power_column,
-        rows.columns.others,
+        {gpu: found.counter(late_s) for gpu, found in counted.items()},
+        sum(int((np.diff(found.times) == 0).sum()) for found in each),
+        "" if rows.power_place is None else rows.names[rows.power_place],
+        rows.others,
         rows.whole_seconds,
     )
 
 
-class _Readings:
-    """What a log says of one GPU, in the order of its rows. `step` is that of the last digit that it writes."""
+class _Ordered:
+    """The readings of one GPU in the order of time. `step` is that of the last digit that the log writes; `backwards`
+    counts the rows that were before the row above them."""
 
-    def __init__(self) -> None:
-        self._times, self._values = array("d"), array("d")
-        self.step = math.inf
-
-    def add(self, when: float, value: float, step: float) -> None:
-        self._times.append(when)
-        self._values.append(value)
-        self.step = min(self.step, step)
-
-    def __len__(self) -> int:
-        return len(self._times)
-
-    def join(self, other: _Readings) -> None:
-        """Add the readings of another one after these."""
-        self._times += other._times
-        self._values += other._values
-        self.step = min(self.step, other.step)
-
-    @property
-    def first(self) -> float:
-        return self._times[0]
-
-    def ordered(self, path: str, gpu: str) -> _Ordered:
-        """The readings in the order of time. Raises UsageError if the clock ran backwards: two moments then have one
-        time."""
-        times, values = np.array(self._times), np.array(self._values)
-        steps = np.diff(times)
-        usual = float(np.median(steps[steps > 0])) if (steps > 0).any() else 0.0
-        for place in np.flatnonzero(steps < -_STEP_BACK_INTERVALS * usual).tolist():
+    def __init__(self, path: str, gpu: str, readings: array[float]) -> None:
+        """`readings` has the time, the value and its step of each row. Raises UsageError if the clock ran backwards:
+        two moments then have one time."""
+        times, values, steps = np.array(readings).reshape(-1, 3).T
+        self.step = float(steps.min())
+        apart = np.diff(times)
+        usual = float(np.median(apart[apart > 0])) if (apart > 0).any() else 0.0
+        for place in np.flatnonzero(apart < -_STEP_BACK_INTERVALS * usual).tolist():
             before, after = times[: place + 1], times[place + 1 :]
-            around = steps[max(0, place - _STEP_BACK_ROWS) : place], steps[place + 1 : place + 1 + _STEP_BACK_ROWS]
+            around = apart[max(0, place - _STEP_BACK_ROWS) : place], apart[place + 1 : place + 1 + _STEP_BACK_ROWS]
             if any(len(side) < _STEP_BACK_ROWS or (side < 0).any() for side in around):
                 continue
             falls = np.flatnonzero(np.diff(after) < 0)
             last = after[falls[0]] if falls.size else after[-1]
             if ((before >= after[0]) & (before <= last)).any():
                 raise UsageError(
-                    f"{path}: its clock ran backwards by {-steps[place]:.3f} s after "
+                    f"{path}: its clock ran backwards by {-apart[place]:.3f} s after "
                     f"{datetime.fromtimestamp(times[place], UTC).isoformat()} (GPU {gpu}), so that a time in it stands "
                     "for two moments: take the rows before or behind that, or measure again"
                 )
         order = np.argsort(times, kind="stable")
-        return _Ordered(times[order], values[order], int((steps < 0).sum()))
+        self.times, self.values, self.backwards = times[order], values[order], int((apart < 0).sum())
 
-
-@dataclass(frozen=True)
-class _Ordered:
-    """Readings in the order of time; `backwards` counts the rows that were before the row above them."""
-
-    times: np.ndarray
-    values: np.ndarray
-    backwards: int
-
-    @property
-    def same_time(self) -> int:
-        """The rows that have the time of another one before them."""
-        return int((np.diff(self.times) == 0).sum())
-
-    def series(self, step: float, late_s: float) -> Series:
+    def series(self, late_s: float) -> Series:
         """The times that differ, and the mean of each one's values; samples are up to twice `late_s` after them."""
         times, place, counts = np.unique(self.times, return_inverse=True, return_counts=True)
         means = np.bincount(place, self.values) / counts
-        return Series(times + late_s, means, resolution_of(self.values, step), late_s)
+        return Series(times + late_s, means, resolution_of(self.values, self.step), late_s)
 
-    def last(self) -> tuple[np.ndarray, np.ndarray]:
+    def counter(self, late_s: float) -> CounterSeries:
         """The times that differ, and the value of each one's last row."""
         last = np.append(np.diff(self.times) > 0, True)
-        return self.times[last], self.values[last]
+        return CounterSeries(self.times[last] + late_s, self.values[last])
 
 
-def _require_one_gpu(path: str, readings: _Ordered) -> None:
+def _require_one_gpu(path: str, times: np.ndarray) -> None:
     """Raises UsageError for rows in groups of (nearly) one time, without a column that says which GPU each is of: the
     power of several GPUs would be averaged instead of added up."""
-    distances = np.diff(readings.times)
+    distances = np.diff(times)
     near = float(np.percentile(distances, 25)) if distances.size else 0.0
     sizes = np.diff(np.flatnonzero(distances > _APART * near))
     if sizes.size < _LEAST_GROUPS:
@@ -474,17 +373,20 @@ def _require_one_gpu(path: str, readings: _Ordered) -> None:
 
 
 class _Rows:
-    """What a file has said so far: readings by GPU, and which rows were left out and why."""
+    """What a file has said so far: readings by GPU (time, value and the step of its last digit, of one row after the
+    other), and which rows were left out and why. `time`, `gpu`, `power_place` and `counter` are places in a row."""
 
     def __init__(self, path: str, zone: tzinfo | None) -> None:
-        self._path = path
-        self._zone = zone
+        self._path, self._zone = path, zone
         self._header: list[str] | None = None
-        self._names: Sequence[str] = ()
-        self.columns: LogColumns | None = None
+        self._cut_off = False  # the last line that was read had no end
+        self.names: Sequence[str] = ()
+        self.gpu: int | None = None
+        self.power_place: int | None = None
+        self.others: tuple[str, ...] = ()
         self.count = 0
-        self.power: dict[str, _Readings] = {}
-        self.counted: dict[str, _Readings] = {}
+        self.power: dict[str, array[float]] = {}
+        self.counted: dict[str, array[float]] = {}
         self.left_out: Counter[str] = Counter()
         self.example = ""  # the first row that was left out, for errors
         self.without_zone = False
@@ -494,49 +396,44 @@ class _Rows:
     def has_header(self) -> bool:
         return self._header is not None
 
-    @property
-    def power_column(self) -> str:
-        """The name of the column that power is from, "" if there is none."""
-        place = None if self.columns is None else self.columns.power
-        return "" if place is None else self._names[place]
-
     def read(self, text: Iterator[str]) -> None:
         """Read all lines. Raises UsageError for columns that are none of a power log."""
-        lines = _Lines(text)
-        reader = csv.reader(lines)
+        reader = csv.reader(self._lines(text))
         for cells in reader:
             row = [cell.strip() for cell in cells]
             if not any(row) or row == self._header:
                 continue  # a header again: logs are appended to each other
-            if self.columns is None and self._begin(row):
+            if not self.names and self._begin(row):
                 continue
             self.count += 1
             try:
-                if lines.cut_off:
+                if self._cut_off:
                     raise UnusableCell("cut off")  # perhaps within a number
                 self._add(row)
             except UnusableCell as reason:
                 self.left_out[str(reason)] += 1
                 self.example = self.example or f"; the first is line {reader.line_num}: {','.join(cells)[:_SHOWN]!r}"
 
+    def _lines(self, text: Iterator[str]) -> Iterator[str]:
+        for line in text:
+            self._cut_off = not line.endswith(("\n", "\r"))
+            yield line
+
     def join_numbered_rows(self) -> bool:
         """Make one GPU of all rows if a column `id` only counts them, as loggers of a whole machine's power do: no two
         rows have one number or one time. Returns whether it did."""
-        place = None if self.columns is None else self.columns.gpu
-        if place is None or self._names[place].lower() != "id":
+        if self.gpu is None or self.names[self.gpu].lower() != "id":
             return False
         for found in (self.power, self.counted):
-            times = {readings.first for readings in found.values()}
-            alone = all(len(readings) == 1 for readings in found.values())
+            alone = all(len(readings) == 3 for readings in found.values())
+            times = {readings[0] for readings in found.values()}
             if found and not (alone and len(found) >= _LEAST_NUMBERED and len(times) == len(found)):
                 return False
         for found in (self.power, self.counted):
-            whole = _Readings()
-            for readings in found.values():
-                whole.join(readings)
-            found.clear()
-            if len(whole):
-                found["0"] = whole
+            if found:
+                joined = array("d", chain.from_iterable(found.values()))
+                found.clear()
+                found["0"] = joined
         return bool(self.power or self.counted)
 
     def _begin(self, row: list[str]) -> bool:
@@ -545,46 +442,53 @@ class _Rows:
             self._header = row
         elif row[0][:1] in ("{", "["):
             raise UsageError(f"{self._path}: is JSON, not the rows of a power log; expected {EXPECTED}")
-        self._names = self._header or _WITHOUT_HEADER
+        self.names = names = self._header or _WITHOUT_HEADER
         for separator in ";\t":
             if len(row) == 1 and separator in row[0]:
                 raise UsageError(
                     f"{self._path}: its columns are separated by {separator!r}; expected commas between columns, and "
                     "points in numbers"
                 )
-        self.columns = LogColumns.of(self._names, self._path)
+        plain = [name.lower() for name in names]
+        time = next((i for i, name in enumerate(plain) if name.startswith(("timestamp", "time", "date"))), None)
+        counter = plain.index(COUNTER) if COUNTER in plain else None
+        drawn = [i for i, name in enumerate(plain) if "power" in name and _NO_DRAW.isdisjoint(_WORD.findall(name))]
+        power = min(drawn, key=lambda place: _preference(plain[place]), default=None)
+        if power is None and "sum" in plain and any(_METER.fullmatch(name) for name in plain):
+            power = plain.index("sum")  # a logger of WattsUp meters: what each draws, and all of them
+        if time is None or (power is None and counter is None):
+            missing = "time" if time is None else "power"
+            raise UsageError(
+                f"{self._path}: no column of the power log holds a {missing} (its header: {', '.join(names)}); "
+                f"expected {EXPECTED}"
+            )
+        self.time, self.power_place = time, power
+        self.gpu = next((plain.index(name) for name in _GPU_NAMES if name in plain), None)
+        self.others = tuple(names[i] for i in drawn if i != power)
+        # Where a value is, what makes watts of it if it is power, and where it goes.
+        self._values = [] if power is None else [(power, _scale(names[power], self._path), self.power)]
+        self._values += [] if counter is None else [(counter, None, self.counted)]
+        self._last = max(time, self.gpu or 0, *(place for place, _scale, _found in self._values))
         return self._header is not None
 
     def _add(self, row: list[str]) -> None:
-        columns = self.columns
-        assert columns is not None
-        if len(row) <= columns.last:
+        if len(row) <= self._last:
             raise UnusableCell("cut off")
-        if any(row[len(self._names) :]):
+        if any(row[len(self.names) :]):
             raise UnusableCell("with more cells than columns")  # a decimal comma, or columns that are not known
-        gpu = "0" if columns.gpu is None else row[columns.gpu]
+        gpu = "0" if self.gpu is None else row[self.gpu]
         if self._header is None and not gpu.isdecimal():
             raise UnusableCell("without a GPU's index where it is expected")
-        when = time_of(row[columns.time], self._zone)
-        watts, joules = columns.values(row)
-        self.without_zone = self.without_zone or when.naive
-        self.whole_seconds = self.whole_seconds and when.whole
-        for value, found in ((watts, self.power), (joules, self.counted)):
-            if value is not None:
-                found.setdefault(gpu, _Readings()).add(when.seconds, *value)
-
-
-class _Lines:
-    """The lines of a text; `cut_off` says whether the last one that was read had no end."""
-
-    def __init__(self, text: Iterator[str]) -> None:
-        self._text = text
-        self.cut_off = False
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._text)
-        self.cut_off = not line.endswith(("\n", "\r"))
-        return line
+        when, naive, whole = _time_of(row[self.time], self._zone)
+        read, reasons = [], []
+        for place, scale, found in self._values:
+            try:
+                read.append((found, *_number(row[place], scale)))
+            except UnusableCell as reason:
+                reasons.append(reason)
+        if not read:
+            raise reasons[0]
+        self.without_zone |= naive
+        self.whole_seconds &= whole
+        for found, value, step in read:
+            found.setdefault(gpu, array("d")).extend((when, value, step))
