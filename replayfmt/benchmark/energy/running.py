@@ -119,18 +119,10 @@ class WindowRunner:
         self.require_source()
 
     def _replay(self, role: Role, name: str, plan: Plan, **told: Any) -> None:
-        def run(_count: int) -> None:
-            plan.execute(verify="none")
-
-        self._repeat(role, name, run, plan.devices, batch=1, **told)
+        self._repeat(role, name, _often(lambda: plan.execute(verify="none")), plan.devices, batch=1, **told)
         restoring = plan.restoring()
-
-        def restore(count: int) -> None:
-            for _ in range(count):
-                restoring()
-
         if restoring:
-            self._repeat("restore", name, restore, plan.devices, **told)
+            self._repeat("restore", name, _often(restoring), plan.devices, **told)
             self.require_source()
 
     def ops(self, plan: Plan) -> None:
@@ -191,24 +183,15 @@ class WindowRunner:
         work = work_of(group.kernel, op.called())
         op.restore()
 
-        def with_restoring(count: int) -> None:
-            for _ in range(count):
-                op.restore()
-                op.calls(1)
-
         told: dict[str, Any] = {
             "count": group.count,
             "kernel": group.kernel.qualified_name,
             "kernel_class": work.kernel_class,
         }
-        self._repeat("op", group.signature, with_restoring if op.writes else op.calls, devices, **told)
+        run = _often(op.restore, lambda: op.calls(1)) if op.writes else op.calls
+        self._repeat("op", group.signature, run, devices, **told)
         if op.writes:
-
-            def restoring(count: int) -> None:
-                for _ in range(count):
-                    op.restore()
-
-            self._repeat("restore", group.signature, restoring, devices, **told)
+            self._repeat("restore", group.signature, _often(op.restore), devices, **told)
 
     def _repeat(
         self,
@@ -250,6 +233,17 @@ class WindowRunner:
         self.windows.append(EnergyWindow(role, name, runs, begun[0], utc, begun[1], monotonic, **told))
         if role in ("idle", "whole", "scope"):
             self.require_source()
+
+
+def _often(*work: Callable[[], object]) -> Callable[[int], None]:
+    """What does all of `work`, in this order, a number of times."""
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            for each in work:
+                each()
+
+    return run
 
 
 def _synchronize(devices: list[torch.device]) -> None:
@@ -332,30 +326,24 @@ class _Watch:
         self._depth = self._began = 0
         self.nanoseconds = self.passes = 0
 
-    def begin(self) -> None:
-        if not self._depth:
-            _wait_for_devices()
-            self._began = time.perf_counter_ns()
-        self._depth += 1
-
-    def end(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            _wait_for_devices()
-            self.nanoseconds += time.perf_counter_ns() - self._began
-            self.passes += 1
-
     @contextmanager
     def watched(self, name: str) -> Iterator[None]:
         """In place of `replayfmt.scope`."""
         if name != self._scope:
             yield
             return
-        self.begin()
+        if not self._depth:
+            _wait_for_devices()
+            self._began = time.perf_counter_ns()
+        self._depth += 1
         try:
             yield
         finally:
-            self.end()
+            self._depth -= 1
+            if not self._depth:
+                _wait_for_devices()
+                self.nanoseconds += time.perf_counter_ns() - self._began
+                self.passes += 1
 
 
 def _wait_for_devices() -> None:
@@ -380,11 +368,8 @@ def main() -> None:
         _run_until(script, arguments, before_s)
         told: object = _run_until(script, arguments, seconds)
     else:
-        if not scope:
-            watch.begin()
-        _run_once(script)
-        if not scope:
-            watch.end()
+        with watch.watched(""):  # what is measured without a scope
+            _run_once(script)
         told = [watch.nanoseconds, watch.passes]
     os.write(descriptor, json.dumps(told).encode())
 
