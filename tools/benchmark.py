@@ -17,9 +17,9 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import console_script, emit, is_given, option, reader_may_leave, refuse, say, stdout, together, tool
+from .command import console_script, emit, is_given, option, reader_may_leave, refuse, say, together, tool
 from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
-from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below
+from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below, show_report
 from .ranks import choose_collectives, collective_options, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
@@ -232,13 +232,7 @@ def run_compare(
     report = make_compare_report(measure_both(plan, options, progress=progress), plan)
     if write is not None:
         write(report.json())
-    if form == "console":
-        for line in report.lines():
-            say(line)
-    else:
-        emit(report.json() if form == "json" else report.csv(), end="")
-    for warning in report.context["warnings"]:
-        say(f"WARNING: {warning}", err=form != "console")
+    show_report(report, form)
 
 
 reconcile_options = together(
@@ -283,8 +277,6 @@ def run_reconcile(
     program_runs: int,
 ) -> None:
     """Measure and print. `make_plan` opens the capture, to keep going after ops that fail if its argument is true."""
-    import json
-
     from replayfmt.benchmark.energy.running import time_program
     from replayfmt.benchmark.measure import measure, unseen
     from replayfmt.benchmark.per_op.measuring import measure_ops
@@ -304,13 +296,7 @@ def run_reconcile(
     report.sections["reconciliation"] = found.as_json()
     if write is not None:
         write(report.json())
-    if form == "console":
-        for line in found.lines():
-            say(line)
-    else:
-        emit(json.dumps(report.document(), indent=2) if form == "json" else report.csv())
-    for warning in report.warnings():
-        say(f"WARNING: {warning}", err=form != "console")
+    show_report(report, form, found.lines())
 
 
 def run_ranks(
@@ -343,7 +329,7 @@ def run_ranks(
                 if file is not None:
                     file.write(report.json())
                 with reader_may_leave():
-                    _show(report, form)
+                    show_report(report, form)
                     if form == "console":
                         for line in lines(report.sections["ranks"]):
                             say(line)
@@ -527,7 +513,7 @@ def cli(
         if out is not None:
             out.write(report.json())
         with reader_may_leave():
-            _show(report, benchmark_format)
+            show_report(report, benchmark_format)
             if values["memory"] and benchmark_format == "console":
                 for line in found.lines():
                     say(line)
@@ -573,20 +559,6 @@ def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Report:
 
     with _progress() as progress:
         return make_report(measure(plan, options, progress=progress, plan_of_scope=of_scope), plan)
-
-
-def _show(report: Report, form: str) -> None:
-    """Print the results on stdout; in formats for programs, warnings go to stderr."""
-    from rich.console import Console
-
-    from replayfmt.benchmark.run_report import print_report
-
-    if form == "console":
-        print_report(report, Console(file=stdout(), highlight=False))
-        return
-    emit(report.text(form), end="")
-    for warning in report.warnings():
-        say(f"WARNING: {warning}", err=True)
 
 
 @contextmanager

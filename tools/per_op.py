@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +135,17 @@ class BaselineFlags:
                 row["noise_floor"] = shares[row["name"]]
         report.sections["noise_floor"] = found.comparison.as_json()
         return list(found.lines())
+
+
+def show_report(report: Report, form: str, lines: Iterable[str] | None = None) -> None:
+    """Print a report, for people its lines or others; beside rows for programs, warnings go to stderr."""
+    if form == "console":
+        for line in report.lines() if lines is None else lines:
+            say(line)
+    else:
+        emit(report.text(form), end="")
+    for warning in report.warnings():
+        say(f"WARNING: {warning}", err=form != "console")
 
 
 def show_below(lines: list[str], form: str) -> None:
@@ -305,23 +316,11 @@ def run_per_op(
     if write is not None:
         write(report.json())
     with reader_may_leave():
-        _show(report, form)
+        show_report(report, form)
         show_below(below, form)
     if runs[-1].interrupted:
         return INTERRUPTED
     return code if all(run.complete for run in runs) else 1
-
-
-def _show(report: Report, form: str) -> None:
-    from replayfmt.benchmark.per_op.op_report import table_lines
-
-    if form == "console":
-        for line in table_lines(report):
-            say(line)
-    else:
-        emit(report.text(form), end="")
-    for warning in report.context["warnings"]:
-        say(f"WARNING: {warning}", err=form != "console")
 
 
 def _peaks(values: dict[str, Any]) -> PeaksOf | None:

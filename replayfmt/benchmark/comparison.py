@@ -13,14 +13,13 @@ from __future__ import annotations
 import csv
 import gc
 import io
-import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from replayfmt.errors import ReplayMismatch, SubstitutionFailed, UsageError
+from replayfmt.errors import SubstitutionFailed, UsageError
 from replayfmt.format.validation import aligned, printable
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite, KernelStandIn
@@ -29,7 +28,19 @@ from replayfmt.replay.substitution.session import Replace
 from replayfmt.replay.substitution.table import Substitutions
 
 from .machine import GpuWatch, gpu_lines
-from .measure import PATIENCE, Measurement, Options, Progress, Run, Sample, collector_off, timed_by, unseen
+from .measure import (
+    PATIENCE,
+    Measurement,
+    Options,
+    Progress,
+    Run,
+    Sample,
+    collector_off,
+    followed_by,
+    require_match,
+    timed_by,
+    unseen,
+)
 from .meters import (
     Clock,
     MeasuredRegion,
@@ -41,7 +52,7 @@ from .meters import (
     stopwatch_for,
     whole_capture,
 )
-from .run_report import crowded, csv_field, iteration_fields, plan_context, run_caveats
+from .run_report import Report, crowded, csv_field, iteration_fields, plan_context, run_caveats
 from .statistics import CONFIDENCE, SMALLEST_FOR_INTERVAL, PairedComparison, compare_pairs, duration, ran_on, verified
 
 
@@ -215,27 +226,15 @@ class _ComparisonRunner:
                 self._plan.substitution.check()
             return None
         self._progress(f"verifying {when} timing", 0, None)
-        return self._matched(self._plan.execute(verify=self._options.verify), f"{when} timing")
-
-    def _matched(self, result: ReplayResult, when: str) -> ReplayResult:
-        if result.outcome != "ok":
-            raise ReplayMismatch(
-                f"the replay did not match the capture {when}, so there are no times to report: {result.divergence}"
-            )
-        return result
+        return require_match(self._plan.execute(verify=self._options.verify), f"{when} timing")
 
     def _replay(self, side: _Side) -> None:
         """One replay timed as a whole, with its scopes."""
         watches = [ScopeWatch(region, stopwatch_for(self._plan.devices, self._clock)) for region in self._regions]
         timer = ReplayTimer(stopwatch_for(self._plan.devices, self._clock), watches)
         timer.begin_replay()
-
-        def every(event: str, name: str, path: str, ordinal: int) -> None:
-            for watch in watches:
-                watch(event, name, path, ordinal)
-
-        result = self._plan.run_with(side.plain, on_scope=every if watches else None, timer=timer, keep=True)
-        self._matched(result, "while it was timed")
+        result = self._plan.run_with(side.plain, on_scope=followed_by(watches), timer=timer, keep=True)
+        require_match(result, "while it was timed")
         side.whole.append(timer.stopwatch.read())
         for times, watch in zip(side.scopes, watches, strict=True):
             times.append(watch.end_replay())
@@ -243,7 +242,7 @@ class _ComparisonRunner:
     def _replay_timed(self, side: _Side) -> None:
         """One replay with a stopwatch around every substituted call."""
         side.timed.reset()
-        self._matched(self._plan.run_with(side.timed, keep=True), "while it was timed")
+        require_match(self._plan.run_with(side.timed, keep=True), "while it was timed")
         for key, watch in side.timed.watches.items():
             side.signatures.setdefault(key, []).append(watch.read())
 
@@ -306,23 +305,13 @@ _CSV_FIELDS = (
 )
 
 
-@dataclass(frozen=True)
-class CompareReport:
-    """A comparison ready to be written. `comparisons` has a dict for each row, times in nanoseconds per replay."""
+class CompareReport(Report):
+    """A comparison: the section `comparisons` has a dict for each row, times in nanoseconds per replay."""
 
-    context: dict[str, Any]
-    comparisons: list[dict[str, Any]]
-    compared: list[ComparedRow]
-
-    def json(self) -> str:
-        """Google Benchmark's JSON document, with `comparisons` beside its rows."""
-        rows = [
-            row
-            for index, comparison in enumerate(self.comparisons)
-            for row in _benchmark_rows(comparison, index, self.compared[index])
-        ]
-        document = {"context": self.context, "benchmarks": rows, "comparisons": self.comparisons}
-        return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    @property
+    def comparisons(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.sections["comparisons"]
+        return found
 
     def csv(self) -> str:
         """A line for each row compared. Unknown values are empty."""
@@ -372,7 +361,13 @@ def make_compare_report(run: CompareRun, plan: Plan) -> CompareReport:
         "verified": verified,
         "warnings": [*run_caveats(as_run, plan.reader, plan.devices), *_too_wide(run.rows)],
     }
-    return CompareReport(context, [_comparison(row) for row in run.rows], run.rows)
+    comparisons = [_comparison(row) for row in run.rows]
+    rows = [
+        row
+        for index, (comparison, compared) in enumerate(zip(comparisons, run.rows, strict=True))
+        for row in _benchmark_rows(comparison, index, compared)
+    ]
+    return CompareReport(context, rows, {"comparisons": comparisons})
 
 
 def _too_wide(rows: list[ComparedRow]) -> list[str]:

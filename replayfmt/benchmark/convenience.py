@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
-
-from rich.console import Console
 
 from replayfmt.errors import LibraryMissing, ReplayFailed, UsageError
 from replayfmt.format.validation import choice_of, flag_of, text_of, texts_of
@@ -18,7 +15,7 @@ from replayfmt.replay.preparation import PlanOptions
 from replayfmt.replay.results import VerifyMode
 
 from .measure import INPUTS, Inputs, Options, measure
-from .run_report import Report, make_report, print_report
+from .run_report import Report, make_report
 from .statistics import parse_min_time, whole_precision
 
 if TYPE_CHECKING:
@@ -72,9 +69,7 @@ class Benchmarked:
         return pandas.DataFrame(self.rows)
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        print_report(self.report, Console(file=text, highlight=False, force_terminal=False, no_color=True))
-        return text.getvalue().rstrip("\n")
+        return str(self.report)
 
     __repr__ = __str__
 

@@ -323,9 +323,7 @@ class _Runner:
         if self.options.verify == "none":
             return None
         self.progress(f"verifying {when} timing", 0, None)
-        result = self.plan.execute(verify=self.options.verify)
-        self._require_match(result, f"{when} timing")
-        return result
+        return require_match(self.plan.execute(verify=self.options.verify), f"{when} timing")
 
     def first_repetition(self) -> tuple[int, float | None]:
         """Run the repetition that determines the number of iterations; returns that number, and `Run.cut_short`."""
@@ -362,7 +360,7 @@ class _Runner:
 
     def _repeat(self, enough: Callable[[list[list[float]]], bool], of: int | None) -> int:
         """Warm up, then replay until `enough` says so of the real times so far: of the whole, and of each scope."""
-        on_scope = self._on_scope()
+        on_scope = followed_by(self.watches)
         whole: list[Readings] = []
         scopes: list[list[Readings]] = [[] for _ in self.watches]
         times: list[list[float]] = [[] for _ in range(len(self.watches) + 1)]
@@ -392,27 +390,30 @@ class _Runner:
         if self._graph is not None:
             self._graph.replay(self._timer)
             return self._timer.stopwatch.read()
-        result = self.plan.execute(verify="none", on_scope=on_scope, timer=self._timer)
-        self._require_match(result, "while it was timed")
+        require_match(self.plan.execute(verify="none", on_scope=on_scope, timer=self._timer), "while it was timed")
         return self._timer.stopwatch.read()
 
-    def _on_scope(self) -> OnScope | None:
-        """The cheapest callback that serves all watches: None if there are none."""
-        if len(self.watches) < 2:
-            return self.watches[0] if self.watches else None
-        watches = tuple(self.watches)
 
-        def every(event: str, name: str, path: str, ordinal: int) -> None:
-            for watch in watches:
-                watch(event, name, path, ordinal)
+def followed_by(watches: Sequence[ScopeWatch]) -> OnScope | None:
+    """The cheapest callback of a replay that serves all watches: None if there are none."""
+    if len(watches) < 2:
+        return watches[0] if watches else None
+    several = tuple(watches)
 
-        return every
+    def every(event: str, name: str, path: str, ordinal: int) -> None:
+        for watch in several:
+            watch(event, name, path, ordinal)
 
-    def _require_match(self, result: ReplayResult, when: str) -> None:
-        if result.outcome != "ok":
-            raise ReplayMismatch(
-                f"the replay did not match the capture {when}, so there are no times to report: {result.divergence}"
-            )
+    return every
+
+
+def require_match(result: ReplayResult, when: str) -> ReplayResult:
+    """The result of a replay. Raises ReplayMismatch if it does not match the capture."""
+    if result.outcome != "ok":
+        raise ReplayMismatch(
+            f"the replay did not match the capture {when}, so there are no times to report: {result.divergence}"
+        )
+    return result
 
 
 @contextmanager

@@ -15,18 +15,16 @@ import csv
 import io
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.validation import counted, printable
+from replayfmt.format.validation import aligned, counted, printable
 from replayfmt.pytorch import accelerators
 from replayfmt.pytorch.accelerators import HOST, NOTHING, is_accelerator
 from replayfmt.pytorch.collectives import LEFT_OUT, are_left_out
@@ -38,6 +36,7 @@ from .machine import frequency_scaling, gpu_caveats, gpu_lines, machine_context
 from .measure import PATIENCE, Measurement, Run, Sample
 from .statistics import (
     SMALLEST_FOR_INTERVAL,
+    MinTime,
     Precision,
     TimeStatistics,
     duration,
@@ -197,7 +196,7 @@ def _as_code(name: str) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """A benchmark's context and rows, ready to be written in any format."""
+    """A benchmark's context and rows, ready to be written in any format. As text it is what the tool prints."""
 
     context: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -214,7 +213,38 @@ class Report:
     def warnings(self) -> list[str]:
         """Reasons for doubt: the context's warnings, then those of each region once, with its name."""
         regions = [row for row in self.rows if row.get("repetition_index") == 0]
-        return self.context["warnings"] + [f"{row['run_name']}: {text}" for row in regions for text in row["warnings"]]
+        found = [f"{row['run_name']}: {text}" for row in regions for text in row.get("warnings", ())]
+        return [*self.context["warnings"], *found]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines(), *(f"WARNING: {printable(text)}" for text in self.warnings())])
+
+    def lines(self) -> Iterator[str]:
+        """For people, without the warnings."""
+        context = self.context
+        yield printable(f"capture   {context['capture']} (session {context['capture_session']})")
+        yield printable(ran_on(context))
+        yield printable(verified(context["verified"]))
+        yield printable(f"inputs    {context['inputs']}")
+        yield from (printable(f"gpu       {text}") for text in gpu_lines(context.get("gpus", ())))
+        yield from (printable(f"checked   {text.strip()}") for text in context.get("substitution_check", ()))
+        yield ""
+        yield from _table(self.rows)
+        yield ""
+        for row in self.rows:
+            if row.get("repetition_index") == 0:
+                yield printable(_captured(row))
+            if row.get("graph"):
+                yield printable(
+                    f"{row['name']}: launched as one graph; op by op it takes {duration(row['eager_time'])} (compared: "
+                    f"{row['graph_compared']})"
+                )
+            if row.get("median_real_time_low") is not None:
+                low, high = duration(row["median_real_time_low"]), duration(row["median_real_time_high"])
+                half = "" if row["median_half_width"] is None else f" (+-{row['median_half_width']:.1%})"
+                yield printable(f"{row['name']}: the median is between {low} and {high} with 95% confidence{half}")
+            if row.get("iqr_real_time") is not None:
+                yield printable(_spread(row))
 
     def text(self, form: str) -> str:
         """In a format for programs (json, jsonl, csv), or for a pull request (markdown)."""
@@ -311,9 +341,7 @@ def _substitution(plan: Plan) -> dict[str, Any]:
 def _context(run: Run, plan: Plan) -> dict[str, Any]:
     return {
         **plan_context(plan),
-        "min_time": str(run.options.min_time),
-        "precision": None if run.options.precision is None else run.options.precision.share,
-        "max_time": None if run.options.precision is None else f"{run.options.precision.cap_s:g}s",
+        **time_limits(run.options.min_time, run.options.precision),
         "warmup_iterations": run.options.warmup,
         "inputs": run.inputs,
         **({"cuda_graph": True} if run.options.cuda_graph else {}),
@@ -321,6 +349,15 @@ def _context(run: Run, plan: Plan) -> dict[str, Any]:
         "gpus": run.gpus,
         "verified": _verified(run),
         "warnings": run_caveats(run, plan.reader, plan.devices),
+    }
+
+
+def time_limits(min_time: MinTime, precision: Precision | None) -> dict[str, Any]:
+    """A context's fields on how long was measured, as it was asked for."""
+    return {
+        "min_time": str(min_time),
+        "precision": None if precision is None else precision.share,
+        "max_time": None if precision is None else f"{precision.cap_s:g}s",
     }
 
 
@@ -478,52 +515,6 @@ def _aggregate_rows(family: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-# If the output is not a terminal, lines are not wrapped: they are for other programs and for files.
-_UNLIMITED = 10_000
-
-
-def print_report(report: Report, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _UNLIMITED
-    with console.capture() as printed:  # rich would otherwise set the exit code for a closed pipe
-        _print(report, console)
-    console.file.write(printed.get())
-    console.file.flush()
-
-
-def _print(report: Report, console: Console) -> None:
-    context = report.context
-    _line(console, f"capture   {context['capture']} (session {context['capture_session']})")
-    _line(console, ran_on(context))
-    _line(console, verified(context["verified"]))
-    _line(console, f"inputs    {context['inputs']}")
-    for text in gpu_lines(context.get("gpus", ())):
-        _line(console, f"gpu       {text}")
-    for text in context.get("substitution_check", ()):
-        _line(console, f"checked   {text.strip()}")
-    console.print()
-    console.print(_table(report))
-    console.print()
-    for row in report.rows:
-        if row.get("repetition_index") == 0:
-            _line(console, _captured(row))
-        if row.get("graph"):
-            _line(console, _graph(row))
-        if row.get("median_real_time_low") is not None:
-            low, high = duration(row["median_real_time_low"]), duration(row["median_real_time_high"])
-            half = "" if row["median_half_width"] is None else f" (+-{row['median_half_width']:.1%})"
-            _line(console, f"{row['name']}: the median is between {low} and {high} with 95% confidence{half}")
-        if row.get("iqr_real_time") is not None:
-            _line(console, _spread(row))
-    for warning in report.warnings():
-        _line(console, f"WARNING: {warning}", "yellow")
-
-
-def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(printable(text), style=style), soft_wrap=True)
-
-
 def _captured(row: dict[str, Any]) -> str:
     if row["captured_time"] is None:
         return f"{row['run_name']}: time under capture not measured: {row['captured_time_reason']}"
@@ -531,14 +522,6 @@ def _captured(row: dict[str, Any]) -> str:
     return (
         f"{row['run_name']}: took {duration(row['captured_time'])}{passes} during capture, including the "
         f"recorder's own work"
-    )
-
-
-def _graph(row: dict[str, Any]) -> str:
-    """What a launch of a graph stands for, and what it saves."""
-    return (
-        f"{row['name']}: launched as one graph; op by op it takes {duration(row['eager_time'])} (compared: "
-        f"{row['graph_compared']})"
     )
 
 
@@ -555,47 +538,34 @@ def _spread(row: dict[str, Any]) -> str:
     return f"{row['name']}: half of the iterations took {quartiles} (IQR {duration(row['iqr_real_time'])}); {told}"
 
 
-def _table(report: Report) -> Table:
-    rows = report.rows
-    table = Table(box=None, pad_edge=False, header_style="bold")
+# Of the table: the heading of each column, and the field of a row that it shows.
+_COLUMNS = {
+    "Real mean": "real_time",
+    "CPU time": "cpu_time",
+    "Host time": "host_time",
+    "Iterations": "iterations",
+    "Median": "median_real_time",
+    "Std. dev.": "stddev_real_time",
+    "Minimum": "min_real_time",
+    "Ops/s": "ops_per_second",
+}
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     host = any("host_time" in row for row in rows)
-    table.add_column("Benchmark", no_wrap=True)
-    names = [
-        "Real mean",
-        "CPU time",
-        *(["Host time"] if host else []),
-        "Iterations",
-        "Median",
-        "Std. dev.",
-        "Minimum",
-        "Ops/s",
-    ]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in _cells(row, host)))
-    return table
+    columns = {head: name for head, name in _COLUMNS.items() if host or name != "host_time"}
+    names = ["Benchmark", *(printable(row["name"]) for row in rows)]
+    cells = [[*columns, ""], *([*(_cell(row, name) for name in columns.values()), ""] for row in rows)]
+    for name, line in zip(names, aligned(cells), strict=True):
+        yield f"{name:<{max(map(len, names))}}  {line}".rstrip()
 
 
-def _cells(row: dict[str, Any], host: bool) -> list[str]:
-    """One row. An aggregate has no figures over iterations, and `_cv` is a ratio for every figure in its row."""
-    share = row.get("aggregate_unit") == "percentage"
-
-    def shown(name: str) -> str:
-        if name not in row:
-            return ""
-        if share:
-            return "-" if row[name] is None else f"{row[name]:.2%}"
-        return rate(row[name]) if name == "ops_per_second" else duration(row[name])
-
-    return [
-        printable(row["name"]),
-        shown("real_time"),
-        shown("cpu_time"),
-        *([shown("host_time")] if host else []),
-        str(row["iterations"]),
-        shown("median_real_time"),
-        shown("stddev_real_time"),
-        shown("min_real_time"),
-        shown("ops_per_second"),
-    ]
+def _cell(row: dict[str, Any], name: str) -> str:
+    """An aggregate has no figures over iterations, and `_cv` is a ratio for every figure in its row."""
+    if name not in row:
+        return ""
+    if name == "iterations":
+        return str(row[name])
+    if row.get("aggregate_unit") == "percentage":
+        return "-" if row[name] is None else f"{row[name]:.2%}"
+    return rate(row[name]) if name == "ops_per_second" else duration(row[name])

@@ -23,7 +23,15 @@ from replayfmt.format.validation import aligned, counted, printable
 from replayfmt.replay.plan import Plan
 
 from ..machine import gpu_caveats, gpu_lines
-from ..run_report import Report, crowded, iteration_fields, plan_context, statistics_fields, unmeasurable_fields
+from ..run_report import (
+    Report,
+    crowded,
+    iteration_fields,
+    plan_context,
+    statistics_fields,
+    time_limits,
+    unmeasurable_fields,
+)
 from ..statistics import call_count, duration, ran_on, rate, share_text, verified
 from .results import WIDE, GroupBy, MeasuredOp, OpRow, PerOpRun, make_rows
 from .roofline import Peaks, PeaksOf, above_the_roof, peak_caveats, peak_line, row_work
@@ -40,7 +48,7 @@ _REASONS = 3
 
 def make_op_report(
     run: PerOpRun, plan: Plan, *, group_by: GroupBy | None = None, top: int | None = None, peaks: PeaksOf | None = None
-) -> Report:
+) -> OpReport:
     """The report of the measured ops of `plan`, grouped by `group_by`; the table shows only the `top` first rows that
     have times. With `peaks`, each row of one op is placed on the roofline of its device.
     """
@@ -49,9 +57,7 @@ def make_op_report(
     measured = [row for row in rows if row.members]
     context = {
         **plan_context(plan),
-        "min_time": str(run.options.min_time),
-        "precision": None if run.options.precision is None else run.options.precision.share,
-        "max_time": None if run.options.precision is None else f"{run.options.precision.cap_s:g}s",
+        **time_limits(run.options.min_time, run.options.precision),
         "inputs": run.inputs,
         "cuda_graph": run.options.cuda_graph,
         "meters": run.meters,
@@ -96,7 +102,7 @@ def make_op_report(
         context["roofline"] = True
         context["peaks"] = [row for each in of_device.values() for row in each.rows()]
         context["warnings"] += [*above_the_roof(reported), *peak_caveats(context["peaks"])]
-    return Report(context, reported)
+    return OpReport(context, reported)
 
 
 def _traced_device_us(session: CaptureInfo) -> float | None:
@@ -333,56 +339,59 @@ def progress_lines(op: MeasuredOp, place: int, of: int, columns: int) -> list[st
     return [line, *wrap(printable(op.why), columns, initial_indent="  ", subsequent_indent="  ")]
 
 
-def table_lines(report: Report) -> Iterator[str]:
-    """The rows by their share of the workload, the largest first (at most the context's `top`), then those without
-    times, the sum, and the totals."""
-    context = report.context
-    group_by = context["group_by"]
-    measured = [row for row in report.rows if "estimated_us" in row]
-    shown = measured[: context["top"]]
-    others = [row for row in report.rows if "estimated_us" not in row]
-    yield from _aligned(
-        [
-            (*_HEADS, *_WORK_HEADS, group_by or "op"),
-            *(_cells(row, context) for row in shown),
-            *(_unmeasured(row, group_by) for row in others[:_MOST_LISTED]),
-        ]
-    )
-    if len(others) > _MOST_LISTED:
-        yield f"and {len(others) - _MOST_LISTED} more that were not measured (--benchmark-format=json lists them)"
-    yield ""
-    yield printable(_sum(context, shown, len(measured) - len(shown)))
-    yield (
-        f"distinct ops: {context['distinct_ops']} in the file, {context['matched']} matched, "
-        f"{context['selected']} selected"
-    )
-    yield (
-        f"attempted {context['attempted']} = {context['successful']} successful + {context['failed']} failed; "
-        f"refused {sum(context['refused'].values())}"
-    )
-    for reason, count in sorted(context["refused"].items(), key=lambda pair: -pair[1]):
-        yield printable(f"  {count} refused: {reason}")
-    unsupported = context["unsupported"]
-    if unsupported["calls"]:
-        share = unsupported["share_of_device_time"]
-        yield printable(
-            f"unsupported in the capture, not measured: {call_count(unsupported['calls'])} "
-            f"({_counted(unsupported['reasons'])}), "
-            + ("of unknown device time" if share is None else f"{share:.1%} of the captured device time")
+class OpReport(Report):
+    """The report of single ops."""
+
+    def lines(self) -> Iterator[str]:
+        """The rows by their share of the workload, the largest first (at most the context's `top`), then those without
+        times, the sum, and the totals."""
+        context = self.context
+        group_by = context["group_by"]
+        measured = [row for row in self.rows if "estimated_us" in row]
+        shown = measured[: context["top"]]
+        others = [row for row in self.rows if "estimated_us" not in row]
+        yield from _aligned(
+            [
+                (*_HEADS, *_WORK_HEADS, group_by or "op"),
+                *(_cells(row, context) for row in shown),
+                *(_unmeasured(row, group_by) for row in others[:_MOST_LISTED]),
+            ]
         )
-    if context["captured_device_us"] is not None:
-        of = context["measured_captured_device_us"] / context["captured_device_us"]
-        told = f"{of:.1%} of it in the ops measured"
-        traced = context["traced_device_us"]
-        if traced is not None:
-            share = context["measured_captured_device_us"] / traced
-            told += f", {share:.1%} of the {duration(traced * 1e3)} of the whole trace"
-        yield f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {told}"
-    yield printable(ran_on(context))
-    yield printable(f"inputs    {context['inputs']}")
-    yield from (printable(f"gpu       {text}") for text in gpu_lines(context["gpus"]))
-    yield from (printable(f"peak      {peak_line(row)}") for row in context.get("peaks", ()))
-    yield verified(printable(context["verified"]))
+        if len(others) > _MOST_LISTED:
+            yield f"and {len(others) - _MOST_LISTED} more that were not measured (--benchmark-format=json lists them)"
+        yield ""
+        yield printable(_sum(context, shown, len(measured) - len(shown)))
+        yield (
+            f"distinct ops: {context['distinct_ops']} in the file, {context['matched']} matched, "
+            f"{context['selected']} selected"
+        )
+        yield (
+            f"attempted {context['attempted']} = {context['successful']} successful + {context['failed']} failed; "
+            f"refused {sum(context['refused'].values())}"
+        )
+        for reason, count in sorted(context["refused"].items(), key=lambda pair: -pair[1]):
+            yield printable(f"  {count} refused: {reason}")
+        unsupported = context["unsupported"]
+        if unsupported["calls"]:
+            share = unsupported["share_of_device_time"]
+            yield printable(
+                f"unsupported in the capture, not measured: {call_count(unsupported['calls'])} "
+                f"({_counted(unsupported['reasons'])}), "
+                + ("of unknown device time" if share is None else f"{share:.1%} of the captured device time")
+            )
+        if context["captured_device_us"] is not None:
+            of = context["measured_captured_device_us"] / context["captured_device_us"]
+            told = f"{of:.1%} of it in the ops measured"
+            traced = context["traced_device_us"]
+            if traced is not None:
+                share = context["measured_captured_device_us"] / traced
+                told += f", {share:.1%} of the {duration(traced * 1e3)} of the whole trace"
+            yield f"captured device time: {duration(context['captured_device_us'] * 1e3)}, {told}"
+        yield printable(ran_on(context))
+        yield printable(f"inputs    {context['inputs']}")
+        yield from (printable(f"gpu       {text}") for text in gpu_lines(context["gpus"]))
+        yield from (printable(f"peak      {peak_line(row)}") for row in context.get("peaks", ()))
+        yield verified(printable(context["verified"]))
 
 
 def _work_cells(row: dict[str, Any]) -> tuple[str, ...]:
