@@ -390,15 +390,10 @@ def _comparison(row: ComparedRow) -> dict[str, Any]:
         "name": row.name,
         "replacement": row.replacement or None,
         "calls": row.calls,
-        "rounds": found.rounds,
         "original_ns": float(np.median(found.original)),
         "substituted_ns": float(np.median(found.substituted)),
-        "ratio": found.ratio,
-        "ratio_low": None if found.interval is None else found.interval.low,
-        "ratio_high": None if found.interval is None else found.interval.high,
         "confidence": None if found.interval is None else found.interval.confidence,
-        "verdict": found.verdict,
-        "reason": found.reason or None,
+        **found.fields(),
     }
 
 

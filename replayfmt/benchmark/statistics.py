@@ -333,6 +333,17 @@ class PairedComparison:
     def rounds(self) -> int:
         return int(self.original.size)
 
+    def fields(self) -> dict[str, Any]:
+        """The ratio and what it says, for a row."""
+        return {
+            "rounds": self.rounds,
+            "ratio": self.ratio,
+            "ratio_low": None if self.interval is None else self.interval.low,
+            "ratio_high": None if self.interval is None else self.interval.high,
+            "verdict": self.verdict,
+            "reason": self.reason or None,
+        }
+
     @property
     def verdict(self) -> Verdict:
         """What the interval says about the substituted side."""
@@ -398,21 +409,22 @@ def parse_min_time(text: str) -> MinTime:
     Raises UsageError for everything else, and for values that are not positive: measuring for no time measures nothing.
     (Google Benchmark reports rows of 0 iterations for `0x`.)
     """
-    matched = _ITERATIONS.fullmatch(text)
-    if matched:
-        count = int(matched[1])
-        if 1 <= count <= MOST_ITERATIONS:
-            return MinTime(iterations=count)
-    else:
-        matched = _SECONDS.fullmatch(text)
-        if matched:
-            seconds = float(matched[1])
-            if 0 < seconds <= MOST_SECONDS:
-                return MinTime(seconds=seconds)
+    count, seconds = _ITERATIONS.fullmatch(text), _seconds(text)
+    if count is not None and 1 <= int(count[1]) <= MOST_ITERATIONS:
+        return MinTime(iterations=int(count[1]))
+    if seconds is not None:
+        return MinTime(seconds=seconds)
     raise UsageError(
         f"--benchmark-min-time={text}: expected <integer>x (iterations, 1 to {MOST_ITERATIONS}) or "
         f"<float>s (seconds, more than 0, at most {MOST_SECONDS}), for instance 20x or 0.5s"
     )
+
+
+def _seconds(text: str) -> float | None:
+    """The seconds that `0.5s` or `0.5` is; None if it is none, or no time that can be measured for."""
+    matched = _SECONDS.fullmatch(text)
+    seconds = float(matched[1]) if matched else 0.0
+    return seconds if 0 < seconds <= MOST_SECONDS else None
 
 
 DEFAULT_PRECISION = "2%"
@@ -464,6 +476,11 @@ def parse_precision(
     if most is None:
         return Precision(share, default_cap_s if floor.seconds is None else cap_of_floor * floor.seconds)
     cap = _seconds(most)
+    if cap is None:
+        raise UsageError(
+            f"--benchmark-max-time={most}: expected <float>s (seconds, more than 0, at most {MOST_SECONDS}), for "
+            "instance 10s"
+        )
     if floor.seconds is not None and cap < floor.seconds:
         raise UsageError(f"--benchmark-max-time={most} is less than --benchmark-min-time={floor}")
     return Precision(share, cap)
@@ -477,19 +494,6 @@ def whole_precision(precision: str | None, most: str | None, floor: MinTime) -> 
 def op_precision(precision: str | None, most: str | None, floor: MinTime) -> Precision | None:
     """That of single ops, of which a capture has many: at most 0.1 s each, or twice a floor in seconds."""
     return parse_precision(precision, most, floor, 0.1, 2.0)
-
-
-def _seconds(text: str) -> float:
-    try:
-        cap = parse_min_time(text)
-    except UsageError:
-        cap = MinTime(iterations=1)
-    if cap.seconds is None:
-        raise UsageError(
-            f"--benchmark-max-time={text}: expected <float>s (seconds, more than 0, at most {MOST_SECONDS}), for "
-            "instance 10s"
-        )
-    return cap.seconds
 
 
 class StoppingRule:

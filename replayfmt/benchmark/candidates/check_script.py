@@ -31,8 +31,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Options:
     variants: bool = False
     guard: bool = False
     pages: str = ""  # which page is unreadable: ARGUMENT:before, ARGUMENT:after; all of them if empty
-    allow: tuple[str, ...] = ()
+    allow: Sequence[str] = ()
     min_time_s: float = 0.05
     cold_bytes: int = 0  # how much is rewritten between timed calls
     timeout_s: float = 120.0
@@ -1469,7 +1469,7 @@ def _judge_in_turn(task: Task, candidates: list[str], scratch: Path, options: Op
         return Running(given, in_child(work, report, options), report, time.monotonic() + allowed)
 
     while waiting or running:
-        while waiting and len(running) < options.jobs:
+        while waiting and len(running) < max(options.jobs, 1):
             number, given = waiting.pop(0)
             running[number] = start(number, given, options)
         for number, each in list(running.items()):
@@ -1493,7 +1493,7 @@ def _behind_page(task: Task, number: int, dead: Running, start: Any, options: Op
         for place, storage in enumerate(workload["storages"]):
             if f"({side})" not in events[-1]["call"]:
                 continue
-            changed = Options(**{**vars(options), "pages": f"{place}:{side}", "only": name})
+            changed = replace(options, pages=f"{place}:{side}", only=name)
             again = start(number, dead.given, changed, f"-{place}-{side}")
             while not again.poll():
                 time.sleep(0.005)
@@ -1576,29 +1576,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("candidates", nargs="*", metavar="KERNEL.py[:FUNCTION]")
     parser.add_argument("--task", default=os.path.dirname(os.path.abspath(__file__)), help="the task's folder")
-    parser.add_argument("--workload", default="", metavar="TEXT", help="only workloads whose name contains this")
+    parser.add_argument(
+        "--workload", dest="only", default="", metavar="TEXT", help="only workloads whose name contains this"
+    )
     parser.add_argument("--variants", action="store_true", help="also with zeros, NaN, Inf, empty and odd sizes")
     parser.add_argument("--guard", action="store_true", help="also between unreadable pages")
     parser.add_argument("--allow", action="append", default=[], choices=list(REASONS), metavar="REASON")
-    parser.add_argument("--min-time", type=float, default=0.05, metavar="SECONDS", help="time each workload; 0: do not")
-    parser.add_argument("--cold-bytes", type=int, default=0, help="rewrite so many bytes before each timed call")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="for each kernel")
-    parser.add_argument("--memory-limit", type=int, default=8 << 30, metavar="BYTES", help="for each kernel; 0: none")
-    parser.add_argument("--jobs", type=int, default=2, help="kernels that are judged at the same time")
+    limits = (
+        ("--min-time", "min_time_s", float, "SECONDS", "time each workload; 0: do not"),
+        ("--cold-bytes", "cold_bytes", int, "BYTES", "rewrite so many bytes before each timed call"),
+        ("--timeout", "timeout_s", float, "SECONDS", "for each kernel"),
+        ("--memory-limit", "memory_bytes", int, "BYTES", "for each kernel; 0: none"),
+        ("--jobs", "jobs", int, "N", "kernels that are judged at the same time"),
+    )
+    for flag, name, kind, unit, about in limits:
+        parser.add_argument(flag, dest=name, type=kind, default=getattr(Options, name), metavar=unit, help=about)
     parser.add_argument("--json", metavar="FILE", help="write the result to FILE")
     given = parser.parse_args(arguments)
-    options = Options(
-        given.variants,
-        given.guard,
-        "",
-        tuple(given.allow),
-        given.min_time,
-        given.cold_bytes,
-        given.timeout,
-        given.memory_limit,
-        max(given.jobs, 1),
-        given.workload,
-    )
+    options = Options(**{name: value for name, value in vars(given).items() if name in Options.__dataclass_fields__})
     for each in given.candidates:
         if each != REFERENCE and not os.path.exists(split_candidate(each)[0]):
             parser.error(f"{each}: there is no such file")

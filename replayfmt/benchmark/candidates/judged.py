@@ -205,9 +205,11 @@ class JudgeReport:
                 where = f" ({each.found['case']})" if each.found["case"] else ""
                 yield f"  -  {name}: REJECTED: {each.found['verdict']}{where}: {each.found['text']}"
                 continue
-            yield f"{number:>3}  {name}: accepted, {_ratio_text('whole workload', each.whole)}{self._heaviest(each)}"
+            whole = _ratio_text(_comparison(each.whole), "not timed")
+            yield f"{number:>3}  {name}: accepted, whole workload {whole}{self._heaviest(each)}"
             if each.end_to_end is not None:
-                yield f"     end to end: {_end_text(each.end_to_end)}"
+                unknown = f"not known: {each.end_to_end.get('reason')}"
+                yield f"     end to end: {_ratio_text(each.end_to_end, unknown)}"
         yield ""
         yield from (f"gpu       {text}" for text in gpu_lines(self.gpus))
         yield "ratios of the reference's time; below 1 is faster"
@@ -226,27 +228,16 @@ def _comparison(found: PairedComparison | None) -> dict[str, Any] | None:
     if found is None:
         return None
     return {
-        "rounds": found.rounds,
         "reference_ns": float(np.median(found.original)),
         "candidate_ns": float(np.median(found.substituted)),
-        "ratio": found.ratio,
-        "ratio_low": None if found.interval is None else found.interval.low,
-        "ratio_high": None if found.interval is None else found.interval.high,
-        "verdict": found.verdict,
-        "reason": found.reason or None,
+        **found.fields(),
     }
 
 
-def _ratio_text(what: str, found: PairedComparison | None) -> str:
-    if found is None or found.ratio is None:
-        return f"{what} not timed"
-    between = "" if found.interval is None else f" ({found.interval.low:.3f} to {found.interval.high:.3f})"
-    return f"{what} {found.ratio:.3f}{between}, {found.verdict}"
-
-
-def _end_text(row: dict[str, Any]) -> str:
-    if row.get("ratio") is None:
-        return f"not known: {row.get('reason')}"
+def _ratio_text(row: dict[str, Any] | None, unknown: str) -> str:
+    """A comparison's ratio and verdict."""
+    if row is None or row.get("ratio") is None:
+        return unknown
     between = "" if row["ratio_low"] is None else f" ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})"
     return f"{row['ratio']:.3f}{between}, {row['verdict']}"
 

@@ -312,24 +312,10 @@ class IsolatedTotal:
 
     @staticmethod
     def of(run: PerOpRun, inputs: str) -> IsolatedTotal:
-        measured = [(op.times, op.group.count) for op in run.ops if op.times is not None]
-        low = high = 0.0
-        known = True
-        for times, count in measured:
-            known = known and times.interval is not None
-            if times.interval is not None:
-                low, high = low + count * times.interval.low, high + count * times.interval.high
-        calls = sum(count for _times, count in measured)
+        row = OpRow("", [(op, op.group.count) for op in run.ops if op.times is not None])
+        low, high = (row.members and row.bounds_ns) or (None, None)
         left_out = run.not_measured.total() + run.chosen.unsupported.calls.total()
-        return IsolatedTotal(
-            inputs,
-            run.estimated_ns,
-            low if known and measured else None,
-            high if known and measured else None,
-            calls,
-            left_out,
-            run.overhead_ns * calls,
-        )
+        return IsolatedTotal(inputs, row.estimated_ns, low, high, row.calls, left_out, run.overhead_ns * row.calls)
 
 
 @dataclass(frozen=True)
