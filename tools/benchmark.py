@@ -7,7 +7,6 @@ With `--memory`, `--compare` and `--reconcile`, and how precisely to measure. `-
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ import click
 
 from replayfmt.errors import UsageError
 
-from .command import console_script, emit, is_given, option, reader_may_leave, refuse, say, together, tool
+from .command import console_script, emit, is_given, option, progress_bar, reader_may_leave, refuse, say, together, tool
 from .energy import Work, check_energy_windows, energy_options, run_energy, run_energy_windows
 from .per_op import BaselineFlags, PerOpFlags, baseline_options, per_op_options, run_per_op, show_below, show_report
 from .ranks import choose_collectives, collective_options, on_all_ranks
@@ -132,7 +131,6 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     from replayfmt.benchmark.candidates.judged import find_candidates, judge
     from replayfmt.benchmark.measure import largest_flush
     from replayfmt.benchmark.per_op.roofline import Peaks
-    from replayfmt.benchmark.result_files import output_file
     from replayfmt.benchmark.statistics import parse_min_time
 
     given = context.params
@@ -162,8 +160,7 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     import torch
 
     with ExitStack() as stack:
-        path = given["benchmark_out"]
-        out = stack.enter_context(output_file(_OUT, path, given["force"])) if path is not None else None
+        write = _opened(stack, _OUT, given["benchmark_out"], given["force"])
         report = judge(
             folder,
             candidates,
@@ -172,8 +169,8 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
             replayed if given["end_to_end"] else None,
         )
         text = json.dumps(report.document(), indent=1) + "\n"
-        if out is not None:
-            out.write(text)
+        if write is not None:
+            write(text)
         if given["benchmark_format"] == "console":
             for line in report.lines():
                 say(line)
@@ -317,17 +314,15 @@ def run_ranks(
         "does not go with the folder of all ranks; give it one file",
     )
     from replayfmt.benchmark.ranks import TimedRanks, lines, measure_ranks
-    from replayfmt.benchmark.result_files import output_file
 
     def work(ranks: TimedRanks) -> int:
-        path = out[0] if ranks.rank == 0 else None
         with ExitStack() as stack:
-            file = None if path is None else stack.enter_context(output_file(_OUT, path, out[1]))
+            write = _opened(stack, _OUT, out[0] if ranks.rank == 0 else None, out[1])
             plan = stack.enter_context(flags.plan(ranks.path))
             report = measure_ranks(plan, ranks, options, stack.enter_context(_progress()) if ranks.rank == 0 else None)
             if report is not None:
-                if file is not None:
-                    file.write(report.json())
+                if write is not None:
+                    write(report.json())
                 with reader_may_leave():
                     show_report(report, form)
                     if form == "console":
@@ -340,6 +335,13 @@ def run_ranks(
 
 _OUT = "--benchmark-out"
 _REDRAW_S = 0.2
+
+
+def _opened(stack: ExitStack, flag: str, path: str | None, force: bool) -> Callable[[str], None] | None:
+    """What writes a result file, which is opened now and closed with the stack; None without a path."""
+    from replayfmt.benchmark.result_files import output_file
+
+    return None if path is None else stack.enter_context(output_file(flag, path, force)).write
 
 
 @tool(
@@ -440,7 +442,7 @@ def cli(
     if values["compare"]:
         refuse_with_compare(context, flags, per_op is not None)
     from replayfmt.benchmark.measure import Options
-    from replayfmt.benchmark.result_files import output_file, refuse_input
+    from replayfmt.benchmark.result_files import refuse_input
 
     if per_op is None:
         precision = whole_precision(values["benchmark_precision"], values["benchmark_max_time"], min_time)
@@ -466,27 +468,27 @@ def cli(
     if per_op is not None and not values["energy"] and os.environ.get("WORLD_SIZE", "1") != "1":
         return _share_out(context, capture, flags, per_op, against)
     with ExitStack() as stack:
-        out = stack.enter_context(output_file(_OUT, benchmark_out, force)) if benchmark_out is not None else None
+        write = _opened(stack, _OUT, benchmark_out, force)
         if values["energy"]:
             kept = []
             for flag, path in (("--energy-out", values["energy_out"]), ("--power-log-out", values["power_log_out"])):
                 if path is not None:
                     refuse_input(flag, path, capture)
-                kept.append(None if path is None else stack.enter_context(output_file(flag, path, force)).write)
+                kept.append(_opened(stack, flag, path, force))
             work = Work(capture, flags, replay_scope, values["program"], context, stack.enter_context(_progress()))
             return run_energy(work, *kept)
         if values["energy_windows"] is not None:
             refuse_input("--energy-windows", values["energy_windows"], capture)
-            file = stack.enter_context(output_file("--energy-windows", values["energy_windows"], force))
+            write = _opened(stack, "--energy-windows", values["energy_windows"], force)
             work = Work(capture, flags, replay_scope, values["program"], context, stack.enter_context(_progress()))
-            return run_energy_windows(work, file.write)
+            return run_energy_windows(work, write)
         if values["reconcile"]:
             run_reconcile(
                 lambda keep_going: flags.plan(capture, keep_going=keep_going),
                 options,
                 benchmark_format,
                 stack.enter_context(_progress()),
-                out.write if out is not None else None,
+                write,
                 values["program"],
                 values["program_runs"],
             )
@@ -495,11 +497,9 @@ def cli(
         if values["guard"]:
             guarded(plan, err=benchmark_format != "console")
         if per_op is not None:
-            progress = stack.enter_context(_progress())
-            return run_per_op(plan, per_op, benchmark_format, progress, out.write if out is not None else None, against)
+            return run_per_op(plan, per_op, benchmark_format, stack.enter_context(_progress()), write, against)
         if values["compare"]:
-            progress = stack.enter_context(_progress())
-            run_compare(plan, options, benchmark_format, progress, out.write if out is not None else None)
+            run_compare(plan, options, benchmark_format, stack.enter_context(_progress()), write)
             return 0
         stack.enter_context(profiled(profiling, plan))
         report, below, code = against.apply(
@@ -510,8 +510,8 @@ def cli(
 
             found = MemoryReport.of(plan)
             report.sections["memory"] = found.as_json()
-        if out is not None:
-            out.write(report.json())
+        if write is not None:
+            write(report.json())
         with reader_may_leave():
             show_report(report, benchmark_format)
             if values["memory"] and benchmark_format == "console":
@@ -526,7 +526,6 @@ def _share_out(
 ) -> int:
     """Measure the ops of one capture under torchrun, a part of them on each rank: on its own device, unless --device
     says which."""
-    from replayfmt.benchmark.result_files import output_file
     from replayfmt.format.reader import open_capture
     from replayfmt.replay.ranks import Ranks
 
@@ -541,13 +540,12 @@ def _share_out(
             local = os.environ.get("LOCAL_RANK", str(ranks.rank))
             own = replace(flags, device=tuple(f"{kind}:{local}" for kind in kinds)) if len(kinds) == 1 else flags
         with ExitStack() as stack:
-            writes = path is not None and ranks.rank == 0
-            out = stack.enter_context(output_file(_OUT, path, values["force"])) if writes else None
+            write = _opened(stack, _OUT, path if ranks.rank == 0 else None, values["force"])
             plan = stack.enter_context(own.plan(capture, keep_going=True))
             if values["guard"]:
                 guarded(plan, err=form != "console")
             progress = stack.enter_context(_progress()) if ranks.rank == 0 else None
-            return run_per_op(plan, per_op, form, progress, None if out is None else out.write, against, ranks)
+            return run_per_op(plan, per_op, form, progress, write, against, ranks)
 
     return on_all_ranks(lambda: Ranks(capture, values["collective_timeout"]), work)
 
@@ -564,15 +562,12 @@ def _measure(plan: Plan, options: Options, of_scope: PlanOfScope) -> Report:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int | None], None] | None]:
     """A progress bar on stderr if that is a terminal, None otherwise."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}"), TimeElapsedColumn())
+    columns = ("{task.description}", "BarColumn", "{task.completed:.0f}", "TimeElapsedColumn")
     # No redraw thread: it would wake up during timing. The bar is drawn between replays.
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+    with progress_bar(*columns, auto_refresh=False) as bar:
+        if bar is None:
+            yield None
+            return
         task = bar.add_task("")
         drawn = 0.0
 

@@ -4,14 +4,10 @@ external files, so that it can be moved."""
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.external_files import FileRemaps, processors
@@ -21,39 +17,27 @@ from replayfmt.format.rank_files import MANIFEST, write_manifest
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted
 
-from .command import console_script, option, reader_may_leave, say, tool
+from .command import console_script, option, progress_bar, reader_may_leave, say, tool
 
 _MOST_PROCESSES = 16  # that check the files of many ranks
 
 
-@dataclass
-class _Bar:
-    """The updates of a progress bar; no-ops without a bar."""
-
-    advance: Callable[[int], None] = lambda _count: None
-    expect: Callable[[int], None] = lambda _total: None
-
-
 @contextmanager
-def _progress_bar(title: str, path: str, passes: int) -> Iterator[_Bar]:
-    """A bar on stderr over `passes` times the file's length, only where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield _Bar()
-        return
+def _progress_bar(title: str, path: str, passes: int) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A bar on stderr over `passes` times the file's length, only where stderr is a terminal: what advances it, and
+    what sets another total."""
     total = passes * os.path.getsize(path) if os.path.isfile(path) else None
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = ("{task.description}", "BarColumn", "DownloadColumn", "TimeRemainingColumn")
+    with progress_bar(*columns) as bar:
+        if bar is None:
+            yield lambda _count: None, lambda _total: None
+            return
         task = bar.add_task(title, total=total)
-        yield _Bar(lambda count: bar.advance(task, count), lambda total: bar.update(task, total=total))
+        yield lambda count: bar.advance(task, count), lambda total: bar.update(task, total=total)
 
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items())
-
-
-def _echo(text: str) -> None:
-    """Print one line; text quoted from a capture cannot break it."""
-    say(text)
 
 
 def _print_report(report: CheckReport) -> None:
@@ -62,23 +46,23 @@ def _print_report(report: CheckReport) -> None:
         return
     state = "recovered" if report.recovered else "complete" if report.complete else "incomplete"
     version = ".".join(map(str, report.version))
-    _echo(f"{report.path}: capture of format {version}, {counted(report.length, 'byte')}, {state}")
+    say(f"{report.path}: capture of format {version}, {counted(report.length, 'byte')}, {state}")
     session = report.session
     made = f"{session.producer} {session.producer_version}"
-    _echo(
+    say(
         f"  session      {session.session_id} by {made}"
         + (f" with torch {session.torch_version}" if session.torch_version else "")
     )
-    _echo(f"  frames       {_listed(report.frames)}")
+    say(f"  frames       {_listed(report.frames)}")
     if report.definitions:
-        _echo(f"  definitions  {_listed(report.definitions)}")
-    _echo(f"  records      {_listed({kind.name: count for kind, count in report.records.items()}) or 'none'}")
+        say(f"  definitions  {_listed(report.definitions)}")
+    say(f"  records      {_listed({kind.name: count for kind, count in report.records.items()}) or 'none'}")
     if report.annotated:
-        _echo(f"               {report.annotated:,} annotated")
-    _echo(f"  storages     {report.storages:,}")
-    _echo(f"  payloads     {report.payloads:,} with {counted(report.payload_bytes, 'byte')}")
+        say(f"               {report.annotated:,} annotated")
+    say(f"  storages     {report.storages:,}")
+    say(f"  payloads     {report.payloads:,} with {counted(report.payload_bytes, 'byte')}")
     for warning in report.warnings:
-        _echo(f"  warning      {warning}")
+        say(f"  warning      {warning}")
 
 
 @tool(
@@ -134,25 +118,25 @@ def cli(file: str, output: str | None, out: str | None, adding: bool, remaps: tu
             raise click.UsageError("--force replaces the output of --recover and --add-digests; give one of them")
         report = CheckReport(file)
         try:
-            with _progress_bar("checking", file, 1) as bar:
-                check_capture(file, report, bar.advance)
+            with _progress_bar("checking", file, 1) as (advance, _expect):
+                check_capture(file, report, advance)
         finally:
             with reader_may_leave():
                 _print_report(report)
         with open_capture(file) as reader:
             races = judge_races(reader)
         if races.unjudged:
-            _echo(f"  races        not all looked for: {races.unjudged}")
+            say(f"  races        not all looked for: {races.unjudged}")
         for race in races.sentences:
-            _echo(f"  race         {race}")
+            say(f"  race         {race}")
         say("valid")
         return
-    with _progress_bar("recovering", file, 3) as bar:
-        report, left = recover_capture(file, out, force=force, progress=bar.advance)
+    with _progress_bar("recovering", file, 3) as (advance, _expect):
+        report, left = recover_capture(file, out, force=force, progress=advance)
     _print_report(report)
     if left:
-        _echo(f"left behind: {left}")
-    _echo(f"valid; recovered from {file}")
+        say(f"left behind: {left}")
+    say(f"valid; recovered from {file}")
 
 
 def _check_folder(folder: str) -> None:
@@ -162,21 +146,19 @@ def _check_folder(folder: str) -> None:
         state = (
             f"{row['bytes']:,} bytes, {counted(row['collectives'], 'collective')}" if row["complete"] else "not valid"
         )
-        _echo(f"{os.path.join(folder, row['file'])}: {state}")
+        say(f"{os.path.join(folder, row['file'])}: {state}")
     for group in manifest["groups"]:
-        _echo(f"  group of ranks {', '.join(map(str, group['ranks']))}: {counted(group['collectives'], 'collective')}")
+        say(f"  group of ranks {', '.join(map(str, group['ranks']))}: {counted(group['collectives'], 'collective')}")
     if manifest["problems"]:
         raise InvalidCapture("; ".join(manifest["problems"]))
     say(f"valid; {MANIFEST} written")
 
 
 def _add_digests(path: str, out: str, remaps: tuple[str, ...], force: bool) -> None:
-    with _progress_bar("adding digests", path, 3) as bar:
-        done = add_digests(
-            path, out, remaps=FileRemaps.parse(remaps), force=force, started=bar.expect, progress=bar.advance
-        )
+    with _progress_bar("adding digests", path, 3) as (advance, expect):
+        done = add_digests(path, out, remaps=FileRemaps.parse(remaps), force=force, started=expect, progress=advance)
     _print_report(done.report)
-    _echo(
+    say(
         f"valid; digests of {counted(done.added, 'external file')} added"
         + (f", {done.confirmed:,} had one" if done.confirmed else "")
     )

@@ -7,6 +7,7 @@ unreadable or not valid. Imports no torch.
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
 import sys
@@ -89,17 +90,28 @@ _LONG = 20_000  # records; work on fewer shows no progress
 
 
 @contextmanager
+def progress_bar(*columns: str, wanted: bool = True, **options: Any) -> Iterator[Any]:
+    """A progress bar of rich on stderr, if that is a terminal, else None. `columns` are names of rich's, or texts."""
+    if not wanted or not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    made = [getattr(progress, each)() if each.endswith("Column") else progress.TextColumn(each) for each in columns]
+    with progress.Progress(*made, console=Console(stderr=True), transient=True, **options) as bar:
+        yield bar
+
+
+@contextmanager
 def record_bar(what: str, records: int) -> Iterator[Callable[..., None] | None]:
     """On stderr, if that is a terminal and `records` is large: `show(done)`, or `show(done, total)` if the total turns
     out to differ from `records`. None otherwise."""
-    if records < _LONG or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (what, "BarColumn", "MofNCompleteColumn", "TimeElapsedColumn")
+    with progress_bar(*columns, wanted=records >= _LONG) as bar:
+        if bar is None:
+            yield None
+            return
         task = bar.add_task(what, total=records)
         yield lambda done, total=None: bar.update(task, completed=done, total=total)
 
@@ -329,6 +341,16 @@ def say(text: str, *, err: bool = False) -> None:
 def emit(text: str, *, end: str = "\n", err: bool = False) -> None:
     """Print text as it is."""
     click.echo(text + end, sys.stderr if err else stdout(), nl=False)
+
+
+def show(form: str, rows: Iterable[Any], lines: Iterable[str], encode: Callable[[Any], str] = json.dumps) -> None:
+    """Print a result: its rows, one on a line, with --format=jsonl, else its lines for people."""
+    if form == "jsonl":
+        for row in rows:
+            emit(encode(row))
+    else:
+        for line in lines:
+            say(line)
 
 
 _stdout: TextIO | None = None

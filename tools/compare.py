@@ -12,7 +12,7 @@ from replayfmt.compare.comparison import compare
 from replayfmt.dump.row_templates import encode
 from replayfmt.errors import UsageError
 
-from .command import console_script, emit, is_given, option, record_bar, say, stdout, tool
+from .command import console_script, emit, is_given, option, record_bar, show, stdout, tool
 from .replay_flags import ReplayFlags, flag_of, options_of_plans, threads_option
 
 
@@ -118,12 +118,7 @@ def cli(
     else:
         options = _options(context, flags, replay, tolerance)
         found = compare(a, b, tolerance=tolerance, replay=replay, times=times, benchmarks=benchmarks, **options)
-    if form == "jsonl":
-        for row in found.rows:
-            emit(encode(row))
-    else:
-        for line in found.text.splitlines():
-            say(line)
+    show(form, found.rows, found.text.splitlines(), encode)
     stdout().flush()
     return 0 if found.ok else 1
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import click
 
@@ -18,6 +19,7 @@ from replayfmt.format.validation import printable
 
 from .command import console_script, option, stdout, tool
 
+Chunks = Callable[[], Iterable[str]]  # makes chunks of whole lines
 _WORTH_A_PROCESS = 20_000  # records; their rows take about a tenth of a second
 _MOST_PROCESSES = 4  # the one that writes is soon the one that others wait for
 
@@ -151,6 +153,14 @@ def cli(
         rows = _rows_of_ranks(capture, selection, summary, values, program is not None or form == "jsonl")
         write(rows if program is None else program.apply(rows))
         return
+
+    def show(rows: Chunks, text: Chunks, csv: Chunks | None = None) -> None:
+        """Print rows, what the filter makes of them, or text."""
+        if program is not None:
+            write(program.apply(rows()))
+        else:
+            write(({"jsonl": rows, "csv": csv}.get(form or "") or text)())
+
     reader = open_capture(capture)
     try:
         if kernel_skeleton is not None:
@@ -165,39 +175,28 @@ def cli(
         elif signatures:
             from replayfmt.dump.listings import signature_lines, signature_text_lines
 
-            if program is not None:
-                write(program.apply(signature_lines(reader, selection)))
-            else:
-                write((signature_lines if form == "jsonl" else signature_text_lines)(reader, selection))
+            show(partial(signature_lines, reader, selection), partial(signature_text_lines, reader, selection))
         elif findings:
             from replayfmt.dump.listings import lines
             from replayfmt.report.findings import capture_findings
 
             found = capture_findings(reader)
-            rows = lines(each.row() for each in found)
-            if program is not None:
-                write(program.apply(rows))
-            elif form == "jsonl":
-                write(rows)
-            else:
-                write([f"{printable(each.text)}\n    {each.command}\n" for each in found] or ["nothing stands out\n"])
+            texts = [f"{printable(each.text)}\n    {each.command}\n" for each in found] or ["nothing stands out\n"]
+            show(lambda: lines(each.row() for each in found), lambda: texts)
         elif device_kernels:
-            from replayfmt.dump import listings as table
+            from replayfmt.dump import listings
 
-            if program is not None:
-                write(program.apply(table.device_kernel_lines(reader)))
-            else:
-                forms = {"jsonl": table.device_kernel_lines, "csv": table.device_kernel_csv}
-                write(forms.get(form or "", table.device_kernel_text)(reader))
-        elif program is not None:
-            write(program.apply(jsonl_chunks(reader, selection, summary, values)))
-        elif selection.everything and not summary and (count := _processes(reader.record_count)) > 1:
+            forms = (listings.device_kernel_lines, listings.device_kernel_text, listings.device_kernel_csv)
+            show(*(partial(each, reader) for each in forms))
+        elif (
+            program is None and selection.everything and not summary and (count := _processes(reader.record_count)) > 1
+        ):
             from replayfmt.dump.in_turns import write_in_turns
 
             parts = jsonl_parts if form == "jsonl" else text_parts
             write_in_turns(1 + len(reader.record_frames), lambda: parts(reader, values), write, count)
         else:
-            write((jsonl_chunks if form == "jsonl" else text_chunks)(reader, selection, summary, values))
+            show(*(partial(each, reader, selection, summary, values) for each in (jsonl_chunks, text_chunks)))
     finally:
         reader.close()
 

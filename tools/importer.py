@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +15,7 @@ import click
 from replayfmt.errors import CaptureFailed, UsageError
 from replayfmt.format.output import check_place
 
-from .command import emit, option, run_tool, say, tool
+from .command import emit, option, progress_bar, run_tool, say, show, tool
 
 if TYPE_CHECKING:
     from replayfmt.importers.common.report import ImportReport
@@ -139,24 +138,17 @@ _LEVELS = ("auto", "leaf", "launching", "root")
 def cli(
     trace: str,
     output: str,
-    kind: str,
-    level: str,
-    unique: bool,
-    steps: tuple[int, ...],
-    scopes: tuple[str, ...],
-    time: str,
-    rewrite: str,
     op_libraries: tuple[str, ...],
     allowed: tuple[str, ...],
     aliases: tuple[str, ...],
     string_defaults: tuple[str, ...],
     number_defaults: tuple[str, ...],
     graph_captures: tuple[str, ...],
-    inductor_cache: str | None,
     rank: str | None,
     form: str,
     report_file: str | None,
     force: bool,
+    **choices: Any,
 ) -> int:
     """Turn the trace TRACE into the capture FILE.  A report lists what is exact, inferred or missing.
 
@@ -172,15 +164,7 @@ def cli(
     if report_file is not None:
         _check_report(report_file, trace, output, force)
     with _progress() as (on_bytes, on_record):
-        choices: dict[str, Any] = {
-            "kind": kind,
-            "level": level,
-            "unique": unique,
-            "steps": steps,
-            "scopes": scopes,
-            "time": time,
-            "inductor_cache": inductor_cache,
-            "rewrite": rewrite,
+        choices |= {
             "libraries": _libraries(allowed, op_libraries),
             "names": _names(aliases, string_defaults, number_defaults),
             "force": force,
@@ -217,12 +201,7 @@ def _import(
 
 
 def _show(trace: str, output: str, report: ImportReport, form: str) -> None:
-    if form == "jsonl":
-        for row in report.rows():
-            emit(json.dumps(row))
-    else:
-        for line in report.lines():
-            say(line)
+    show(form, report.rows(), report.lines())
     for problem in report.problems:
         say(f"{trace}: {problem}", err=True)
     for warning in report.warnings():
@@ -269,14 +248,11 @@ def _write_report(path: str, reports: Iterable[ImportReport]) -> None:
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[int, int], None] | None, Callable[[int, int], None] | None]]:
     """Two progress bars on a terminal's stderr: bytes of the trace read, records written. Otherwise nothing."""
-    if not sys.stderr.isatty():
-        yield None, None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = ("{task.description}", "BarColumn", "TaskProgressColumn", "TimeElapsedColumn")
+    with progress_bar(*columns) as bar:
+        if bar is None:
+            yield None, None
+            return
         reading = bar.add_task("reading", total=None)
         writing = bar.add_task("writing", total=None, visible=False)
         yield (

@@ -28,7 +28,7 @@ import click
 from replayfmt.errors import OpReplayError, ReplayFailed, ReplayMismatch, SubstitutionRejected, UsageError
 from replayfmt.format.reader import open_capture
 
-from .command import option, record_bar, report, say, stdout, together
+from .command import option, progress_bar, record_bar, report, say, stdout, together
 
 if TYPE_CHECKING:
     from replayfmt.initializers import Initializer, Registry
@@ -485,16 +485,10 @@ def rows_if_rejected() -> Iterator[None]:
 @contextmanager
 def _file_progress() -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar on stderr, if that is a terminal, while digests of external files are computed."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("digesting external files"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+    columns = ("digesting external files", "BarColumn", "DownloadColumn", "TransferSpeedColumn")
+    with progress_bar(*columns) as bar:
+        task = None if bar is None else bar.add_task("", visible=False)
+        yield bar and (lambda done, total: bar.update(task, completed=done, total=total, visible=True))
 
 
 profiling_options = together(

@@ -15,7 +15,7 @@ from replayfmt.errors import ReplayMismatch, UsageError
 from replayfmt.format.output import check_place, same_file
 from replayfmt.format.validation import counted, printable
 
-from .command import console_script, emit, option, reader_may_leave, record_bar, refuse, report, say, tool
+from .command import console_script, emit, option, reader_may_leave, record_bar, refuse, report, say, show, tool
 from .ranks import choose_collectives, collective_options, on_all_ranks
 from .replay_flags import (
     ReplayFlags,
@@ -187,10 +187,8 @@ def cli(
                 for row in as_rows(plan, result, again):
                     emit(json.dumps(row))
             else:
-                for line in as_text(plan, result, again):
+                for line in (*as_text(plan, result, again), *(f"finding: {each}" for each in plan.findings)):
                     say(line)
-                for finding in plan.findings:
-                    say(f"finding: {finding}")
             if compare_kernels:
                 for verdict in profiling.compare_kernels(plan, kernels):
                     emit(json.dumps(verdict.row()) if form == "jsonl" else printable(str(verdict)))
@@ -218,12 +216,7 @@ def _repeat(capture: str, flags: ReplayFlags, times: int, processes: bool, form:
     else:
         found = repeat_here(capture, times, groups, lambda group: replace(flags, device=group).plan(capture))
     with reader_may_leave():
-        if form == "jsonl":
-            for row in found.rows:
-                emit(json.dumps(row))
-        else:
-            for line in found.text.splitlines():
-                say(line)
+        show(form, found.rows, found.text.splitlines())
     return 0 if found.ok else 1
 
 
