@@ -108,20 +108,69 @@ def _texts(value: Any) -> list[str]:
     return list(map(str, value)) if isinstance(value, list | dict) else []
 
 
-class _CodeSkeleton(ABC):
-    """One file. Subclasses say what differs between languages."""
+class _Skeleton(ABC):
+    """One file while it is being written."""
 
     variant = ""  # of --replay-kernel-substitution, behind the kernel's name
+    flags = ""  # that a replay needs besides
 
     def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
-        """Raises ValueError for a kernel that names no parameters."""
         self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
-        contents = contents_of(reader, kernel)
-        self._names = self.named(parse_metadata(contents.get(METADATA, b"{}"), kernel.qualified_name))
+        self._function = identifier_like(schema.base_name, self.names_inside())
+
+    @abstractmethod
+    def names_inside(self) -> set[str]:
+        """The names that the function cannot have. Raises ValueError for a kernel that no function can stand for."""
+
+    @abstractmethod
+    def text(self) -> str:
+        """The whole file."""
+
+    def _heading(self) -> Iterator[str]:
+        name = self._kernel.qualified_name
+        chosen = f"{name}{self.variant}=THIS_FILE"
+        chosen += "" if self._function == self._schema.base_name else f":{self._function}"
+        groups = SignatureIndex(self._reader).groups({self._kernel_id})
+        calls = how_often(sum(group.calls for group in groups))
+        replaced = f"A replacement for {name}, kernel {self._kernel_id} of {basename(self._reader.path)}."
+        yield '"""' + docstring_text(replaced)
+        yield ""
+        yield "It is checked against the original kernel at every captured call, then used:"
+        yield ""
+        yield f"    opreplay-run {self.flags}--replay-kernel-substitution={chosen} CAPTURE"
+        yield f"    opreplay-benchmark --compare {self.flags}--replay-kernel-substitution={chosen} CAPTURE"
+        yield ""
+        if "MODULE" in self.flags:
+            yield "MODULE registers the operator; this file may import it as well."
+            yield ""
+        yield f"The capture calls it {calls}, by signature (how often, the ordinal of the first, signature):"
+        yield ""
+        yield from signature_lines(groups)
+        yield '"""'
+
+    def _documented(self) -> Iterator[str]:
+        """The beginning of the function's docstring."""
+        written = ", ".join(argument.name for argument in self._schema.arguments if argument.type.written)
+        yield '    """' + docstring_text(self._kernel.schema)
+        yield ""
+        if written:
+            yield f"    It must write {written}, and no other argument."
+        else:
+            yield "    It must not write its arguments."
+
+
+class _CodeSkeleton(_Skeleton):
+    """For a kernel of code: its body is to be written. Subclasses say what differs between languages."""
+
+    flags = "--allow-code "
+
+    def names_inside(self) -> set[str]:
+        contents = contents_of(self._reader, self._kernel)
+        self._names = self.named(parse_metadata(contents.get(METADATA, b"{}"), self._kernel.qualified_name))
         if not self._names or not all(each.isidentifier() and not iskeyword(each) for each in self._names):
             raise ValueError("its parameters have no names that a function can have")
-        self._function = identifier_like(schema.base_name, {*self._names, "triton", "tl"})
         self._source = contents.get(SOURCE, b"").decode(errors="replace")
+        return {*self._names, "triton", "tl"}
 
     @abstractmethod
     def named(self, metadata: dict[str, Any]) -> list[str]:
@@ -140,42 +189,11 @@ class _CodeSkeleton(ABC):
         return source
 
     def text(self) -> str:
-        written = ", ".join(each.name for each in self._schema.arguments if each.type.written)
-        lines = [
-            *self._heading(),
-            "",
-            *self.head(),
-            '    """' + docstring_text(self._kernel.schema),
-            "",
-            f"    It must write {written}, and no other argument."
-            if written
-            else "    It must not write its arguments.",
-            '    """',
-            f"    {self.body()}",
-        ]
+        lines = [*self._heading(), "", *self.head(), *self._documented(), '    """', f"    {self.body()}"]
         if self._source:
             lines += ["", "", "# The source in the capture:", "#"]
             lines += [f"# {printable(line)}".rstrip() for line in self.shown(self._source).splitlines()]
         return "\n".join(lines) + "\n"
-
-    def _heading(self) -> Iterator[str]:
-        name = self._kernel.qualified_name
-        chosen = f"{name}{self.variant}=THIS_FILE"
-        chosen += "" if self._function == self._schema.base_name else f":{self._function}"
-        groups = SignatureIndex(self._reader).groups({self._kernel_id})
-        calls = how_often(sum(group.calls for group in groups))
-        replaced = f"A replacement for {name}, kernel {self._kernel_id} of {basename(self._reader.path)}."
-        yield '"""' + docstring_text(replaced)
-        yield ""
-        yield "It is checked against the original kernel at every captured call, then used:"
-        yield ""
-        yield f"    opreplay-run --allow-code --replay-kernel-substitution={chosen} CAPTURE"
-        yield f"    opreplay-benchmark --compare --allow-code --replay-kernel-substitution={chosen} CAPTURE"
-        yield ""
-        yield f"The capture calls it {calls}, by signature (how often, the ordinal of the first, signature):"
-        yield ""
-        yield from signature_lines(groups)
-        yield '"""'
 
 
 class TritonSkeleton(_CodeSkeleton):
@@ -259,7 +277,7 @@ def kernel_skeleton(reader: CaptureReader, which: int | str) -> str:
             raise ValueError(problem)
         if (schema.name, schema.overload or "default") != (kernel.name, kernel.overload):
             raise ValueError(f"it is the schema of {schema.name}.{schema.overload or 'default'}")
-        return _Skeleton(reader, kernel_id, kernel, schema).text()
+        return OperatorSkeleton(reader, kernel_id, kernel, schema).text()
     except ValueError as error:
         raise UsageError(f"{flag}: no skeleton can be written of {kernel.qualified_name}: {error}") from None
 
@@ -299,13 +317,14 @@ def _kernel_id(reader: CaptureReader, which: int | str, flag: str) -> int:
     return next(iter(found.values()))
 
 
-class _Skeleton:
-    """One file while it is being written."""
+class OperatorSkeleton(_Skeleton):
+    """For an operator: a function that calls the original."""
 
-    def __init__(self, reader: CaptureReader, kernel_id: int, kernel: Kernel, schema: OperatorSchema) -> None:
-        self._reader, self._kernel_id, self._kernel, self._schema = reader, kernel_id, kernel, schema
-        taken = {argument.name for argument in schema.arguments} | {schema.base_name}
-        self._function = identifier_like(schema.base_name, {argument.name for argument in schema.arguments})
+    def names_inside(self) -> set[str]:
+        schema = self._schema
+        names = {argument.name for argument in schema.arguments}
+        taken = names | {schema.base_name}
+        self.flags = "" if self._kernel.qualified_name.startswith("aten::") else "--allow-import=MODULE "
         self._original = identifier_like("original", taken)
         # Arguments whose name is a Python keyword, which no parameter can have.
         self._words = [
@@ -314,7 +333,7 @@ class _Skeleton:
             if iskeyword(argument.name) and (argument.keyword_only or argument.default is not None)
         ]
         self._others = identifier_like("words", {*taken, self._original, *(f"{name}_" for name in taken)})
-        self._groups = SignatureIndex(reader).groups({kernel_id})
+        return names
 
     def text(self) -> str:
         lines = [
@@ -336,28 +355,6 @@ class _Skeleton:
             f"    return {self._original}({', '.join(self._passed())})",
         ]
         return "\n".join(lines) + "\n"
-
-    def _heading(self) -> Iterator[str]:
-        name = self._kernel.qualified_name
-        chosen = f"{name}=THIS_FILE" + ("" if self._function == self._schema.base_name else f":{self._function}")
-        calls = sum(group.calls for group in self._groups)
-        yield '"""' + docstring_text(
-            f"A replacement for {name}, kernel {self._kernel_id} of {basename(self._reader.path)}."
-        )
-        yield ""
-        yield "It is checked against the original kernel at every captured call, then used:"
-        yield ""
-        allowed = "" if name.startswith("aten::") else "--allow-import=MODULE "
-        yield f"    opreplay-run {allowed}--replay-kernel-substitution={chosen} CAPTURE"
-        yield f"    opreplay-benchmark --compare {allowed}--replay-kernel-substitution={chosen} CAPTURE"
-        yield ""
-        if allowed:
-            yield "MODULE registers the operator; this file may import it as well."
-            yield ""
-        yield f"The capture calls it {how_often(calls)}, by signature (how often, the ordinal of the first, signature):"
-        yield ""
-        yield from signature_lines(self._groups)
-        yield '"""'
 
     def _called_original(self) -> Iterator[str]:
         """Looked up when it is called: a library that a replay is allowed to import may not be there when this file is
@@ -423,13 +420,7 @@ class _Skeleton:
         return hints[0] if len(hints) == 1 else f"tuple[{', '.join(hints)}]"
 
     def _docstring(self) -> Iterator[str]:
-        yield '    """' + docstring_text(self._kernel.schema)
-        yield ""
-        written = [argument for argument in self._schema.arguments if argument.type.written]
-        if written:
-            yield f"    It must write {', '.join(argument.name for argument in written)}, and no other argument."
-        else:
-            yield "    It must not write its arguments."
+        yield from self._documented()
         yield from self._results()
         yield '    """'
 

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import replayfmt
-from replayfmt.dump.kernel_skeleton import _Skeleton, kernel_skeleton
+from replayfmt.dump.kernel_skeleton import OperatorSkeleton, kernel_skeleton
 from replayfmt.errors import UsageError
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
@@ -388,7 +388,7 @@ def test_almost_every_operator_of_pytorch_has_a_skeleton_that_binds() -> None:
         kernel = Kernel(f"{namespace}::{base}", overload or "default", str(found._schema))
         reader: Any = FakeReader(kernel)
         try:
-            text = _Skeleton(reader, 1, kernel, parse_operator_schema(kernel.schema)).text()
+            text = OperatorSkeleton(reader, 1, kernel, parse_operator_schema(kernel.schema)).text()
         except ValueError:
             refused += 1
             continue

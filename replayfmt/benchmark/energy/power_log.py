@@ -107,7 +107,8 @@ class PowerLog:
         return replace(self, counters={})
 
     def _times(self) -> list[np.ndarray]:
-        return [each.times_s for each in (*self.series.values(), *self.counters.values())]
+        found = [each.times_s for each in self.series.values()]
+        return found + [each.times_s for each in self.counters.values()]
 
     def shifted(self, seconds: float) -> PowerLog:
         """The log of a clock that was `seconds` behind."""
@@ -466,8 +467,11 @@ class _Rows:
         self.gpu = next((plain.index(name) for name in _GPU_NAMES if name in plain), None)
         self.others = tuple(names[i] for i in drawn if i != power)
         # Where a value is, what makes watts of it if it is power, and where it goes.
-        self._values = [] if power is None else [(power, _scale(names[power], self._path), self.power)]
-        self._values += [] if counter is None else [(counter, None, self.counted)]
+        self._values: list[tuple[int, float | None, dict[str, array[float]]]] = []
+        if power is not None:
+            self._values.append((power, _scale(names[power], self._path), self.power))
+        if counter is not None:
+            self._values.append((counter, None, self.counted))
         self._last = max(time, self.gpu or 0, *(place for place, _scale, _found in self._values))
         return self._header is not None
 
