@@ -42,9 +42,11 @@ from .pictures import (
     TimelinePicture,
     count_cell,
     figure_cell,
+    seconds,
     si,
     table_columns,
     text_cell,
+    time_cell,
 )
 from .probe_section import ProbeRun, probe_section
 from .timelines import Lane, NameTable, ReplayedTrace, captured_lanes, isolated_lanes, replayed_lanes, timeline_of
@@ -70,10 +72,6 @@ def captured_and_replayed(figures: KernelFigures) -> Section:
     if not wholes:
         return Section("replay", "Captured and replayed", about, [MissingPicture("replay", "Times", missing)])
     names = [each.name or _WHOLE for each in wholes]
-
-    def seconds(nanoseconds: float | None) -> float | None:
-        return None if nanoseconds is None else nanoseconds / 1e9
-
     series = [
         BarSeries("captured", [seconds(each.captured_ns) for each in wholes]),
         BarSeries(
@@ -87,18 +85,16 @@ def captured_and_replayed(figures: KernelFigures) -> Section:
     series = [each for each in series if any(value is not None for value in each.values)]
     rows = [
         TableRow(
-            (
-                text_cell(name),
-                figure_cell(seconds(each.captured_ns), "s", each.reasons.get("captured", "")),
-                figure_cell(seconds(each.median_ns), "s", each.reasons.get("median", "")),
-                figure_cell(seconds(each.low_ns), "s", "the benchmark has no interval"),
-                figure_cell(seconds(each.high_ns), "s", "the benchmark has no interval"),
-                figure_cell(
-                    each.median_ns / each.captured_ns if each.median_ns and each.captured_ns else None,
-                    "×",
-                    "one of the two times is not known",
-                ),
-            )
+            text_cell(name),
+            time_cell(each.captured_ns, each.reasons.get("captured", "")),
+            time_cell(each.median_ns, each.reasons.get("median", "")),
+            time_cell(each.low_ns, "the benchmark has no interval"),
+            time_cell(each.high_ns, "the benchmark has no interval"),
+            figure_cell(
+                each.median_ns / each.captured_ns if each.median_ns and each.captured_ns else None,
+                "×",
+                "one of the two times is not known",
+            ),
         )
         for name, each in zip(names, wholes, strict=True)
     ]
@@ -137,15 +133,13 @@ def comparison_section(made: Comparison) -> Section:
 
     roots = [
         TableRow(
-            (
-                text_cell(", ".join(map(str, root.ordinals[0][:4]))),
-                text_cell(", ".join(map(str, root.ordinals[1][:4]))),
-                text_cell(", ".join(root.kernels[0] or root.kernels[1]), root.calls[0]),
-                text_cell(root.scope),
-                text_cell(f"{root.kind}, doubtful" if root.root.doubtful else root.kind, root.note),
-                text_cell("" if root.distance is None else str(root.distance)),
-                count_cell(root.consequences),
-            )
+            text_cell(", ".join(map(str, root.ordinals[0][:4]))),
+            text_cell(", ".join(map(str, root.ordinals[1][:4]))),
+            text_cell(", ".join(root.kernels[0] or root.kernels[1]), root.calls[0]),
+            text_cell(root.scope),
+            text_cell(f"{root.kind}, doubtful" if root.root.doubtful else root.kind, root.note),
+            text_cell("" if root.distance is None else str(root.distance)),
+            count_cell(root.consequences),
         )
         for root in made.roots[:MOST_ROWS]
     ]
@@ -154,16 +148,14 @@ def comparison_section(made: Comparison) -> Section:
     if made.times is not None:
         times = [
             TableRow(
-                (
-                    text_cell(each.kernel),
-                    count_cell(each.calls),
-                    figure_cell(each.ns[0] / 1e9, "s", ""),
-                    figure_cell(each.ns[1] / 1e9, "s", ""),
-                    figure_cell(each.ratio, "×", "nothing to divide by"),
-                    count_cell(each.removed[0]),
-                    count_cell(each.added[0]),
-                    figure_cell(each.difference_ns / 1e9, "s", ""),
-                )
+                text_cell(each.kernel),
+                count_cell(each.calls),
+                time_cell(each.ns[0], ""),
+                time_cell(each.ns[1], ""),
+                figure_cell(each.ratio, "×", "nothing to divide by"),
+                count_cell(each.removed[0]),
+                count_cell(each.added[0]),
+                time_cell(each.difference_ns, ""),
             )
             for each in made.times.kernels[:MOST_ROWS]
         ]
@@ -184,15 +176,13 @@ def baseline_section(comparison: BaselineComparison) -> Section:
     """Each row against that of the same name in an earlier file."""
     rows = [
         TableRow(
-            (
-                text_cell(row.name),
-                figure_cell(None if row.before.value is None else row.before.value / 1e9, "s", row.before.reason),
-                figure_cell(None if row.after.value is None else row.after.value / 1e9, "s", row.after.reason),
-                figure_cell(row.ratio, "×", row.reason),
-                figure_cell(row.ratio_low, "×", row.reason),
-                figure_cell(row.ratio_high, "×", row.reason),
-                text_cell(row.verdict, row.reason),
-            )
+            text_cell(row.name),
+            time_cell(row.before.value, row.before.reason),
+            time_cell(row.after.value, row.after.reason),
+            figure_cell(row.ratio, "×", row.reason),
+            figure_cell(row.ratio_low, "×", row.reason),
+            figure_cell(row.ratio_high, "×", row.reason),
+            text_cell(row.verdict, row.reason),
         )
         for row in comparison.rows[:MOST_ROWS]
     ]
@@ -246,16 +236,14 @@ def energy_section(energy: Fields | None, figures: KernelFigures) -> Section:
     parts += [(each.text("name"), each) for each in energy.rows("scopes")]
     rows = [
         TableRow(
-            (
-                text_cell(name.replace("_", " ")),
-                count_cell(part.count("runs")),
-                figure_cell(part.number("joules_per_run"), "J", _reason(part)),
-                figure_cell(part.number("joules"), "J", _reason(part)),
-                figure_cell(part.amount("error_joules"), "J", _reason(part)),
-                figure_cell(part.amount("mean_watts"), "W", _reason(part)),
-                figure_cell(part.amount("seconds"), "s", _reason(part)),
-                count_cell(part.count("samples")),
-            )
+            text_cell(name.replace("_", " ")),
+            count_cell(part.count("runs")),
+            figure_cell(part.number("joules_per_run"), "J", _reason(part)),
+            figure_cell(part.number("joules"), "J", _reason(part)),
+            figure_cell(part.amount("error_joules"), "J", _reason(part)),
+            figure_cell(part.amount("mean_watts"), "W", _reason(part)),
+            figure_cell(part.amount("seconds"), "s", _reason(part)),
+            count_cell(part.count("samples")),
         )
         for name, part in parts
     ]
@@ -348,13 +336,11 @@ def _shares(devices: list[DeviceMemory]) -> ReportTable:
     """What made the storages of each peak, the largest shares first."""
     rows = [
         TableRow(
-            (
-                text_cell(device.device),
-                text_cell(_maker(share)),
-                count_cell(share.storages),
-                figure_cell(float(share.bytes), "B", ""),
-                figure_cell(share.bytes / device.peak_bytes if device.peak_bytes else None, "%", "the peak is 0 bytes"),
-            )
+            text_cell(device.device),
+            text_cell(_maker(share)),
+            count_cell(share.storages),
+            figure_cell(float(share.bytes), "B", ""),
+            figure_cell(share.bytes / device.peak_bytes if device.peak_bytes else None, "%", "the peak is 0 bytes"),
         )
         for device in devices
         for share in device.shares[:_SHOWN_SHARES]
@@ -593,7 +579,7 @@ def _tiles(figures: KernelFigures, inputs: ReportInputs) -> list[Tile]:
     calls = sum(each.calls for each in figures.kernels)
     times = [figures.captured(each).total_ns for each in figures.kernels]
     known = [time for time in times if time is not None]
-    captured = figure_cell(sum(known) / 1e9 if known else None, "s", figures.no_captured)
+    captured = time_cell(sum(known) if known else None, figures.no_captured)
     whole = min(figures.measured.wholes, key=lambda each: bool(each.name), default=None)
     tiles = [
         Tile("calls", f"{calls:,}", f"of {counted(len(figures.kernels), 'kernel')}"),
@@ -601,7 +587,7 @@ def _tiles(figures: KernelFigures, inputs: ReportInputs) -> list[Tile]:
         Tile(f"in ops during capture ({figures.clock or 'host'})", captured.text, captured.about),
     ]
     if whole is not None:
-        cell = figure_cell(whole.median_ns and whole.median_ns / 1e9, "s", whole.reasons.get("median", ""))
+        cell = time_cell(whole.median_ns, whole.reasons.get("median", ""))
         title = "a scope, replayed" if whole.name else "a replay"
         tiles.append(Tile(title, cell.text, f"median; {whole.name or 'the whole capture'}"))
     else:

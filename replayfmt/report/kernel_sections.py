@@ -194,7 +194,7 @@ def kernel_table(figures: KernelFigures) -> ReportTable:
             figure_cell(None if share is None or not total else share / total, "%", figures.no_captured),
             *_measured_cells(figures, calls, energy, each.calls),
         )
-        return TableRow(cells, f"kernel-{each.kernel}")
+        return TableRow(*cells, name=f"kernel-{each.kernel}")
 
     rows = sorted(figures.kernels, key=lambda each: _weight(figures, each), reverse=True)
     columns = (
@@ -222,7 +222,7 @@ def call_site_table(figures: KernelFigures) -> ReportTable:
             *_captured_cells(figures, site),
             *_measured_cells(figures, calls, energy, site.calls),
         )
-        return TableRow(cells, f"site-{site.number}")
+        return TableRow(*cells, name=f"site-{site.number}")
 
     chosen = sorted(figures.sites, key=lambda site: _weight(figures, site), reverse=True)
     columns = (
@@ -346,7 +346,7 @@ def _without_empty(
         name,
         title,
         tuple(columns[place] for place in kept),
-        [TableRow(tuple(row.cells[place] for place in kept), row.name) for row in rows],
+        [TableRow(*(row.cells[place] for place in kept), name=row.name) for row in rows],
         None if sorted_by is None else kept.index(sorted_by),
         notes,
     )

@@ -166,12 +166,11 @@ class TableColumn:
     figures: bool = False
 
 
-@dataclass(frozen=True)
 class TableRow:
     """`name` is the row's own in the page, for links; "" if nothing leads to it."""
 
-    cells: tuple[TableCell, ...]
-    name: str = ""
+    def __init__(self, *cells: TableCell, name: str = "") -> None:
+        self.cells, self.name = cells, name
 
 
 @dataclass(frozen=True)
@@ -206,6 +205,15 @@ def figure_cell(value: float | None, unit: str, reason: str, about: str = "") ->
     if value is None or not math.isfinite(value):
         return TableCell(NOT_MEASURED, "", printable(reason or "no reason is known"))
     return TableCell(si(value, unit), value, printable(about))
+
+
+def seconds(nanoseconds: float | None) -> float | None:
+    return None if nanoseconds is None else nanoseconds / 1e9
+
+
+def time_cell(nanoseconds: float | None, reason: str, about: str = "") -> TableCell:
+    """A time; `not measured` with the reason if it is None."""
+    return figure_cell(seconds(nanoseconds), "s", reason, about)
 
 
 def si(value: float, unit: str) -> str:

@@ -42,6 +42,7 @@ from .pictures import (
     count_cell,
     figure_cell,
     text_cell,
+    time_cell,
 )
 
 _PROBE = re.compile(r"\s*// probe (\S+?):?(?:\s|$)")
@@ -270,18 +271,16 @@ def _row(each: ProbedKernel, figures: KernelFigures) -> TableRow:
             why_isolated = NO_ROW
     between = f"between {min(slowdowns):.3f} × and {max(slowdowns):.3f} ×" if slowdowns else ""
     return TableRow(
-        (
-            _kernel_cell(each, figures),
-            text_cell(each.probe),
-            count_cell(len(slowdowns)),
-            figure_cell(None if captured is None else captured / 1e9, "s", why_captured),
-            figure_cell(None if isolated is None else isolated / 1e9, "s", why_isolated),
-            mean(overhead.original_ms, 1e-3, "s"),
-            mean(overhead.probed_ms, 1e-3, "s"),
-            mean(slowdowns, 1.0, "×", between),
-            _registers(overhead.before),
-            _registers(overhead.after),
-        )
+        _kernel_cell(each, figures),
+        text_cell(each.probe),
+        count_cell(len(slowdowns)),
+        time_cell(captured, why_captured),
+        time_cell(isolated, why_isolated),
+        mean(overhead.original_ms, 1e-3, "s"),
+        mean(overhead.probed_ms, 1e-3, "s"),
+        mean(slowdowns, 1.0, "×", between),
+        _registers(overhead.before),
+        _registers(overhead.after),
     )
 
 
@@ -314,13 +313,11 @@ def _schedules(launches: list[RecordedSchedule], figures: KernelFigures) -> Repo
     )
     rows = [
         TableRow(
-            (
-                _kernel_cell(each.kernel, figures),
-                text_cell(each.recording),
-                *(_cell(each.schedule[name]) for name in ("blocks", "blocks_not_recorded", "sms", "span_cycles")),
-                _cell(each.schedule["scheduling_share"]),
-                _cell(each.warps["tail_share"]),
-            )
+            _kernel_cell(each.kernel, figures),
+            text_cell(each.recording),
+            *(_cell(each.schedule[name]) for name in ("blocks", "blocks_not_recorded", "sms", "span_cycles")),
+            _cell(each.schedule["scheduling_share"]),
+            _cell(each.warps["tail_share"]),
         )
         for each in launches
     ]

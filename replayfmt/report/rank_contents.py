@@ -38,9 +38,11 @@ from .pictures import (
     TimelinePicture,
     count_cell,
     figure_cell,
+    seconds,
     si,
     table_columns,
     text_cell,
+    time_cell,
 )
 from .timelines import Lane, NameTable, captured_lanes, timeline_of
 
@@ -202,13 +204,9 @@ def _together(where: str, document: Document) -> Fields:
     return whole.fields("ranks")
 
 
-def _seconds(ns: float | None) -> float | None:
-    return None if ns is None else ns / 1e9
-
-
 def _tiles(job: _Job, together: Fields | None) -> list[Tile]:
     met = job.met_by_several()
-    skew = figure_cell(_seconds(max((each.skew_ns for each in met), default=None)), "s", "no two ranks met")
+    skew = figure_cell(seconds(max((each.skew_ns for each in met), default=None)), "s", "no two ranks met")
     found = [
         Tile("ranks", f"{len(job.ranks):,}", f"of {job.world:,}"),
         Tile("ops", f"{sum(each.ops for each in job.ranks):,}", "on all ranks"),
@@ -217,7 +215,7 @@ def _tiles(job: _Job, together: Fields | None) -> list[Tile]:
     ]
     if together is None:
         return [*found, Tile("a replay together", "not measured", "no --benchmark of the folder")]
-    slowest = figure_cell(_seconds(together.amount("slowest_ns")), "s", "the benchmark does not say")
+    slowest = time_cell(together.amount("slowest_ns"), "the benchmark does not say")
     return [*found, Tile("a replay together", slowest.text, "median, of the slowest rank")]
 
 
@@ -269,17 +267,15 @@ def _rank_section(job: _Job, together: Fields | None) -> Section:
         why = not_measured if of is None else of.text("blocked_ns_reason") if of.has("blocked_ns_reason") else ""
         rows.append(
             TableRow(
-                (
-                    count_cell(each.rank),
-                    count_cell(each.ops),
-                    count_cell(each.collectives),
-                    figure_cell(each.span_ns / 1e9, "s", ""),
-                    figure_cell(_seconds(each.in_ops_ns), "s", "the capture holds no times of ops"),
-                    figure_cell(_seconds(each.waited_ns), "s", _NO_WAIT),
-                    figure_cell(None if of is None else _seconds(of.amount("median_real_time")), "s", not_measured),
-                    figure_cell(None if of is None else _seconds(of.amount("blocked_ns")), "s", why),
-                    figure_cell(None if of is None else _seconds(of.amount("waited_for_ns")), "s", why),
-                )
+                count_cell(each.rank),
+                count_cell(each.ops),
+                count_cell(each.collectives),
+                time_cell(each.span_ns, ""),
+                time_cell(each.in_ops_ns, "the capture holds no times of ops"),
+                time_cell(each.waited_ns, _NO_WAIT),
+                time_cell(None if of is None else of.amount("median_real_time"), not_measured),
+                time_cell(None if of is None else of.amount("blocked_ns"), why),
+                time_cell(None if of is None else of.amount("waited_for_ns"), why),
             )
         )
     titles = ("rank", "ops", "collectives", "captured", "in ops", "waits", "replayed", "blocked", "others wait for it")
@@ -304,7 +300,7 @@ def _together_section(job: _Job, together: Fields | None) -> Section:
         return Section("together", title, [], [MissingPicture("together", title, reason)])
     by_rank = list(together.rows("by_rank"))
     series = [
-        BarSeries(name, [_seconds(each.amount(field)) for each in by_rank])
+        BarSeries(name, [seconds(each.amount(field)) for each in by_rank])
         for name, field in (
             ("a replay, median", "median_real_time"),
             ("blocked in collectives", "blocked_ns"),
@@ -316,15 +312,13 @@ def _together_section(job: _Job, together: Fields | None) -> Section:
     picture: Picture = BarPicture("together", title, Axis("", "s"), labels, series)
     rows = [
         TableRow(
-            (
-                text_cell(each.text("operator")),
-                text_cell(", ".join(f"{rank:g}" for rank in each.amounts("ranks"))),
-                figure_cell(each.amount("bytes"), "B", ""),
-                count_cell(each.count("calls")),
-                figure_cell(_seconds(each.amount("median_ns")), "s", ""),
-                figure_cell(_seconds(each.amount("total_ns")), "s", ""),
-                figure_cell(each.amount("bus_bytes_per_second"), "B/s", "nothing travels"),
-            )
+            text_cell(each.text("operator")),
+            text_cell(", ".join(f"{rank:g}" for rank in each.amounts("ranks"))),
+            figure_cell(each.amount("bytes"), "B", ""),
+            count_cell(each.count("calls")),
+            time_cell(each.amount("median_ns"), ""),
+            time_cell(each.amount("total_ns"), ""),
+            figure_cell(each.amount("bus_bytes_per_second"), "B/s", "nothing travels"),
         )
         for each in list(together.rows("collectives"))[:MOST_ROWS]
     ]
@@ -347,17 +341,15 @@ def _collectives_section(job: _Job) -> Section:
     met = sorted(job.meetings.values(), key=lambda each: -each.skew_ns)
     rows = [
         TableRow(
-            (
-                count_cell(each.number),
-                text_cell(each.operator),
-                text_cell(each.members),
-                figure_cell(float(each.bytes), "B", ""),
-                count_cell(each.came(last=False)),
-                count_cell(each.came(last=True)),
-                figure_cell(each.skew_ns / 1e9 if len(each.launched_ns) > 1 else None, "s", "one rank launched it"),
-                figure_cell(_seconds(max(each.waited_ns.values(), default=None)), "s", _NO_WAIT),
-            ),
-            f"site-{each.number}",
+            count_cell(each.number),
+            text_cell(each.operator),
+            text_cell(each.members),
+            figure_cell(float(each.bytes), "B", ""),
+            count_cell(each.came(last=False)),
+            count_cell(each.came(last=True)),
+            time_cell(each.skew_ns if len(each.launched_ns) > 1 else None, "one rank launched it"),
+            figure_cell(seconds(max(each.waited_ns.values(), default=None)), "s", _NO_WAIT),
+            name=f"site-{each.number}",
         )
         for each in met[:MOST_ROWS]
     ]
