@@ -13,7 +13,7 @@ from replayfmt.dump.row_templates import scope_path
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted, printable
 
-from .measurements import NO_ROW, MeasuredCalls, MeasuredEnergy, Measurements, calls_of_kernels, energy_of_kernels
+from .measurements import NO_ROW, MeasuredCalls, Measurements, calls_of_kernels, sums_of_kernels
 from .ops import CapturedCallSite, CapturedTime, Clock, KernelTotals
 from .pictures import (
     Axis,
@@ -30,7 +30,9 @@ from .pictures import (
     TableRow,
     count_cell,
     figure_cell,
+    seconds,
     text_cell,
+    time_cell,
 )
 
 MOST_ROWS = 2000
@@ -74,8 +76,8 @@ class KernelFigures:
         return calls_of_kernels(self.sites, self.kernels, self.kernel_name, self.measured)
 
     @cached_property
-    def energy_by_kernel(self) -> dict[int, MeasuredEnergy]:
-        return energy_of_kernels(self.sites, self.kernels, self.measured)
+    def energy_by_kernel(self) -> dict[int, MeasuredCalls]:
+        return sums_of_kernels(self.sites, self.measured.energy_by_signature)
 
     def command(self, tool_and_flags: str) -> str:
         """A command line for this capture."""
@@ -100,10 +102,6 @@ def top_kernels(figures: KernelFigures) -> Section:
     kernels, measured = figures.kernels, figures.measured
     clock = figures.clock or "host"
 
-    def seconds(each: KernelTotals) -> float | None:
-        total = figures.captured(each).total_ns
-        return None if total is None else total / 1e9
-
     def of_calls(name: str, scale: float = 1.0) -> Callable[[KernelTotals], float | None]:
         def value(each: KernelTotals) -> float | None:
             found = figures.calls_by_kernel.get(each.kernel)
@@ -127,7 +125,8 @@ def top_kernels(figures: KernelFigures) -> Section:
             f"those of {min(each.share for each in parts):.1%} or more of their calls."
         )
     pictures = [
-        _top("top-captured", f"Time during capture ({clock})", Axis("all calls", "s"), figures, seconds,
+        _top("top-captured", f"Time during capture ({clock})", Axis("all calls", "s"), figures,
+             lambda each: seconds(figures.captured(each).total_ns),
              "" if figures.clock else figures.no_captured, notes),
         _top("top-replayed", "Time of isolated calls", Axis("all calls", "s"), figures, replayed, no_calls, notes),
         _top("top-calls", "Calls", Axis("calls"), figures, lambda each: float(each.calls), "", notes),
@@ -261,9 +260,8 @@ def _captured_columns(figures: KernelFigures) -> tuple[TableColumn, ...]:
 def _captured_cells(figures: KernelFigures, each: CapturedCallSite | KernelTotals) -> list[TableCell]:
     times = [each.host, each.device] if figures.clock == "device" else [each.host]
     return [
-        figure_cell(
-            None if time.total_ns is None else time.total_ns / 1e9,
-            "s",
+        time_cell(
+            time.total_ns,
             "the capture has no time of these calls",
             "" if time.calls == each.calls else f"of {time.calls:,} of {each.calls:,} calls",
         )
@@ -272,7 +270,7 @@ def _captured_cells(figures: KernelFigures, each: CapturedCallSite | KernelTotal
 
 
 def _measured_cells(
-    figures: KernelFigures, calls: MeasuredCalls | None, energy: MeasuredEnergy | None, of_site: int
+    figures: KernelFigures, calls: MeasuredCalls | None, energy: MeasuredCalls | None, of_site: int
 ) -> list[TableCell]:
     none = NO_ROW if figures.measured.any_calls else figures.no_calls
     found = calls or MeasuredCalls()
@@ -280,9 +278,6 @@ def _measured_cells(
     reasons = {**{name: none for name in ("total_ns", "bytes_moved", "flops")}, **found.reasons}
     call_ns = found.call_ns
     nanoseconds = found.total_ns
-
-    def a_call(total: float | None) -> float | None:
-        return None if total is None or not found.calls else total / found.calls
 
     def a_second(total: float | None) -> float | None:
         return None if total is None or not nanoseconds else total / nanoseconds * 1e9
@@ -293,14 +288,14 @@ def _measured_cells(
     )  # fmt: skip
     no_roof = "the benchmark was made without --roofline, or too little is known of the op" if calls else none
     no_joules = "the report has no row of these calls" if figures.measured.energy_by_signature else figures.no_energy
-    joules = None if energy is None else energy.joules_per_call
-    why = energy.reason if energy is not None else no_joules
+    joules = None if energy is None else energy.a_call(energy.joules)
+    why = energy.reasons.get("missing", "") if energy is not None else no_joules
     unknown_rate = reasons["flops"]
     return [
         _of_part(None if call_ns is None else call_ns * of_site / 1e9, found, "s", reasons["total_ns"]),
-        figure_cell(None if call_ns is None else call_ns / 1e9, "s", reasons["total_ns"], within),
-        figure_cell(a_call(found.bytes_moved), "B", reasons.get("bytes_moved", "")),
-        figure_cell(a_call(found.flops), "FLOP", reasons.get("flops", "")),
+        time_cell(call_ns, reasons["total_ns"], within),
+        figure_cell(found.a_call(found.bytes_moved), "B", reasons.get("bytes_moved", "")),
+        figure_cell(found.a_call(found.flops), "FLOP", reasons.get("flops", "")),
         figure_cell(a_second(found.flops), "FLOP/s", unknown_rate),
         figure_cell(a_second(found.bytes_moved), "B/s", reasons.get("bytes_moved", "")),
         figure_cell(found.share_of_roof, "%", no_roof, found.bound and f"bound by {found.bound}"),
@@ -309,7 +304,7 @@ def _measured_cells(
     ]
 
 
-def _of_part(value: float | None, of: MeasuredCalls | MeasuredEnergy | None, unit: str, why: str) -> TableCell:
+def _of_part(value: float | None, of: MeasuredCalls | None, unit: str, why: str) -> TableCell:
     """A sum over all calls, reduced to those measured, with their share."""
     if value is None or of is None or not of.missing_calls:
         return figure_cell(value, unit, why)

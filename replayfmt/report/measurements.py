@@ -149,9 +149,10 @@ _OP, _WHOLE = "BM_op/", "BM_replay"
 
 @dataclass
 class MeasuredCalls:
-    """Isolated calls of a signature or a kernel: sums over the `calls` that were measured. `missing_calls` were not,
-    and `reasons["missing"]` says why. Another sum is None, and `reasons` has the reason by the name of the field,
-    where one of the measured rows does not know its part. Times are nanoseconds.
+    """Isolated calls of a signature or a kernel: sums over the `calls` that were measured, by a benchmark or, of joules
+    alone, by an energy report. `missing_calls` were not, and `reasons["missing"]` says why. Another sum is None, and
+    `reasons` has the reason by the name of the field, where one of the measured rows does not know its part. Times are
+    nanoseconds.
 
     `share_of_roof`, `bound` and the peaks are of the row with most calls.
     """
@@ -163,6 +164,7 @@ class MeasuredCalls:
     high_ns: float | None = 0.0
     bytes_moved: float | None = 0.0
     flops: float | None = 0.0
+    joules: float | None = 0.0
     share_of_roof: float | None = None
     bound: str = ""
     peak_flops: float | None = None
@@ -173,7 +175,11 @@ class MeasuredCalls:
 
     @property
     def call_ns(self) -> float | None:
-        return None if self.total_ns is None or not self.calls else self.total_ns / self.calls
+        return self.a_call(self.total_ns)
+
+    def a_call(self, total: float | None) -> float | None:
+        """A call's part of a sum."""
+        return None if total is None or not self.calls else total / self.calls
 
     @property
     def share(self) -> float:
@@ -183,7 +189,10 @@ class MeasuredCalls:
     @property
     def known_part(self) -> str:
         """Which part of the calls the figures hold; empty if they hold all."""
-        return _known_part(self.calls, self.missing_calls, self.reasons.get("missing", ""))
+        known, every = self.calls, self.calls + self.missing_calls
+        if not known or not self.missing_calls:
+            return ""
+        return f"of {known:,} of {every:,} calls ({self.share:.1%}); the others: {self.reasons.get('missing', '')}"
 
     def miss(self, calls: int, reason: str) -> None:
         """Count calls that were not measured."""
@@ -196,47 +205,6 @@ class MeasuredCalls:
         if value is None:
             self.reasons.setdefault(name, reason)
         setattr(self, name, None if value is None or before is None else before + value * calls)
-
-
-@dataclass
-class MeasuredEnergy:
-    """Joules of the measured `calls` of a signature or a kernel in one run; `missing_calls` have none, for `reason`."""
-
-    calls: int = 0
-    missing_calls: int = 0
-    joules: float = 0.0
-    error_joules: float | None = 0.0
-    reason: str = ""
-
-    @property
-    def joules_per_call(self) -> float | None:
-        return self.joules / self.calls if self.calls else None
-
-    @property
-    def share(self) -> float:
-        """The share of the calls that have joules."""
-        return self.calls / (self.calls + self.missing_calls) if self.calls else 0.0
-
-    @property
-    def known_part(self) -> str:
-        """Which part of the calls the joules are of; empty if they are of all."""
-        return _known_part(self.calls, self.missing_calls, self.reason)
-
-    def add(self, count: int, per_call: float | None, error: float | None, reason: str) -> None:
-        if per_call is None:
-            self.missing_calls += count
-            self.reason = self.reason or reason
-            return
-        self.calls += count
-        self.joules += per_call * count
-        unknown = error is None or self.error_joules is None
-        self.error_joules = None if unknown else (self.error_joules or 0.0) + (error or 0.0) * count
-
-
-def _known_part(known: int, missing: int, reason: str) -> str:
-    if not known or not missing:
-        return ""
-    return f"of {known:,} of {known + missing:,} calls ({known / (known + missing):.1%}); the others: {reason}"
 
 
 @dataclass(frozen=True)
@@ -261,7 +229,7 @@ class Measurements:
     by_kernel: dict[str, MeasuredCalls] = field(default_factory=dict)
     kernels: set[str] = field(default_factory=set)
     wholes: list[WholeTime] = field(default_factory=list)
-    energy_by_signature: dict[str, MeasuredEnergy] = field(default_factory=dict)
+    energy_by_signature: dict[str, MeasuredCalls] = field(default_factory=dict)
 
     @property
     def any_calls(self) -> bool:
@@ -278,10 +246,15 @@ def read_measurements(benchmarks: Iterable[tuple[str, Document]], energy: Fields
     if energy is not None:
         for row in energy.rows("kernels"):
             count, reason = row.count("count"), row.text("reason") if row.has("reason") else "no reason is given"
-            figures = row.amount("joules_per_call"), row.amount("error_joules_per_call")
+            joules = row.amount("joules_per_call")
             # Unsupported work has a row without a kernel, and no signature.
             name = _without_values(row, row.text("name")) if row.text("kernel") else row.text("name")
-            found.energy_by_signature.setdefault(name, MeasuredEnergy()).add(count, *figures, reason)
+            sums = found.energy_by_signature.setdefault(name, MeasuredCalls())
+            if joules is None:
+                sums.miss(count, reason)
+                continue
+            sums.calls += count
+            sums.add("joules", joules, count, "")
     return found
 
 
@@ -428,7 +401,8 @@ def read_isolated(where: str, document: Document) -> IsolatedTimes:
 
 
 NO_ROW = "the benchmark has no row of these calls"
-_SUMS = ("total_ns", "low_ns", "high_ns", "bytes_moved", "flops")
+_SUMS = ("total_ns", "low_ns", "high_ns", "bytes_moved", "flops", "joules")
+_OF_THE_MOST = ("share_of_roof", "bound", "peak_flops", "peak_bandwidth", "kernel_class")
 
 
 def calls_of_kernels(
@@ -438,13 +412,7 @@ def calls_of_kernels(
     measured: Measurements,
 ) -> dict[int, MeasuredCalls]:
     """By the kernel's id; only those of which a call was measured."""
-    found: dict[int, MeasuredCalls] = {}
-    if measured.by_signature:
-        by_kernel = _by_kernel(sites)
-        for each in kernels:
-            added = _calls(by_kernel[each.kernel], measured)
-            if added is not None:
-                found[each.kernel] = added
+    found = sums_of_kernels(sites, measured.by_signature)
     for each in kernels:
         row = measured.by_kernel.get(name_of(each.kernel))
         if row is not None and each.kernel not in found:
@@ -452,43 +420,22 @@ def calls_of_kernels(
     return found
 
 
-def energy_of_kernels(
-    sites: Iterable[CapturedCallSite], kernels: Sequence[KernelTotals], measured: Measurements
-) -> dict[int, MeasuredEnergy]:
-    """By the kernel's id; only those of which a call was measured."""
-    found: dict[int, MeasuredEnergy] = {}
-    by_kernel = _by_kernel(sites) if measured.energy_by_signature else {}
-    for each in kernels:
-        parts = [(site, measured.energy_by_signature.get(site.signature)) for site in by_kernel.get(each.kernel, ())]
-        known = sum(site.calls for site, energy in parts if energy is not None)
-        if not known:
-            continue
-        added = found.setdefault(each.kernel, MeasuredEnergy())
-        for site, energy in parts:
-            if energy is None:
-                added.add(site.calls, None, None, NO_ROW)
-                continue
-            with_joules = round(site.calls * energy.share)
-            error = None if energy.error_joules is None or not energy.calls else energy.error_joules / energy.calls
-            if with_joules:
-                added.add(with_joules, energy.joules_per_call, error, "")
-            if with_joules < site.calls:
-                added.add(site.calls - with_joules, None, None, energy.reason)
-    return found
-
-
-def _by_kernel(sites: Iterable[CapturedCallSite]) -> dict[int, list[CapturedCallSite]]:
-    found: defaultdict[int, list[CapturedCallSite]] = defaultdict(list)
+def sums_of_kernels(
+    sites: Iterable[CapturedCallSite], by_signature: Mapping[str, MeasuredCalls]
+) -> dict[int, MeasuredCalls]:
+    """What was measured of the sites of each kernel added up, by its id; only of kernels of which a call was
+    measured."""
+    by_kernel: defaultdict[int, list[tuple[CapturedCallSite, MeasuredCalls | None]]] = defaultdict(list)
     for site in sites:
-        found[site.kernel].append(site)
-    return found
+        by_kernel[site.kernel].append((site, by_signature.get(site.signature)))
+    return {
+        kernel: _added_up(parts)
+        for kernel, parts in by_kernel.items()
+        if any(calls is not None for _site, calls in parts)
+    }
 
 
-def _calls(sites: Sequence[CapturedCallSite], measured: Measurements) -> MeasuredCalls | None:
-    """The calls of a kernel's sites added up; None if none of them was measured."""
-    parts = [(site, measured.by_signature.get(site.signature)) for site in sites]
-    if all(calls is None for _site, calls in parts):
-        return None
+def _added_up(parts: Iterable[tuple[CapturedCallSite, MeasuredCalls | None]]) -> MeasuredCalls:
     added = MeasuredCalls()
     for site, calls in parts:
         if calls is None:
@@ -499,14 +446,11 @@ def _calls(sites: Sequence[CapturedCallSite], measured: Measurements) -> Measure
         if known < site.calls:
             added.miss(site.calls - known, calls.reasons.get("missing", NO_ROW))
         for name in _SUMS if known else ():
-            total = getattr(calls, name)
-            why = calls.reasons.get(name, "it is not known")
-            added.add(name, None if total is None else total / calls.calls, known, why)
+            added.add(name, calls.a_call(getattr(calls, name)), known, calls.reasons.get(name, "it is not known"))
         if known > added.most_calls:
             added.most_calls = known
-            added.share_of_roof, added.bound = calls.share_of_roof, calls.bound
-            added.peak_flops, added.peak_bandwidth = calls.peak_flops, calls.peak_bandwidth
-            added.kernel_class = calls.kernel_class
+            for name in _OF_THE_MOST:
+                setattr(added, name, getattr(calls, name))
     return added
 
 
