@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -619,13 +619,9 @@ def argument_differences(
         records = a.record(at[0]), b.record(at[1])
         kernel = a.kernels[records[0].signature.kernel].qualified_name
         for name, one, other in changed_arguments(*records):
-            known = groups.get((kernel, name))
-            if known is None:
-                groups[kernel, name] = StructureDifference("arguments", f"{kernel} {name}", one, other, 1, at)
-            else:
-                groups[kernel, name] = StructureDifference(
-                    "arguments", known.name, known.a, known.b, known.count + 1, known.at
-                )
+            first = StructureDifference("arguments", f"{kernel} {name}", one, other, 0, at)
+            known = groups.get((kernel, name), first)
+            groups[kernel, name] = replace(known, count=known.count + 1)
     return list(groups.values())
 
 

@@ -38,7 +38,7 @@ from replayfmt.replay.run.run_twice import Outcome
 from replayfmt.replay.substitution.loading import load_function
 
 from .distances import Tolerance, digest_distance, distance, parse_tolerance
-from .isolated import OtherWay, outcome
+from .isolated import OtherWay, first_line
 
 _MOST_SETS = 8
 _STATE_VERSION = 1
@@ -452,12 +452,11 @@ class _Mixed(KernelStandIn):
         copies = way.copies(site, args, kwargs)
         returned = site.original(*args, **kwargs)
         try:
-            got = outcome(site, way.run(site, copies, states))
+            got = way.run(site, copies, states)
         except OpReplayError:
             raise
         except Exception as error:  # whatever an operator of another device raises
-            said = printable((str(error).strip().splitlines() or ["?"])[0], 200)
-            self._trials.failed[site.ordinal] = f"{type(error).__name__}: {said}"
+            self._trials.failed[site.ordinal] = f"{type(error).__name__}: {first_line(error)}"
             return returned
         for key, tensor in Outcome.of(site, returned, args, kwargs).values.items():
             other = got.values.get(key)

@@ -33,17 +33,6 @@ from replayfmt.replay.substitution.distance import Tolerance as Close
 from .distances import Tolerance, parse_tolerance
 
 
-@dataclass(frozen=True)
-class Called:
-    """One call that ran the other way: what it returned, and its arguments afterwards, on copies where it may have
-    written them. `clones` has these copies."""
-
-    returned: Any
-    args: tuple[Any, ...]
-    named: dict[str, Any]
-    clones: Clones
-
-
 class OtherWay:
     """`against` is a device, `settings` are texts NAME=VALUE or a mapping. The plan's substitutions belong to it."""
 
@@ -90,19 +79,19 @@ class OtherWay:
         replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
         return None if replacement is None else site.wrap(replacement.call)
 
-    def copies(self, site: CallSite, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Clones, Any, Any]:
+    def copies(self, site: CallSite, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments for it, taken before the op itself runs."""
         if self._device is not None:
             clones = Clones(self._device)
         else:
             clones = Clones(only=written_storages(site, args, named))
-        return clones, clones.of(args), clones.of(named)
+        return clones.of(args), clones.of(named)
 
-    def run(self, site: CallSite, copies: tuple[Clones, Any, Any], states: list[torch.Tensor]) -> Called:
-        """Run it with such arguments, from these states of the random generators, which it leaves as they are. Raises
-        whatever it raises."""
+    def run(self, site: CallSite, copies: tuple[Any, Any], states: list[torch.Tensor]) -> Outcome:
+        """What it returns and writes with such arguments, from these states of the random generators, which it leaves
+        as they are. Raises whatever it raises."""
         function = self._replaced(site) or site.original
-        clones, args, named = copies
+        args, named = copies
         after = self.states(site)
         self._restore(states)
         try:
@@ -110,7 +99,7 @@ class OtherWay:
                 returned = function(*args, **named)
         finally:
             self._restore(after)
-        return Called(returned, args, named, clones)
+        return Outcome.of(site, returned, args, named)
 
     def states(self, site: CallSite) -> list[torch.Tensor]:
         """The states of the random generators that an op may draw from."""
@@ -120,10 +109,6 @@ class OtherWay:
     def _restore(self, states: list[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=False):
             generator.set_state(state)
-
-
-def outcome(site: CallSite, called: Called) -> Outcome:
-    return Outcome.of(site, called.returned, called.args, called.named)
 
 
 def _device(text: str) -> torch.device:
@@ -342,17 +327,17 @@ class _BothWays(KernelStandIn):
         try:
             copies = way.copies(site, args, kwargs)
         except RuntimeError as error:
-            self.skipped[site.ordinal] = f"its inputs cannot be copied: {_first_line(error)}"
+            self.skipped[site.ordinal] = f"its inputs cannot be copied: {first_line(error)}"
             return site.original(*args, **kwargs)
         returned = site.original(*args, **kwargs)
         self.compared[site.ordinal] = True
         self.apart.pop(site.ordinal, None)
         try:
-            called = way.run(site, copies, states)
+            got = way.run(site, copies, states)
         except OpReplayError:
             raise
         except Exception as error:  # whatever an operator of another device raises
-            problem = f"fails the other way: {type(error).__name__}: {_first_line(error)}"
+            problem = f"fails the other way: {type(error).__name__}: {first_line(error)}"
             self.apart[site.ordinal] = Apart(site.ordinal, "all results", Distance(), None, True, "", problem)
             return returned
         expected = Outcome.of(site, returned, args, kwargs)
@@ -368,7 +353,7 @@ class _BothWays(KernelStandIn):
 
             return spread_of(list(expected.values.values()), rounding_runs(outputs, *pristine))
 
-        self._judge(site, expected, outcome(site, called), spread)
+        self._judge(site, expected, got, spread)
         return returned
 
     def _judge(self, site: CallSite, expected: Outcome, got: Outcome, spread: Callable[[], dict[int, float]]) -> None:
@@ -413,5 +398,5 @@ class _BothWays(KernelStandIn):
             self.apart[site.ordinal] = worst
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return printable((str(error).strip().splitlines() or ["?"])[0], 300)

@@ -332,11 +332,8 @@ _MOST_KERNEL_TIMES = 10
 
 def text_lines(made: Comparison) -> list[str]:
     """The first screen says whether they are equal; if not, which op, how far, and what to type next."""
-    return [*result_lines(made), *_time_lines(made)]
-
-
-def _time_lines(made: Comparison) -> list[str]:
-    return [] if made.times is None else [_line(label, text) for label, text in made.times.lines(_MOST_KERNEL_TIMES)]
+    times = [] if made.times is None else made.times.lines(_MOST_KERNEL_TIMES)
+    return [*result_lines(made), *(_line(label, text) for label, text in times)]
 
 
 def result_lines(made: Comparison) -> list[str]:
