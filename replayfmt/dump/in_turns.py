@@ -1,8 +1,7 @@
-"""Writing a long output from several processes: each makes some of its parts, and they take turns in writing them.
+"""Writing a long output from several processes: each makes some of its parts, and the first one writes all of them.
 
-Nothing but whose turn it is passes between the processes, around a ring of pipes. What another process than the first
-fails to make or to write is left to the first one, with all that comes after it: so its exceptions are those of a
-process that writes alone.
+What another process fails to make is left to the first one, with all that comes after it: so its exceptions are those
+of a process that works alone.
 """
 
 from __future__ import annotations
@@ -12,52 +11,77 @@ import signal
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import chain
-from typing import NamedTuple
 
 from replayfmt.errors import OpReplayError
 
 Make = Callable[[int], Iterator[str]]  # the chunks of a part; parts are requested in order
-Write = Callable[[Iterable[str]], None]  # writes chunks at once, to a file of the system's
-_AHEAD = 1 << 24  # characters that a process keeps until its turn comes, and the chunk that goes beyond
+Write = Callable[[Iterable[str]], None]  # writes chunks at once
+
+_LENGTH = struct.Struct("<q")  # of the chunk that follows, in bytes; or one of these
+_END_OF_PART, _FAILED = -1, -2
 
 
-_FORM = struct.Struct("<qq?")
+class _Maker:
+    """Another process, which makes some parts and passes them on through a pipe. `failed`: it makes no more."""
 
-
-class _Turn(NamedTuple):
-    """The part to write next, of which `written` chunks are there. `failed`: the first process goes on alone."""
-
-    part: int
-    written: int = 0
-    failed: bool = False
-
-
-class _Neighbours:
-    """The pipes by which one process gets its turns and passes them on. Closes those of the others."""
-
-    def __init__(self, ring: list[tuple[int, int]], place: int) -> None:
-        self._read, self._write = ring[place][0], ring[(place + 1) % len(ring)][1]
-        for end in {each for pipe in ring for each in pipe} - {self._read, self._write}:
-            os.close(end)
-
-    def wait(self) -> _Turn:
-        """Raises EOFError if a neighbour ended."""
-        read = os.read(self._read, _FORM.size)
-        if not read:
-            raise EOFError
-        return _Turn(*_FORM.unpack(read))
-
-    def give(self, turn: _Turn) -> None:
-        """Raises EOFError if a neighbour ended."""
+    def __init__(self, mine: range, maker: Callable[[], Make]) -> None:
+        """Raises OSError where no process can be made."""
+        self.failed = False
+        read, write = os.pipe()
         try:
-            os.write(self._write, _FORM.pack(*turn))
-        except BrokenPipeError:
-            raise EOFError from None
+            self._process = os.fork()
+        except OSError:
+            os.close(read)
+            os.close(write)
+            raise
+        if not self._process:
+            status = 1
+            try:
+                os.close(read)
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process says that it was interrupted
+                _pass_on(mine, maker(), write)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(write)
+        self._pipe = open(read, "rb")  # noqa: SIM115 - closed by `end`
 
-    def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+    def chunks(self) -> Iterator[str]:
+        """The chunks of its next part; of one that it fails to make, those before. Raises OpReplayError if it is
+        killed."""
+        while (length := _LENGTH.unpack(self._read(_LENGTH.size))[0]) >= 0:
+            yield self._read(length).decode("utf-8", "surrogatepass")
+        self.failed = length == _FAILED
+
+    def _read(self, length: int) -> bytes:
+        content = self._pipe.read(length)
+        if len(content) < length:
+            raise OpReplayError(
+                "a process that made a part of the rows was killed: the output is incomplete; run it again, with more "
+                "memory free"
+            )
+        return content
+
+    def end(self) -> None:
+        self._pipe.close()
+        with suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)  # what it makes now is not needed
+        os.waitpid(self._process, 0)
+
+
+def _pass_on(mine: range, make: Make, pipe: int) -> None:
+    with open(pipe, "wb") as out:
+        for part in mine:
+            try:
+                for chunk in make(part):
+                    content = chunk.encode("utf-8", "surrogatepass")
+                    out.write(_LENGTH.pack(len(content)))
+                    out.write(content)
+            except Exception:
+                out.write(_LENGTH.pack(_FAILED))
+                return
+            out.write(_LENGTH.pack(_END_OF_PART))
+            out.flush()
 
 
 def write_in_turns(parts: int, maker: Callable[[], Make], write: Write, processes: int) -> None:
@@ -66,84 +90,24 @@ def write_in_turns(parts: int, maker: Callable[[], Make], write: Write, processe
     Raises what making and writing raise, after what comes before it in the output; OpReplayError if one of the
     processes is killed.
     """
-    ring = [os.pipe() for _ in range(processes)]
-    children: list[int] = []
-    with suppress(OSError):  # no more processes can be made: this one writes alone
-        for place in range(1, processes):
-            children.append(os.fork())
-            if not children[-1]:
-                status = 1
-                try:
-                    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process says that it was interrupted
-                    _take_turns(_Neighbours(ring, place), range(place, parts, processes), maker(), write, parts)
-                    status = 0
-                finally:
-                    os._exit(status)
-    neighbours = _Neighbours(ring, 0)
+    others: list[_Maker] = []
     try:
-        turn = _Turn(0)
-        if parts and len(children) == processes - 1:
-            turn = _take_turns(neighbours, range(0, parts, processes), maker(), write, parts)
-        if turn.part < parts:
-            make = maker()
-            for part in range(turn.part, parts):
-                for number, chunk in enumerate(make(part)):
-                    if part > turn.part or number >= turn.written:
-                        write([chunk])
-    except EOFError:
-        raise OpReplayError(
-            "a process that wrote a part of the rows was killed: the output is incomplete; run it again, with more "
-            "memory free"
-        ) from None
+        with suppress(OSError):  # no more processes can be made: this one works alone
+            for place in range(1, processes):
+                others.append(_Maker(range(place, parts, processes), maker))
+        make, alone = maker(), len(others) < processes - 1
+        for part in range(parts):
+            written, place = 0, part % processes
+            if place and not alone:
+                for chunk in others[place - 1].chunks():
+                    write([chunk])
+                    written += 1
+                alone = others[place - 1].failed
+                if not alone:
+                    continue
+            for number, chunk in enumerate(make(part)):
+                if number >= written:
+                    write([chunk])
     finally:
-        neighbours.close()
-        for child in children:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)  # it has nothing left to write
-            os.waitpid(child, 0)
-
-
-def _take_turns(neighbours: _Neighbours, mine: range, make: Make, write: Write, parts: int) -> _Turn:
-    """Write each part of `mine` when its turn comes. Returns the last turn: all is written, or the first process goes
-    on alone."""
-    is_first = mine.start == 0
-    for part in mine:
-        chunks = _begun(make(part))
-        turn = neighbours.wait() if part else _Turn(0)
-        if turn.failed:
-            break
-        written = 0
-        try:
-            for chunk in chunks:
-                write([chunk])
-                written += 1
-            turn = _Turn(part + 1)
-        except Exception:
-            if is_first:
-                raise
-            turn = _Turn(part, written, failed=True)
-            break
-        neighbours.give(turn)
-    else:
-        turn = neighbours.wait()
-    if not is_first:
-        neighbours.give(turn)
-    return turn
-
-
-def _begun(chunks: Iterator[str]) -> Iterator[str]:
-    """The same chunks, the first of them made now. What that raises is raised in its place."""
-    made: list[str] = []
-    try:
-        for chunk in chunks:
-            made.append(chunk)
-            if sum(map(len, made)) > _AHEAD:
-                break
-    except Exception as error:
-        return chain(made, _failing(error))
-    return chain(made, chunks)
-
-
-def _failing(error: Exception) -> Iterator[str]:
-    raise error
-    yield
+        for each in others:
+            each.end()
