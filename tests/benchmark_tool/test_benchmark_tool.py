@@ -402,17 +402,11 @@ def test_the_console_script_runs_and_ends_quietly_when_its_reader_goes_away(capt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--per-op", "--op-filter=aten::mm*"]])
-def test_the_results_are_in_their_file_whether_or_not_somebody_reads_the_table(captured, tmp_path, flags):
+def test_the_results_are_in_their_file_whether_or_not_somebody_reads_the_table(captured, tmp_path, commands, flags):
     out, trace = tmp_path / "out.json", tmp_path / "trace.json"
     if not flags:
         flags = ["--device-profiling-mode=host-ops", f"--device-profiling-output={trace}"]
-    command = [
-        Path(sys.executable).with_name("opreplay-benchmark"),
-        captured,
-        "--benchmark-min-time=2x",
-        f"--benchmark-out={out}",
-        *flags,
-    ]
+    command = [commands / "opreplay-benchmark", captured, "--benchmark-min-time=2x", f"--benchmark-out={out}", *flags]
     tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     tool.stdout.close()
     said = tool.stderr.read()

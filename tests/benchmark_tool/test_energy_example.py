@@ -33,7 +33,9 @@ def test_an_exported_file_computes_what_the_model_does(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["", "bloom.pt", pytest.param("bloom.pt2", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "model", ["bloom.pt", pytest.param("", marks=pytest.mark.sweep), pytest.param("bloom.pt2", marks=pytest.mark.sweep)]
+)
 def test_the_example_goes_from_a_model_to_a_report_with_pictures(model, tools, tmp_path, monkeypatch, capsys):
     script, example = ROOT / "examples/energy/bloom_energy.py", _example("bloom_energy")
     as_a_process, ran = example.run, []

@@ -391,7 +391,7 @@ def test_counters_are_sampled_beside_power_and_the_program_is_measured_too(tools
     script.write_text("import sys\nassert sys.argv[1:] == ['3']\nsys.argv.append('4')\nsum(range(100_000))\n")
     out, log = tmp_path / "report.json", tmp_path / "power.csv"
     flags = ["--energy", "--energy-source=gpu", "--op-filter=aten::tanh", "--replay-scope=execute"]
-    flags += ["--power-interval=0.005", "--power-averaging=0.2", f"--program={script} 3"]
+    flags += ["--power-interval=0.005", "--power-averaging=0.05", f"--program={script} 3"]
     ran = tools("benchmark", captured, *flags, f"--energy-out={out}", f"--power-log-out={log}")
     assert ran.code == 0, ran.err
     content = json.loads(out.read_text())

@@ -128,7 +128,8 @@ def program(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tool_measures_all_of_them(tools, program):
+def test_the_tool_measures_all_of_them(tools, program, monkeypatch):
+    monkeypatch.setattr("replayfmt.benchmark.measure.largest_cache", lambda _root: 1 << 16)
     capture, script = program
     flags = ["--reconcile", "--benchmark-min-time=6x", "--replay-scope=step", "--program-runs=1"]
     ran = tools("benchmark", capture, *flags, f"--program={script} 2", "--benchmark-format=json")

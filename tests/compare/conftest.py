@@ -1,9 +1,13 @@
 """What tests of comparisons share: one thread, so that two are another way to run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+
+from .models import captured
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -13,3 +17,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The capture of a model without a fault, made once."""
+    folder = tmp_path_factory.mktemp("intact")
+    return cache(lambda model: captured(folder / f"{model}.opreplay", model))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +15,6 @@ from replayfmt.compare.alignment import align
 from replayfmt.compare.trace import read_trace
 from replayfmt.format.reader import open_capture
 
-from .models import captured
 from .programs import Op, Program, edited, layered, program_of, wrong_pairs
 
 EDITS = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -34,12 +35,11 @@ def test_of_an_edited_program_the_known_mapping_is_found_or_refused(
         assert partner < 0 or found.partner_of_b[partner] == place
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> list[Program]:
-    folder = tmp_path_factory.mktemp("real")
+@pytest.fixture
+def real(intact: Callable[[str], Path]) -> list[Program]:
     found = []
     for model in ("gpt2_training", "llama", "resnet", "decoder"):
-        with open_capture(captured(folder / f"{model}.opreplay", model)) as reader:
+        with open_capture(intact(model)) as reader:
             found.append(program_of(read_trace(reader)))
     return found
 

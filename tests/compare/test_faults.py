@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,16 +31,10 @@ FAULTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("intact")
-    return {model: captured(folder / f"{model}.opreplay", model) for model in MODELS}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_an_intact_pair_is_equal(intact: dict[str, Path], tmp_path: Path, model: str) -> None:
-    made = replayfmt.compare(intact[model], captured(tmp_path / "b.opreplay", model))
+def test_an_intact_pair_is_equal(intact: Callable[[str], Path], tmp_path: Path, model: str) -> None:
+    made = replayfmt.compare(intact(model), captured(tmp_path / "b.opreplay", model))
     assert made.outcome == "equal", str(made)
     assert not made.roots and made.alignment.share == 1.0
 
@@ -47,9 +42,9 @@ def test_an_intact_pair_is_equal(intact: dict[str, Path], tmp_path: Path, model:
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "fault", "kind", "kernel"), FAULTS, ids=[fault for _model, fault, *_ in FAULTS])
 def test_a_planted_fault_is_the_first_divergence(
-    intact: dict[str, Path], tmp_path: Path, model: str, fault: str, kind: str, kernel: str
+    intact: Callable[[str], Path], tmp_path: Path, model: str, fault: str, kind: str, kernel: str
 ) -> None:
-    made = replayfmt.compare(intact[model], captured(tmp_path / "b.opreplay", model, fault))
+    made = replayfmt.compare(intact(model), captured(tmp_path / "b.opreplay", model, fault))
     assert made.outcome == "different"
     assert made.first is not None, str(made)
     assert (made.first.kind, kernel in {*made.first.kernels[0], *made.first.kernels[1]}) == (kind, True), str(made)

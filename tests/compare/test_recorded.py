@@ -16,8 +16,6 @@ from replayfmt.errors import OutputExists, ReplayMismatch
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import RECORDED_FROM
 
-from .models import captured
-
 ROOT = Path(__file__).parents[2]
 OTHER = "OPREPLAY_OTHER_PYTHON"  # the interpreter of an environment with another PyTorch
 
@@ -202,8 +200,8 @@ def test_all_kinds_of_records_are_recorded_and_replay(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2_training", "moe", "decoder"])
-def test_models_are_recorded_with_the_same_digests(tmp_path: Path, model: str) -> None:
-    a, b = captured(tmp_path / "a.opreplay", model), tmp_path / "b.opreplay"
+def test_models_are_recorded_with_the_same_digests(intact: Callable[[str], Path], tmp_path: Path, model: str) -> None:
+    a, b = intact(model), tmp_path / "b.opreplay"
     replayfmt.record_replay(a, b)
     assert ops(a) == ops(b)
     found = replayfmt.compare(a, b)
@@ -214,8 +212,10 @@ def test_models_are_recorded_with_the_same_digests(tmp_path: Path, model: str) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(OTHER not in os.environ, reason=f"{OTHER} names no environment with another PyTorch")
-def test_another_pytorch_records_what_it_computes_of_the_same_capture(tmp_path: Path) -> None:
-    a, b = captured(tmp_path / "a.opreplay", "gpt2_training"), tmp_path / "b.opreplay"
+def test_another_pytorch_records_what_it_computes_of_the_same_capture(
+    intact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    a, b = intact("gpt2_training"), tmp_path / "b.opreplay"
     ran = subprocess.run(
         [os.environ[OTHER], "-m", "tools.run", "--allow-import=compare.models", f"--record={b}", str(a)],
         cwd=ROOT,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -97,18 +95,14 @@ def test_the_first_op_that_differs_from_itself_is_named_with_how_often_and_which
 
 
 @pytest.mark.slow
-def test_what_differs_only_between_processes_is_found_with_a_fresh_process_each(moody: Path, capture: Capture) -> None:
+def test_what_differs_only_between_processes_is_found_with_a_fresh_process_each(
+    moody: Path, tools: Tools, capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = capture(lambda x: torch.ops.moody.process(x).sum().item())
     assert repeat(path, 3).ok
-    flags = ["--repeat=2", "--processes", "--set=mkldnn=off", "--allow-import=moody_ops"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "opreplay_tools.run", *flags, str(path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(moody)},
-        timeout=600,
-    )
-    assert ran.returncode == 1 and "(moody::process.default, scope execute) is the first" in ran.stdout, ran.stderr
+    monkeypatch.syspath_prepend(moody)  # where fresh processes look, too
+    ran = tools("run", "--repeat=2", "--processes", "--set=mkldnn=off", "--allow-import=moody_ops", path)
+    assert ran.code == 1 and "(moody::process.default, scope execute) is the first" in ran.out, ran.err
 
 
 @torch.library.custom_op("moody::device", mutates_args=())
