@@ -1582,15 +1582,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--variants", action="store_true", help="also with zeros, NaN, Inf, empty and odd sizes")
     parser.add_argument("--guard", action="store_true", help="also between unreadable pages")
     parser.add_argument("--allow", action="append", default=[], choices=list(REASONS), metavar="REASON")
-    limits = (
-        ("--min-time", "min_time_s", float, "SECONDS", "time each workload; 0: do not"),
-        ("--cold-bytes", "cold_bytes", int, "BYTES", "rewrite so many bytes before each timed call"),
-        ("--timeout", "timeout_s", float, "SECONDS", "for each kernel"),
-        ("--memory-limit", "memory_bytes", int, "BYTES", "for each kernel; 0: none"),
-        ("--jobs", "jobs", int, "N", "kernels that are judged at the same time"),
+    number: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
+    parser.add_argument("--min-time", dest="min_time_s", default=0.05, help="time each workload; 0: do not", **number)
+    parser.add_argument("--timeout", dest="timeout_s", default=120.0, help="for each kernel", **number)
+    number = {"type": int, "metavar": "BYTES"}
+    parser.add_argument("--cold-bytes", default=0, help="rewrite so many bytes before each timed call", **number)
+    parser.add_argument(
+        "--memory-limit", dest="memory_bytes", default=8 << 30, help="of each kernel; 0: none", **number
     )
-    for flag, name, kind, unit, about in limits:
-        parser.add_argument(flag, dest=name, type=kind, default=getattr(Options, name), metavar=unit, help=about)
+    parser.add_argument("--jobs", type=int, default=2, help="kernels that are judged at the same time")
     parser.add_argument("--json", metavar="FILE", help="write the result to FILE")
     given = parser.parse_args(arguments)
     options = Options(**{name: value for name, value in vars(given).items() if name in Options.__dataclass_fields__})
