@@ -164,24 +164,6 @@ _AGGREGATES = {"mean": "mean", "median": "median", "stddev": "standard_deviation
 _SINGLE_FIGURES = frozenset({"real_time", "cpu_time", "ops_per_second", "median_real_time"})
 # Fields that are not single figures are left out of the CSV.
 _NOT_COUNTERS = frozenset({"samples", "warnings", "kernel_classes", "graph", "no_graph", *_CSV_FIELDS_NOT_OURS})
-_SCHEMA_FIELDS = frozenset(
-    {
-        "name",
-        "family_index",
-        "per_family_instance_index",
-        "run_name",
-        "run_type",
-        "repetitions",
-        "repetition_index",
-        "threads",
-        "aggregate_name",
-        "aggregate_unit",
-        "iterations",
-        "real_time",
-        "cpu_time",
-        "time_unit",
-    }
-)
 
 
 def csv_field(value: Any) -> Any:
@@ -277,12 +259,14 @@ class Report:
 
     def csv(self) -> str:
         """Google Benchmark's columns, then one for each counter. Fields that a row does not have are empty."""
+        schema = {*iteration_fields("", 0), *_CSV_FIELDS, "aggregate_name", "aggregate_unit"}
+        not_counters = schema | _NOT_COUNTERS
         counters = sorted(
             {
                 name
                 for row in self.rows
                 for name, value in row.items()
-                if name not in _SCHEMA_FIELDS | _NOT_COUNTERS and not isinstance(value, str)
+                if name not in not_counters and not isinstance(value, str)
             }
         )
         text = io.StringIO()
@@ -494,15 +478,13 @@ def _aggregate_rows(family: list[dict[str, Any]]) -> list[dict[str, Any]]:
         values: dict[str, Any] = {}
         for figure, statistics in over.items():
             values[figure] = getattr(statistics, _AGGREGATES[name])
+        fields = iteration_fields(f"{first['run_name']}_{name}", first["family_index"], 0, len(family))
+        del fields["repetition_index"]
         rows.append(
-            {
-                "name": f"{first['run_name']}_{name}",
-                "family_index": first["family_index"],
-                "per_family_instance_index": 0,
+            fields
+            | {
                 "run_name": first["run_name"],
                 "run_type": "aggregate",
-                "repetitions": len(family),
-                "threads": 1,
                 "aggregate_name": name,
                 "aggregate_unit": "percentage" if name == "cv" else "time",
                 "iterations": len(family),
