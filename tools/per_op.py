@@ -104,8 +104,7 @@ class BaselineFlags:
         passed: list[str] = []
         if failures and above is not None and again is not None:
             second = compare_with_baseline(self.path, self.document, again.document())
-            found = confirmed(alone, comparison, second, above)
-            failures, passed = found.failures, found.passed
+            failures, passed = confirmed(alone, comparison, second, above)
             lines.append(f"measured again, since a row failed: {len(failures)} failed both times")
         report.sections["baseline"] = comparison.as_json()
         if above is not None:
@@ -126,15 +125,15 @@ class BaselineFlags:
     @staticmethod
     def _floor(report: Report, again: Report) -> list[str]:
         """Give the rows of a report their noise floors, from a second measurement; returns the lines that say so."""
-        from replayfmt.benchmark.baseline import noise_floor
+        from replayfmt.benchmark.baseline import noise_floor, noise_lines
 
         found = noise_floor(report.document(), again.document())
-        shares = found.shares()
+        shares = {row.name: row.apart for row in found.rows}
         for row in report.rows:
             if row["name"] in shares:
                 row["noise_floor"] = shares[row["name"]]
-        report.sections["noise_floor"] = found.comparison.as_json()
-        return list(found.lines())
+        report.sections["noise_floor"] = found.as_json()
+        return list(noise_lines(found))
 
 
 def show_report(report: Report, form: str, lines: Iterable[str] | None = None) -> None:

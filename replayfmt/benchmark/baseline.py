@@ -115,17 +115,19 @@ class PairedRow:
             return GateFailure(self.name, "slower", reason, self.ratio, ends)
         return None
 
-    def fails(self, above: float) -> str:
-        """The reason of `failure`; empty if the row passes."""
-        found = self.failure(above)
-        return "" if found is None else found.reason
-
     def hides(self, above: float) -> str:
         """How a row that looks slower by more than a gate allows passes it; empty if it fails, or does not look so."""
-        if self.ratio is None or self.ratio <= 1 + above or self.fails(above):
+        if self.ratio is None or self.ratio <= 1 + above or self.failure(above):
             return ""
         floor = f", noise floor {self.noise_floor:.1%}" if self.noise_floor else ""
         return f"{self.ratio:.3f} x, between {self.ratio_low:.3f} and {self.ratio_high:.3f}{floor}"
+
+    @property
+    def apart(self) -> float | None:
+        """Of two measurements of the same work: the share below which a difference is none."""
+        if self.ratio_low is None or self.ratio_high is None:
+            return None
+        return max(self.ratio_high, 1 / self.ratio_low) - 1
 
 
 @dataclass(frozen=True)
@@ -215,31 +217,23 @@ _DECIDED: tuple[BaselineVerdict, ...] = ("slower", "faster")
 _VERDICTS: tuple[BaselineVerdict, ...] = (*_DECIDED, "no measurable difference", "too noisy to tell", "not known")
 
 
-@dataclass(frozen=True)
-class Confirmed:
-    """What became of the rows that failed a gate when they were measured again: those that `failures` names failed both
-    times, those in `passed` did not. What failed both times, by less than the two differ, is in neither."""
-
-    failures: list[GateFailure]
-    passed: list[str]
-
-
 def confirmed(
     alone: BaselineComparison, first: BaselineComparison, again: BaselineComparison, above: float
-) -> Confirmed:
-    """A row fails if it fails in two measurements: the speed of a machine that others use changes for seconds, in which
-    the times of an op are steady and too long. `first` is `alone` with what the two differ by as the noise floor."""
+) -> tuple[list[GateFailure], list[str]]:
+    """The rows that failed a gate and fail it again, and those that then pass: the speed of a machine that others use
+    changes for seconds, in which the times of an op are steady and too long. `first` is `alone` with what the two
+    differ by as the noise floor; a row that failed both times by less is in neither list."""
     with_floor, second = ({row.name: row for row in each.rows} for each in (first, again))
-    found = Confirmed([], [])
+    failures, passed = [], []
     for row in alone.rows:
         then, why = second.get(row.name), row.failure(above)
         if why is None:
             continue
-        if then is not None and then.ratio is not None and not then.fails(above):
-            found.passed.append(f"{why}; then {then.ratio:.3f} x")
-        elif with_floor[row.name].fails(above):
-            found.failures.append(why)
-    return found
+        if then is not None and then.ratio is not None and not then.failure(above):
+            passed.append(f"{why}; then {then.ratio:.3f} x")
+        elif with_floor[row.name].failure(above):
+            failures.append(why)
+    return failures, passed
 
 
 def read_baseline(path: str | PathLike[str], flag: str = FLAG) -> Document:
@@ -429,33 +423,17 @@ def _table(rows: Sequence[PairedRow]) -> Iterator[str]:
     yield from aligned((heads, *cells))
 
 
-@dataclass(frozen=True)
-class NoiseFloor:
-    """What two measurements of the same work differ by: by name, the share below which a difference is none; for rows
-    without an interval None."""
-
-    comparison: BaselineComparison
-
-    def shares(self) -> dict[str, float | None]:
-        return {
-            row.name: None
-            if row.ratio_low is None or row.ratio_high is None
-            else max(row.ratio_high, 1 / row.ratio_low) - 1
-            for row in self.comparison.rows
-        }
-
-    def lines(self) -> Iterator[str]:
-        """One line a row: what difference is none."""
-        for row in self.comparison.rows:
-            share = self.shares()[row.name]
-            if share is None:
-                yield printable(f"noise     {row.name}: not known: {row.reason}")
-            else:
-                measured = f"measured twice: {duration(row.before.value)} and {duration(row.after.value)}"
-                yield printable(f"noise     {row.name}: a difference of less than {share:.1%} is none ({measured})")
-
-
-def noise_floor(first: Document, second: Document) -> NoiseFloor:
-    """From the documents of two measurements of the same work, one after the other (A/A)."""
+def noise_floor(first: Document, second: Document) -> BaselineComparison:
+    """Two measurements of the same work, one after the other (A/A): `apart` of a row is its noise floor."""
     named = ("in the first measurement", "in the second one")
-    return NoiseFloor(compare_with_baseline("(the same work, measured again)", first, second, named))
+    return compare_with_baseline("(the same work, measured again)", first, second, named)
+
+
+def noise_lines(found: BaselineComparison) -> Iterator[str]:
+    """One line a row of `noise_floor`: what difference is none."""
+    for row in found.rows:
+        if row.apart is None:
+            yield printable(f"noise     {row.name}: not known: {row.reason}")
+        else:
+            measured = f"measured twice: {duration(row.before.value)} and {duration(row.after.value)}"
+            yield printable(f"noise     {row.name}: a difference of less than {row.apart:.1%} is none ({measured})")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from opreplay_tools.per_op import BaselineFlags
 
-from replayfmt.benchmark.baseline import compare_with_baseline, noise_floor, read_baseline
+from replayfmt.benchmark.baseline import compare_with_baseline, noise_floor, noise_lines, read_baseline
 from replayfmt.benchmark.run_report import Report
 from replayfmt.benchmark.statistics import parse_share
 from replayfmt.errors import UsageError
@@ -45,10 +45,10 @@ def test_the_verdict_is_that_of_the_intervals(factor, verdict):
 def test_times_that_vary_much_decide_nothing_and_pass_a_gate_only_where_they_do_not_look_slower():
     widely = [500.0, 1500.0] * 10
     found = compared(widely, widely)
-    assert found.verdict == "too noisy to tell" and found.fails(0.05) == ""
+    assert found.verdict == "too noisy to tell" and found.failure(0.05) is None
     found = compared(widely, [1.1 * each for each in widely])
     assert found.verdict == "too noisy to tell"
-    assert found.fails(0.05).startswith("cannot be judged, and looks slower (1.100 x): the ratio lies between")
+    assert found.failure(0.05).reason.startswith("cannot be judged, and looks slower (1.100 x): the ratio lies between")
 
 
 @pytest.mark.parametrize("count", [6, 20, 100])
@@ -58,7 +58,7 @@ def test_the_same_work_measured_twice_seldom_differs(count):
     differing = [pair for pair in pairs if pair.verdict in ("slower", "faster")]
     assert len(differing) < 0.1 * len(pairs)  # what the module says; in practice far fewer:
     assert len(differing) <= 0.02 * len(pairs)
-    assert sum("x the baseline" in pair.fails(0.01) for pair in pairs) <= len(differing)
+    assert sum("x the baseline" in str(pair.failure(0.01)) for pair in pairs) <= len(differing)
     slower = [
         compared(random.lognormal(7, 0.02, 100).tolist(), random.lognormal(7.2, 0.02, 100).tolist()) for _ in range(20)
     ]
@@ -66,12 +66,14 @@ def test_the_same_work_measured_twice_seldom_differs(count):
 
 
 def test_the_gate_fails_rows_that_are_measurably_slower_by_more_than_it_allows_and_those_it_cannot_judge():
-    assert compared(around(1000.0), around(1040.0)).fails(0.05) == ""
-    assert compared(around(1000.0), around(1100.0)).fails(0.05) == "1.100 x the baseline's time, more than 1.05 x"
-    assert compared(around(1000.0), around(1100.0)).fails(0.2) == ""
-    assert compared(around(1000.0), around(500.0)).fails(0.05) == ""
-    assert "here: 2 iterations cannot enclose" in compared(around(1000.0), [1.0, 2.0]).fails(0.05)
-    assert "in the baseline: 1 iterations cannot enclose" in compared([1.0], around(1.0)).fails(0.05)
+    assert compared(around(1000.0), around(1040.0)).failure(0.05) is None
+    assert (
+        compared(around(1000.0), around(1100.0)).failure(0.05).reason == "1.100 x the baseline's time, more than 1.05 x"
+    )
+    assert compared(around(1000.0), around(1100.0)).failure(0.2) is None
+    assert compared(around(1000.0), around(500.0)).failure(0.05) is None
+    assert "here: 2 iterations cannot enclose" in compared(around(1000.0), [1.0, 2.0]).failure(0.05).reason
+    assert "in the baseline: 1 iterations cannot enclose" in compared([1.0], around(1.0)).failure(0.05).reason
 
 
 def test_a_load_that_slowed_one_side_down_gives_no_verdict():
@@ -158,9 +160,9 @@ def test_a_baseline_that_has_nothing_in_common_is_refused():
 def test_what_two_measurements_of_the_same_work_differ_by_is_no_difference_later():
     first, again = document([row("a", around(1000.0))]), document([row("a", around(1030.0))])
     found = noise_floor(first, again)
-    (share,) = found.shares().values()
+    (share,) = (row.apart for row in found.rows)
     assert share == pytest.approx(1.03 * 1.008 / 0.992 - 1)
-    assert list(found.lines()) == [
+    assert list(noise_lines(found)) == [
         "noise     a: a difference of less than 4.7% is none (measured twice: 1.000 us and 1.030 us)"
     ]
     known = document([row("a", around(1000.0), noise_floor=share)])
@@ -168,7 +170,7 @@ def test_what_two_measurements_of_the_same_work_differ_by_is_no_difference_later
         (judged,) = compare_with_baseline("o", known, document([row("a", around(1000.0 * factor))])).rows
         assert (judged.verdict, judged.noise_floor) == (verdict, share)
     few = noise_floor(document([row("a", [1.0])]), document([row("a", [1.0])]))
-    assert few.shares() == {"a": None} and "not known: in the first measurement: 1 iterations" in next(few.lines())
+    assert few.rows[0].apart is None and "not known: in the first measurement: 1 iterations" in next(noise_lines(few))
 
 
 @pytest.mark.parametrize(
