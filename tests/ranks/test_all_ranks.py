@@ -273,13 +273,15 @@ def test_sequences_that_would_hang_are_refused() -> None:
     assert judge(job_of([one, two, *waits], [two, one, *waits])) == []
 
 
-def test_without_collectives_the_rest_is_timed_and_every_output_says_so(job: Path, tmp_path: Path) -> None:
+def test_without_collectives_the_rest_is_timed_and_every_output_says_so(
+    job: Path, tmp_path: Path, commands: Path
+) -> None:
     """Of one rank alone, whose file has no results of collectives, and of all of them."""
     left_out = "the collectives were left out (--collectives=none)"
     one = "out/rank0.opreplay"
 
     def said(tool: str, *arguments: str) -> tuple[int, str]:
-        command = [launching.BIN / f"opreplay-{tool}", *arguments]
+        command = [commands / f"opreplay-{tool}", *arguments]
         done = subprocess.run(command, cwd=job, capture_output=True, text=True, timeout=120)
         return done.returncode, done.stdout + done.stderr
 
