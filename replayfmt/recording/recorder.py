@@ -144,12 +144,12 @@ class Recorder:
         path: str | os.PathLike[str],
         options: CaptureOptions | None = None,
         implicit_scope: str | None = None,
-        on_replacement: Callable[[str], None] | None = None,
+        on_replacement: Callable[[str | None], None] | None = None,
         children: ChildrenSeen | None = None,
     ) -> None:
         """`implicit_scope`: the name of the scope around everything, if the program has no scopes of its own.
         `on_replacement(function)` closes the capture; `function` is the name of the one by which the program replaces
-        itself. `children`: those that its owner sees, from before the capture on."""
+        itself (None: it ends at once). `children`: those that its owner sees, from before the capture on."""
         self.path = path_of("path", path)
         if options is not None:
             check_kind("options", options, CaptureOptions)
@@ -336,8 +336,11 @@ class Recorder:
         except CaptureFailed:  # was reported when it happened
             pass
 
-    def _close_for_replacement(self, function: str) -> None:
-        tell(f"opreplay: the program replaces itself ({function}): the capture to {self.path} ends here")
+    def _close_for_replacement(self, function: str | None) -> None:
+        if self._forked:
+            return
+        if function is not None:
+            tell(f"opreplay: the program replaces itself ({function}): the capture to {self.path} ends here")
         self._close_for_signal()
 
     def disable_after_fork(self) -> None:

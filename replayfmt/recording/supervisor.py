@@ -179,15 +179,16 @@ class CapturedProgram:
             self._module_scopes.remove()
         self._termination.remove()
 
-    def _replaced(self, function: str) -> None:
-        """The process is about to run another program: otherwise the capture would not be closed, and its exit code
-        would be lost."""
+    def _replaced(self, function: str | None) -> None:
+        """The process is about to run another program, or to end without atexit (None): otherwise the capture would not
+        be closed, and its exit code would be lost."""
         if self._finished or self._forked:
             return
-        _say(
-            f"opreplay-capture: the program replaces itself ({function}): the capture ends here and does not "
-            f"include what follows"
-        )
+        if function is not None:
+            _say(
+                f"opreplay-capture: the program replaces itself ({function}): the capture ends here and does not "
+                f"include what follows"
+            )
         self._finish()
         if self._failure is not None and self._earlier is not None and identity(self._path) == self._earlier:
             remove(self._path, self._earlier)

@@ -1,11 +1,11 @@
-"""What happens to the process under capture: torch is imported, `exec` replaces it, SIGTERM ends it.
+"""What happens to the process under capture: torch is imported, `exec` replaces it, `os._exit` or SIGTERM ends it.
 
 `TorchFirst` makes sure that torch is imported before the modules of this package that need it: importing torch starts
 the recorder, so these must not be half imported at that moment. `ProgramReplacement` closes the capture at `os.execv`
-and its family, after which nothing of the program runs. `Termination` closes it on SIGTERM, outside of any recorder
-code: if the signal finds the main thread inside the recorder, the handler waits for the program's own next step, and a
-compiler that builds part of the recorder is ended instead. Then the process exits with 143. A handler that the program
-sets replaces ours, and the previous handler is called after the capture is closed. Imports no torch.
+and its family, and at `os._exit`: nothing of the program runs afterwards. `Termination` closes it on SIGTERM, outside
+of any recorder code: if the signal finds the main thread inside the recorder, the handler waits for the program's own
+next step, and a compiler that builds part of the recorder is ended instead. Then the process exits with 143. A handler
+that the program sets replaces ours, and the previous handler is called after the capture is closed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
+from ..frames import in_recorders_work
 from ..patches import Patch, PatchSet
 
 _PACKAGE = __package__.partition(".")[0]
@@ -68,13 +69,15 @@ class _Existing(Loader):
         module.__spec__ = self._spec
 
 
-_NAMES = ("execv", "execve")  # os.execl, os.execvp and the others call these
+_NAMES = ("execv", "execve", "_exit")  # os.execl, os.execvp and the others call the first two
+_ENDS = "os._exit"
 
 
 class ProgramReplacement:
-    """Calls `finish`, with the name of the function, before this process is replaced by another program."""
+    """Calls `finish` before this process is replaced by another program, with the name of the function that does it, or
+    before it ends at once (None)."""
 
-    def __init__(self, finish: Callable[[str], None]) -> None:
+    def __init__(self, finish: Callable[[str | None], None]) -> None:
         self._finish = finish
         self._patches = PatchSet(
             Patch(module, name, functools.partial(self._finishing, f"os.{name}"))
@@ -92,7 +95,10 @@ class ProgramReplacement:
     def _finishing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replace(*args: Any, **kwargs: Any) -> Any:
-            self._finish(name)
+            if name != _ENDS:
+                self._finish(name)
+            elif not in_recorders_work():  # a signal handler there would find the file half written
+                self._finish(None)
             return original(*args, **kwargs)
 
         return replace
