@@ -23,9 +23,10 @@ def _written_memory(path: Path) -> torch.Tensor:
 
 
 def _numpy_memory(path: Path) -> torch.Tensor:
+    read = torch.from_numpy(np.asarray(np.memmap(path, np.float32, mode="r"))).sum()
     batch = torch.from_numpy(np.memmap(path, np.float32, mode="r+", offset=400))
     batch[3:7] = batch[:4] + 1
-    return batch.sum()
+    return read + batch.sum() + torch.from_numpy(np.asarray(np.memmap(path, np.float32, mode="r"))).sum()
 
 
 def _removed(path: Path) -> torch.Tensor:
@@ -60,6 +61,7 @@ def _removed_weights(path: Path) -> torch.Tensor:
     return result
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize(
     "program", [_written_memory, _numpy_memory, _removed, _removed_with_folder, _replaced, _removed_weights]
 )

@@ -127,6 +127,7 @@ class FileBackedStorages:
         self._ids: dict[tuple[str, FileIdentity], int] = {}
         self._referenced: dict[tuple[str, FileIdentity], _Referenced] = {}
         self._names: dict[str, list[str]] = {}  # by redacted name: the paths that have it
+        self._writable: set[str] = set()  # paths of files that the program can write through a mapping
 
     def find(self, storage: torch.UntypedStorage, length: int, foreign: bool) -> FoundRange | None:
         """The range that holds the storage's bytes, or None. `foreign`: torch did not allocate its memory.
@@ -138,8 +139,12 @@ class FileBackedStorages:
             mapped = self._mappings.find(address_of(storage), length)
         if mapped is not None:
             place = _Place(mapped.path, mapped.file_bytes, mapped.identity, format_of(mapped.path), mapped.offset)
-            writable = mapped.mapping.shared and mapped.mapping.writable
-            number = self._range(place, storage, length, embedded=writable)
+            if mapped.mapping.shared and mapped.mapping.writable:
+                self._writable.add(place.path)
+                known = self._referenced.get((place.path, place.identity))
+                if known is not None and known.embed(self._writer):
+                    known.ranges.clear()
+            number = self._range(place, storage, length, embedded=place.path in self._writable)
             if number is not None:
                 return FoundRange(number, mapped)
         named = self._named(storage, length)
@@ -160,7 +165,7 @@ class FileBackedStorages:
         """One message for each referenced file that has changed since, saying what happened to it."""
         sentences = []
         for each in self._referenced.values():
-            change = each.change()
+            change = each.change() if each.ranges else ""
             if change and not each.embed(self._writer):
                 sentences.append(f"{self._shown(each.place.path)} {change}")
             each.close()
