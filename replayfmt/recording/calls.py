@@ -554,7 +554,7 @@ class CallRecorder:
             return
         meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
         if tracker.reproducible(self._metas.params[meta].region(offset)):
-            self._digests.record(tracker, storage, meta, offset, ordinal, result)
+            self._digests.record(tracker, storage, [(meta, offset)], ordinal, result)
         elif tracker.state is not None and tracker.state.coverage is not None:
             self._digests.written_ranges(tracker, storage, ordinal)
 

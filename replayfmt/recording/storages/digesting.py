@@ -23,7 +23,7 @@ from ..special_values import plain_parts
 from ..stream.buffer import RecordBuffer
 from ..stream.records import MetaParams, Records, TensorMetas
 from .identity import Storages
-from .trackers import EXPORTED, State, Tracker
+from .trackers import EXPORTED, State, Tracker, owner_of
 
 _REPEATED_BYTES = 1 << 20  # a view that repeats its elements is digested as it is up to this size
 _VIEWS = 64  # written views of one storage that are digested one by one
@@ -55,17 +55,11 @@ class Digests:
                 continue
             state = tracker.state
             if state is not None and state.coverage is not None and not self._written_whole(tracker, state.coverage):
-                if (
-                    tracker.written_views()
-                    and not state.opaque
-                    and state.outside is None
-                    and not tracker.written_outside
-                ):
+                if tracker.written_views() and not state.opaque and state.outside is None:
                     self.written_ranges(tracker, storage)
                 tracker.clear_written()
                 continue
-            for meta, offset in self._written_views(number, tracker, storage).values():
-                self.record(tracker, storage, meta, offset, -1, -1)
+            self.record(tracker, storage, self._written_views(number, tracker, storage).values())
         self._fresh_from = newest
 
     def _written_views(
@@ -81,7 +75,7 @@ class Digests:
         tracker.clear_written()
         if state is None:
             state = State(tracker.size)
-        if state.opaque or state.outside is not None or tracker.written_outside:
+        if state.opaque or state.outside is not None:
             return {}
         if fresh and not tracker.imports and state.coverage is None:
             written.update(first)
@@ -107,8 +101,8 @@ class Digests:
         dtype = self._storages.dtype(tracker)
         if not state.coverage.exact or len(ranges) > _RANGES:
             self._uncompared(tracker, storage, of)
-        for begin, end in ranges[:_RANGES]:
-            self.record(tracker, storage, *self._range(dtype, begin, end, storage.device), of, -1)
+        views = [self._range(dtype, begin, end, storage.device) for begin, end in ranges[:_RANGES]]
+        self.record(tracker, storage, views, of)
 
     def _range(self, dtype: torch.dtype | None, begin: int, end: int, device: torch.device) -> tuple[int, int]:
         """Meta id and offset of the elements in a range of bytes; of bytes, if it cannot be seen as `dtype`."""
@@ -124,15 +118,24 @@ class Digests:
         self._records.digest(tensor, of, -1, None)
 
     def record(
-        self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, of: int, result: int
+        self,
+        tracker: Tracker,
+        storage: torch.UntypedStorage,
+        views: Collection[tuple[int, int]],
+        of: int = -1,
+        result: int = -1,
     ) -> None:
-        """Record the digest of a view, if it has bytes: as a result of the op `of`, or (-1, -1) as a live tensor."""
+        """Record the digests of those views, by meta id and offset, that have bytes: as a result of the op `of`, or
+        (-1, -1) as live tensors. None are recorded if others have written to the storage."""
         if of >= 0 and storage.device.type == "cpu":
             self._storages.settle()
-        tensor, digest = self.of_view(tracker, storage, meta, offset)
-        params = self._metas.params[meta]
-        if digest is not None or (params.elements and not self._is_without_bytes(storage, params, offset)):
-            self._records.digest(tensor, of, result, digest)
+        found = [(self.of_view(tracker, storage, *view), view) for view in views]
+        if views and tracker.written_outside:  # before, or while the digests were computed
+            return
+        for (tensor, digest), (meta, offset) in found:
+            params = self._metas.params[meta]
+            if digest is not None or (params.elements and not self._is_without_bytes(storage, params, offset)):
+                self._records.digest(tensor, of, result, digest)
 
     def of_view(
         self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int
@@ -216,9 +219,7 @@ class Outside:
             return
         if tracker.state is not None and tracker.state.alias_of is not None:
             tracker = tracker.state.alias_of
-        if tracker.state is None or not tracker.state.watched or windowed:
-            self._storages.watch(tracker, windowed=windowed)
-            self._storages.synchronize(tracker, storage)
+        self._storages.share(tracker, storage, windowed)
 
     def used_on(self, tensor: torch.Tensor, device: torch.device, stream: int) -> None:
         """A stream uses a tensor's memory. Nothing is recorded for storages that no captured op has touched."""
@@ -247,9 +248,9 @@ class Outside:
                 self._storages.unexplained.report(tracker, method)
             if self._digests is not None and tracker.reproducible(region):
                 number, digest = self._digests.of_view(tracker, storage, meta, offset)
+                digest = None if owner_of(tracker).written_outside else digest  # by another thread, meanwhile
             else:
                 number, digest = self._storages.view(tracker, meta, offset, params.item), None
             self._records.host_read(method, number, digest)
             if method in _SHARING:
-                self._storages.watch(tracker, windowed=True)
-                self._storages.synchronize(tracker, storage)
+                self._storages.share(tracker, storage)

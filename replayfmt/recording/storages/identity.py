@@ -225,6 +225,8 @@ class Storages:
                 return alias
             shared = bool(overlapping)
             self._watch_all(overlapping)
+        hashed = private and self.watches_natively and (external or exported)
+        before = self._native.content_hash(address_of(storage), length) if hashed else None
         content = self._contents.first(storage, dtype, external and not private, private)
         if reason == "first_use" and content.found is not None and content.found.mapped is not None:
             reason = MAPPED_FILE  # aligned as in the file, which affects the last bits of some kernels
@@ -247,7 +249,7 @@ class Storages:
                 f"library's): writes by others are not seen",
             )
         self._note_content(tracker, content)
-        self.synchronize(tracker, storage)
+        self.synchronize(tracker, storage, before)
         return tracker
 
     def embed_copy(self, tensor: torch.Tensor) -> int | None:
@@ -306,8 +308,7 @@ class Storages:
         for other in others:
             memory = other()
             if memory is not None and not self.state(other).watched:
-                self.watch(other, windowed=True)
-                self.synchronize(other, memory)
+                self.share(other, memory)
 
     def _alias(self, storage: torch.UntypedStorage, base: Tracker, delta: int, length: int) -> Tracker:
         tracker = self._track(storage, base.id, -1)
@@ -330,11 +331,19 @@ class Storages:
         state, storage = self.state(tracker), tracker()
         state.windowed |= windowed
         if not state.watched or tracker.size >= 0 or (state.private and storage is not None and storage.is_shared()):
+            if state.outside is None and tracker.written_outside:  # what it is known to hold is forgotten here
+                state.outside = "outside_write"
             state.watched = True
             if self.watches_natively and storage is not None:
                 state.private = self._is_private(storage) if private is None else private
                 state.content = None  # a number of another kind
             tracker.need_care()
+
+    def share(self, tracker: Tracker, storage: torch.UntypedStorage, windowed: bool = True) -> None:
+        """Others may write to it from now on, through a window that the program has on its memory if `windowed`."""
+        self.watch(tracker, windowed=windowed)
+        if tracker.known_content() is None:  # else they may have written to it before
+            self.synchronize(tracker, storage)
 
     def _is_private(self, storage: torch.UntypedStorage) -> bool:
         """See `State.private`."""
@@ -401,7 +410,8 @@ class Storages:
             content, known = tracker.content_now(storage), tracker.known_content()
             if known is not None and content != known:
                 self._enter_again(tracker, state, storage, "outside_write")
-            tracker.know_content(content)
+            else:
+                tracker.know_content(content)
         return tracker
 
     def measure(self, tracker: Tracker, storage: torch.UntypedStorage, sampled: bytes) -> None:
@@ -509,6 +519,8 @@ class Storages:
         unwritten = reason == "unseen_write" or reason in _AS_IT_IS
         version = tracker.imports if unwritten else max(tracker.imports, 1)
         tracker.imports = version + 1
+        comparable = state.watched and state.mapped is None and storage.nbytes()
+        before = tracker.content_now(storage) if comparable else None
         content = self._contents.again(storage, self.dtype(tracker) if dtype is None else dtype)
         self._records.storage_import(tracker.id, content, version, reason)
         self._note_content(tracker, content)
@@ -517,7 +529,7 @@ class Storages:
         if self._native is not None:
             self._native.forget_marked(storage._cdata)
         state.coverage = None
-        self.synchronize(tracker, storage)
+        self.synchronize(tracker, storage, before)
         tracker.settle()
 
     def dtype(self, tracker: Tracker) -> torch.dtype | None:
@@ -614,15 +626,18 @@ class Storages:
             self.unexplained.wrote(tracker, self._metas.params[meta].region(offset))
         self.synchronize(tracker, storage)
 
-    def synchronize(self, tracker: Tracker, storage: torch.UntypedStorage) -> None:
-        """Its current content is known, from an import or a captured write."""
+    def synchronize(self, tracker: Tracker, storage: torch.UntypedStorage, content: int | None = None) -> None:
+        """Its content is known, from an import or a captured write. `content`: its number from before an import (None:
+        as it is now), so that what others write meanwhile shows at the next use."""
         state = tracker.state
         if state is not None and state.watched:
             if state.mapped is not None and state.mapped.mapping.shared and tracker.written_views():
                 state.mapped = None  # the file has the written bytes, so the memory itself must be read from now on
             if storage.device.type == "cpu":
                 self.settle()
-            tracker.know_content(tracker.content_now(storage) if storage.nbytes() else None)
+            if content is None and storage.nbytes():
+                content = tracker.content_now(storage)
+            tracker.know_content(content)
 
     # ---------------------------------------------------------------------------------------------------------- deaths
 

@@ -468,7 +468,7 @@ class Unexplained:
 
     @staticmethod
     def _note(tracker: Tracker, origin: Origin) -> None:
-        owner = _owner(tracker)
+        owner = owner_of(tracker)
         if owner.state is None:
             owner.state = State(owner.size)
         owner.state.unexplained = origin
@@ -483,7 +483,7 @@ class Unexplained:
         copies = kernel.operator.copies
         given = list(given)
         for index, tracker in given:
-            state = _owner(tracker).state
+            state = owner_of(tracker).state
             if state is not None and state.unexplained is not None and (kernel.elementwise or index == copies):
                 written = [each for argument, each in given if argument in kernel.writes]
                 for each in written if kernel.writes else [result for _, result in results]:
@@ -491,7 +491,7 @@ class Unexplained:
 
     def report(self, tracker: Tracker, op: str) -> None:
         """`op` uses what a storage holds ("": it is kept)."""
-        state = _owner(tracker).state
+        state = owner_of(tracker).state
         if state is not None and state.unexplained is not None:
             origin, state.unexplained = state.unexplained, None
             used = f"used by {op}" if op else "kept"
@@ -519,7 +519,7 @@ def _read(tracker: Tracker, length: int) -> str:
     return f"storage {tracker.id} ({length} bytes) is read before any captured op wrote all of what is read"
 
 
-def _owner(tracker: Tracker) -> Tracker:
+def owner_of(tracker: Tracker) -> Tracker:
     """The storage that owns the memory."""
     alias_of = tracker.state.alias_of if tracker.state is not None else None
     return tracker if alias_of is None else alias_of
