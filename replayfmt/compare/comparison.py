@@ -25,7 +25,7 @@ from .alignment import (
     count_differences,
     origin_differences,
 )
-from .distances import Distance, Tolerance, parse_tolerance
+from .distances import Tolerance, parse_tolerance
 from .divergence import Root, diverge
 from .results import Comparison, Growth, Named, NotComparable, compare_times, observed_distance, rows, text_lines
 from .trace import Side, Trace, read_trace
@@ -125,7 +125,7 @@ def _compared(
 
         a, b = with_digests([a, b], found.observed, options, on_progress)
     if not (rule.exact or rule.auto):
-        found = diverge(a.trace, b.trace, alignment, _judge(a, b, rule))
+        found = diverge(a.trace, b.trace, alignment, lambda one, other: observed_distance(a, b, one, other, rule))
     notes = [
         f"{side.reader.path} is incomplete ({side.reader.incomplete_reason}): what it lacks at its end is not compared"
         for side in (a, b)
@@ -139,10 +139,6 @@ def _compared(
         explain(made, options, on_progress)
     made.roots = name_roots(made)
     return made
-
-
-def _judge(a: Side, b: Side, rule: Tolerance) -> Callable[[int, int, int, int], Distance]:
-    return lambda one, other, _op, _its: observed_distance(a, b, one, other, rule)
 
 
 def name_roots(made: Comparison) -> list[Named]:

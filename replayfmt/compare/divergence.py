@@ -19,10 +19,10 @@ from .distances import Distance
 from .trace import UNKNOWN, Trace, spans
 
 EQUAL, DIFFERENT, NOT_KNOWN = 0, 1, 2
-_SCALAR, _LATE = 1 << 30, -1
+_LATE = -1
 
-# The distance of two observations, by their places, and whether it is too far.
-Judge = Callable[[int, int, int, int], Distance]
+# The distance of two observations, by their places.
+Judge = Callable[[int, int], Distance]
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,7 @@ class _Finding:
     def _close(self, one: int, other: int) -> bool:
         known = self.verdicts.get((one, other))
         if known is None:
-            op, its = int(self.a.observed_op[one]), int(self.b.observed_op[other])
-            known = self.judge is not None and self.judge(one, other, op, its).beyond == 0
+            known = self.judge is not None and self.judge(one, other).beyond == 0
             self.verdicts[one, other] = known
         return known
 

@@ -13,6 +13,7 @@ captures (`replayfmt.pytorch.rounding`). It is to blame if its results are off b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,11 @@ from replayfmt.replay.run.steps import IsolatedOp
 from .distances import FLOATS, Tolerance
 from .divergence import EQUAL, Root
 from .results import Comparison, digest_of, dtype_of, observed_distance
-from .trace import Hashed, Side, read_trace, written_slots
+from .trace import SCALAR, Hashed, Side, read_trace, written_slots
 
 Progress = Callable[[str, int, int], None]
+# Gets each result and everything an op wrote: the ordinal, its place among these, its row in the frame, and itself.
+See = Callable[[int, int, int, torch.Tensor], Any]
 _MOST_DIGESTS = 100_000  # about 100 MB
 
 
@@ -44,10 +47,22 @@ def replayed_sides(sides: list[Side], options: Mapping[str, Any], on_progress: P
     """Both captures with hashes of results from replays. Raises what a replay raises, and ReplayMismatch."""
     made = []
     for side in sides:
-        hashing = _Hashing(side.reader)
-        _run(side.reader, hashing, options, on_progress)
-        made.append(Side(side.reader, read_trace(side.reader, results=hashing.hashed()), {}))
+        rows = _seen(side.reader, partial(_hashed, side.reader), options, on_progress)
+        columns = np.array([row[:5] for row in rows], np.int64).reshape(-1, 5).T
+        hashes = np.array([row[5:] for row in rows], np.uint64).reshape(-1, 2).T
+        made.append(Side(side.reader, read_trace(side.reader, results=Hashed(*columns, *hashes)), {}))
     return made
+
+
+def _hashed(reader: CaptureReader, ordinal: int, _place: int, row: int, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The fields of `Hashed`."""
+    frame = reader.frame(reader.frame_of(ordinal))
+    columns = frame.tensor_id, frame.tensor_storage, frame.tensor_meta, frame.tensor_offset
+    try:
+        low, high = hash_tensor(tensor)
+    except TypeError:  # packed dtypes have no digest
+        low = high = 0
+    return ordinal, *(int(column[row]) for column in columns), low, high
 
 
 def with_digests(
@@ -58,20 +73,26 @@ def with_digests(
     for which, side in enumerate(sides):
         trace = side.trace
         places = sorted({pair[which] for pair in observed[:_MOST_DIGESTS]})
-        places = [place for place in places if trace.observed_as[place] < 1 << 30]
+        places = [place for place in places if trace.observed_as[place] < SCALAR]
         wanted = {(int(trace.observed_at[place]), int(trace.observed_as[place])): place for place in places}
-        digesting = _Digesting(side.reader, wanted)
-        if wanted:
-            _run(side.reader, digesting, options, on_progress)
-        made.append(Side(side.reader, trace, digesting.found))
+        digests = _seen(side.reader, partial(_digest, wanted), options, on_progress) if wanted else []
+        made.append(Side(side.reader, trace, dict(digests)))
     return made
 
 
-def _run(reader: CaptureReader, watcher: Any, options: Mapping[str, Any], on_progress: Progress) -> None:
-    """Replay a whole capture, verified, with a watcher. Raises ReplayMismatch if it differs."""
+def _digest(
+    wanted: Mapping[tuple[int, int], int], ordinal: int, place: int, _row: int, tensor: torch.Tensor
+) -> tuple[int, TensorDigest] | None:
+    key = wanted.get((ordinal, place))
+    return None if key is None else (key, digest_tensor(tensor))
+
+
+def _seen(reader: CaptureReader, see: See, options: Mapping[str, Any], on_progress: Progress) -> list[Any]:
+    """What `see` returns, but for None, in a verified replay of a whole capture. Raises ReplayMismatch if that
+    differs."""
     with Plan(reader, **options) as plan:
         while True:
-            watcher.begin()
+            watcher = _Watching(reader, see)
             _verification, divergence = plan.watch(
                 watcher,
                 reader.record_count,
@@ -79,7 +100,7 @@ def _run(reader: CaptureReader, watcher: Any, options: Mapping[str, Any], on_pro
                 on_progress=lambda done: on_progress(f"replaying {reader.path}", done, reader.record_count),
             )
             if divergence is None:
-                return
+                return watcher.seen
             if not plan.explain(divergence.seen_at + 1, "auto"):
                 raise ReplayMismatch(
                     f"{reader.path}: its replay here differs from the capture, so results of a replay are not the "
@@ -88,15 +109,12 @@ def _run(reader: CaptureReader, watcher: Any, options: Mapping[str, Any], on_pro
 
 
 class _Watching:
-    """A Watcher of everything; `see` gets each result and everything an op wrote, with its place among these."""
+    """A Watcher of everything in one replay."""
 
-    def __init__(self, reader: CaptureReader) -> None:
-        self._reader, self._written = reader, written_slots(reader)
+    def __init__(self, reader: CaptureReader, see: See) -> None:
+        self._reader, self._see, self._written = reader, see, written_slots(reader)
         self._unwritten: set[int] = set()  # storages that were allocated and not written yet
-
-    def begin(self) -> None:
-        """A replay begins, perhaps once more."""
-        self._unwritten.clear()
+        self.seen: list[Any] = []
 
     def watches(self, _ordinal: int) -> bool:
         return True
@@ -107,10 +125,9 @@ class _Watching:
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         with undispatched():
             for place, (row, tensor) in enumerate(self._shown(ordinal, results, args)):
-                self.see(ordinal, place, row, tensor)
-
-    def see(self, ordinal: int, place: int, row: int, tensor: torch.Tensor) -> None:
-        raise NotImplementedError
+                found = self._see(ordinal, place, row, tensor)
+                if found is not None:
+                    self.seen.append(found)
 
     def _shown(
         self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]
@@ -144,50 +161,10 @@ class _Watching:
             yield int(rows[slot]), tensor
 
 
-class _Hashing(_Watching):
-    """Hashes all results."""
-
-    def begin(self) -> None:
-        super().begin()
-        self._rows: list[tuple[int, ...]] = []
-
-    def see(self, ordinal: int, place: int, row: int, tensor: torch.Tensor) -> None:
-        frame = self._reader.frame(self._reader.frame_of(ordinal))
-        columns = frame.tensor_id, frame.tensor_storage, frame.tensor_meta, frame.tensor_offset
-        try:
-            low, high = hash_tensor(tensor)
-        except TypeError:  # packed dtypes have no digest
-            low = high = 0
-        self._rows.append((ordinal, *(int(column[row]) for column in columns), low, high))
-
-    def hashed(self) -> Hashed:
-        columns = np.array([row[:5] for row in self._rows], np.int64).reshape(-1, 5).T
-        hashes = np.array([row[5:] for row in self._rows], np.uint64).reshape(-1, 2).T
-        return Hashed(*columns, *hashes)
-
-
-class _Digesting(_Watching):
-    """Takes the digests of some results."""
-
-    def __init__(self, reader: CaptureReader, wanted: Mapping[tuple[int, int], int]) -> None:
-        super().__init__(reader)
-        self._wanted = wanted
-        self.found: dict[int, TensorDigest] = {}
-
-    def begin(self) -> None:
-        super().begin()
-        self.found.clear()
-
-    def see(self, ordinal: int, place: int, row: int, tensor: torch.Tensor) -> None:
-        key = self._wanted.get((ordinal, place))
-        if key is not None:
-            self.found[key] = digest_tensor(tensor)
-
-
 _EXACT = Tolerance("exact")
 
 
-def explain(made: Comparison, options: Mapping[str, Any], on_progress: Callable[[str, int, int], None]) -> None:
+def explain(made: Comparison, options: Mapping[str, Any], on_progress: Progress) -> None:
     """Clear the differences that rounding and the inputs' own differences explain; the others are roots."""
     found = made.divergence
     spreads = _spreads(made, options, on_progress)
@@ -240,9 +217,7 @@ def _is_explained(made: Comparison, one: int, other: int, spread: dict[int, floa
     return far.absolute <= MARGIN * allowed
 
 
-def _spreads(
-    made: Comparison, options: Mapping[str, Any], on_progress: Callable[[str, int, int], None]
-) -> dict[int, dict[int, float]]:
+def _spreads(made: Comparison, options: Mapping[str, Any], on_progress: Progress) -> dict[int, dict[int, float]]:
     """For each op with differing results: how far it explains each of them to be off, by place."""
     a = made.a
     ops = {int(a.trace.observed_op[one]) for one, _other in made.divergence.observed} - {-1}

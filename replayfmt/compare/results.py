@@ -22,7 +22,7 @@ from replayfmt.format.validation import counted, printable
 from .alignment import Alignment, StructureDifference
 from .distances import Distance, Tolerance, digest_distance, distance
 from .divergence import Divergence, Root
-from .trace import Side, Trace
+from .trace import SCALAR, Side, Trace
 
 _MOST_OPS = 1000
 
@@ -208,9 +208,6 @@ def _measured(side: Side, document: Mapping[str, Any]) -> np.ndarray:
     return found
 
 
-_SCALAR = 1 << 30
-
-
 class NotComparable(OpReplayError):
     """The captures have nothing in common."""
 
@@ -288,7 +285,7 @@ def observed_distance(a: Side, b: Side, one: int, other: int, rule: Tolerance) -
     """The distance of two observations: of digests, or of scalars."""
     op, its = int(a.trace.observed_op[one]), int(b.trace.observed_op[other])
     kernel = a.kernel(op) if op >= 0 else ""
-    if int(a.trace.observed_as[one]) == _SCALAR:
+    if int(a.trace.observed_as[one]) == SCALAR:
         values = [_numbers(side.record(place).results) for side, place in ((a, op), (b, its))]
         if len(values[0]) != len(values[1]) or not len(values[0]):
             return Distance(len(values[0]), 0, 1, 1, note=f"{values[0].tolist()} against {values[1].tolist()}")
@@ -550,7 +547,7 @@ def _divergence_row(named: Named) -> dict[str, Any]:
         "changed": [{"name": name, "a": one, "b": other} for name, one, other in named.changed],
         "distance": None if named.distance is None else distance_json(named.distance),
         "consequences": named.consequences,
-        "growth": [vars(each) if hasattr(each, "__dict__") else each for each in named.growth],
+        "growth": [vars(each) for each in named.growth],
         "note": named.note,
     }
 

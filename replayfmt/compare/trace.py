@@ -37,6 +37,7 @@ _ORIGINS = {
     ValueKind.recipe: StorageOrigin.initializer,
 }
 UNKNOWN, UNINITIALIZED = 0, 1  # content; other numbers are hashes
+SCALAR = 1 << 30  # in place of the place among the results: all numbers among them
 
 
 @dataclass
@@ -197,7 +198,8 @@ class _Columns:
 
 @dataclass(frozen=True)
 class Hashed:
-    """Results of a replay: ordinal of the op, tensor id, storage, meta id and offset, and the halves of the hash."""
+    """Digests: the ordinal of the op whose result it is (-1: none), tensor id, storage, meta id and offset, and the
+    halves of the hash."""
 
     ordinal: np.ndarray
     tensor: np.ndarray
@@ -253,7 +255,7 @@ class _Reading:
             self._frame(reader.frame(index), generators)
             on_progress(info.count)
         if self.results is not None:
-            self._observe(**vars(self.results), at=self.results.ordinal)
+            self._observe(self.results, self.results.ordinal)
         ordinal = take("ordinal", np.int64)
         read_count, write_count = take("read_count", np.int64), take("write_count", np.int64)
         read_first = np.concatenate(([0], np.cumsum(read_count)))
@@ -312,18 +314,18 @@ class _Reading:
         if self.results is None:
             self._digests(frame, np.flatnonzero((kinds == RecordKind.digest) | (kinds == RecordKind.host_read)))
         rare = (RecordKind.storage_import, RecordKind.storage_resize, RecordKind.generator_state)
-        events = [
-            (frame.first_ordinal + row, int(kinds[row]), *self._entering(frame, row))
-            for row in np.flatnonzero(np.isin(kinds, rare)).tolist()
-        ]
-        generators += [
-            (ordinal, content) for ordinal, kind, _id, content in events if kind == RecordKind.generator_state
-        ]
-        events = [event for event in events if event[1] != RecordKind.generator_state]
+        outside = []
+        for row in np.flatnonzero(np.isin(kinds, rare)).tolist():
+            ordinal, (number, content) = frame.first_ordinal + row, self._entering(frame, row)
+            if kinds[row] == RecordKind.generator_state:
+                generators.append((ordinal, content))
+            else:
+                outside.append((number, 2 * ordinal - 1, content))
+        storage, time, contents = zip(*outside, strict=True) if outside else ((), (), ())
         self.columns.add(
-            outside_storage=np.array([event[2] for event in events], np.int64),
-            outside_time=np.array([2 * event[0] - 1 for event in events], np.int64),
-            outside_content=np.array([event[3] for event in events], U),
+            outside_storage=np.array(storage, np.int64),
+            outside_time=np.array(time, np.int64),
+            outside_content=np.array(contents, U),
         )
         rows = np.flatnonzero(np.isin(kinds, (RecordKind.unsupported, RecordKind.collective))).tolist()
         unseen = [row for row in rows if self.reader.signatures[int(frame.signature[row])].unseen]
@@ -394,10 +396,8 @@ class _Reading:
         writer = np.concatenate((np.array(owner, np.int64), result_op[new]))
         order = np.argsort(writer, kind="stable")
         slot, writer = slot[order], writer[order]
-        once = np.ones(len(slot), bool)
         _, unique = np.unique((writer << 32) + frame.tensor_storage[slot], return_index=True)
-        once[:] = False
-        once[unique] = True
+        once = np.sort(unique)
         slot, writer, fresh = slot[once], writer[once], (order >= len(in_place))[once]
         keep = frame.tensor_storage[slot] > 0
         slot, writer, fresh = slot[keep], writer[keep], fresh[keep]
@@ -455,36 +455,27 @@ class _Reading:
             kinds == RecordKind.digest, frame.ints[np.minimum(frame.int_first[rows], len(frame.ints) - 1)], -1
         )
         slot = frame.tensor_slots[frame.tensor_first[rows]]
-        self._observe(
-            ordinal=of,
-            tensor=frame.tensor_id[slot],
-            storage=frame.tensor_storage[slot],
-            meta=frame.tensor_meta[slot],
-            offset=frame.tensor_offset[slot],
-            low=frame.ints[start].view(U),
-            high=frame.ints[start + 1].view(U),
-            at=frame.first_ordinal + rows,
+        found = Hashed(
+            of,
+            frame.tensor_id[slot],
+            frame.tensor_storage[slot],
+            frame.tensor_meta[slot],
+            frame.tensor_offset[slot],
+            frame.ints[start].view(U),
+            frame.ints[start + 1].view(U),
         )
+        self._observe(found, frame.first_ordinal + rows)
 
-    def _observe(
-        self,
-        ordinal: np.ndarray,
-        tensor: np.ndarray,
-        storage: np.ndarray,
-        meta: np.ndarray,
-        offset: np.ndarray,
-        low: np.ndarray,
-        high: np.ndarray,
-        at: np.ndarray,
-    ) -> None:
+    def _observe(self, found: Hashed, at: np.ndarray) -> None:
+        """Digests, each in the record at an ordinal."""
         self.columns.add(
-            digest_of=ordinal,
+            digest_of=found.ordinal,
             digest_at=at,
-            digest_id=tensor,
-            digest_storage=storage,
-            digest_hash=digest_content(low, high),
-            digest_shape=self.shapes[meta],
-            digest_geometry=mix(self.metas[meta], 1) ^ mix(offset, 2),
+            digest_id=found.tensor,
+            digest_storage=found.storage,
+            digest_hash=digest_content(found.low, found.high),
+            digest_shape=self.shapes[found.meta],
+            digest_geometry=mix(self.metas[found.meta], 1) ^ mix(found.offset, 2),
         )
 
     def _values(
@@ -521,7 +512,6 @@ class _Reading:
             np.array([self.born.get(n) == UNINITIALIZED for n in table["storage"].tolist()]) & table["fresh"]
         )
         order = np.argsort(table["time"], kind="stable")
-        table["rank_of"] = order
         return {name: column[order] for name, column in table.items()}, order
 
     def _observed(self, ordinal: np.ndarray, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -538,9 +528,9 @@ class _Reading:
         place[own] = spans(np.zeros(len(np.unique(of[own])), np.int64), np.unique(of[own], return_counts=True)[1])
         scalars = take("scalar_op", np.int64)
         count = len(scalars)
-        made = {
+        return {
             "op": np.concatenate((op, scalars)),
-            "as": np.concatenate((place, np.full(count, 1 << 30))),
+            "as": np.concatenate((place, np.full(count, SCALAR))),
             "hash": np.concatenate((take("digest_hash", U), np.maximum(take("scalar_hash", U), U(2)))),
             "shape": np.concatenate((take("digest_shape", U), np.zeros(count, U))),
             "at": np.concatenate((at, take("scalar_at", np.int64))),
@@ -548,7 +538,6 @@ class _Reading:
             "time": np.concatenate((np.where(late, 2 * at, 2 * of + 1), np.zeros(count, np.int64))),
             "geometry": np.concatenate((take("digest_geometry", U), np.zeros(count, U))),
         }
-        return made
 
 
 def _last(storage: np.ndarray, time: np.ndarray, of: np.ndarray, before: np.ndarray) -> np.ndarray:
@@ -566,7 +555,7 @@ def _last(storage: np.ndarray, time: np.ndarray, of: np.ndarray, before: np.ndar
 def _contents(values: dict[str, np.ndarray], observed: dict[str, np.ndarray]) -> np.ndarray:
     """What is known of the content of each value: of its whole storage, from digests of all that was written to it."""
     content = values["content"].copy()
-    own = np.flatnonzero((observed["as"] >= 0) & (observed["as"] < 1 << 30))
+    own = np.flatnonzero((observed["as"] >= 0) & (observed["as"] < SCALAR))
     key = observed["op"][own].astype(U) << U(40) | observed["id"][own].astype(U)
     order = np.argsort(key, kind="stable")
     key = key[order]
