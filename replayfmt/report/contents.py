@@ -278,7 +278,7 @@ def energy_section(energy: Fields | None, figures: KernelFigures) -> Section:
 
 
 def _reason(fields: Fields) -> str:
-    return fields.text("reason") if fields.has("reason") else "the report does not say"
+    return fields.text("reason", "the report does not say")
 
 
 _TITLE = "Memory"

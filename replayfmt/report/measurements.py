@@ -37,8 +37,9 @@ class Fields:
         """Whether the field is there and not null."""
         return self.content.get(name) is not None
 
-    def text(self, name: str) -> str:
-        return self._typed(name, str, "a text")
+    def text(self, name: str, default: str | None = None) -> str:
+        """With a default the field may be null or missing."""
+        return default if default is not None and not self.has(name) else self._typed(name, str, "a text")
 
     def count(self, name: str) -> int:
         value: int = self._typed(name, int, "a whole number")
@@ -245,7 +246,7 @@ def read_measurements(benchmarks: Iterable[tuple[str, Document]], energy: Fields
         _add_benchmark(found, where, document)
     if energy is not None:
         for row in energy.rows("kernels"):
-            count, reason = row.count("count"), row.text("reason") if row.has("reason") else "no reason is given"
+            count, reason = row.count("count"), row.text("reason", "no reason is given")
             joules = row.amount("joules_per_call")
             # Unsupported work has a row without a kernel, and no signature.
             name = _without_values(row, row.text("name")) if row.text("kernel") else row.text("name")
@@ -296,19 +297,19 @@ def _add_calls(by: dict[str, MeasuredCalls], key: str, row: Fields) -> None:
     count = row.count("count")
     calls = count - (row.count("not_measured") if row.has("not_measured") else 0)
     if row.content.get("error_occurred") or calls <= 0:
-        sums.miss(count, row.text("error_message") if row.has("error_message") else "it has no times")
+        sums.miss(count, row.text("error_message", "it has no times"))
         return
     sums.calls += calls
     if count > calls:
-        sums.miss(count - calls, row.text("reason") if row.has("reason") else "it has no times")
+        sums.miss(count - calls, row.text("reason", "it has no times"))
 
     def total(name: str) -> float | None:
         value = row.amount(name)
         return None if value is None else value * 1e3 / calls
 
     def reason(*names: str) -> str:
-        said = [row.text(f"{name}_reason") for name in names if row.has(f"{name}_reason")]
-        return said[0] if said else "the benchmark does not say"
+        said = (row.text(f"{name}_reason", "") for name in names)
+        return next(filter(None, said), "the benchmark does not say")
 
     sums.add("total_ns", total("estimated_us"), calls, "the benchmark does not say")
     sums.add("low_ns", total("estimated_us_low"), calls, reason("estimated_us_low"))
@@ -326,9 +327,9 @@ def _add_calls(by: dict[str, MeasuredCalls], key: str, row: Fields) -> None:
     if calls > sums.most_calls:
         sums.most_calls = calls
         sums.share_of_roof = row.amount("share_of_roof")
-        sums.bound = row.text("bound") if row.has("bound") else ""
+        sums.bound = row.text("bound", "")
         sums.peak_flops, sums.peak_bandwidth = row.amount("peak_flops"), row.amount("peak_bandwidth")
-        sums.kernel_class = row.text("kernel_class") if row.has("kernel_class") else ""
+        sums.kernel_class = row.text("kernel_class", "")
 
 
 def _whole(rows: Sequence[Fields], name: str) -> WholeTime:
@@ -337,7 +338,7 @@ def _whole(rows: Sequence[Fields], name: str) -> WholeTime:
     row = rows[0]
     median, low, high = (row.amount(f"median_real_time{end}") for end in ("", "_low", "_high"))
     if median is None:
-        reasons["median"] = row.text("unmeasurable") if row.has("unmeasurable") else "the benchmark does not say"
+        reasons["median"] = row.text("unmeasurable", "the benchmark does not say")
     for each in rows:
         if each.has("samples"):
             each.fields("samples").amounts("real_time")
@@ -347,14 +348,13 @@ def _whole(rows: Sequence[Fields], name: str) -> WholeTime:
         reasons = {"median": all_times.reason} if median is None else {}
     captured = row.amount("captured_time")
     if captured is None:
-        has = row.has("captured_time_reason")
-        reasons["captured"] = row.text("captured_time_reason") if has else "the benchmark does not say"
+        reasons["captured"] = row.text("captured_time_reason", "the benchmark does not say")
     scope = name.removeprefix(_WHOLE).removeprefix("/scope:")
     return WholeTime(scope, median, low, high, captured, reasons)
 
 
 def _kernel(row: Fields, signature: str) -> str:
-    return parse_signature(signature).kernel if not row.has("op") else row.text("op")
+    return row.text("op", "") or parse_signature(signature).kernel
 
 
 def _without_values(row: Fields, signature: str) -> str:

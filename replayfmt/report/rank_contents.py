@@ -264,7 +264,7 @@ def _rank_section(job: _Job, together: Fields | None) -> Section:
     rows = []
     for each in job.ranks:
         of = replayed.get(each.rank)
-        why = not_measured if of is None else of.text("blocked_ns_reason") if of.has("blocked_ns_reason") else ""
+        why = not_measured if of is None else of.text("blocked_ns_reason", "")
         rows.append(
             TableRow(
                 count_cell(each.rank),
@@ -323,7 +323,7 @@ def _together_section(job: _Job, together: Fields | None) -> Section:
         for each in list(together.rows("collectives"))[:MOST_ROWS]
     ]
     titles = ("collective", "ranks", "bytes", "calls", "a call, median", "all calls", "bus bandwidth")
-    reason = together.text("collectives_reason") if together.has("collectives_reason") else ""
+    reason = together.text("collectives_reason", "")
     return Section(
         "together",
         title,
