@@ -231,12 +231,7 @@ def files_row(reader: CaptureReader, needs: FileNeeds) -> Row:
     counts, lengths = needs.count()
     validations = [validation(file) for file in reader.files[1:]]
     return {
-        "files": {
-            "external": counts["external"],
-            "inline": counts["inline"],
-            "ranges": counts["ranges"],
-            "unknown": counts["unknown"],
-        },
+        "files": counts,
         "file_bytes": lengths,
         "file_validation": {**{name: validations.count(name) for name in ("identity", "digest", "none")}, "unknown": 0},
     }
@@ -358,7 +353,7 @@ def statement(found: Contained) -> tuple[str, str]:
     """What the capture contains and what it does not, as two lists for people."""
     names = [name if len(name) <= _SHOWN_USER_NAME else name[:_SHOWN_USER_NAME] + "…" for name in found.user_names]
     facts = [
-        (found.content_bytes, _bytes(found.content_bytes), "content"),
+        (found.content_bytes, f"{counted(found.content_bytes, 'byte')} of content", "content"),
         (found.code_bytes, f"{counted(found.code_bytes, 'byte')} of kernels' code", ""),
         (found.code_sources, f"{counted(found.code_sources, 'source')} of kernels", ""),
         (found.digests, f"{counted(found.digests, 'digest')} of content, with up to 64 elements each", "digests"),
@@ -390,7 +385,3 @@ def statement(found: Contained) -> tuple[str, str]:
         ", ".join(text for there, text, _name in facts if there),
         ", ".join(name for there, _text, name in facts if not there and name),
     )
-
-
-def _bytes(number: int) -> str:
-    return f"{counted(number, 'byte')} of content"

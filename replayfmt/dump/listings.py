@@ -180,24 +180,21 @@ def device_kernel_text(reader: CaptureReader) -> Iterator[str]:
         share = f", {taken / total:.1%} of the time" if total else ""
         yield f"{what}: {len(mine):,} kernels, {sum(row['count'] for row in mine):,} launches{share}\n"
     heads = ("count", "total us", "device", "stream", "grid", "block", "shared B", "registers", "bytes", "occupancy")
-    cells = [heads] + [
+    cells = [
         (
             f"{row['count']:,}",
             "-" if row["total_ns"] is None else f"{row['total_ns'] / 1e3:,.3f}",
-            row["device"] or "-",
+            printable(row["device"] or "-"),
             *(
                 "-" if row[name] is None else str(csv_cell(row[name]))
                 for name in ("stream", "grid", "block", "shared_memory_bytes", "registers_per_thread", "bytes")
             ),
             "-" if row["occupancy_percent"] is None else f"{row['occupancy_percent']:g}%",
+            _shown_name(row),
         )
         for row in rows
     ]
-    widths = [max(len(printable(cell)) for cell in column) for column in zip(*cells, strict=True)]
-    names = ["name", *(_shown_name(row) for row in rows)]
-    for line, name in zip(cells, names, strict=True):
-        shown = [f"{printable(cell):>{width}}" for cell, width in zip(line, widths, strict=True)]
-        yield f"{'  '.join(shown)}  {name}\n"
+    yield from (f"{line}\n" for line in aligned([(*heads, "name"), *cells]))
 
 
 def _shown_name(row: dict[str, Any]) -> str:
