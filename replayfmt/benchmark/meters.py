@@ -23,6 +23,7 @@ import torch
 from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.validation import some_of
 from replayfmt.pytorch.accelerators import is_accelerator
 
 _CLOSEST = 12  # at most this many of the capture's scopes are listed in an error
@@ -98,9 +99,7 @@ def matching_scopes(reader: CaptureReader, name: str) -> dict[int, str]:
     matching = {scope: path for scope, path in paths.items() if name in (path, reader.scopes[scope].name)}
     if not matching:
         known = list(dict.fromkeys(paths.values()))
-        shown = ", ".join(map(repr, known[:_CLOSEST])) + (
-            f" and {len(known) - _CLOSEST} more" if len(known) > _CLOSEST else ""
-        )
+        shown = some_of(known, _CLOSEST, repr)
         raise UsageError(
             f"--replay-scope={name}: {reader.path} has no scope of that name or path; "
             + (f"it has {shown}" if known else "it has no scopes at all")

@@ -27,7 +27,7 @@ import torch
 
 from replayfmt.errors import OpReplayError, ReplayFailed, ReplayMismatch, UsageError
 from replayfmt.format.codes import DType, RecordKind
-from replayfmt.format.validation import counted, parse_json, printable
+from replayfmt.format.validation import counted, parse_json, printable, some_of
 from replayfmt.pytorch.collectives import plays_ranks
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE
@@ -90,7 +90,7 @@ class Bisected:
             what = f"{counted(len(each.ordinals), 'call')} of {counted(len(each.kernels), 'kernel')}"
             lines.append(f"{f'set {number}':<14}{what}; with these alone the result is off: {each.off_by}")
             for kernel, calls in each.kernels.items():
-                shown = ", ".join(map(str, calls[:8])) + (f" and {len(calls) - 8} more" if len(calls) > 8 else "")
+                shown = some_of(calls, 8)
                 lines.append(f"{'':<14}{kernel}: ordinal{'s' if len(calls) > 1 else ''} {shown}")
         said = {
             "not off": "with every op run the other way the result is within the tolerance",

@@ -17,7 +17,7 @@ from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.codes import UNKNOWN_NS, DType
 from replayfmt.format.model import TensorDigest, TensorValue, tensors_of
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.validation import counted, printable
+from replayfmt.format.validation import counted, printable, some_of
 
 from .alignment import Alignment, StructureDifference
 from .distances import Distance, Tolerance, digest_distance, distance
@@ -409,9 +409,7 @@ def _block_lines(made: Comparison) -> list[str]:
     for block in blocks[:_MOST_BLOCKS]:
         texts = []
         for side, ops in ((made.a, block.a), (made.b, block.b)):
-            names = ", ".join(side.kernel(op) for op in ops[:4]) + (
-                f" and {len(ops) - 4:,} more" if len(ops) > 4 else ""
-            )
+            names = some_of(ops, 4, side.kernel)
             texts.append(f"{names} (from ordinal {side.ordinal(ops[0])})" if ops else "nothing")
         lines.append(_line("unaligned", f"in a {texts[0]}; in b {texts[1]}"))
     if len(blocks) > _MOST_BLOCKS:

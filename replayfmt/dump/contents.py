@@ -23,7 +23,7 @@ from replayfmt.format.reader import CaptureReader
 from replayfmt.format.record_frames import distinct
 from replayfmt.format.redaction import has_path, has_stack, users_in
 from replayfmt.format.source import PayloadInfo
-from replayfmt.format.validation import counted, printable
+from replayfmt.format.validation import counted, printable, some_of
 
 _SHOWN_KERNELS = 3
 _SHOWN_ATTACHMENT_NAME = 80
@@ -95,12 +95,14 @@ def attachment_lines(reader: CaptureReader) -> Iterator[str]:
     for row in attachment_rows(reader):
         place, kernels = row["range"], row["kernels"]
         stored = "" if place["compression"] == Codec.none.name else f", {place['compression']} {place['length']:,}"
-        names = [reader.kernels[kernel].qualified_name for kernel in kernels[:_SHOWN_KERNELS]]
-        more = f" and {len(kernels) - _SHOWN_KERNELS:,} more" if len(kernels) > _SHOWN_KERNELS else ""
+
+        def name(kernel: int) -> str:
+            return printable(reader.kernels[kernel].qualified_name, _SHOWN_ATTACHMENT_NAME)
+
         yield (
             f"attachment {row['id']}: {row['role']} {printable(row['name'], _SHOWN_ATTACHMENT_NAME)!r}, "
             f"{counted(row['bytes'], 'byte')} at {place['offset']:#x}{stored}, {row['digest']}, of "
-            f"{', '.join(printable(name, _SHOWN_ATTACHMENT_NAME) for name in names) + more if names else 'no kernel'}\n"
+            f"{some_of(kernels, _SHOWN_KERNELS, name) or 'no kernel'}\n"
         )
     if len(reader.attachments) > 1:
         yield "\n"

@@ -14,6 +14,7 @@ from replayfmt.errors import UsageError
 from replayfmt.format.attachments import only_inside
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader, RecordFrame
+from replayfmt.format.validation import some_of
 
 from .row_templates import ObjectCache
 
@@ -104,7 +105,7 @@ def _scopes(reader: CaptureReader, name: str) -> np.ndarray:
         inside[scope] = inside[definition.parent] or definition.name == name or _has_path(reader, scope, name)
     if not inside.any():
         known = sorted({definition.name for definition in reader.scopes[1:]})
-        shown = ", ".join(map(repr, known[:10])) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
+        shown = some_of(known, 10, repr)
         raise UsageError(
             f"--scope={name}: {reader.path} has no scope of that name or path; it has {shown or 'no scopes at all'}"
         )

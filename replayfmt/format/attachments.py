@@ -19,7 +19,7 @@ from replayfmt.errors import CaptureFailed, InvalidCapture, OpReplayError
 from .codes import KernelKind, RecordKind
 from .frames import MAX_NESTING
 from .model import Attachment, Kernel
-from .validation import nested_deeper, parse_json
+from .validation import nested_deeper, parse_json, some_of
 
 if TYPE_CHECKING:  # recording has no reader to load
     from .reader import CaptureReader
@@ -285,12 +285,9 @@ def only_inside(reader: CaptureReader, fits: Callable[[str], bool]) -> str:
     if not found:
         return ""
     names = sorted({name for inside in found.values() for name in inside})
-    return f"{_some(names)} {'is' if len(names) == 1 else 'are'} called only inside of {_some(list(found))}"
-
-
-def _some(items: list[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more
+    return (
+        f"{some_of(names, _SHOWN)} {'is' if len(names) == 1 else 'are'} called only inside of {some_of(found, _SHOWN)}"
+    )
 
 
 def parse_body_metadata(contents: Mapping[str, bytes]) -> dict[str, Any]:

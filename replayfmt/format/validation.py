@@ -13,8 +13,9 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ def tell(text: str) -> None:
 def counted(number: int, noun: str) -> str:
     """`1,377 ops`, `1 op`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def some_of(items: Collection[Any], most: int, show: Callable[[Any], str] = str, separator: str = ", ") -> str:
+    """`a, b, c and 4 more`."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return separator.join(map(show, islice(items, most))) + more
 
 
 def scope_count(names: int, entered: int) -> str:

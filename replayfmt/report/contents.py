@@ -20,7 +20,7 @@ from replayfmt.dump.row_templates import scope_path
 from replayfmt.errors import UsageError
 from replayfmt.format.memory import DeviceMemory, PeakShare, memory_by_device
 from replayfmt.format.reader import CaptureReader
-from replayfmt.format.validation import counted, printable
+from replayfmt.format.validation import counted, printable, some_of
 
 from .findings import Finding, findings
 from .kernel_sections import MOST_ROWS, KernelFigures, Section, call_site_table, kernel_table, roofline, top_kernels
@@ -199,8 +199,7 @@ def baseline_section(comparison: BaselineComparison) -> Section:
         ("Not in the baseline", comparison.only_after),
     ):
         if names:
-            more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
-            notes.append(f"{title}: {'; '.join(printable(name, 200) for name in names[:10])}{more}.")
+            notes.append(f"{title}: {some_of(names, 10, lambda name: printable(name, 200), '; ')}.")
     if len(comparison.rows) > MOST_ROWS:
         notes.append(f"{len(comparison.rows) - MOST_ROWS:,} more rows are left out of the page.")
     decided = [row for row in comparison.rows if row.ratio and row.ratio_low and row.ratio_high]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from replayfmt.errors import CaptureNotFound, InvalidCapture
+from replayfmt.format.validation import some_of
 
 MOST_RANKS = 1 << 24
 
@@ -304,8 +305,7 @@ def others_note(path: str | PathLike[str], member: str) -> str:
 
 def shown_names(names: Sequence[str]) -> str:
     """A list of files for people: the first few, and the number of the others."""
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
+    return some_of(names, _SHOWN_NAMES)
 
 
 def is_json(name: str) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
 from replayfmt.format.model import TRACED_DEVICE_NS, Device
-from replayfmt.format.validation import printable
+from replayfmt.format.validation import printable, some_of
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.operators import operator_named, tells_allocator
 from replayfmt.pytorch.traced_names import TracedNames
@@ -74,11 +74,8 @@ def _windows(events: TraceEvents, annotations: np.ndarray, wanted: TraceRange) -
     asked += [(f"--scope={each}", each) for each in wanted.scopes]
     for flag, name in asked:
         if name not in named:
-            shown = ", ".join(list(named)[:_SHOWN_NAMES])
-            more = f" and {len(named) - _SHOWN_NAMES} more" if len(named) > _SHOWN_NAMES else ""
-            raise UsageError(
-                printable(f"{flag}: the trace has no annotation {name}; it has {shown + more if named else 'none'}")
-            )
+            shown = some_of(named, _SHOWN_NAMES) or "none"
+            raise UsageError(printable(f"{flag}: the trace has no annotation {name}; it has {shown}"))
         windows += named[name]
     if wanted.time:
         begin, end = parse_time(wanted.time)

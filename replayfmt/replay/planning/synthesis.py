@@ -20,6 +20,7 @@ from replayfmt.errors import OpReplayError, ReplayRefused
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import Recipe
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.validation import some_of
 from replayfmt.initializers import Call, Demand, Initializer, Registry, Request, Role, TensorInfo, Use
 from replayfmt.initializers.demands import Conflict, Unsatisfiable, combine, contradiction, pull_back
 from replayfmt.initializers.operator_rules import is_integral
@@ -550,6 +551,4 @@ def _named(storages: list[int]) -> str:
     """`storages 4, 9 and 12 have no content in the capture`."""
     if len(storages) == 1:
         return f"storage {storages[0]} has no content in the capture"
-    shown = ", ".join(map(str, storages[:_SHOWN_STORAGES]))
-    rest = f" and {len(storages) - _SHOWN_STORAGES} more" if len(storages) > _SHOWN_STORAGES else ""
-    return f"{len(storages)} storages ({shown}{rest}) have no content in the capture"
+    return f"{len(storages)} storages ({some_of(storages, _SHOWN_STORAGES)}) have no content in the capture"

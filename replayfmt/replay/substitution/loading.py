@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from replayfmt.errors import UsageError
 from replayfmt.format.model import Kernel
 from replayfmt.format.signature_grammar import Parser, SignatureText
-from replayfmt.format.validation import parse_json, require_regular_file, text_of
+from replayfmt.format.validation import parse_json, require_regular_file, some_of, text_of
 from replayfmt.pytorch.op_libraries import printing_aside
 from replayfmt.pytorch.overloads import overloads_of
 from replayfmt.pytorch.triton.compiled import GivenCubin
@@ -374,9 +374,8 @@ class Library:
         if not callable(function):
             there = self.exported()
             what = f"{name!r} in it is not a function" if function is not None else f"it defines no function {name!r}"
-            raise UsageError(
-                f"{told}: {self._path}: {what}; it has {_listed(there) or 'no functions'}; name one with PATH:NAME"
-            )
+            has = some_of(there, _LISTED) or "no functions"
+            raise UsageError(f"{told}: {self._path}: {what}; it has {has}; name one with PATH:NAME")
         return replacement_of(function, f"{os.path.basename(self._path)}:{name}")
 
     def _operator(self, name: str, told: str) -> Replacement:
@@ -385,13 +384,15 @@ class Library:
             if len(named) != 1:
                 raise UsageError(
                     f"{told}: {self._path} registers {len(named)} operators called {name!r}; it registers "
-                    f"{_listed(self._operators) or 'none that were not there before'}; name one with "
+                    f"{some_of(self._operators, _LISTED) or 'none that were not there before'}; name one with "
                     "PATH:NAMESPACE::NAME"
                 )
             name = named[0]
         overload = find_operator(name)
         if isinstance(overload, str):
-            raise UsageError(f"{told}: {overload}; {self._path} registers {_listed(self._operators) or 'none'}")
+            raise UsageError(
+                f"{told}: {overload}; {self._path} registers {some_of(self._operators, _LISTED) or 'none'}"
+            )
         # Called as Python code would call it; the dispatcher chooses its kernel, as it does for the original.
         return Replacement(
             overload._op, f"{os.path.basename(self._path)}:{name}", "", 0, schema_signature(overload._schema)
@@ -550,8 +551,3 @@ def _in_one_line(error: BaseException, path: str) -> str:
             line = frame.lineno
     text = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" + (f" ({os.path.basename(path)}:{line})" if line else "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

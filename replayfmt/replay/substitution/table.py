@@ -20,7 +20,7 @@ from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, TensorValue
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_text import Key, KeyedOps, SignatureIndex
-from replayfmt.format.validation import items_of
+from replayfmt.format.validation import items_of, some_of
 
 from ..planning.kernels import ResolvedKernel
 from .loading import (
@@ -104,11 +104,6 @@ def _refuse_repeated(requests: Sequence[SubstitutionRequest]) -> None:
             )
 
 
-def _listed(graphs: Sequence[str]) -> str:
-    more = f" and {len(graphs) - _SHOWN} more" if len(graphs) > _SHOWN else ""
-    return ", ".join(graphs[:_SHOWN]) + more
-
-
 def _never(*_args: Any, **_kwargs: Any) -> None:
     """Stands for a kernel where the original is not available, so that nothing is replayed."""
     raise AssertionError
@@ -181,13 +176,12 @@ class Substitutions:
     def reason(self) -> str:
         """Why results may differ from the captured ones bit for bit."""
         what = [f"{kernel} by {', '.join(labels)}" for kernel, labels in self.replaced.items()]
-        more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
-        return f"kernels are substituted: {', '.join(what[:_SHOWN])}{more}" if what else "nothing is substituted"
+        return f"kernels are substituted: {some_of(what, _SHOWN)}" if what else "nothing is substituted"
 
     def left_inside_graphs(self) -> tuple[str, ...]:
         """A sentence for each kernel that is replaced, and not where graphs call it."""
         return tuple(
-            f"{name} is substituted, but not inside of {_listed(graphs)}: {_BODY_TOO}"
+            f"{name} is substituted, but not inside of {some_of(graphs, _SHOWN)}: {_BODY_TOO}"
             for name in self.replaced
             if (graphs := self._inside_graphs.get(name))
         )
@@ -243,13 +237,13 @@ class Substitutions:
         if selector.signature is not None and wanted in names:
             numbers = [number for number in self._called if self._kernel(number).qualified_name == wanted]
             texts = [group.text for group in self.index.groups(numbers)]
-            hint = f"its signatures there are {'; '.join(texts[:_SHOWN])}" + (
-                f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-            )
+            hint = f"its signatures there are {some_of(texts, _SHOWN, separator='; ')}"
         else:
             close = difflib.get_close_matches(wanted, sorted(names), 3)
             if graphs := self._inside_graphs.get(wanted):
-                raise UsageError(f"{request.told}: {wanted} is called only inside {_listed(graphs)}: {_BODY_TOO}")
+                raise UsageError(
+                    f"{request.told}: {wanted} is called only inside {some_of(graphs, _SHOWN)}: {_BODY_TOO}"
+                )
             hint = f"did you mean {' or '.join(close)}?" if close else "opreplay-dump --signatures prints what it calls"
         raise UsageError(f"{request.told}: {selector.text!r} matches no call of {self._reader.path}; {hint}")
 
