@@ -211,7 +211,7 @@ def test_the_commands_of_findings_are_ones_that_the_tools_take(measured: Measure
 def test_a_report_measures_itself(measured: Measured, tmp_path: Path, tools: Tools) -> None:
     out = tmp_path / "page.html"
     given = "--replay-options=--peak-flops=1T --peak-bandwidth=100G"
-    ran = tools("report", "--measure=0.5", given, measured.capture, "-o", out)
+    ran = tools("report", "--measure=1", given, measured.capture, "-o", out)
     assert ran.code == 0 and ran.err.count("measuring: opreplay-benchmark") == 2
     page = out.read_text()
     assert "isolated time of all ops" in page and "no benchmark of whole replays was given" not in page
