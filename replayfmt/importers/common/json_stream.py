@@ -22,7 +22,7 @@ from replayfmt.errors import InvalidCapture
 
 from .trace_files import Progress, TraceFile
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 18
 _LONGEST_ENTRY = 8 << 20  # characters; anything longer is assumed to be damage
 _MOST_IN_VAIN = 32 << 20  # characters read in vain before the search inside damaged entries is given up
 _NODE_CHARACTERS = 1 << 12  # of a node of an execution trace, usually
@@ -42,6 +42,7 @@ _BARE_WORD = re.compile(rf"({_STRING})|(-?)\b(nan|inf|infinity|none|undefined)\b
 _BAD_ESCAPE = re.compile(r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
 _WORDS = {"nan": "NaN", "inf": "Infinity", "infinity": "Infinity", "none": "null", "undefined": "null"}
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
+_BETWEEN = re.compile(r'\}\s*+,\s*+\{\s*+"[^"\\]{1,64}"')  # where an entry ends and the next one begins
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class JsonStream:
         self._before = 0  # bytes before the buffer
         self._counted = 0, 0  # a position in the buffer, and the number of bytes before it
         self._careful = 0  # this many entries are still read by their extent
+        self._between = ""  # what stood between two entries: many are decoded at once, up to where it stands last
+        self._together = False  # whether what is in the buffer was not tried to be
         self._first_key = _FIRST_KEYS  # of the entries: those inside a damaged one may look like entries, too
         self._in_vain = 0  # characters of entries that had no end, or were not JSON
         self._ended = False
@@ -202,14 +205,32 @@ class JsonStream:
                 if not self._resynchronize():
                     return
                 continue
+            if self._together and (several := self._several()):
+                yield from several
+                continue
             found, value = self._value(recover=True)
             if found:
                 first = next(iter(value), "") if isinstance(value, dict) else ""
                 if 0 < len(first) <= _LONGEST_KEY:
                     self._first_key = first
+                if between := _BETWEEN.match(self._text, self._place - 1):
+                    self._between = between[0]
                 yield value
             elif self._ended and self._place >= len(self._text):
                 return
+
+    def _several(self) -> list[Any]:
+        """The entries from here to the last whole one in the buffer, none if one of them is not JSON."""
+        self._together = not self._between
+        end = self._text.rfind(self._between, self._place) + 1 if self._between else 0
+        if not end:
+            return []
+        try:
+            entries = self._decoder.decode(f"[{self._text[self._place : end]}]")
+        except (ValueError, RecursionError):
+            return []
+        self._place = end
+        return entries
 
     def _separated(self, closing: str) -> str:
         """The next character other than space and comma; "" at the end, which is reported."""
@@ -423,7 +444,7 @@ class JsonStream:
             self._before = self.offset
             self._counted = 0, 0
         self._text = self._text[self._place :] + text
-        self._place = 0
+        self._place, self._together = 0, True
 
     def _note(self, kind: str, text: str, offset: int) -> None:
         self.problem_counts[kind] += 1

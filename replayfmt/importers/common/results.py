@@ -169,8 +169,9 @@ def _key(value: Any) -> Any:
     if isinstance(value, TensorSpec):
         return value.dtype, value.sizes, value.strides, value.offset, value.flags
     if isinstance(value, list | tuple):
-        return tuple(_key(each) for each in value)
-    return type(value).__name__, repr(value)
+        return tuple([_key(each) for each in value])
+    kind = type(value)
+    return value if kind is str or value is None else (kind, repr(value) if kind is float else value)
 
 
 def infer(schema: torch.FunctionSchema, arguments: Sequence[tuple[str, Any]]) -> Results:

@@ -147,6 +147,8 @@ COLLECTIVE_FIELDS = (
 
 # What launches of kernels that torch.compile generated say besides their inputs.
 TRITON_FIELDS = ("kernel_backend", "kernel_file", "kernel_hash", "kernel_kwargs", "grid", "num_warps", "num_stages")
+_KIND_FIELDS = frozenset((*RECORDED_FIELDS, *_OLD_FIELDS.values(), *COLLECTIVE_FIELDS, *TRITON_FIELDS))
+_LINKS = frozenset({"correlation", "External id", "external id"})  # what differs from launch to launch
 _MOST_UNKNOWN = 16  # categories that are named
 _LATEST = 1 << 62
 NO_TIME = -_LATEST
@@ -356,15 +358,10 @@ class TraceEvents:
         arguments = event.get("args") or {}
         name = str(event["name"])
         start = nanoseconds(event["ts"])
-        given = {each: arguments.get(each, arguments.get(_OLD_FIELDS[each])) for each in RECORDED_FIELDS}
-        recorded = given if any(value is not None for value in given.values()) else None
-        about = {each: arguments[each] for each in COLLECTIVE_FIELDS if each in arguments}
-        triton = (
-            {each: arguments[each] for each in TRITON_FIELDS if each in arguments}
-            if "kernel_backend" in arguments or "kernel_hash" in arguments
-            else None
-        )
-        number = self.kind_number(OpKind(name, annotation, recorded, about or None, triton))
+        said = name, annotation, repr({each: value for each, value in arguments.items() if each in _KIND_FIELDS})
+        number = self._kind_ids.get(said)
+        if number is None:
+            number = self._kind_ids[said] = self.kind_number(_op_kind(name, annotation, arguments))
         thread, external = self._thread(event), _external(arguments)
         ops = self.ops
         ops.start.append(start)
@@ -431,19 +428,22 @@ class TraceEvents:
         duration = _duration(event)
         if duration < 0:
             self.problems[f"of category {category} have no duration, or an impossible one; it is not known"] += 1
-        kind = WorkKind(
-            str(event["name"]),
-            category.lower(),
-            _triple(arguments.get("grid")),
-            _triple(arguments.get("block")),
-            integer(arguments.get("stream")),
-            integer(arguments.get("device")),
-            details_of(arguments),
-        )
-        number = self._work_ids.get(kind)
+        name = str(event["name"])
+        said = name, category, repr({each: value for each, value in arguments.items() if each not in _LINKS})
+        number = self._work_ids.get(said)
         if number is None:
-            number = self._work_ids[kind] = len(self.work_kinds)
-            self.work_kinds.append(kind)
+            kind = WorkKind(
+                name,
+                category.lower(),
+                _triple(arguments.get("grid")),
+                _triple(arguments.get("block")),
+                integer(arguments.get("stream")),
+                integer(arguments.get("device")),
+                details_of(arguments),
+            )
+            number = self._work_ids[said] = self._work_ids.setdefault(kind, len(self.work_kinds))
+            if number == len(self.work_kinds):
+                self.work_kinds.append(kind)
         self.work.start.append(start)
         self.work.duration.append(duration)
         self.work.correlation.append(integer(arguments.get("correlation")))
@@ -462,6 +462,18 @@ class TraceEvents:
             number = self._thread_ids[key] = len(self.threads)  # none is borrowed while a trace is read
             self.threads.append(key)
         return number
+
+
+def _op_kind(name: str, annotation: bool, arguments: Mapping[str, Any]) -> OpKind:
+    given = {each: arguments.get(each, arguments.get(_OLD_FIELDS[each])) for each in RECORDED_FIELDS}
+    recorded = given if any(value is not None for value in given.values()) else None
+    about = {each: arguments[each] for each in COLLECTIVE_FIELDS if each in arguments}
+    triton = (
+        {each: arguments[each] for each in TRITON_FIELDS if each in arguments}
+        if "kernel_backend" in arguments or "kernel_hash" in arguments
+        else None
+    )
+    return OpKind(name, annotation, recorded, about or None, triton)
 
 
 def nanoseconds(microseconds: Any) -> int:
@@ -496,7 +508,7 @@ def integer(value: Any) -> int:
     if isinstance(value, bool) or value is None:
         return -1
     try:
-        number = int(value)
+        number = value if type(value) is int else int(value)
     except (TypeError, ValueError, OverflowError):
         return -1
     return number if 0 <= number < 1 << 62 else -1
