@@ -14,6 +14,7 @@ import click
 
 from replayfmt.errors import CaptureFailed, UsageError
 from replayfmt.format.output import check_place
+from replayfmt.format.rank_files import is_folder, rank_file
 
 from .command import emit, option, progress_bar, run_tool, say, show, tool
 
@@ -35,7 +36,12 @@ _LEVELS = ("auto", "leaf", "launching", "root")
         "One of each call, with portable operators:",
     ),
 )
-@option("-o --output FILE", "Where to write the capture.", required=True)
+@option(
+    "-o --output FILE",
+    "Where to write the capture. If it is a folder (out/), the traces of all ranks of a job, given as files, a "
+    "directory or an archive, become out/rank0.opreplay, out/rank1.opreplay, ... and a manifest.",
+    required=True,
+)
 @option(
     "--from",
     "The producer of the trace: the PyTorch profiler, its ExecutionTraceObserver, or TraceLens. auto inspects the "
@@ -134,9 +140,9 @@ _LEVELS = ("auto", "leaf", "launching", "root")
 @option("--format", "How the report is printed.", name="form", type=["text", "jsonl"], default="text")
 @option("--report FILE", "Also write the report to FILE, as JSON lines.", name="report_file")
 @option("--force", "Replace files that exist.")
-@click.argument("trace", metavar="TRACE", type=click.Path())
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
 def cli(
-    trace: str,
+    traces: tuple[str, ...],
     output: str,
     op_libraries: tuple[str, ...],
     allowed: tuple[str, ...],
@@ -153,16 +159,24 @@ def cli(
     """Turn the trace TRACE into the capture FILE.  A report lists what is exact, inferred or missing.
 
     TRACE is a PyTorch profiler trace, a PyTorch execution trace, or TraceLens EventReplay IR; plain JSON, gzip, tar.gz
-    or zip; with --rank, also a directory of them. Exits with 0 once the capture is written, even if some calls could
-    not be completed: these are unsupported records, listed in the report.
+    or zip; with --rank or a folder as output, also a directory of them. Exits with 0 once the capture is written, even
+    if some calls could not be completed: these are unsupported records, listed in the report.
     """
-    wanted = _rank(rank)
+    wanted, folder = _rank(rank), is_folder(output)
+    if folder:
+        if wanted not in (None, "all"):
+            raise UsageError(f"{output}: is a folder, for all ranks; name the capture of rank {wanted}")
+        wanted = "all"
+    elif len(traces) > 1:
+        raise UsageError(f"{output}: {len(traces)} traces, those of ranks, go to a folder: -o out/")
     if wanted == "all" and graph_captures:
         raise UsageError("--graph-capture is a trace of one rank: give it with --rank=N, not with --rank=all")
     if wanted is None and "{rank}" in output:
         raise UsageError(f"{output}: which rank is meant? Give --rank=N or --rank=all")
+    captures = rank_file(output, "{rank}") if folder else output
     if report_file is not None:
-        _check_report(report_file, trace, output, force)
+        for trace in traces:
+            _check_report(report_file, trace, captures, force)
     with _progress() as (on_bytes, on_record):
         choices |= {
             "libraries": _libraries(allowed, op_libraries),
@@ -171,11 +185,11 @@ def cli(
             "progress": on_bytes,
             "on_record": on_record,
         }
-        reports = _import(trace, output, wanted, graph_captures, choices)
+        reports = _import(traces, output, captures, wanted, graph_captures, choices)
     if report_file is not None:
         _write_report(report_file, reports.values())
     for file, report in reports.items():
-        _show(trace, file, report, form)
+        _show(traces[0] if len(traces) == 1 else report.source, file, report, form)
     return 0
 
 
@@ -188,16 +202,21 @@ def _rank(text: str | None) -> int | Literal["all"] | None:
 
 
 def _import(
-    trace: str, output: str, rank: int | Literal["all"] | None, graph_captures: tuple[str, ...], choices: dict[str, Any]
+    traces: tuple[str, ...],
+    output: str,
+    captures: str,
+    rank: int | Literal["all"] | None,
+    graph_captures: tuple[str, ...],
+    choices: dict[str, Any],
 ) -> dict[str, ImportReport]:
     """Import, and report by the name of each capture."""
     from replayfmt.importers.importing import import_ranks, import_trace
 
     if rank == "all":
-        reports = import_ranks(trace, output, **choices)
-        return {output.replace("{rank}", str(each)): report for each, report in reports.items()}
-    report = import_trace(trace, output, **choices, graph_captures=graph_captures, rank=rank)
-    return {output if rank is None else output.replace("{rank}", str(rank)): report}
+        reports = import_ranks(traces, output, **choices)
+    else:
+        reports = {rank or 0: import_trace(traces[0], output, **choices, graph_captures=graph_captures, rank=rank)}
+    return {captures if rank is None else captures.replace("{rank}", str(each)): one for each, one in reports.items()}
 
 
 def _show(trace: str, output: str, report: ImportReport, form: str) -> None:

@@ -35,7 +35,7 @@ _AT_ONCE = 16  # files
 Event = dict[str, Any]  # a launch, or {"wait": the work that is waited for}
 
 
-def rank_file(folder: str, rank: int) -> str:
+def rank_file(folder: str, rank: int | str) -> str:
     """The file of a rank: in the folder, or in one of its folders, as `-o 'out/{host}/'` writes them. Raises
     InvalidCapture if several of those have one."""
     name = f"rank{rank}.opreplay"
@@ -48,6 +48,11 @@ def rank_file(folder: str, rank: int) -> str:
             )
         path = of_hosts[0] if of_hosts else path
     return path
+
+
+def is_folder(out: str) -> bool:
+    """Whether what is written goes to a folder, with a file of each rank."""
+    return out.endswith(os.sep) or os.path.isdir(out)
 
 
 def events_of(reader: CaptureReader) -> Iterator[Event]:

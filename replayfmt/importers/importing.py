@@ -12,8 +12,8 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from os import PathLike, fspath
 from tempfile import TemporaryDirectory
@@ -29,6 +29,7 @@ from replayfmt.errors import (
     UsageError,
 )
 from replayfmt.format.output import check_place, same_file
+from replayfmt.format.rank_files import is_folder, rank_file, write_manifest
 from replayfmt.format.validation import (
     check_function,
     check_kind,
@@ -59,7 +60,7 @@ from .common.trace_files import (
     regular_length,
     shown_names,
 )
-from .execution_trace.nodes import node_of, rank_said
+from .execution_trace.nodes import GROUPS, groups_listed, node_of, rank_said, world_said
 from .kineto.importer import TraceRange, distributed, parse_time
 
 TraceKind = Literal["kineto", "execution-trace", "tracelens"]
@@ -223,8 +224,9 @@ class RankTraces:
             + self._untold()
         )
 
-    def all(self) -> list[RankTrace]:
-        """The traces of all ranks, in order. Raises UsageError unless each has a different rank."""
+    def all(self, *, whole: bool = False) -> list[RankTrace]:
+        """The traces of all ranks, in order. Raises UsageError unless each has a different rank; with `whole`, also if
+        one is not there, or if they do not agree on how many there are."""
         ranks: dict[int, list[_Candidate]] = {}
         for each in self.candidates:
             if each.rank is None:
@@ -235,8 +237,14 @@ class RankTraces:
                 raise UsageError(f"{self.source}: {_several(rank, found)}")
         world = self._world_size()
         absent = [(low + 1, high - 1) for low, high in pairwise([-1, *sorted(ranks), world]) if high - low > 1]
-        if absent:
-            self.problems.append(f"of {world} ranks, the traces of {_shown_ranks(absent)} are not there")
+        told = f"of {world} ranks, the traces of {_shown_ranks(absent)} are not there" if absent else ""
+        worlds = {each.world_size: each.name for each in self.candidates if each.world_size > 1}
+        if whole and len(worlds) > 1:
+            said = "; ".join(f"{name} is of {size} ranks" for size, name in sorted(worlds.items()))
+            raise UsageError(f"{self.source}: the traces are of different jobs: {said}")
+        if whole and told:
+            raise UsageError(f"{self.source}: {told}; give those of all, or -o step.{{rank}}.opreplay")
+        self.problems += [told] if told else []
         return [self._trace(found[0]) for _rank, found in sorted(ranks.items())]
 
     def _trace(self, found: _Candidate) -> RankTrace:
@@ -256,15 +264,22 @@ class RankTraces:
         )
 
 
-def rank_traces(path: str | PathLike[str], kind: TraceKind | Literal["auto"] = "auto") -> RankTraces:
-    """Search an archive, a directory (with subdirectories), or a single file. With `kind`, only for traces of that
-    kind.
+def rank_traces(
+    path: str | PathLike[str] | Sequence[str | PathLike[str]], kind: TraceKind | Literal["auto"] = "auto"
+) -> RankTraces:
+    """Search archives, directories (with subdirectories), or single files. With `kind`, only for traces of that kind.
 
     Raises CaptureNotFound and InvalidCapture if there is no trace, UsageError if there are traces of several kinds and
     `kind` does not say which is meant.
     """
-    source = fspath(path)
-    files, problems = _files(source)
+    sources = [fspath(path)] if isinstance(path, str | PathLike) else [fspath(each) for each in path]
+    source = ", ".join(sources)
+    files, problems = _files(sources[0]) if len(sources) == 1 else ([], [])
+    if len(sources) > 1:
+        for part in sources:
+            of_it, wrong = _files(part)
+            files += [(file, member, f"{part}: {member}" if member else file) for file, member, _name in of_it]
+            problems += wrong
     found: list[_Candidate] = []
     passed: list[str] = []
     for file, member, name in files:
@@ -373,16 +388,20 @@ def _of_kineto(each: _Candidate) -> tuple[int | None, int]:
 
 
 def _of_execution_trace(each: _Candidate) -> tuple[int | None, int]:
+    world_size = 1
     with JsonStream.open(each.path, member=each.member) as stream:
         for key, value in stream.entries({"nodes"}):
-            if key == "nodes" and isinstance(value, dict) and value.get("name") == "record_param_comms":
-                try:
-                    rank = rank_said(node_of(value))
-                except ValueError:
-                    continue  # the import reports what is wrong with it
-                if rank is not None:
-                    return rank, 1
-    return None, 1
+            if key != "nodes" or not isinstance(value, dict) or value.get("name") not in ("record_param_comms", GROUPS):
+                continue
+            try:
+                node = node_of(value)
+            except ValueError:
+                continue  # the import reports what is wrong with it
+            world_size = max(world_size, world_said(groups_listed(node)))
+            rank = rank_said(node)
+            if rank is not None:
+                return rank, world_size
+    return None, world_size
 
 
 _SAID: dict[str, Any] = {"kineto": _of_kineto, "execution-trace": _of_execution_trace}
@@ -433,6 +452,7 @@ class _Options:
     graph_captures: Sequence[str | PathLike[str]]
     wanted: TraceRange
     inductor: InductorCache | None
+    together: bool = False  # the collectives of all ranks
 
 
 def import_trace(
@@ -504,7 +524,7 @@ def _wanted(steps: Any, scopes: Any, time: Any) -> TraceRange:
 
 
 def import_ranks(
-    path: str | PathLike[str],
+    path: str | PathLike[str] | Sequence[str | PathLike[str]],
     out: str,
     *,
     kind: TraceKind | Literal["auto"] = "auto",
@@ -521,35 +541,50 @@ def import_ranks(
     time: str = "",
     inductor_cache: str | PathLike[str] | None = None,
 ) -> dict[int, ImportReport]:
-    """Make one capture for each rank whose trace is in an archive or a directory, and report on each, by rank.
+    """Make one capture for each rank whose trace is in an archive or a directory, or is one of several files, and
+    report on each, by rank.
 
-    `{rank}` in `out` is replaced with each rank's number. Either all captures are written or none: they are created
-    beside their final paths and renamed when the last one is complete. Otherwise as import_trace.
+    `out` is a folder (it exists, or ends with a slash), which becomes like that of a capture under torchrun, with
+    collectives that all ranks replay together; or it has `{rank}` in it, which is replaced with each rank's number.
+    Either all captures are written or none: they are created beside their final paths and renamed when the last one is
+    complete. Otherwise as import_trace.
     """
 
     wanted = _wanted(steps, scopes, time)
     options = _options(level, unique, rewrite, libraries, names, progress, on_record, (), wanted, inductor_cache)
     _check_kind(kind)
-    path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
+    paths = paths_of("path", path) if isinstance(path, list | tuple) else [path_of("path", path)]
+    out, force = path_of("out", out), flag_of("force", force)
+    folder = out if is_folder(out) else ""
+    if folder and unique:
+        raise UsageError(f"{out}: all ranks replay every collective together: import it without --unique")
+    if folder:
+        out, options = rank_file(folder, "{rank}"), replace(options, together=True)
     if "{rank}" not in out:
         raise UsageError(
             f"{out}: all ranks would be written to one file; put {{rank}} into the name, for instance "
             "step.{rank}.opreplay"
         )
-    traces = rank_traces(path, kind)
-    places = {place: _name(out, place.rank) for place in traces.all()}
-    for each in places.values():
-        for source in {os.path.realpath(place.path) for place in places}:
-            _check_out(source, each, force)
+    traces = rank_traces(paths, kind)
+    places = {place: _name(out, place.rank) for place in traces.all(whole=bool(folder))}
     reports = {}
     with ExitStack() as staged:
+        if folder and not os.path.isdir(folder):
+            try:
+                os.mkdir(folder)
+            except OSError as error:
+                raise CaptureFailed(f"{folder}: cannot be made: {error.strerror}") from None
+            staged.callback(_remove_empty, folder)
+        for each in places.values():
+            for source in {os.path.realpath(place.path) for place in places}:
+                _check_out(source, each, force)
         made = {}
         for place, final in places.items():
             try:
-                folder = TemporaryDirectory(prefix=f".{PRODUCER}-", dir=os.path.dirname(final) or ".")
+                staging = TemporaryDirectory(prefix=f".{PRODUCER}-", dir=os.path.dirname(final) or ".")
             except OSError as error:
                 raise CaptureFailed(f"{final}: cannot be written: {error.strerror}") from None
-            made[place] = os.path.join(staged.enter_context(folder), os.path.basename(final))
+            made[place] = os.path.join(staged.enter_context(staging), os.path.basename(final))
             reports[place.rank] = _import_rank(traces, place, made[place], options, False)
         for final in places.values():
             check_place(final, force)
@@ -560,7 +595,14 @@ def import_ranks(
                 raise CaptureFailed(f"{final}: is complete, but could not be renamed: {error.strerror}") from None
     for report in reports.values():
         report.unused = options.names.unused()
+    if folder:
+        next(iter(reports.values())).problems += write_manifest(folder)["problems"]
     return reports
+
+
+def _remove_empty(folder: str) -> None:
+    with suppress(OSError):
+        os.rmdir(folder)
 
 
 def _options(
@@ -650,6 +692,7 @@ def _import(
                     options.graph_captures,
                     options.wanted,
                     options.inductor,
+                    options.together,
                 ),
                 libraries=options.libraries,
                 names=options.names,
@@ -677,6 +720,7 @@ def _import(
             progress=options.progress,
             place=place,
             inductor=options.inductor,
+            together=options.together,
         )
     from .tracelens import import_tracelens
 

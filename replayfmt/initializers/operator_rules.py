@@ -347,8 +347,18 @@ _ALONG = (
     "scatter_reduce",
     "take_along_dim",
 )
+
+
 # fmt: off
+def _sent(use: Use) -> Demand | None:
+    """What integers are for is known where they arrive: 0 is safe for an index and for a number."""
+    zero = 0 if is_integral(use.tensor.dtype) else None
+    return Demand(Role.number if zero is None else Role.index, zero, zero, why="what other ranks may use as an index")
+
+
 _RULES: dict[tuple[str, str], Rule] = {
+    **{("opreplay::collective", name): _sent for name in ("inputs", "outputs")},
+    ("opreplay::collective_wait", "outputs"): _sent,
     **{(name, "indices" if name == "take_along_dim" else "index"): _into("self", "dim") for name in _ALONG},
     ("embedding", "indices"): _into("weight", 0),
     ("embedding_dense_backward", "indices"): _below("num_weights"),

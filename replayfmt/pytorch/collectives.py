@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +57,23 @@ class Call(NamedTuple):
     def pairs(self) -> bool:
         """Whether it is one of a pair, of a sender and a receiver."""
         return come_in_pairs(self.operator)
+
+
+class Numbering:
+    """Numbers the collectives of one rank, in the order in which they are launched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._numbers: Counter[tuple[Any, ...]] = Counter()
+
+    def call(self, operator: str, group: Group, reduction: str, parts: Parts, run: str = "") -> Call:
+        ranks = ",".join(map(str, group.ranks))
+        pair = (operator, parts.peer, parts.tag) if come_in_pairs(operator) else ()
+        key = ranks, group.instance, *pair
+        number, self._numbers[key], self.count = self._numbers[key], self._numbers[key] + 1, self.count + 1
+        identity = operator, group.name, ranks, group.instance, group.backend
+        splits = list(parts.input_splits), list(parts.output_splits)
+        return Call(*identity, reduction, parts.peer, parts.tag, *splits, number, self.count - 1, run)
 
 
 class Player(Protocol):
@@ -138,18 +156,25 @@ class Unknown(Exception):
     """A collective whose meaning is not known, with the reason."""
 
 
-class Meaning(NamedTuple):
-    """What a call of one of PyTorch's operators asks for. `outputs`: those that it is given; it may return others."""
+class Parts(NamedTuple):
+    """What the arguments of a call say, whatever stands for tensors. `outputs`: those that it is given; it may return
+    others."""
 
-    operator: str
-    group: Any
-    reduction: str
     peer: int
     tag: int
     input_splits: tuple[int, ...]
     output_splits: tuple[int, ...]
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
+    inputs: list[Any]
+    outputs: list[Any]
+
+
+class Meaning(NamedTuple):
+    """What a call of one of PyTorch's operators asks for."""
+
+    operator: str
+    group: Any
+    reduction: str
+    parts: Parts
 
 
 _KNOWN = frozenset(
@@ -191,26 +216,34 @@ _roles = functools.cache(_Roles)
 
 def meaning_of(name: str, given: Mapping[str, Any]) -> Meaning:
     """What a call means; `given` are its arguments by name. Raises Unknown."""
-    roles = _roles(name, tuple(given))
+    _roles(name, tuple(given))
     named = (value for value in given.values() if not isinstance(value, torch.Tensor | list))
     group = next((found for value in named if (found := group_of(value)) is not None), None)
     if group is None:
         raise Unknown("its process group is not known")
     if "sparse_indices" in given:
         raise Unknown("it reduces sparse tensors")
-    inputs, outputs = (tensors_in([given[each] for each in names]) for names in (roles.inputs, roles.outputs))
-    peer = int(given[roles.peer]) if roles.peer else -1
-    if roles.broadcasts and group.rank() == peer:
-        outputs = []
-    elif roles.broadcasts:
-        inputs = []
-    if any(tensor.layout is not torch.strided for tensor in (*inputs, *outputs)):
+    parts = parts_of(name, given, group.rank(), tensors_in)
+    if any(tensor.layout is not torch.strided for tensor in (*parts.inputs, *parts.outputs)):
         raise Unknown("its tensors are not strided")
     reduction = given.get("reduce_op", "")
     if not isinstance(reduction, str):
         reduction = _reduction_named(_call(reduction.op))
+    return Meaning(name, group, reduction, parts)
+
+
+def parts_of(name: str, given: Mapping[str, Any], rank: int, tensors: Callable[[list[Any]], list[Any]]) -> Parts:
+    """What a call's arguments by name say to the member `rank` of the group; `tensors` finds those among values. Raises
+    Unknown."""
+    roles = _roles(name, tuple(given))
+    inputs, outputs = (tensors([given[each] for each in names]) for names in (roles.inputs, roles.outputs))
+    peer = int(given[roles.peer]) if roles.peer else -1
+    if roles.broadcasts and rank == peer:
+        outputs = []
+    elif roles.broadcasts:
+        inputs = []
     splits = [_integers(given.get(each)) for each in roles.splits]
-    return Meaning(name, group, reduction, peer, int(given.get("tag", 0)), splits[0], splits[1], inputs, outputs)
+    return Parts(peer, int(given.get("tag", 0)), splits[0], splits[1], inputs, outputs)
 
 
 _call = torch._C.ScriptMethod.__call__  # past what a capture puts in its place

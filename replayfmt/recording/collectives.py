@@ -16,19 +16,18 @@ import functools
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from replayfmt.format.codes import UNKNOWN_NS
-from replayfmt.format.rank_files import come_in_pairs
 from replayfmt.pytorch import collectives
 from replayfmt.pytorch.collectives import (
     Call,
     Group,
     Meaning,
+    Numbering,
     describe_group,
     group_of,
     meaning_of,
@@ -124,8 +123,7 @@ class InFlight:
             )
         )
         self._groups: dict[str, Group] = {}
-        self._numbers: Counter[tuple[Any, ...]] = Counter()
-        self.count = 0
+        self._numbering = Numbering()
         self.of_thread = _OfThread()
         self._flying: dict[int, list[tuple[int, int, Launch]]] = {}  # bytes in flight, by storage id
         session.storages.arrived = self._arrived
@@ -146,7 +144,7 @@ class InFlight:
             about = describe_collective(kernel.name, (*args, *kwargs.values()))
             return Unrepresentable("collective", f"{problem}; {about}")
         launch.made = self._number(launch.meaning)
-        call = self._begin(self._launch, (*launch.made, launch.meaning.inputs, launch.meaning.outputs))
+        call = self._begin(self._launch, (*launch.made, launch.meaning.parts.inputs, launch.meaning.parts.outputs))
         if isinstance(call, Unrepresentable):
             return call
         launch.call, launch.began_ns = call, time.perf_counter_ns()
@@ -157,28 +155,13 @@ class InFlight:
         group = self._groups.get(name)
         if group is None:
             group = self._groups[name] = describe_group(meaning.group)
-        ranks = ",".join(map(str, group.ranks))
-        key = (
-            ranks,
-            group.instance,
-            *((meaning.operator, meaning.peer, meaning.tag) if come_in_pairs(meaning.operator) else ()),
-        )
-        number, self._numbers[key], self.count = self._numbers[key], self._numbers[key] + 1, self.count + 1
-        return Call(
-            meaning.operator,
-            name,
-            ranks,
-            group.instance,
-            group.backend,
-            meaning.reduction,
-            meaning.peer,
-            meaning.tag,
-            list(meaning.input_splits),
-            list(meaning.output_splits),
-            number,
-            self.count - 1,
-            "" if self.count > 1 else run_identity(),
-        )
+        run = "" if self.count else run_identity()
+        return self._numbering.call(meaning.operator, group, meaning.reduction, meaning.parts, run)
+
+    @property
+    def count(self) -> int:
+        """How many were launched."""
+        return self._numbering.count
 
     def _begin(self, kernel: CapturedKernel, args: tuple[Any, ...]) -> OpCall | Unrepresentable | None:
         return self._session.begin(kernel, args, {})
@@ -191,20 +174,20 @@ class InFlight:
                 self._wait_for_tensor(tensor, launch.began_ns, ended_ns)
             return
         assert launch.made is not None
-        outputs = list(meaning.outputs)
+        inputs, outputs = meaning.parts.inputs, list(meaning.parts.outputs)
         if not meaning.operator.startswith("c10d::"):
             storages = {storage_of(tensor)._cdata for tensor in outputs}
             returned = [tensor for tensor in tensors_in(result) if storage_of(tensor)._cdata not in storages]
             if meaning.operator.rpartition("::")[2] not in ("isend", "irecv"):
                 outputs += returned
             self._produced(returned)
-            call = self._begin(self._launch, (*launch.made, meaning.inputs, outputs))  # with what it returned
+            call = self._begin(self._launch, (*launch.made, inputs, outputs))  # with what it returned
             launch.call = call if isinstance(call, OpCall) else None
         if launch.call is None:
             return
         self._session.returned(launch.call, None, launch.began_ns, ended_ns)
         launch.call = None
-        streams, used = self._session.streams, tensors_in((meaning.inputs, outputs))
+        streams, used = self._session.streams, tensors_in((inputs, outputs))
         if streams is not None and used and streams.launched(launch.made.work, used[0].device):
             launch.device = used[0].device
         tracker_of = self._session.storages.tracker_of
@@ -214,7 +197,7 @@ class InFlight:
                 launch.outputs.append(_Output(tensor, tracker))
                 self._mark(launch, tensor, tracker)
         if not (outputs or self.of_thread.from_python):  # nothing will arrive that tells of a wait in C++
-            for tensor in meaning.inputs:
+            for tensor in inputs:
                 tracker = tracker_of(storage_of(tensor))
                 if tracker is not None and tensor.numel():
                     self._mark(launch, tensor, tracker)

@@ -223,6 +223,23 @@ def test_ranks_that_are_missing_are_said(tool: Tool, tmp_path: Path) -> None:
     files = {f"rank_{each}.json": profiled(4, each, 1 << 23) for each in (1, 2, 5)}
     code, _printed, err = tool(packed(tmp_path / "r.zip", files), "--rank=all", "-o", tmp_path / "{rank}.opreplay")
     assert code == 0 and "of 8388608 ranks, the traces of ranks 0, 3-4, 6-8388607 are not there" in err
+    given = packed(tmp_path / "given", {f"{each}.json": profiled(4, each % 2, 2 + each // 2) for each in range(3)})
+    first, second, third = (given / f"{each}.json" for each in range(3))
+    for traces, words in (
+        ([first], "of 2 ranks, the traces of rank 1 are not there; give those of all"),
+        ([first, second, first], f"has 2 traces of rank 0: {first}, {first}"),
+        ([second, third], f"the traces are of different jobs: {second} is of 2 ranks; {third} is of 3 ranks"),
+        ([first, second, "--unique"], "import it without --unique"),
+        ([first, second, "--rank=1"], "is a folder, for all ranks"),
+    ):
+        code, _printed, err = tool(*traces, "-o", f"{tmp_path}/out/")
+        assert code == 2 and err.count("\n") == 1 and words in err, err
+        assert not (tmp_path / "out").exists()
+    code, _printed, err = tool(first, second, "-o", tmp_path / "x.opreplay")
+    assert code == 2 and "2 traces, those of ranks, go to a folder: -o out/" in err
+    assert tool(first, second, "-o", f"{tmp_path}/out/").code == 0
+    assert [rows_of(tmp_path / f"out/rank{each}.opreplay") for each in (0, 1)] == [(4, 0, 2), (4, 1, 2)]
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["problems"] == []
     whole = packed(tmp_path / "r.tar.gz", {f"rank_{each}.json": os.urandom(4000).hex().encode() for each in range(3)})
     first = packed(tmp_path / "first.tar.gz", {"rank_0.json": profiled(4), "pad.bin": whole.read_bytes()})
     cut = tmp_path / "cut.tar.gz"

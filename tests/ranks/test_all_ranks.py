@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import Tools
 
 from replayfmt.benchmark.ranks import bus_factor, combined, lines
 from replayfmt.format.rank_files import LAUNCH, WAIT, describe, judge
@@ -133,19 +134,20 @@ with replayfmt.scope("late"):
 
 
 @pytest.mark.slow
-def test_the_same_part_of_every_rank_is_trimmed_and_replays_together(tmp_path: Path) -> None:
+def test_the_same_part_of_every_rank_is_trimmed_and_replays_together(
+    tmp_path: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launching.captured(tmp_path, SCOPES)
-    trim = [launching.BIN / "opreplay-trim", "out/", "part/"]
-    late = [*trim, "--scope=late", "--verify=none"]
-    refused = subprocess.run(late, cwd=tmp_path, capture_output=True, text=True)
-    assert refused.returncode == 1 and "waits for collectives that are not launched" in refused.stderr
+    monkeypatch.chdir(tmp_path)
+    refused = tools("trim", "out/", "part/", "--scope=late", "--verify=none")
+    assert refused.code == 1 and "waits for collectives that are not launched" in refused.err
     assert not (tmp_path / "part").exists()
-    itself = subprocess.run([*trim[:2], "out", "--scope=step", "--force"], cwd=tmp_path, capture_output=True, text=True)
-    assert itself.returncode == 2 and "name another" in itself.stderr
+    itself = tools("trim", "out/", "out", "--scope=step", "--force")
+    assert itself.code == 2 and "name another" in itself.err
     for code in (0, 1):  # the second time the files are there
-        done = subprocess.run([*trim, "--scope=step"], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == code, done.stderr
-        assert ("part/rank1.opreplay: " in done.stdout) is not bool(code)
+        done = tools("trim", "out/", "part/", "--scope=step")
+        assert done.code == code, done.err
+        assert ("part/rank1.opreplay: " in done.out) is not bool(code)
     assert sorted(each.name for each in (tmp_path / "part").iterdir()) == [
         "manifest.json",
         "rank0.opreplay",
@@ -156,6 +158,61 @@ def test_the_same_part_of_every_rank_is_trimmed_and_replays_together(tmp_path: P
     (code, text), (other, silent) = together(tmp_path)
     assert (code, other) == (0, 0), text + silent
     assert "verified: bitwise" in text
+
+
+TRACED = """
+from torch.profiler import ExecutionTraceObserver, profile
+import torch.distributed._functional_collectives as functional
+observer = ExecutionTraceObserver().register_callback(f"et{rank}.json")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+observer.start()
+with profile(record_shapes=True) as profiler:
+    whole, part, peer = torch.ones(6, 2), torch.ones(3, 2) * 2, 1 - rank
+    dist.all_gather_into_tensor(whole, part)
+    dist.reduce_scatter_tensor(part, whole + 1)
+    dist.broadcast(part * 1, src=1)
+    both = [dist.P2POp(dist.isend, part[0], peer), dist.P2POp(dist.irecv, part[1], peer)]   # on one memory
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    dist.all_to_all_single(torch.ones(4), part.view(-1)[:4] + 1, *[[1 + 2 * rank, 3 - 2 * rank]] * 2)
+    functional.all_reduce(part, "sum", dist.group.WORLD) + 1
+    dist.barrier()
+    model(torch.randn(2, 4)).sum().backward()
+observer.stop()
+observer.unregister_callback()
+profiler.export_chrome_trace(f"kineto{rank}.json")
+"""
+C10D = [
+    *("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::broadcast_", "c10d::send", "c10d::recv_"),
+    *("c10d::alltoall_base_", "_c10d_functional::all_reduce", "c10d::barrier"),
+]
+
+
+@pytest.mark.slow
+def test_traces_of_all_ranks_become_a_folder_whose_collectives_are_real(
+    tmp_path: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launching.plain(tmp_path, TRACED)
+    monkeypatch.chdir(tmp_path)
+    assert tools("import", "kineto0.json", "kineto1.json", "-o", "profiled/").code == 0
+    for folder, ours in (("profiled", [*C10D[:6], "c10d::allreduce_", *C10D[7:]]), ("out", C10D)):
+        if folder == "out":
+            made = tools("import", "et0.json", "et1.json", "-o", "out/")
+            assert made.code == 0 and "reduction=SUM: the trace does not record it" in made.out
+        said = [describe(folder, rank, 2) for rank in range(2)]
+        assert judge(said) == []
+        for each in said:
+            launched = [event["operator"] for event in each["events"] if "wait" not in event]
+            assert launched[: len(ours)] == ours and launched[-1] == "c10d::allreduce_"  # that of DDP
+            assert {event["work"] for event in each["events"] if "wait" not in event} == {
+                event["wait"] for event in each["events"] if "wait" in event
+            }
+    for flags, code, words in ((), 1, "are not in the trace"), (("--collectives=none",), 0, "left out"):
+        alone = tools("run", "out/rank1.opreplay", *flags)
+        assert alone.code == code and words in alone.out + alone.err
+    (code, text), (other, silent) = launching.launch(tmp_path, launching.BIN / "opreplay-run", "out/")
+    assert (code, other) == (0, 0), text + silent
+    assert "not verified: the content of" in text
 
 
 @pytest.mark.slow

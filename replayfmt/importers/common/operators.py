@@ -55,6 +55,11 @@ def collective_layer(name: str) -> int:
     return _COLLECTIVE_LAYERS.get(name.partition("::")[0], 0)
 
 
+def only_wraps(name: str) -> bool:
+    """Whether an operator among collectives is none: what a functional one returns is only put into an object."""
+    return name.endswith("::_wrap_tensor_autograd")
+
+
 def is_part(layer: int, around: int) -> bool:
     """Whether a collective of one layer is a part of the one of another around it; -1: there is none. Of two of `c10d`
     the outer one was not over as the program began the inner one."""
@@ -105,12 +110,12 @@ class FoundOperator:
         """`default` where the overload has no name."""
         return self.schema.overload_name or "default"
 
-    @property
+    @cached_property
     def dispatched(self) -> bool:
         """Whether the dispatcher knows it; TorchScript has operators of its own, which are not captured work."""
         return is_registered(self.name, self.overload)
 
-    @property
+    @cached_property
     def composite(self) -> bool:
         """Whether it has no device kernels of its own: it only calls other operators."""
         name = self.schema.name + (f".{self.schema.overload_name}" if self.schema.overload_name else "")
@@ -126,12 +131,12 @@ class FoundOperator:
             )
         )
 
-    @property
+    @cached_property
     def only_views(self) -> bool:
         """Whether it returns only views of its arguments, and does not write to them."""
         return _views_only(self.schema)
 
-    @property
+    @cached_property
     def traceable(self) -> bool:
         """Whether a trace can record its arguments: not if it needs an object of its library's own type."""
         return all(

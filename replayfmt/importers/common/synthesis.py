@@ -191,6 +191,11 @@ def imported_session(kind: str, source: str, **fields: Any) -> CaptureInfo:
     return CaptureInfo(**(given | fields))
 
 
+def of_ranks(together: bool) -> dict[str, str]:
+    """What the policies of a session say whose collectives all ranks replay together."""
+    return {"collective-results": "none"} if together else {}
+
+
 class ImportedSession:
     """One capture being made from a trace. Use as a context manager: the capture is completed on success, and removed
     on an error.

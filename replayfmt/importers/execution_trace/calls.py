@@ -34,7 +34,8 @@ _TURNS = {"aten::_conj": TensorFlag.conj, "aten::_neg_view": TensorFlag.neg}
 @dataclass
 class NodeStep:
     """One chosen node, the `number`th. `given` and `returned` say where its tensors are. `choice` and `binding` are
-    those of an operator; `assumed` has the assumptions besides the binding's."""
+    those of an operator; `assumed` has the assumptions besides the binding's; `uses` are the tensors that it reads, and
+    those that it writes."""
 
     node: TraceNode
     kind: NodeKind
@@ -44,6 +45,7 @@ class NodeStep:
     choice: OperatorChoice | None = None
     binding: Binding | None = None
     assumed: list[str] = field(default_factory=list)
+    uses: tuple[list[TracedTensor], list[TracedTensor]] = ([], [])
 
 
 class _OnAllocations(TensorReader):
@@ -118,9 +120,10 @@ class NodeCalls:
             self.memory.forget(tensor for _position, tensor in node.outputs.tensors)
             return None
         kind = kind_of(node)
-        self.memory.access(*self._effects(node, kind))
+        uses = self._effects(node, kind)
+        self.memory.access(*uses)
         given = self.memory.take(tensor for _position, tensor in node.inputs.tensors)
-        step = NodeStep(node, kind, self.memory.steps, {each.tensor: each for each in given})
+        step = NodeStep(node, kind, self.memory.steps, {each.tensor: each for each in given}, uses=uses)
         step.assumed += [
             f"the {list(tensor.sizes)} tensor at the address of one of another kind is a new allocation, "
             f"which {BY} does not show"
@@ -219,6 +222,10 @@ class NodeCalls:
         if known is None:
             known = self._changed[text] = printed_schema(traced) != printed_schema(here)
         return known
+
+    def traced_schema(self, text: str) -> torch.FunctionSchema | None:
+        """The schema that a trace names, None if it cannot be read."""
+        return self._choose(text)[1]
 
     def _choose(self, text: str) -> tuple[OperatorChoice, torch.FunctionSchema | None]:
         known = self._choices.get(text)

@@ -11,7 +11,7 @@ collectives with their sizes and groups, Triton kernels with their source file.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import takewhile
 from os import PathLike, fspath
@@ -21,23 +21,36 @@ from typing import Any
 from replayfmt.errors import InvalidCapture
 from replayfmt.format.codes import DType, Layout, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
-from replayfmt.format.validation import parse_json
 from replayfmt.format.writer import Moment
+from replayfmt.pytorch.collectives import Unknown
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.arguments import RETURNED_STORAGE, DeviceName, TensorSpec, dtype_of, wrapped
+from ..common.collectives import Bytes, InFlight, TracedCollectives, bytes_of, traced_groups
 from ..common.inductor_cache import InductorCache, NoKernel
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators
 from ..common.report import ImportReport, ReportEntry, most
-from ..common.synthesis import ImportedSession, Tensor, TracedStorage, imported_session
+from ..common.synthesis import ImportedSession, Tensor, TracedStorage, imported_session, of_ranks
 from ..common.trace_files import Progress, RankTrace, others_note, rank_fields
 from ..rewrites.portable import REWRITES, Portable
 from ..rewrites.rewriting import Rewritten
 from .allocations import PlacedTensor, TracedContent, like_number
 from .calls import NodeCalls, NodeStep
-from .nodes import NodeValues, TracedTensor, TraceNode, communication, node_of, rank_said, schema_version, traced_tensor
+from .nodes import (
+    GROUPS,
+    NodeValues,
+    TracedTensor,
+    TraceNode,
+    communication,
+    groups_listed,
+    node_of,
+    rank_said,
+    schema_version,
+    traced_tensor,
+    world_said,
+)
 from .selection import ChosenNodes, NodeKind, NodeTable
 from .selection import MarkPath as MarkPath
 
@@ -57,9 +70,10 @@ class GraphWriter:
         content: TracedContent,
         portable: Portable | None,
         groups: Mapping[str, Mapping[str, Any]],
+        collectives: TracedCollectives | None,
     ) -> None:
         self._capture, self._report, self._calls, self._content = capture, report, calls, content
-        self._portable, self._groups = portable, groups
+        self._portable, self._groups, self._collectives = portable, groups, collectives
         self._storages: dict[int, TracedStorage] = {}
         self._tensors: OrderedDict[Any, Tensor] = OrderedDict()
         self._communication: dict[int, TraceNode] = {}
@@ -75,6 +89,7 @@ class GraphWriter:
         """Write the next chosen node, inside a scope; `within` names the wrappers around it."""
         self._around = {"within": list(within)} if within else {}
         moment = Moment(thread=step.node.thread, scope=scope)
+        landed = self._land(step, moment) if self._collectives is not None else []
         if step.kind is NodeKind.operator:
             self._operator(step, moment)
         elif step.kind is NodeKind.collective:
@@ -86,14 +101,77 @@ class GraphWriter:
         else:
             self._unsupported(step, moment, "unknown_work", _NO_OPERATOR)
         self._communication.pop(step.node.thread, None)
-        memory = self._calls.memory
-        over = [
-            storage
-            for placed in (*step.given.values(), *step.returned.values())
-            if memory.allocations.last[placed.allocation] <= step.number
-            and (storage := self._storages.pop(placed.allocation, None)) is not None
-        ]
+        self._release((*step.given.values(), *step.returned.values(), *landed), step.number, moment)
+
+    def _release(self, tensors: Iterable[PlacedTensor], number: int, moment: Moment) -> None:
+        """Release what no step after this one uses, and no collective in flight."""
+        over = []
+        for placed in tensors:
+            storage = self._storages.get(placed.allocation)
+            if storage is None or self._calls.memory.allocations.last[placed.allocation] > number:
+                continue
+            if self._collectives is None or not self._collectives.holds(storage):
+                over.append(self._storages.pop(placed.allocation))
         self._capture.release(over, moment)
+
+    # ----------------------------------------------------------------------------------------------------- collectives
+
+    def _land(self, step: NodeStep, moment: Moment) -> list[PlacedTensor]:
+        """Wait for the collectives whose memory this step is about to use; their tensors."""
+        assert self._collectives is not None
+        reads, writes = ([each for tensor in uses for each in self._bytes(step, tensor)] for uses in step.uses)
+        if step.node.name.endswith("::wait_tensor"):
+            reads = [each for tensor in step.given for each in self._bytes(step, tensor)]
+        elif step.kind is NodeKind.collective and step.node.schema:
+            reads, writes = [], []  # which it writes is known when it is recorded
+        return self._wait([*self._collectives.crowded(), *self._collectives.used(reads, writes)], moment)
+
+    def _wait(self, flights: Iterable[InFlight], moment: Moment) -> list[PlacedTensor]:
+        assert self._collectives is not None
+        landed: list[PlacedTensor] = []
+        for flight in flights:
+            self._collectives.wait(flight, moment)
+            landed += flight.kept
+        return landed
+
+    def _bytes(self, step: NodeStep, tensor: TracedTensor) -> Iterator[Bytes]:
+        placed = step.given.get(tensor)
+        storage = self._storages.get(placed.allocation) if placed is not None else None
+        if placed is not None and storage is not None:
+            yield bytes_of(storage, tensor.item_bytes, tensor.sizes, placed.strides, tensor.offset)
+
+    def _launch(self, step: NodeStep, moment: Moment, facts: _Communication) -> None:
+        """Record a collective as a launch. Raises Unknown and ValueError if it cannot be."""
+        node, schema = step.node, self._calls.traced_schema(step.node.schema)
+        assert self._collectives is not None
+        if schema is None:
+            raise Unknown("the trace does not have its operator")
+        given: dict[str, Any] = {argument.name: [] for argument in schema.arguments}
+        for argument, value in zip(schema.arguments, node.inputs.values, strict=False):
+            given[argument.name] = value
+        names = [argument.name for argument in schema.arguments]
+        tensors: dict[str, list[Tensor]] = {}
+        for position, tensor in node.inputs.tensors:
+            tensors.setdefault(names[position], []).append(self._placed(step.given[tensor]))
+        if "sparse_indices" in tensors:
+            raise Unknown("it reduces sparse tensors")
+        named = given.get("group_name", facts.row.get("group"))
+        said, assumed = self._collectives.parts(node.name, given | tensors, named)
+        self._enter(step, moment)
+        if not node.name.startswith("c10d::"):
+            said[1].outputs.extend(map(self._placed, step.returned.values()))
+        landed = self._wait(self._collectives.meeting(said[1]), moment)
+        note = {"import": "inferred", **self._around, "assumed": assumed} if assumed else {"import": "exact"}
+        kept = [*step.given.values(), *step.returned.values()]
+        ordinal = self._collectives.launch(node.name, said, moment, note, [*kept, *landed])
+        self._count(step, ordinal, assumed, "", "the dispatcher")
+        if node.name == "c10d::barrier":
+            self._wait(self._collectives.in_flight()[-1:], moment)
+
+    def finish(self) -> None:
+        """Wait for what the trace shows no use of."""
+        if self._collectives is not None:
+            self._release(self._wait(self._collectives.in_flight(), Moment()), 1 << 62, Moment())
 
     # ------------------------------------------------------------------------------------------------------- operators
 
@@ -299,7 +377,17 @@ class GraphWriter:
             ordinal = self._rewritten(rewritten, moment, assumed)
             self._count(step, ordinal, [rewritten.note], "", "the dispatcher")
             return
-        self._unsupported(step, moment, "collective", facts.text, {"collective": facts.row} if facts.row else None)
+        detail = facts.text
+        if self._collectives is not None:
+            if node.name.endswith("::wait_tensor"):
+                self._count(step, self._capture.records - 1, [], "", "the dispatcher")
+                return
+            try:
+                self._launch(step, moment, facts)
+                return
+            except (Unknown, ValueError) as problem:
+                detail += f"; not replayable: {problem}"
+        self._unsupported(step, moment, "collective", detail, {"collective": facts.row} if facts.row else None)
 
     def _placed(self, placed: PlacedTensor) -> Tensor:
         dtype = dtype_of(placed.tensor.type_name)
@@ -402,13 +490,15 @@ def import_execution_trace(
     level: str = "deepest",
     place: RankTrace | None = None,
     inductor: InductorCache | None = None,
+    together: bool = False,
 ) -> ImportReport:
     """Make a capture of an execution trace: plain, gzip, or in a tar archive with its resources.
 
     `place` says which file of an archive it is and which rank's, if that was chosen. `rewrite="portable"` replaces
     operators that only the traced device has with operators that every device has. `level="root"` imports the outermost
     operators instead of the deepest ones that cover all of the work. `progress` is called with the bytes done and the
-    total. `inductor` has sources of Triton kernels that are not beside the trace.
+    total. `inductor` has sources of Triton kernels that are not beside the trace. `together`: its collectives are to be
+    replayed with those of the other ranks.
 
     Raises CaptureNotFound and InvalidCapture for the file, UnsupportedVersion for an unknown schema, OutputExists and
     CaptureFailed for the capture.
@@ -429,15 +519,15 @@ def import_execution_trace(
             steps.append(step)
     if not trace.kept:
         calls = NodeCalls(operators, calls)
-    session = imported_session(
-        KIND,
-        report.source,
-        **rank_fields(trace.rank, trace.world_size, place),
-        policies={"schema": trace.schema, "traced": trace.time, "rewrite": rewrite},
-    )
+    ranks = rank_fields(trace.rank, trace.world_size, place)
+    policies = {"schema": trace.schema, "traced": trace.time, "rewrite": rewrite}
+    session = imported_session(KIND, report.source, **ranks, policies=policies | of_ranks(together))
     content = TracedContent(trace.path, trace.member, inductor)
     with ImportedSession(out, session, force=force) as capture:
-        writer = GraphWriter(capture, report, calls, content, Portable() if rewrite in REWRITES else None, trace.groups)
+        portable = Portable() if rewrite in REWRITES else None
+        groups = traced_groups(list(trace.groups.values()), ranks["world_size"])
+        collectives = TracedCollectives(capture, ranks["rank"], ranks["world_size"], groups) if together else None
+        writer = GraphWriter(capture, report, calls, content, portable, trace.groups, collectives)
         marks = _Marks(capture)
         for number, (node, position, chosen) in enumerate(trace.nodes(selection, 2)):
             step = steps[number] if steps else calls.step(node, chosen)
@@ -447,6 +537,7 @@ def import_execution_trace(
             scope = marks.enter(selection.path_of(position), node.thread)
             writer.write(step, scope, selection.wrappers_of(position))
         marks.enter((), 0)
+        writer.finish()
     report.problems += trace.problems + selection.problems + content.problems
     _finish(report, trace, selection, place)
     return report
@@ -535,25 +626,16 @@ class _Trace:
                         self._kept = None
                 if self.rank is None:
                     self.rank = rank_said(node)
-                if node.name == "## process_group:init ##":
-                    self._groups(node)
+                if node.name == GROUPS:
+                    listed = groups_listed(node)
+                    self.groups |= {str(group.get("pg_name")): group for group in listed}
+                    self.world_size = max(self.world_size, world_said(listed))
         if not self.schema or not len(skeleton):
             raise InvalidCapture(
                 f"{self.path}: not an execution trace: expected an object with a schema version and nodes"
                 + "".join(f"; {problem}" for problem in self.problems[:1])
             )
         return skeleton.select(roots=roots)
-
-    def _groups(self, node: TraceNode) -> None:
-        try:
-            groups = parse_json(node.inputs.values[0]) if node.inputs.values else []
-        except (ValueError, TypeError):
-            return
-        for group in groups if isinstance(groups, list) else []:
-            if isinstance(group, dict):
-                self.groups[str(group.get("pg_name"))] = group
-                if group.get("pg_desc") == "default_pg" and isinstance(group.get("group_size"), int):
-                    self.world_size = max(1, group["group_size"])
 
     def nodes(self, selection: ChosenNodes, number: int) -> Iterator[tuple[TraceNode, int, bool]]:
         """The chosen nodes in the order in which they ran, with True; between them, with False, the nodes inside them

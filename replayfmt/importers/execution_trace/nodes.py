@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import mul
@@ -192,6 +192,26 @@ def rank_said(node: TraceNode) -> int | None:
     group, rank = values[place - 2], values[place - 1]
     of_all = isinstance(group, list) and len(group) == 2 and group[1] == "default_pg"
     return rank if of_all and type(rank) is int and 0 <= rank < MOST_RANKS else None
+
+
+GROUPS = "## process_group:init ##"
+
+
+def groups_listed(node: TraceNode) -> list[dict[str, Any]]:
+    """The process groups that a node lists."""
+    if node.name != GROUPS or not node.inputs.values:
+        return []
+    try:
+        listed = parse_json(node.inputs.values[0])
+    except (ValueError, TypeError):
+        return []
+    return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+
+
+def world_said(groups: Sequence[Mapping[str, Any]]) -> int:
+    """How many ranks the group of all has, among these; 1 if it is not there."""
+    sizes = (each.get("group_size") for each in groups if each.get("pg_desc") == "default_pg")
+    return max((size for size in sizes if type(size) is int and 1 <= size <= MOST_RANKS), default=1)
 
 
 def _number(value: Any) -> int:

@@ -17,7 +17,7 @@ from replayfmt.errors import InvalidCapture
 from replayfmt.pytorch.operators import operator_named, tells_allocator
 from replayfmt.pytorch.overloads import parse_schema
 
-from ..common.operators import COMPILED_CODE, FUSED_LAYER, collective_layer, is_part, only_moves
+from ..common.operators import COMPILED_CODE, FUSED_LAYER, collective_layer, is_part, only_moves, only_wraps
 from .nodes import USER_SCOPE, TracedTensor, TraceNode, communication, operator_name
 
 
@@ -104,7 +104,7 @@ def gives_way(name: str, overload: str) -> bool:
 @lru_cache(maxsize=4096)
 def _operator_kind(schema: str) -> NodeKind:
     name = operator_name(schema)[0]
-    if tells_allocator(name):
+    if tells_allocator(name) or only_wraps(name):
         return NodeKind.idle
     return NodeKind.collective if operator_named(name).collective else NodeKind.operator
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from replayfmt.format.codes import ITEM_BYTES, DType
+from replayfmt.pytorch.collectives import Unknown
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE
 from replayfmt.pytorch.triton.kernels import KernelCode
@@ -39,6 +40,7 @@ from ..common.arguments import (
     score,
     wrapped,
 )
+from ..common.collectives import OBJECT
 from ..common.operators import REPLACED, FoundOperator, OperatorChoice, Operators
 from ..common.report import Status
 from ..common.results import Results, Trials, refusal, shapes
@@ -280,6 +282,8 @@ class ResolvedCall:
     detail: str = ""
     signature: str = ""
     code: KernelCode | None = None  # of a Triton kernel
+    given: Mapping[str, Any] | None = None  # of a collective that all ranks replay together: arguments by name
+    group: str = ""  # of one: its name
 
     @property
     def status(self) -> Status:
@@ -365,6 +369,35 @@ class EventCalls:
         return ResolvedCall(
             kind.name, choice.operator, tuple(bound), results, tuple(dict.fromkeys(assumed)), signature=shown
         )
+
+    def by_name(self, kind: OpKind, dtype: DType | None, hints: DtypeHints) -> tuple[FoundOperator, dict[str, Any]]:
+        """A collective's arguments: tensors in lists, numbers and lists of them as they are. Tensors whose dtypes are
+        not recorded have `dtype`. Raises Unknown."""
+        known, why = self._operators.candidates(kind.name)
+        read = read_arguments(kind)
+        if not known or read.missing:
+            raise Unknown(why or read.missing)
+        given: dict[str, Any] = {each.name: [] for each in known[0].schema.arguments}
+        for argument, each in zip(known[0].schema.arguments, read.arguments, strict=False):
+            wanted = schema_type(argument)
+            if wanted.base != "Tensor":
+                items = [item.value for item in each.items]
+                given[argument.name] = items if each.form is ArgumentForm.items else each.value
+                if each.form is ArgumentForm.unrecorded:
+                    given[argument.name] = OBJECT
+                continue
+            if wanted.depth > 1 or (each.tensor is None and not each.items):
+                if wanted.optional:
+                    continue
+                raise Unknown(f"{argument.name} is not in profiler traces")
+            for item in each.items or (each,):
+                if is_undetermined(item):
+                    found = dtype or self._dtype(item.tensor, read, hints)[0]  # type: ignore[arg-type]
+                    item = with_dtype(item, found) if found is not None else item
+                if item.tensor is None or item.tensor.dtype is None or item.tensor.sizes is None:
+                    raise Unknown(f"the dtypes of {argument.name} are not in the trace")
+                given[argument.name].append(item.tensor)
+        return known[0], given
 
     def _with_dtypes(self, recorded: RecordedArgument, read: ReadArguments, hints: DtypeHints) -> RecordedArgument:
         """An argument, with the dtypes of a list's tensors filled in if they can be inferred."""

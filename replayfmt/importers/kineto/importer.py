@@ -25,11 +25,12 @@ from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.operators import operator_named, tells_allocator
 from replayfmt.pytorch.traced_names import TracedNames
 
+from ..common.collectives import TracedCollectives, traced_groups
 from ..common.inductor_cache import InductorCache
 from ..common.json_stream import JsonStream
-from ..common.operators import Operators, collective_layer, only_moves, without_overload
+from ..common.operators import Operators, collective_layer, only_moves, only_wraps, without_overload
 from ..common.report import ImportReport, most
-from ..common.synthesis import ImportedSession, imported_session
+from ..common.synthesis import ImportedSession, imported_session, of_ranks
 from ..common.trace_files import MOST_RANKS, Progress, RankTrace, TraceFile, others_note, rank_fields
 from ..rewrites.portable import SCHEMAS, Portable
 from .calls import EventCalls, Placement
@@ -119,7 +120,7 @@ class KinetoOptions:
     """How to import. `level`: which operators represent the work; `unique`: one record for each different call;
     `rewrite`: `portable` replaces operators that only the traced device has with operators that every device has;
     `graph_captures`: traces of the captures of the graphs that this one launches; `wanted`: which part of it;
-    `inductor`: the sources of its Triton kernels."""
+    `inductor`: the sources of its Triton kernels; `together`: its collectives are replayed with other ranks'."""
 
     level: Level = "auto"
     unique: bool = False
@@ -127,6 +128,7 @@ class KinetoOptions:
     graph_captures: Sequence[str | PathLike[str]] = ()
     wanted: TraceRange = TraceRange()
     inductor: InductorCache | None = None
+    together: bool = False
 
 
 def import_kineto(
@@ -230,6 +232,10 @@ def import_kineto(
     )
     session = imported_session("kineto", Path(path).name, **_session_fields(events, level, options, place))
     with ImportedSession(out, session, force=force) as writing:
+        if options.together:
+            about = events.metadata.get("distributedInfo")
+            groups = traced_groups(about.get("pg_config") if isinstance(about, dict) else None, session.world_size)
+            trace.collectives = TracedCollectives(writing, session.rank, session.world_size, groups)
         write(trace, writing, report, on_record)
     return report
 
@@ -252,9 +258,11 @@ def _traits_of(kind: OpKind, operators: Operators) -> EventTraits:
         name = operators.names.meant(without_overload(name))[-1]
     if kind.annotation and not name.startswith("nccl:"):
         return EventTraits(EventRole.annotation)
+    if name.startswith("torch::autograd::") or tells_allocator(name) or only_wraps(name):
+        return EventTraits(EventRole.wrapper)
     if name == "record_param_comms" or name.startswith(_COLLECTIVE) or operator_named(name).collective:
         return EventTraits(EventRole.collective, layer=collective_layer(name))
-    if not OPERATOR_NAME.match(name) or name.startswith("torch::autograd::") or tells_allocator(name):
+    if not OPERATOR_NAME.match(name):
         return EventTraits(EventRole.wrapper)
     candidates = [each for each in operators.candidates(kind.name)[0] if each.dispatched]
     if not candidates:
@@ -398,6 +406,7 @@ def _session_fields(
             "import_unique": options.unique,
             "import_rewrite": options.rewrite,
             **({TRACED_DEVICE_NS: events.device_ns()} if len(events.work.start) else {}),
+            **of_ranks(options.together),
         },
     }
 

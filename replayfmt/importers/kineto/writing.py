@@ -19,10 +19,12 @@ import numpy as np
 from replayfmt.format.attachments import DEVICE_KERNELS_ROLE
 from replayfmt.format.model import Device
 from replayfmt.format.writer import Moment
+from replayfmt.pytorch.collectives import Unknown
 from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.traced_names import Iteration, parse_iteration
 
-from ..common.arguments import DefaultGenerator, TensorSpec
+from ..common.arguments import DefaultGenerator, TensorSpec, dtype_of
+from ..common.collectives import InFlight, TracedCollectives
 from ..common.inductor_cache import InductorCache, NoKernel, fill_integers
 from ..common.operators import REPLACED, FoundOperator, is_generated_kernel
 from ..common.report import DeviceTime, ImportReport, ReportEntry
@@ -139,6 +141,7 @@ class _Timeline:
 _END, _BEGIN, _CALL, _STRAY = range(4)  # what happens at a moment, in this order
 # As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
 _UPLOAD, _DOWNLOAD = re.compile("HtoD|HostToDevice|[HM]2D"), re.compile("DtoH|DeviceToHost|D2[HM]")
+_WAITS = "::wait_tensor"
 _SHOWN_KERNELS = 256  # per record; the others are only counted
 
 
@@ -160,6 +163,7 @@ class Trace:
     captured: GraphCaptured | None = None
     selects: Callable[[np.ndarray], np.ndarray] = lambda times: times == times
     inductor: InductorCache | None = None
+    collectives: TracedCollectives | None = None
 
 
 @dataclass
@@ -213,6 +217,7 @@ class _Writing:
         )
         by_op = np.argsort(self._work_of, kind="stable")
         self._by_op, self._sorted = compact(by_op), compact(self._work_of[by_op])
+        self._inside = np.argsort(stands, kind="stable")  # events by the chosen one that they are, or are inside of
         self._scopes = AnnotationScopes(self.events, self.tree, trace.traits, session)
         for device in trace.devices.values():
             session.device(str(device), device)
@@ -258,6 +263,9 @@ class _Writing:
                 self._scope(index, begins=code == _BEGIN)
             if on_record is not None and not done % 1024:
                 on_record(done, len(order))
+        if trace_collectives := self.trace.collectives:
+            for flight in trace_collectives.in_flight():
+                self._wait(flight, Moment())
         self.report.counts["without one"] = sum(map(len, strays))
         table = device_kernel_table(self.events, self.trace.devices)
         if table is not None:
@@ -298,7 +306,8 @@ class _Writing:
         lists = np.asarray([has_lists(kind) for kind in self.events.kinds], bool)
         late = lists[np.asarray(self.events.ops.kind, np.int64)[chosen]]
         for index in compact(np.concatenate((chosen[~late], chosen[late]))):
-            self._group(index)
+            work = self._work(index)
+            self._resolve(index, self._placement(index, work), work)
 
     def _group(self, index: int) -> _Group:
         """One chosen call with the work that it represents."""
@@ -408,7 +417,9 @@ class _Writing:
 
     def _called(self, index: int) -> list[OpKind]:
         """The kinds of a chosen event's callees."""
-        inside = np.flatnonzero(self.trace.selection.stands_in == index).tolist()
+        stands, inside = self.trace.selection.stands_in, self._inside
+        first, end = (np.searchsorted(stands, index, side, sorter=inside) for side in ("left", "right"))
+        inside = inside[first:end].tolist()
         return [self.events.kinds[self.events.ops.kind[each]] for each in inside if each != index]
 
     def _collective(self, index: int, kind: OpKind) -> ResolvedCall:
@@ -420,7 +431,65 @@ class _Writing:
         taken = signature_text(read_arguments(kind).arguments)
         texts += [f"arguments: {taken}"] if taken else []
         detail = "; ".join(texts) or "nothing is recorded about it"
+        if self.trace.collectives is not None:
+            try:
+                return self._together(kind, self._called(index), about, taken)
+            except Unknown as problem:
+                detail += f"; not replayable: {problem}"
         return ResolvedCall(kind.name, None, reason="collective", detail=detail, signature=taken)
+
+    def _together(
+        self, kind: OpKind, called: Sequence[OpKind], about: Mapping[str, Any], signature: str
+    ) -> ResolvedCall:
+        """A collective that all ranks replay together. Raises Unknown if the trace does not have all of it."""
+        assert self.trace.collectives is not None
+        # What a functional one returns is in the trace as an argument of the one that it calls.
+        made = next((each for each in called if each.name.startswith("c10d::")), kind)
+        given_to = [each.recorded["Input type"] for each in called if each.annotation and each.recorded]
+        types = [str(about.get("dtype", "")), *(str(each) for one in given_to for each in one or ())]
+        dtype = next(filter(None, map(dtype_of, types)), None)
+        operator, given = self.trace.calls.by_name(made, dtype, DtypeHints(called))
+        group = str(about.get("Process Group Name", ""))
+        assumed = [] if made.name.endswith(_WAITS) else self.trace.collectives.parts(made.name, given, group)[1]
+        return ResolvedCall(
+            kind.name,
+            operator,
+            assumed=tuple(assumed),
+            results=Results(()),
+            signature=signature,
+            given=given,
+            group=group,
+        )
+
+    # ----------------------------------------------------------------------------------------------------- collectives
+
+    def _launch(self, call: ResolvedCall, moment: Moment, annotation: dict[str, Any]) -> int:
+        """Write a collective as a launch, and wait for it where the program did."""
+        collectives = self.trace.collectives
+        assert collectives is not None and call.operator is not None and call.given is not None
+        after = Moment(moment.start_ns + (moment.duration_ns or 0), None, moment.thread, moment.scope)
+        if call.operator.name.endswith(_WAITS):
+            sizes = [spec.sizes for spec in call.given["tensor"]]
+            landed = [each for each in collectives.in_flight() if [one.meta.sizes for one in each.outputs] == sizes]
+            return self._wait(landed[0], after) if landed else self.session.records - 1
+        for flight in (*collectives.crowded(), *(each for each in collectives.in_flight() if each.kept is call)):
+            self._wait(flight, moment)
+        given = {
+            name: self._value(value, []) if isinstance(value, list) else value for name, value in call.given.items()
+        }
+        said, _assumed = collectives.parts(call.operator.name, given, call.group)
+        ordinal = collectives.launch(call.operator.name, said, moment, annotation, call)
+        if given.get("async_op") is False or call.operator.name == "c10d::barrier":
+            self._wait(collectives.in_flight()[-1], after)
+        return ordinal
+
+    def _wait(self, flight: InFlight, moment: Moment) -> int:
+        """Write a wait, after which nothing has the collective's memory."""
+        assert self.trace.collectives is not None
+        ordinal = self.trace.collectives.wait(flight, moment)
+        storages = [each.memory for each in (*flight.reads, *flight.writes)]
+        self.session.release(list(dict.fromkeys(storages)), moment)
+        return ordinal
 
     # ---------------------------------------------------------------------------------------------------------- records
 
@@ -480,6 +549,8 @@ class _Writing:
         self, call: ResolvedCall, moment: Moment, annotation: dict[str, Any], step: Iteration | None
     ) -> int:
         assert call.operator is not None
+        if call.given is not None:
+            return self._launch(call, moment, annotation)
         tensors: list[Tensor] = []
         arguments = [(name, self._value(value, tensors)) for name, value in call.arguments]
         where = next((tensor.meta.device for tensor in tensors if tensor.meta.sizes), None)

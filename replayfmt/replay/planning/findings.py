@@ -166,16 +166,21 @@ class Findings:
         return "" if captured is None else captured.kind
 
     def _collectives(self) -> None:
-        """Results that are not in the capture. (`payload="none"` leaves all content out, which others say.)"""
+        """Results that are not in the capture. (`payload="none"` leaves all content out, which others say; a trace has
+        none.)"""
         policies = self._reader.session.policies
         kernels = [each is not None and each.name == WAIT for each in self._reader.kernels]
-        if policies.get("collective-results") == "none" and policies.get("payload") != "none" and not plays_ranks():
+        imported = "import" in policies
+        left_out = policies.get("collective-results") == "none" and (imported or policies.get("payload") != "none")
+        if left_out and not plays_ranks():
             waits = [number for number, each in self._signatures(RecordKind.op) if kernels[each.kernel]]
             if waits:
                 times = _times(self._scan.seen(waits))
+                why = "are not in the trace" if imported else "were not recorded (--collective-results=none)"
                 self.sentences.append(
-                    "the results of collectives were not recorded (--collective-results=none), so that only all ranks "
-                    f"together replay: torchrun --nproc-per-node=N opreplay-run FOLDER; waited for {times}"
+                    f"the results of collectives {why}, so that only all ranks together replay: torchrun "
+                    "--nproc-per-node=N opreplay-run FOLDER; --collectives=none leaves them out, for timing alone; "
+                    f"waited for {times}"
                 )
 
     def _tensors(self) -> None:
