@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from replayfmt.errors import OpReplayError, ReplayRefused, UsageError
+from replayfmt.errors import InvalidCapture, OpReplayError, ReplayRefused, UsageError
 from replayfmt.format.codes import ITEM_BYTES, RecordKind
 from replayfmt.format.model import Record, StreamPlacement, TensorMeta, TensorValue
 from replayfmt.format.output import new_folder
@@ -413,7 +413,11 @@ class _Rank:
             lane: Any = ("pair", group, source, target)  # the other direction, and other ranks, need not wait for it
         else:
             kind, lane = _COLLECTIVE, ("group", group)
-            about["comm_type"] = next(code for names, code in _COLLECTIVES if any(each in base for each in names))
+            about["comm_type"] = next(
+                (code for names, code in _COLLECTIVES if any(each in base for each in names)), None
+            )
+            if about["comm_type"] is None:
+                raise InvalidCapture(f"record {record.ordinal}: {operator!r} is no collective that Chakra has")
             if about["comm_type"] not in _SIMULATED:
                 self._counts.unsimulated[operator] += 1
             if int(record.argument("peer")) >= 0:  # type: ignore[arg-type]

@@ -70,19 +70,46 @@ def events_of(reader: CaptureReader) -> Iterator[Event]:
         for row, signature in enumerate(frame.signature.tolist()):
             if signature in wanted:
                 record = decode_record(frame, row, reader.definitions)
-                yield _launch(reader, record) if wanted[signature] == LAUNCH else {"wait": record.argument("work")}
+                yield launch_of(record) if wanted[signature] == LAUNCH else {"wait": work_of(record)}
 
 
-def _launch(reader: CaptureReader, record: Record) -> Event:
-    def sizes(name: str) -> list[list[Any]]:
-        found = []
-        for each in record.argument(name):  # type: ignore[union-attr]
-            assert isinstance(each, TensorValue)
-            found.append([each.meta.dtype.name, math.prod(each.meta.sizes)])
-        return found
+_TEXTS = frozenset({"operator", "ranks", "reduction", "run"})
+_LAUNCHED = ("operator", "ranks", "instance", "reduction", "peer", "tag", "number", "work", "run", "inputs", "outputs")
 
-    kept = ("operator", "ranks", "instance", "reduction", "peer", "tag", "number", "work", "run")
-    return {name: record.argument(name) for name in kept} | {"in": sizes("inputs"), "out": sizes("outputs")}
+
+def launch_of(record: Record) -> Event:
+    """What the record of a launch says; of its tensors, the dtypes and the numbers of elements. Raises InvalidCapture
+    where it is not what a launch says."""
+    said = _said(record, _LAUNCHED)
+    members, peer = members_of(said["ranks"]), said["peer"]
+    if not -1 <= peer < len(members):
+        raise InvalidCapture(
+            f"record {record.ordinal}: {LAUNCH}: peer={peer}, expected a rank of {len(members)}, or -1"
+        )
+    return said | {
+        short: [[each.meta.dtype.name, math.prod(each.meta.sizes)] for each in said.pop(name)]
+        for short, name in (("in", "inputs"), ("out", "outputs"))
+    }
+
+
+def work_of(record: Record) -> int:
+    """The work that a launch begins, or a wait waits for. Raises InvalidCapture."""
+    return int(_said(record, ("work",))["work"])
+
+
+def _said(record: Record, names: Sequence[str]) -> Event:
+    """Arguments of a launch or a wait, of the types that they have there. Raises InvalidCapture."""
+    given = {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
+    for name in names:
+        value, wanted = given.get(name), str if name in _TEXTS else list if name in ("inputs", "outputs") else int
+        tensors = all(isinstance(each, TensorValue) for each in value) if isinstance(value, list) else True
+        if type(value) is not wanted or not tensors:
+            shown = repr(value)[:60]
+            raise InvalidCapture(
+                f"record {record.ordinal}: a collective's {name} is {shown if name in given else 'missing'}, expected "
+                + {str: "text", int: "a number", list: "a list of tensors"}[wanted]
+            )
+    return {name: given[name] for name in names}
 
 
 def describe(folder: str, rank: int, world: int, *, checked: bool = True) -> dict[str, Any]:
@@ -103,7 +130,8 @@ def describe(folder: str, rank: int, world: int, *, checked: bool = True) -> dic
                 )
             return {"problems": problems, "session": session.session_id, "events": list(events_of(reader))}
     except OpReplayError as error:
-        return {"problems": [str(error)], "session": "", "events": []}
+        told = str(error)
+        return {"problems": [told if path in told else f"{path}: {told}"], "session": "", "events": []}
 
 
 def describe_all(folder: str, world: int, *, checked: bool = True, processes: int = 1) -> list[dict[str, Any]]:
@@ -149,8 +177,14 @@ def group_of(event: Event) -> tuple[tuple[int, ...], int]:
 
 @lru_cache(1 << 12)
 def members_of(ranks: str) -> tuple[int, ...]:
-    """The ranks of a group, in its order."""
-    return tuple(map(int, ranks.split(",")))
+    """The ranks of a group, in its order. Raises InvalidCapture for text that is no list of ranks."""
+    try:
+        members = tuple(map(int, ranks.split(",")))
+    except ValueError:
+        members = ()
+    if not members or min(members) < 0 or len(set(members)) < len(members):
+        raise InvalidCapture(f"{ranks[:60]!r} are not the ranks of a group, expected such as '0,1'")
+    return members
 
 
 def meeting(
@@ -168,7 +202,10 @@ def meeting(
 
 def meeting_of(rank: int, launch: Record) -> Any:
     """`meeting` of a launch in this rank's file."""
-    said: Event = {name: launch.argument(name) for name in ("operator", "ranks", "instance", "peer", "tag", "number")}
+    try:
+        said = launch_of(launch)
+    except InvalidCapture as error:
+        raise InvalidCapture(f"rank {rank}: {error}") from None
     members, instance = group_of(said)
     peer = members[said["peer"]] if said["peer"] >= 0 else None
     return meeting(rank, said["operator"], members, instance, peer, said["tag"], said["number"])

@@ -17,7 +17,7 @@ from replayfmt.benchmark.baseline import Document
 from replayfmt.errors import OpReplayError, UsageError
 from replayfmt.format.codes import ITEM_BYTES
 from replayfmt.format.model import Record, TensorValue
-from replayfmt.format.rank_files import LAUNCH, WAIT, describe_all, judge, meeting_of, rank_file, world_size
+from replayfmt.format.rank_files import LAUNCH, WAIT, describe_all, judge, meeting_of, rank_file, work_of, world_size
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.validation import counted, printable
 
@@ -115,7 +115,7 @@ class _Job:
         by_work: dict[object, _Meeting] = {}
         for place in np.flatnonzero([kernels.get(each) in (LAUNCH, WAIT) for each in ops.kernel.tolist()]).tolist():
             record = reader.record(int(ops.ordinal[place]))
-            work, taken_ns = record.argument("work"), int(ops.duration_ns[place])
+            work, taken_ns = work_of(record), int(ops.duration_ns[place])
             if kernels[int(ops.kernel[place])] == LAUNCH:
                 met = by_work[work] = self._meeting(rank, record)
                 met.launched_ns[rank] = int(ops.start_ns[place]) + later_ns

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from in_process import Tools
 
 from replayfmt.benchmark.ranks import bus_factor, combined, lines
+from replayfmt.format.codes import DType
+from replayfmt.format.model import Kernel
 from replayfmt.format.rank_files import LAUNCH, WAIT, describe, judge
 from replayfmt.format.reader import open_capture
+from replayfmt.importers.common.synthesis import ImportedSession, imported_session, plain_tensor
 
 from . import launching
 from .test_one_rank import COLLECTIVES, WAITS
@@ -362,6 +366,43 @@ def test_without_collectives_the_rest_is_timed_and_every_output_says_so(
     assert (code, other) == (0, 0), text + silent
     section = json.loads(Path(out).read_text())["ranks"]
     assert section["collectives_reason"] == left_out and section["by_rank"][0]["blocked_ns"] is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"ranks": 3}, "a collective's ranks is 3, expected text"),
+        ({"ranks": "9" * 5000}, "are not the ranks of a group"),
+        ({"ranks": "0,0"}, "are not the ranks of a group"),
+        ({"operator": "c10d::send", "peer": 17}, "peer=17, expected a rank of 2"),
+        ({"peer": None}, "a collective's peer is None, expected a number"),
+        ({"inputs": [3]}, "a collective's inputs is [3], expected a list of tensors"),
+        ({"work": [1]}, "a collective's work is [1], expected a number"),
+        ({"operator": "other::op"}, "'other::op' is no collective that Chakra has"),
+    ],
+)
+def test_a_launch_of_other_arguments_is_one_error(
+    changed: dict[str, Any], words: str, tmp_path: Path, tools: Tools
+) -> None:
+    folder, call = tmp_path / "out", {**event("allreduce_", 0), "group": "0", "backend": "gloo", "instance": 0}
+    folder.mkdir()
+    kernel = Kernel(LAUNCH, "default", str(torch.ops.opreplay.collective.default._schema))
+    for rank in range(2):
+        about = imported_session("trace", "made", rank=rank, world_size=2)
+        with ImportedSession(folder / f"rank{rank}.opreplay", about) as capture:
+            tensor = plain_tensor(DType.float32, (3,), None, capture.device("cpu"))
+            given = call | {"input_splits": [], "output_splits": [], "inputs": [tensor], "outputs": [tensor]} | changed
+            names = [each.name for each in torch.ops.opreplay.collective.default._schema.arguments]
+            capture.op(kernel, [(name, given[name]) for name in names], [])
+    found = [
+        tools("check", folder),
+        tools("report", folder, "-o", tmp_path / "page.html"),
+        tools("export", "--format=perfetto", folder, tmp_path / "lanes.json"),
+        tools("export", "--format=chakra", folder, tmp_path / "traces"),
+    ]
+    assert words in found[-1].err and found[-1].code
+    if "operator" not in changed or "peer" in changed:
+        assert words in found[0].out + found[0].err and found[0].code
 
 
 def test_a_thousand_ranks_are_judged_at_once() -> None:

@@ -23,7 +23,7 @@ from replayfmt.pytorch.overloads import printed_schema
 from .arguments import TensorSpec
 from .synthesis import ImportedSession, Tensor
 
-_MOST_IN_FLIGHT = 1024
+_MOST_IN_FLIGHT = 128
 OBJECT = "<Object>"  # what execution traces have for a value that they do not record
 NO_WAIT = "the trace does not say where the program waited for it: before the first call that uses its memory"
 
@@ -125,7 +125,10 @@ class TracedCollectives:
         what was assumed. Raises Unknown."""
         assumed: list[str] = []
         group = self.group(named, assumed)
-        parts = parts_of(operator, given, group.ranks.index(self.rank), _flat)
+        try:
+            parts = parts_of(operator, given, group.ranks.index(self.rank), _flat)
+        except (TypeError, ValueError):
+            raise Unknown("its arguments are not what the operator takes") from None
         if not -1 <= parts.peer < len(group.ranks):
             raise Unknown(f"its peer {parts.peer} is none of the {len(group.ranks)} ranks of its group")
         reduction = given.get("reduce_op", "")

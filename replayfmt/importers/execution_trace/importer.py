@@ -155,7 +155,7 @@ class GraphWriter:
             tensors.setdefault(names[position], []).append(self._placed(step.given[tensor]))
         if "sparse_indices" in tensors:
             raise Unknown("it reduces sparse tensors")
-        named = given.get("group_name", facts.row.get("group"))
+        named = str(given.get("group_name", facts.row.get("group", "")))
         said, assumed = self._collectives.parts(node.name, given | tensors, named)
         self._enter(step, moment)
         if not node.name.startswith("c10d::"):
@@ -369,7 +369,7 @@ class GraphWriter:
     def _collective(self, step: NodeStep, moment: Moment) -> None:
         node = step.node
         described = node if node.name == "record_param_comms" else self._communication.get(node.thread)
-        facts = _Communication(described, self._groups)
+        facts = _Communication(described, self._groups, _signature(node))
         tensors = [self._placed(each) for each in step.returned.values() or step.given.values()]
         if self._portable is not None and facts.alone and tensors:
             rewritten = self._portable.alone(node.name, facts.text, tensors)
@@ -417,7 +417,7 @@ class GraphWriter:
 class _Communication:
     """What `record_param_comms` says about a collective. `alone`: its group has one rank."""
 
-    def __init__(self, node: TraceNode | None, groups: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, node: TraceNode | None, groups: Mapping[str, Mapping[str, Any]], arguments: str) -> None:
         facts = communication(node) if node is not None else {}
         name = str(facts.get("pg_name", ""))
         group = groups.get(name, {})
@@ -425,7 +425,7 @@ class _Communication:
         self.alone = size == 1
         self.row: dict[str, Any] = {}
         if not facts:
-            self.text = "a collective of which the trace has no description"
+            self.text = f"arguments: {arguments}; the trace does not name its group"
             return
         self.row = {
             "name": facts["collective_name"],
