@@ -81,6 +81,10 @@ def test_numbers_of_thousands_of_digits_and_deep_nesting_are_skipped(tmp_path: P
     path.write_text(f'{{"traceEvents": [{long}, {deep}, {good}]}}')
     report = import_trace(path, tmp_path / "out.opreplay")
     assert report.calls()["exact"] == 1 and report.problems
+    inside = [op(f"range {depth}", 10 + depth, 500 - 2 * depth, []) for depth in range(100)]
+    path.write_text(json.dumps({"traceEvents": [*inside, op("aten::relu", 200, 5, [tensor("float", 4)])]}))
+    report = import_trace(path, tmp_path / "out.opreplay", force=True)
+    assert "ranges nested more than 64 deep: ops note the innermost ones" in report.notes
 
 
 def test_anything_in_the_place_of_what_a_trace_says_of_a_kernel_is_read(imported: Import) -> None:

@@ -291,6 +291,8 @@ class TraceEvents:
                 phase = "X" if event else ""
                 category = (event or {}).get("cat")
             if phase == "X" and event is not None:
+                if event.get("name") is None:
+                    raise KeyError("name")
                 self._span(event, category)
             elif phase and category in _READ_CATEGORIES:
                 self.problems[f"are of category {category} and phase {str(phase)[:40]!r}, which is not read"] += 1

@@ -142,6 +142,7 @@ _END, _BEGIN, _CALL, _STRAY = range(4)  # what happens at a moment, in this orde
 # As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
 _UPLOAD, _DOWNLOAD = re.compile("HtoD|HostToDevice|[HM]2D"), re.compile("DtoH|DeviceToHost|D2[HM]")
 _WAITS = "::wait_tensor"
+_MOST_AROUND = 64
 _SHOWN_KERNELS = 256  # per record; the others are only counted
 
 
@@ -203,6 +204,7 @@ class _Writing:
         self.trace, self.session, self.report = trace, session, report
         self.events, self.tree = trace.events, trace.tree
         self._resolved: dict[Any, ResolvedCall] = {}
+        self._around: dict[int, tuple[str, ...]] = {}  # the wrappers that an event is or is in
         starts = [
             np.asarray(column, np.int64)
             for column in (self.events.ops.start, self.events.launches.start)
@@ -655,17 +657,21 @@ class _Writing:
         return self.events.borrowed.get(thread, thread)
 
     def _wrappers(self, index: int) -> list[str]:
-        """The names of the non-operators around an event, outermost first."""
-        names: list[str] = []
-        parent = int(self.tree.parent[index])
-        while parent >= 0:
+        """The names of the non-operators around an event, outermost first; the innermost ones, where they are many."""
+        new, parent = [], int(self.tree.parent[index])
+        while parent >= 0 and parent not in self._around:
+            new.append(parent)
+            parent = int(self.tree.parent[parent])
+        names = self._around[parent] if parent >= 0 else ()
+        for parent in reversed(new):
             number = self.events.ops.kind[parent]
             if self.trace.traits[number].role is EventRole.wrapper:
-                names.append(self.events.kinds[number].name)
-            parent = int(self.tree.parent[parent])
-        if self.events.ops.thread[index] in self.events.borrowed:
-            names.append("graph launch")
-        return names[::-1]
+                names = (*names, self.events.kinds[number].name)
+                if len(names) > _MOST_AROUND:
+                    names = names[1:]
+                    self.report.note(f"ranges nested more than {_MOST_AROUND} deep: ops note the innermost ones")
+            self._around[parent] = names
+        return ["graph launch"] * (self.events.ops.thread[index] in self.events.borrowed) + list(names)
 
     def _report(self, group: _Group, ordinal: int, reason: str, detail: str, rewritten: bool) -> None:
         call = group.call
