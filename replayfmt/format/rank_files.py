@@ -70,7 +70,10 @@ def events_of(reader: CaptureReader) -> Iterator[Event]:
         for row, signature in enumerate(frame.signature.tolist()):
             if signature in wanted:
                 record = decode_record(frame, row, reader.definitions)
-                yield launch_of(record) if wanted[signature] == LAUNCH else {"wait": work_of(record)}
+                try:
+                    yield launch_of(record) if wanted[signature] == LAUNCH else {"wait": work_of(record)}
+                except InvalidCapture as error:
+                    raise InvalidCapture(f"{reader.path}: {error}") from None
 
 
 _TEXTS = frozenset({"operator", "ranks", "reduction", "run"})
@@ -130,8 +133,7 @@ def describe(folder: str, rank: int, world: int, *, checked: bool = True) -> dic
                 )
             return {"problems": problems, "session": session.session_id, "events": list(events_of(reader))}
     except OpReplayError as error:
-        told = str(error)
-        return {"problems": [told if path in told else f"{path}: {told}"], "session": "", "events": []}
+        return {"problems": [str(error)], "session": "", "events": []}
 
 
 def describe_all(folder: str, world: int, *, checked: bool = True, processes: int = 1) -> list[dict[str, Any]]:
