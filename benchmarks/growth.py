@@ -1,21 +1,24 @@
 """Growth: what four times as many tensors cost, against four times the cost of a quarter of them.
 
 1 is what costs that grow with the work give; 4 is what costs give that grow with its square. Each row is one thing that
-a program has many of: arrays that it wraps, elements of a list that an operator takes, storages without content.
+a program, or a trace of one, has many of: arrays that it wraps, elements of a list that an operator takes, operators.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from measuring import arguments, in_turns, median_of, progress, row, scratch, seconds
 
 import replayfmt
+from replayfmt.importers.importing import import_trace
 
 
 def arrays(path: Path, count: int) -> float:
@@ -68,6 +71,20 @@ def listed(path: Path, count: int, payload: str, work: Callable[[replayfmt.Plan]
     return time.perf_counter() - begin
 
 
+def imported(path: Path, count: int) -> float:
+    """Seconds to import a profiler trace of `count` operators, each of other sizes, with a kernel each."""
+    events: list[dict[str, Any]] = []
+    for i in range(count):
+        sizes = [[4, 5 + i % 100, 1 + i // 100]] * 2
+        said = {"Input Dims": sizes, "Input type": ["float"] * 2, "Input Strides": [[], []], "correlation": i + 1}
+        for category, start in (("cpu_op", 0), ("cuda_runtime", 1), ("kernel", 3)):
+            event = {"ph": "X", "cat": category, "name": "aten::mul", "pid": 1, "tid": 1, "ts": 10 * i + start}
+            events.append(event | {"dur": 5, "args": said if category == "cpu_op" else {"correlation": i + 1}})
+    trace = path.with_suffix(".json")
+    trace.write_text(json.dumps({"traceEvents": events}))
+    return seconds(lambda: import_trace(trace, path, force=True))
+
+
 def main() -> None:
     quick = arguments(__doc__).quick
     torch.set_num_threads(1)
@@ -83,6 +100,7 @@ def main() -> None:
             path, count, "none", lambda plan: plan.execute()
         ),
     }
+    rows["import, operators of a profiler trace"] = lambda path, count: imported(path, 2 * count)
     with scratch() as directory:
         path = directory / "growth.opreplay"
         for what, work in rows.items():
