@@ -508,9 +508,8 @@ class _Reading:
         span = np.concatenate((take("write_span", np.int64), np.zeros(extra, np.int64)))
         table["bytes"] = storage_bytes[table["storage"]]
         table["whole"] = table["fresh"] | (span >= table["bytes"])
-        table["unwritten"] = (
-            np.array([self.born.get(n) == UNINITIALIZED for n in table["storage"].tolist()]) & table["fresh"]
-        )
+        blank = [self.born.get(n) == UNINITIALIZED for n in table["storage"].tolist()]
+        table["unwritten"] = np.array(blank, bool) & table["fresh"]
         order = np.argsort(table["time"], kind="stable")
         return {name: column[order] for name, column in table.items()}, order
 

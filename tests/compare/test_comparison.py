@@ -12,6 +12,7 @@ import replayfmt
 import replayfmt.compare
 from replayfmt.compare.comparison import NotComparable
 from replayfmt.errors import ReplayMismatch, UsageError
+from replayfmt.importers.common.synthesis import ImportedSession, imported_session
 
 from .models import captured
 
@@ -135,9 +136,14 @@ def test_where_the_state_of_the_generators_is_not_known_no_draw_is_accused(made:
     assert found.alignment.share == 1.0
 
 
-def test_captures_that_have_nothing_in_common_are_one_clear_error(made: Made) -> None:
+def test_captures_that_have_nothing_in_common_are_one_clear_error(made: Made, tmp_path: Path) -> None:
     with pytest.raises(NotComparable, match="no kernel in common"):
         replayfmt.compare(made("a", lambda: torch.ones(3).sin()), made("b", lambda: torch.arange(4).neg()))
+    empty = tmp_path / "empty.opreplay"
+    with ImportedSession(empty, imported_session("trace", "made")) as capture:
+        capture.unsupported("collective", "c10d::send", "nothing else")
+    with pytest.raises(NotComparable, match="no kernel in common"):
+        replayfmt.compare(empty, empty)
 
 
 def test_a_setting_that_differs_is_shown(made: Made) -> None:

@@ -126,7 +126,7 @@ class TracedCollectives:
         assumed: list[str] = []
         group = self.group(named, assumed)
         try:
-            parts = parts_of(operator, given, group.ranks.index(self.rank), _flat)
+            parts = parts_of(operator, given, group.ranks.index(self.rank), _tensors_in)
         except (TypeError, ValueError):
             raise Unknown("its arguments are not what the operator takes") from None
         if not -1 <= parts.peer < len(group.ranks):
@@ -183,7 +183,7 @@ class TracedCollectives:
         return self.session.op(self._wait, arguments, [], moment, {"import": "inferred", "assumed": [NO_WAIT]})
 
 
-def _flat(lists: list[Any]) -> list[Any]:
+def _tensors_in(lists: list[Any]) -> list[Any]:
     return [each for one in lists if isinstance(one, list) for each in one if isinstance(each, Tensor | TensorSpec)]
 
 
