@@ -43,10 +43,32 @@ inline std::array<PyObject**, 13> places(Functions& of) {
           &of.late,    &of.late_raised, &of.flush_if_due,  &of.wrote,      &of.register_storages, &of.unknown};
 }
 
+// Room for the recorder's own frames where the program is as deep as Python lets it be. With the interpreter's lock.
+class DeeperCalls {
+ public:
+  DeeperCalls() {
+    if (in_progress_++ == 0) {
+      programs_ = Py_GetRecursionLimit();
+      Py_SetRecursionLimit(programs_ + kFrames);
+    }
+  }
+  DeeperCalls(const DeeperCalls&) = delete;
+  DeeperCalls& operator=(const DeeperCalls&) = delete;
+  ~DeeperCalls() {
+    if (--in_progress_ == 0 && Py_GetRecursionLimit() == programs_ + kFrames) {  // else the program has set another one
+      Py_SetRecursionLimit(programs_);
+    }
+  }
+
+ private:
+  static constexpr int kFrames = 500;
+  inline static int in_progress_ = 0, programs_ = 0;
+};
+
 // Calls a function of a capture's; None where the capture has ended, which may be whenever Python runs. What it raises
-// passes on through PyTorch as an exception of C++.
+// passes on through PyTorch as an exception of C++. `run` runs the program's own code; the others are the recorder's.
 template <typename... Values>
-py::object call(PyObject* function, const Values&... values) {
+py::object call_as_is(PyObject* function, const Values&... values) {
   if (!function) {
     return py::none();
   }
@@ -59,6 +81,12 @@ py::object call(PyObject* function, const Values&... values) {
     throw error;
   }
   return py::reinterpret_steal<py::object>(result);
+}
+
+template <typename... Values>
+py::object call(PyObject* function, const Values&... values) {
+  const DeeperCalls deeper;
+  return call_as_is(function, values...);
 }
 
 // The layouts whose tensors warn when one is made: the program has been warned of its own.

@@ -154,7 +154,7 @@ void recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     py::object said = call(capture.functions.before, function, given.args, given.kwargs);
     if (said.ptr() == Py_True && capture.functions.run) {
       given = python_arguments(schema, stack->data() + first, nullptr);
-      const py::object result = call(capture.functions.run, function, given.args, given.kwargs);
+      const py::object result = call_as_is(capture.functions.run, function, given.args, given.kwargs);
       torch::jit::drop(*stack, schema.arguments().size());
       push_results(schema, result, stack);
       return;

@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -336,3 +337,22 @@ def test_a_handler_set_during_a_capture_is_the_programs_own(tmp_path: Path) -> N
         assert signal.getsignal(signal.SIGUSR1) is handler
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.recorder("native")
+def test_a_program_that_is_as_deep_as_python_lets_it_be_is_recorded(capture: Capture) -> None:
+    def down(frames: int) -> torch.Tensor:
+        return down(frames - 1) if frames else torch.add(torch.ones(2), 1, out=torch.empty(0))  # a complete path
+
+    def program() -> Any:
+        limit, results = sys.getrecursionlimit(), []
+        with suppress(RecursionError):
+            for frames in range(limit - 200, limit):
+                results.append(down(frames))
+        assert results
+        assert sys.getrecursionlimit() == limit
+        return results
+
+    captured = capture(program, digests="ops")
+    assert captured.unsupported() == {}
+    captured.replays()
