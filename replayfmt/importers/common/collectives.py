@@ -25,7 +25,7 @@ from .synthesis import ImportedSession, Tensor
 
 _MOST_IN_FLIGHT = 128
 OBJECT = "<Object>"  # what execution traces have for a value that they do not record
-NO_WAIT = "the trace does not say where the program waited for it: before the first call that uses its memory"
+NO_WAIT = "the trace does not say where the program waited for it:"
 
 
 class Bytes(NamedTuple):
@@ -172,15 +172,16 @@ class TracedCollectives:
         """Whether a collective in flight uses this memory."""
         return memory in self._held
 
-    def wait(self, flight: InFlight, moment: Moment) -> int:
-        """Record a wait; its ordinal."""
+    def wait(self, flight: InFlight, moment: Moment, assumed: str) -> int:
+        """Record a wait, with what was `assumed` of its place; its ordinal."""
         del self._flying[flight.work]
         for each in (*flight.reads, *flight.writes):
             self._held[each.memory] -= 1
             if not self._held[each.memory]:
                 del self._held[each.memory]
         arguments = [("work", flight.work), ("outputs", flight.outputs), ("results", [])]
-        return self.session.op(self._wait, arguments, [], moment, {"import": "inferred", "assumed": [NO_WAIT]})
+        note: dict[str, Any] = {"import": "inferred", "assumed": [assumed]} if assumed else {"import": "exact"}
+        return self.session.op(self._wait, arguments, [], moment, note)
 
 
 def _tensors_in(lists: list[Any]) -> list[Any]:

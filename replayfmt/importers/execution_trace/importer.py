@@ -27,7 +27,7 @@ from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.arguments import RETURNED_STORAGE, DeviceName, TensorSpec, dtype_of, wrapped
-from ..common.collectives import Bytes, InFlight, TracedCollectives, bytes_of, traced_groups
+from ..common.collectives import NO_WAIT, Bytes, InFlight, TracedCollectives, bytes_of, traced_groups
 from ..common.inductor_cache import InductorCache, NoKernel
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators
@@ -55,6 +55,7 @@ from .selection import ChosenNodes, NodeKind, NodeTable
 from .selection import MarkPath as MarkPath
 
 _KEPT_TENSORS = 10_000
+_USED = f"{NO_WAIT} before the first call that uses its memory"
 _COMPILED = "compiled code: the operators that it calls are in the trace, what it does itself is not"
 _NO_OPERATOR = "it has no operator; whatever it launched left no trace"
 
@@ -124,13 +125,15 @@ class GraphWriter:
             reads = [each for tensor in step.given for each in self._bytes(step, tensor)]
         elif step.kind is NodeKind.collective and step.node.schema:
             reads, writes = [], []  # which it writes is known when it is recorded
-        return self._wait([*self._collectives.crowded(), *self._collectives.used(reads, writes)], moment)
+        seen = step.node.name.endswith("::wait_tensor")
+        landed = self._wait(self._collectives.used(reads, writes), moment, "" if seen else _USED)
+        return landed + self._wait(self._collectives.crowded(), moment)
 
-    def _wait(self, flights: Iterable[InFlight], moment: Moment) -> list[PlacedTensor]:
+    def _wait(self, flights: Iterable[InFlight], moment: Moment, assumed: str = _USED) -> list[PlacedTensor]:
         assert self._collectives is not None
         landed: list[PlacedTensor] = []
         for flight in flights:
-            self._collectives.wait(flight, moment)
+            self._collectives.wait(flight, moment, assumed)
             landed += flight.kept
         return landed
 
@@ -166,7 +169,7 @@ class GraphWriter:
         ordinal = self._collectives.launch(node.name, said, moment, note, [*kept, *landed])
         self._count(step, ordinal, assumed, "", "the dispatcher")
         if node.name == "c10d::barrier":
-            self._wait(self._collectives.in_flight()[-1:], moment)
+            self._wait(self._collectives.in_flight()[-1:], moment, "")
 
     def finish(self) -> None:
         """Wait for what the trace shows no use of."""

@@ -24,7 +24,7 @@ from replayfmt.pytorch.overloads import parse_schema
 from replayfmt.pytorch.traced_names import Iteration, parse_iteration
 
 from ..common.arguments import DefaultGenerator, TensorSpec, dtype_of
-from ..common.collectives import InFlight, TracedCollectives
+from ..common.collectives import NO_WAIT, InFlight, TracedCollectives
 from ..common.inductor_cache import InductorCache, NoKernel, fill_integers
 from ..common.operators import REPLACED, FoundOperator, is_generated_kernel
 from ..common.report import DeviceTime, ImportReport, ReportEntry
@@ -142,6 +142,7 @@ _END, _BEGIN, _CALL, _STRAY = range(4)  # what happens at a moment, in this orde
 # As CUDA's and newer ROCm builds, older ROCm builds, and XPU builds name copies.
 _UPLOAD, _DOWNLOAD = re.compile("HtoD|HostToDevice|[HM]2D"), re.compile("DtoH|DeviceToHost|D2[HM]")
 _WAITS = "::wait_tensor"
+_LATE = f"{NO_WAIT} before the same call comes again, or at the end"
 _MOST_AROUND = 64
 _SHOWN_KERNELS = 256  # per record; the others are only counted
 
@@ -473,7 +474,7 @@ class _Writing:
         if call.operator.name.endswith(_WAITS):
             sizes = [spec.sizes for spec in call.given["tensor"]]
             landed = [each for each in collectives.in_flight() if [one.meta.sizes for one in each.outputs] == sizes]
-            return self._wait(landed[0], after) if landed else self.session.records - 1
+            return self._wait(landed[0], after, "") if landed else self.session.records - 1
         for flight in (*collectives.crowded(), *(each for each in collectives.in_flight() if each.kept is call)):
             self._wait(flight, moment)
         given = {
@@ -482,13 +483,13 @@ class _Writing:
         said, _assumed = collectives.parts(call.operator.name, given, call.group)
         ordinal = collectives.launch(call.operator.name, said, moment, annotation, call)
         if given.get("async_op") is False or call.operator.name == "c10d::barrier":
-            self._wait(collectives.in_flight()[-1], after)
+            self._wait(collectives.in_flight()[-1], after, "")
         return ordinal
 
-    def _wait(self, flight: InFlight, moment: Moment) -> int:
+    def _wait(self, flight: InFlight, moment: Moment, assumed: str = _LATE) -> int:
         """Write a wait, after which nothing has the collective's memory."""
         assert self.trace.collectives is not None
-        ordinal = self.trace.collectives.wait(flight, moment)
+        ordinal = self.trace.collectives.wait(flight, moment, assumed)
         storages = [each.memory for each in (*flight.reads, *flight.writes)]
         self.session.release(list(dict.fromkeys(storages)), moment)
         return ordinal
