@@ -9,6 +9,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's code says, for one of ours."""
+    return str(error).strip().partition("\n")[0]
+
+
 class SubstitutionFindings(Protocol):
     """What an error about replacements carries: a report that can be shown."""
 

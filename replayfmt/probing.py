@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 import torch
 
-from replayfmt.errors import LibraryMissing, ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
+from replayfmt.errors import LibraryMissing, ReplayFailed, ReplayMismatch, ReplayRefused, UsageError, first_line
 from replayfmt.format.attachments import METADATA, contents_of, parse_metadata
 from replayfmt.format.codes import KernelKind, RecordKind
 from replayfmt.format.model import Kernel
@@ -371,8 +371,7 @@ class CudaDevice:
         except ReplayFailed:
             raise
         except Exception as error:
-            said = str(error).strip().partition("\n")[0]
-            raise ReplayFailed(f"{self.device}: {what} failed: {type(error).__name__}: {said}") from error
+            raise ReplayFailed(f"{self.device}: {what} failed: {type(error).__name__}: {first_line(error)}") from error
 
 
 class _Stream:
@@ -629,9 +628,8 @@ class _ProbeRun:
         try:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self._device.device)
         except RuntimeError as error:
-            said = str(error).partition("\n")[0]
             raise ReplayFailed(
-                f"{nbytes:,} bytes for the records cannot be had on {self._device.device}: {said}"
+                f"{nbytes:,} bytes for the records cannot be had on {self._device.device}: {first_line(error)}"
             ) from None
 
 

@@ -24,7 +24,6 @@ from replayfmt.format.validation import aligned, printable
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite, KernelStandIn
 from replayfmt.replay.results import ReplayResult
-from replayfmt.replay.substitution.session import Replace
 from replayfmt.replay.substitution.table import Substitutions
 
 from .machine import GpuWatch, gpu_lines
@@ -88,11 +87,10 @@ class CompareRun:
 class _Timed:
     """Puts a stopwatch around every substituted call, to the original or to its replacement."""
 
-    def __init__(self, plan: Plan, table: Substitutions, *, replaced: bool, watch: Callable[[], Stopwatch]) -> None:
+    def __init__(self, table: Substitutions, *, replaced: bool, watch: Callable[[], Stopwatch]) -> None:
         self.watches: dict[tuple[str, str], Stopwatch] = {}
         self.calls: dict[tuple[str, str], int] = {}
         self._table, self._replaced, self._make = table, replaced, watch
-        self._failures = Replace(plan.reader, table, plan.describe)
         self._counted: set[int] = set()
 
     @property
@@ -114,7 +112,7 @@ class _Timed:
         return None, _timed(function, self.watches[key])
 
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
-        return self._failures.failure(ordinal, error) if self._replaced else None
+        return self._table.failure(ordinal, error) if self._replaced else None
 
     def reset(self) -> None:
         for watch in self.watches.values():
@@ -168,10 +166,10 @@ class _ComparisonRunner:
         self._sides = [
             _Side(
                 stand_in,
-                _Timed(plan, table, replaced=stand_in is not None, watch=lambda: stopwatch_for(plan.devices, clock)),
+                _Timed(table, replaced=stand_in is not None, watch=lambda: stopwatch_for(plan.devices, clock)),
                 scopes=[[] for _ in self._regions],
             )
-            for stand_in in (None, plan.substitution.replace)
+            for stand_in in (None, plan.substitution.table)
         ]
 
     def run(self) -> CompareRun:

@@ -98,11 +98,10 @@ def matching_scopes(reader: CaptureReader, name: str) -> dict[int, str]:
     paths = {scope: reader.scope_path(scope) for scope in range(1, len(reader.scopes))}
     matching = {scope: path for scope, path in paths.items() if name in (path, reader.scopes[scope].name)}
     if not matching:
-        known = list(dict.fromkeys(paths.values()))
-        shown = some_of(known, _CLOSEST, repr)
+        shown = some_of(dict.fromkeys(paths.values()), _CLOSEST, repr)
         raise UsageError(
-            f"--replay-scope={name}: {reader.path} has no scope of that name or path; "
-            + (f"it has {shown}" if known else "it has no scopes at all")
+            f"--replay-scope={name}: {reader.path} has no scope of that name or path; it has "
+            f"{shown or 'no scopes at all'}"
         )
     return matching
 

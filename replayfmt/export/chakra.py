@@ -213,7 +213,6 @@ class _Order:
         known.writes.append((0, 1 << 62, node) if whole else (part.first, part.end, node))
 
     def last(self, lane: Any) -> int | None:
-        """The last node of a lane."""
         return self._last.get(lane)
 
     def join(self, lane: Any, node: int | None) -> None:

@@ -194,7 +194,6 @@ class _Task:
         raise NotImplementedError
 
     def arguments(self, call: _Call) -> dict[str, Any]:
-        """The JSON of a call's arguments."""
         raise NotImplementedError
 
     def keyword_only(self, call: _Call) -> list[str]:

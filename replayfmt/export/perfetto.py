@@ -200,7 +200,6 @@ class _CaptureTimeline:
         self._is_mark = np.isin(reader.signature_kinds, [int(each) for each in _MARKS])
 
     def first_ns(self) -> int:
-        """When the first op began."""
         first = next(op_column_frames(self._reader, self._ordinals), None)
         return 0 if first is None else int(first["start_ns"][0][0])
 

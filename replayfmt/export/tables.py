@@ -123,7 +123,6 @@ class _SharedColumns:
         self._meta_devices = _texts([None, *(str(reader.devices[meta.device]) for meta in reader.metas[1:])])
 
     def texts(self, frame: RecordFrame, rows: np.ndarray) -> np.ndarray:
-        """The signatures of ops, as text."""
         made = np.empty(frame.count, object)
         start = frame.first_ordinal
         for ops in self._index.ops_by_key(None, start, start + frame.count):

@@ -44,7 +44,6 @@ MAX_BYTES = {
 
 
 def attachments_of(reader: CaptureReader, kernel: Kernel) -> list[Attachment]:
-    """A kernel's attachments, in its order."""
     return [reader.attachments[number] for number in kernel.attachments]
 
 

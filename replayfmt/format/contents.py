@@ -159,7 +159,6 @@ class Tally:
             self.annotated += int(np.count_nonzero(annotation))
 
     def add_frame(self, frame: RecordFrame) -> None:
-        """Count one decoded frame."""
         self.add(frame.signature, frame.storage_origin, frame.storage_bytes, frame.annotation)
 
     def summary(

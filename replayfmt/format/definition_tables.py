@@ -259,7 +259,6 @@ class InternedDefinitions:
         return body
 
     def encode_all(self) -> memoryview | None:
-        """See `encode_all`."""
         return encode_all(self._strings, {name: self.column(name) for name in self._columns})
 
 
@@ -383,7 +382,6 @@ class DefinitionTables:
         return LazySequence(self.counts[family.name], lambda number: family.at(self, number - 1))
 
     def number(self, name: str, row: int) -> int:
-        """An element of a column."""
         return int(self.column(name)[row])
 
     def text(self, name: str, row: int) -> str:

@@ -187,8 +187,6 @@ class Verifier:
 
 
 class PayloadLengths:
-    """The raw lengths of a capture's payloads."""
-
     def __init__(self, contents: Contents) -> None:
         frames = contents.frames
         self._lengths = contents.payloads["raw_bytes"]
@@ -230,12 +228,8 @@ class CheckReport:
     warnings: list[str] = field(default_factory=list)
 
 
-def _no_progress(_count: int) -> None:
-    return None
-
-
 def check_capture(
-    path: str | os.PathLike[str], report: CheckReport | None = None, progress: Progress = _no_progress
+    path: str | os.PathLike[str], report: CheckReport | None = None, progress: Progress = lambda count: None
 ) -> CheckReport:
     """Verify everything in a capture. Raises InvalidCapture with the first thing that is wrong, which includes that it
     was never closed; CaptureNotFound where it cannot be read.
@@ -507,7 +501,6 @@ class _Copy:
             self._progress(header.stored_bytes)
 
     def _with_digests(self, body: bytes, header: FrameHeader, where: str, payload_bytes: np.ndarray) -> memoryview:
-        """A Tables body with its files' digests."""
         definitions = Definitions() if header.consolidated else self._definitions
         read = definitions.add(body, header.minor, where, payload_bytes)
         columns = dict(read.columns)

@@ -519,7 +519,6 @@ class TensorDigest:
         return f"{self.hash_high:016x}{self.hash_low:016x}"
 
     def nodes(self) -> tuple[Node, ...]:
-        """The signature nodes of this digest's fields."""
         kinds = {int: ValueKind.int, float: ValueKind.float, complex: ValueKind.complex}
         statistics = ((name, getattr(self, name)) for name in ("min", "max", "mean", "l2"))
         return (

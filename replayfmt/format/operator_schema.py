@@ -83,12 +83,10 @@ def canonical_schema(text: str) -> str:
     parts = _QUOTED.split(text)  # texts between the quoted ones, which are defaults
     for index in range(0, len(parts), 2):
         named = _UNNAMED.sub(r"\1\2", parts[index])
-        parts[index] = _SETS.sub(_sorted_set, _AFTER_OPTIONAL.sub(r"\1?", named))
+        parts[index] = _SETS.sub(
+            lambda found: "|".join(sorted(found[0].split("|"))), _AFTER_OPTIONAL.sub(r"\1?", named)
+        )
     return "".join(parts)
-
-
-def _sorted_set(found: re.Match[str]) -> str:
-    return "|".join(sorted(found[0].split("|")))
 
 
 @lru_cache(maxsize=4096)

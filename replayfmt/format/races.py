@@ -71,7 +71,6 @@ class Race(NamedTuple):
     second: StorageUse
 
     def text(self, reader: CaptureReader) -> str:
-        """A sentence for people."""
         one, other = (self._named(reader, use) for use in (self.first, self.second))
         return f"{one} and {other} storage {self.storage}, and nothing orders them"
 
@@ -275,7 +274,6 @@ class _Pass:
         return Race(number, unordered[0], use) if unordered else None
 
     def _merged(self, one: Clock, other: Clock) -> Clock:
-        """What both know together."""
         if one is other or not other:
             return one
         if not one:
@@ -353,13 +351,10 @@ def accesses(layout: SlotLayout, schema_text: str) -> tuple[tuple[int, ...], tup
     if schema.returns and not written and all(each.alias for each in schema.returns):
         return (), ()  # looks at the memory in another way, and reads none of it
     # What makes a tensor like another one looks at its sizes alone.
-    unread = schema.arguments[0].name if _makes_alike(schema.base_name) and schema.arguments else None
+    alike = schema.base_name.endswith("_like") or schema.base_name.startswith("new_")
+    unread = schema.arguments[0].name if alike and schema.arguments else None
     reads = tuple(slot for name, taken in slots.items() if name not in written and name != unread for slot in taken)
     return reads, tuple(slot for name in written for slot in slots.get(name, ()))
-
-
-def _makes_alike(name: str) -> bool:
-    return name.endswith("_like") or name.startswith("new_")
 
 
 _HANDLED = {

@@ -104,7 +104,6 @@ class SlotLayout:
         self.arg_tensors = middle[0]
 
     def arg(self, name: str) -> NodePlace | None:
-        """The top-level argument of that name."""
         return next((each for each in self.args if each.node.name == name), None)
 
     @property

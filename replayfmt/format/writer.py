@@ -93,7 +93,6 @@ class CaptureWriter:
 
     @property
     def path(self) -> str:
-        """The capture's final name."""
         return self._output.path
 
     @contextmanager
@@ -339,7 +338,6 @@ class RecordBuilder:
         self.count = 0  # records so far: the next one's ordinal
 
     def _begin(self) -> None:
-        """Begin a frame."""
         self._first_storage = self._next_storage
         self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _TYPE_CODES.items()}
         self._tensors: dict[int, tuple[int, int, int]] = {}  # by id: storage, offset, meta

@@ -140,6 +140,11 @@ def combine(demands: list[Demand]) -> Demand | Conflict:
     return replace(first, low=low, high=high)
 
 
+def random_of(*seed: int) -> np.random.Generator:
+    """Random numbers that are the same wherever they are drawn."""
+    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed)))
+
+
 class Unsatisfiable(Exception):
     """No content of this length satisfies the demand; the message is a phrase that says why."""
 
@@ -149,7 +154,7 @@ def fill_integers(dtype: torch.dtype, elements: int, demand: Demand, seed: int) 
 
     Raises Unsatisfiable.
     """
-    random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([seed])))
+    random = random_of(seed)
     if dtype is torch.bool:
         return torch.from_numpy(_mask(random, elements, demand))
     low, high = _integer_bounds(dtype, demand)
@@ -332,7 +337,6 @@ class _Law:
     least: float  # the smallest magnitude
 
     def draw(self, random: np.random.Generator, out: np.ndarray) -> None:
-        """Fill `out`."""
         if self.shape in (_Shape.normal, _Shape.log_normal):
             self._draw_unbounded(random, out)
         else:
@@ -530,7 +534,7 @@ class _Maker:
             ends = ends[free:]
 
     def _make(self, chunk: _Chunk) -> np.ndarray:
-        random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([self._seed, chunk.index])))
+        random = random_of(self._seed, chunk.index)
         values = np.empty(chunk.length * self._width, dtype=self._carrier)
         self._law.draw(random, values)
         elements = values.reshape(chunk.length, self._width)

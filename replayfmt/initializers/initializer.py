@@ -7,6 +7,7 @@ one row of elements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -37,10 +38,7 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.sizes:
-            count *= size
-        return count
+        return math.prod(self.sizes)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from replayfmt.format.validation import check_kind, items_of, require_regular_fi
 from replayfmt.pytorch.op_libraries import printing_aside
 from replayfmt.pytorch.tensors.memory import INTEGERS
 
-from .demands import DEFAULT_MEAN, DEFAULT_STD, FLOATS, Role, fill_integers, float_bounds, synthesize
+from .demands import DEFAULT_MEAN, DEFAULT_STD, FLOATS, Role, fill_integers, float_bounds, random_of, synthesize
 from .initializer import Fill, Initializer, Request, TensorInfo
 from .operator_rules import positive_definite_views
 
@@ -89,7 +88,7 @@ def _ragged_lengths(request: Request) -> np.ndarray | None:
     total, info = _ragged_total(request), request.tensor
     if total is None or total < 0 or len(info.sizes) != 1 or info.dtype not in (torch.int32, torch.int64):
         return None
-    random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
+    random = random_of(request.seed)
     return row_lengths(info.elements - 1, total, _longest_row(request), random)
 
 
@@ -104,17 +103,13 @@ def _fill_ragged(request: Request) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(request.tensor.dtype)
 
 
-def _accepts_ragged(request: Request) -> bool:
-    return _ragged_lengths(request) is not None
-
-
 RAGGED = tuple(
     Initializer(
         f"ragged offsets {number}",
         _fill_ragged,
         op=pattern,
         arguments=_RAGGED_OFFSETS,
-        accepts=_accepts_ragged,
+        accepts=lambda request: _ragged_lengths(request) is not None,
         description="where each row begins: lengths differ and add up to the number of values",
     )
     for number, pattern in enumerate(("fbgemm::*", "torchrec::*", "*jagged*"), 1)
@@ -142,7 +137,7 @@ def _recorded_range(request: Request) -> torch.Tensor:
         high = high if demand.high is None else min(high, int(demand.high))
         if low > high:
             return fill_integers(request.tensor.dtype, request.tensor.elements, demand, request.seed)
-    random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
+    random = random_of(request.seed)
     values = random.integers(low, high, size=request.tensor.sizes, endpoint=True)
     return torch.from_numpy(values).to(request.tensor.dtype)
 
@@ -192,14 +187,6 @@ def _bytes(request: Request) -> torch.Tensor:
     return torch.randint(256, (length,), dtype=torch.uint8, generator=request.generator).view(request.tensor.dtype)
 
 
-def _has_recipe(request: Request) -> bool:
-    return request.recipe is not None
-
-
-def _is_unread(request: Request) -> bool:
-    return not request.uses
-
-
 def check_option(name: str, value: str) -> None:
     """Raises UsageError for an option that no initializer knows, or a value that it cannot have."""
     if name not in OPTIONS:
@@ -214,11 +201,12 @@ BUILT_IN: tuple[Initializer, ...] = (
     *RAGGED,
     Initializer("positive definite", _positive_definite, dtypes=FLOATS, roles=frozenset({Role.positive_definite}),
                 description="where an op factors it, matrices near the identity"),
-    Initializer("recipe", _recipe, dtypes=FLOATS, accepts=_has_recipe,
+    Initializer("recipe", _recipe, dtypes=FLOATS, accepts=lambda request: request.recipe is not None,
                 description="with a recipe in the capture, by its seed and statistics"),
     Initializer("recorded range", _recorded_range, dtypes=INTEGERS, accepts=_has_range,
                 description="with a recipe in the capture, evenly between its smallest and largest"),
-    Initializer("unread", _bytes, accepts=_is_unread, description="never read before it is written; any bytes"),
+    Initializer("unread", _bytes, accepts=lambda request: not request.uses,
+                description="never read before it is written; any bytes"),
     Initializer("index", _integers, dtypes=INTEGERS | FLOATS,
                 roles=frozenset({Role.index, Role.highest, Role.distinct}),
                 description="uniform among the values in range for every use"),
@@ -321,7 +309,7 @@ class Registry:
         given = items_of("initializers", given, "a list of Initializer objects")
         for each in given:
             if not isinstance(each, Initializer):
-                raise UsageError(f"initializers are Initializer objects, not {_type_name(each)}")
+                raise UsageError(f"initializers are Initializer objects, not {type(each).__name__}")
         self.users = (*given, *_registered)
         self.initializers = (*self.users, *BUILT_IN)
 
@@ -335,10 +323,6 @@ class Registry:
             f"{number:3}  {each.name:{width}}  {each}" + (f"  ({each.origin})" if each.origin != "built-in" else "")
             for number, each in enumerate(self.initializers, 1)
         ]
-
-
-def _type_name(value: Any) -> str:
-    return type(value).__name__
 
 
 FLAG = "--replay-initializer"

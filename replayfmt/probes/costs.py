@@ -90,13 +90,13 @@ def evaluate_overhead(files: Sequence[tuple[str | None, str]]) -> OverheadResult
             logs = [folder.event_log] if folder.event_log else []
             logs += [each / "process.log" for each in folder.kernels if (each / "process.log").is_file()]
             used = [_read(found, probe, each) for each in logs]
-            if not any(used):
+            if used.count(None) == len(used):
                 raise InvalidRecording(f"{path}: expected [benchmark] lines or figures of ptxas in its logs, got none")
         else:
             used = [_read(found, label or Path(path).resolve().parent.name, Path(path))]
-            if not used[0]:
+            if used[0] is None:
                 raise InvalidRecording(f"{path}: expected [benchmark] lines or figures of ptxas, got none")
-        unmeasured += sum(each.without_times for each in used if each)
+        unmeasured += sum(each for each in used if each is not None)
     kernels = tuple(found.values())
     tables = (
         ResultTable("by probe and kernel", _OVERHEAD_COLUMNS, [_overhead_row(each) for each in kernels]),
@@ -111,14 +111,9 @@ def evaluate_overhead(files: Sequence[tuple[str | None, str]]) -> OverheadResult
     return OverheadResult("overhead", tuple(path for _label, path in files), tables, tuple(notes), kernels)
 
 
-@dataclass(frozen=True)
-class _LogUse:
-    """A log that had something to tell."""
+def _read(found: dict[tuple[str, str], KernelOverhead], probe: str, path: Path) -> int | None:
+    """Take what a log has to tell; how many launches it has no times of, None if it tells nothing."""
 
-    without_times: int = 0
-
-
-def _read(found: dict[tuple[str, str], KernelOverhead], probe: str, path: Path) -> _LogUse | None:
     def of(kernel: str) -> KernelOverhead:
         return found.setdefault((probe, kernel), KernelOverhead(probe, kernel))
 
@@ -131,7 +126,7 @@ def _read(found: dict[tuple[str, str], KernelOverhead], probe: str, path: Path) 
     measured = [launch for launch in launches if launch.times]
     for launch in measured:
         _add(of(launch.kernel or _UNNAMED), launch)
-    return _LogUse(len(launches) - len(measured)) if figures or measured else None
+    return len(launches) - len(measured) if figures or measured else None
 
 
 def _add(kernel: KernelOverhead, launch: LoggedLaunch) -> None:
@@ -361,7 +356,6 @@ class ExposedLatency:
 
     @property
     def parts_sum(self) -> float | None:
-        """Prologue, kernel and epilogue together."""
         found = [self.ratios[part] for part in PARTS]
         return None if None in found else math.fsum(each for each in found if each is not None)
 

@@ -65,7 +65,6 @@ _ABOUT = frozenset({"author", "description", "analyze_hook", "callback", "CALLBA
 
 
 def is_neutrinos(said: Mapping[str, Any]) -> bool:
-    """Whether a probe file is one of Neutrino's."""
     return "probe" in said or any(isinstance(each, dict) and "position" in each for each in said.values())
 
 
@@ -309,7 +308,6 @@ class ProbeDefinition:
 
     @property
     def layout(self) -> RecordLayout:
-        """How the records look in a result file."""
         dtype = np.dtype([(each.name, _FIELD_TYPES[each.kind]) for each in self.fields])
         return RecordLayout(self.name, dtype, self.level, single=not self.each_site)
 

@@ -352,7 +352,6 @@ class AccessMap:
 
     @property
     def nbytes(self) -> int:
-        """The length of the file."""
         return len(self._content)
 
     def accesses(self, progress: Callable[[int], None] = lambda _done: None) -> Iterator[Accesses]:

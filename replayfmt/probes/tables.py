@@ -154,7 +154,6 @@ class Distribution:
         return int(self.values[min(int(place), len(self.values) - 1)])
 
     def above(self, limit: int) -> int:
-        """How many are larger."""
         return int(self.counts[self.values > limit].sum())
 
     def figures(self, name: str, unit: str, none: str) -> dict[str, Cell]:

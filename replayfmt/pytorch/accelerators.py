@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from replayfmt.errors import first_line
 
 HOST = "cpu"
 # What casts, of every kind of device.
@@ -332,8 +334,7 @@ def new_graph(device: torch.device) -> Any:
     try:
         return torch.accelerator.Graph(capture_error_mode="thread_local")  # since PyTorch 2.12
     except (AttributeError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise NoGraphs(f"{device.type} has no graphs ({reason})") from None
+        raise NoGraphs(f"{device.type} has no graphs ({first_line(error)})") from None
 
 
 def is_being_captured(kind: str) -> bool:
@@ -402,14 +403,14 @@ def _end_spoilt(graph: Any, pool: Any) -> None:
             torch.cuda._sleep(1)
 
 
-def without_draws(device: torch.device, run: Callable[[], None]) -> None:
-    """Run something after which the device's generator is in the state that it was in."""
-    generator = default_generator(device)
-    state = None if generator is None else generator.get_state()
+@contextmanager
+def undrawn(generators: Iterable[torch.Generator | None]) -> Iterator[None]:
+    """These generators are afterwards in the states that they were in."""
+    states = {generator: generator.get_state() for generator in generators if generator is not None}
     try:
-        run()
+        yield
     finally:
-        if generator is not None and state is not None:
+        for generator, state in states.items():
             generator.set_state(state)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DisableTorchFunction
 
+from replayfmt.errors import first_line
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
 from replayfmt.format.operator_schema import name_problem
@@ -378,8 +379,7 @@ class CodeKernel(CapturedKernel):
         try:
             parsed = parse_schema(schema)
         except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise Unrepresentable("opaque_argument", f"no schema can be written for it ({reason})") from None
+            raise Unrepresentable("opaque_argument", f"no schema can be written for it ({first_line(error)})") from None
         self._kind, self._attached, self._unread = kind, tuple(attached), frozenset(unread)
         self._schema_text, self._overload = printed_schema(parsed), str(parsed.overload_name or "default")
         self.func: Any = None

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCapture, ReplayRefused
+from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCapture, ReplayRefused, first_line
 from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.model import Record, TensorValue, tensors_of
 from replayfmt.format.reader import CaptureReader
@@ -101,7 +101,7 @@ class CapturedValues:
             if device is not None and device.kind == "meta":
                 return torch.empty_strided(meta.sizes, meta.strides, dtype=dtype, device="meta")
         except RuntimeError as error:
-            raise InvalidCapture(f"{self._reader.path}: {name}: {str(error).partition(chr(10))[0]}") from None
+            raise InvalidCapture(f"{self._reader.path}: {name}: {first_line(error)}") from None
         storage = self._storage(value.storage, name)
         try:
             return view_inside(storage, dtype, meta.sizes, meta.strides, value.offset, meta.flags)
@@ -151,7 +151,6 @@ class CapturedValues:
         return effects_of(resolve(kernel, self._reader.session.torch_version, AllowedImports()), layout, kernel)
 
     def close(self) -> None:
-        """Close the files."""
         self._files.close()
 
     def __enter__(self) -> CapturedValues:
@@ -294,37 +293,21 @@ class _Showing:
 
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         record = self._reader.record(ordinal)
-        slots = _TakenSlots(record)
+        # One tensor may be in several slots: they hold the same. The record keeps the values, whose ids these are.
+        slots = {id(value): slot for slot, value in enumerate(tensors_of((*record.args, *record.results)))}
         for value in tensors_of(record.results):
-            if value.storage in self._born.get(ordinal, ()) and slots.of(value) in results:
-                _zero(results[slots.of(value)])
+            if value.storage in self._born.get(ordinal, ()) and slots[id(value)] in results:
+                storage = results[slots[id(value)]].untyped_storage()
+                if storage.device.type != "meta" and storage.nbytes():
+                    byte_tensor(storage).zero_()
         if ordinal not in self._ordinals:
             return
 
         def give(value: TensorValue, _name: str) -> torch.Tensor:
-            slot = slots.of(value)
+            slot = slots[id(value)]
             return results[slot] if slot in results else args[slot]
 
         self._looker.gives(record, give)
-
-
-class _TakenSlots:
-    """The tensor slots of a record's values. One tensor may be in several: they hold the same."""
-
-    def __init__(self, record: Record) -> None:
-        self._slots: dict[int, int] = {}
-        for slot, value in enumerate(tensors_of((*record.args, *record.results))):
-            self._slots[id(value)] = slot
-        self._record = record  # keeps the values, whose ids these are
-
-    def of(self, value: TensorValue) -> int:
-        return self._slots[id(value)]
-
-
-def _zero(tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    if tensor.device.type != "meta" and storage.nbytes():
-        byte_tensor(storage).zero_()
 
 
 class _Taken:

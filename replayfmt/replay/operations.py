@@ -274,6 +274,5 @@ def resize_storage(length_bytes: int, base: torch.Tensor | torch.UntypedStorage)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device, as the program did."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -6,8 +6,8 @@ unless the capture is very long), provides fresh content and issues the ops agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack
@@ -16,6 +16,7 @@ from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused, UsageE
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import check_function, check_kind, choice_of, counted, flag_of
+from replayfmt.pytorch.accelerators import undrawn
 from replayfmt.pytorch.collectives import plays_ranks
 from replayfmt.pytorch.environment import apply_settings
 
@@ -102,7 +103,7 @@ class Plan(Preparation):
             except BaseException:
                 self.close()
                 raise
-            self.context = replace(self.context, stand_in=self.substitution.replace)
+            self.context = replace(self.context, stand_in=self.substitution.table)
 
     def windows(self, *, checks: bool, shapes: Shapes = Shapes.unchecked) -> tuple[Iterable[Window], bool]:
         """The windows, and whether all of them are prepared already."""
@@ -207,8 +208,6 @@ class Plan(Preparation):
             stack.enter_context(self._surroundings())
             if self.context.streams is not None:
                 stack.callback(self.context.streams.begin())
-            if self.substitution is not None:
-                stack.enter_context(python_dispatch())
             verification = self._decide(verify, only)
             bitwise, tolerant = self._is_bitwise(verification), verify != "bitwise"
             self.judge.reset(verification, bitwise=bitwise, stop_at_first=not keep_going, tolerant=tolerant)
@@ -340,20 +339,15 @@ class Plan(Preparation):
             raise UsageError("examine needs a plan made with keep_going=True")
         if self.substitution is not None:
             self.substitution.check()
-        generators = [generator for generator in dict.fromkeys(self.generators) if generator is not None]
 
-        def undrawn(op: IsolatedOp) -> None:
-            states = [generator.get_state() for generator in generators]
-            try:
+        def without_draws(op: IsolatedOp) -> None:
+            with undrawn(self.generators):
                 on_op(op)
-            finally:
-                for generator, state in zip(generators, states, strict=True):
-                    generator.set_state(state)
 
-        with self._surroundings(), nullcontext() if self.substitution is None else python_dispatch():
+        with self._surroundings():
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
-            return self._keep_going(self._machine(), False, None, undrawn, only).verdicts
+            return self._keep_going(self._machine(), False, None, without_draws, only).verdicts
 
     def verification(self, verify: VerifyMode, only: Slice | None = None) -> Verification:
         """How a replay can be verified here, with `only` a slice. Raises ReplayRefused if `bitwise` has nothing
@@ -385,10 +379,7 @@ class Plan(Preparation):
         """
         if self.substitution is not None:
             self.substitution.check(on_progress)
-        with ExitStack() as stack:
-            stack.enter_context(self._surroundings())
-            if self.substitution is not None:
-                stack.enter_context(python_dispatch())
+        with self._surroundings():
             verification = self._decide(verify)
             checks = verification.mode != "none" or judge is not None
             windows: Iterable[Window] | None = None if checkpoints is None else checkpoints.windows
@@ -427,12 +418,16 @@ class Plan(Preparation):
         """A judge that gives `notes` what a replay computes, in place of comparing it."""
         return NotingJudge(self._clock, self.describe, notes)
 
-    def _surroundings(self) -> AbstractContextManager[None]:
-        return surroundings(dict(self.reader.session.settings), self.generators)
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        settings = dict(self.reader.session.settings)
+        replacing = nullcontext() if self.substitution is None else python_dispatch()
+        with surroundings(settings, self.generators), replacing:
+            yield
 
     def _machine(self, *, verified: bool = False) -> Machine:
         self._content.begin(verified=verified)
-        return Machine(self.reader, self._content, self._clock, self.judge, self.describe, self.context.stand_in)
+        return Machine(self.reader, self._content, self._clock, self.judge, self.context.stand_in)
 
     def _keep_going(
         self,
@@ -446,7 +441,7 @@ class Plan(Preparation):
         scan = Scan(
             self.reader, self.effects, checks=checks, window=ONE_RECORD, needed=None if only is None else only.needed
         )
-        runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused, on_op)
+        runner = KeepGoing(machine, self.refused, on_op)
         try:
             runner.run(Steps(replace(self.context, shapes=self._shapes("auto")), scan, compare=checks), on_scope)
         finally:
@@ -494,7 +489,7 @@ class Plan(Preparation):
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
             machine = self._machine()
-            runner = KeepGoing(self.reader, machine, self._clock, self.judge, self.refused)
+            runner = KeepGoing(machine, self.refused)
             runner.run(steps, None)
             machine.values.clear()
             self.files.check()

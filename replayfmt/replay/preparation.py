@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any, Self, TypedDict
 
@@ -31,7 +31,7 @@ from .planning.findings import Findings
 from .planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of, effects_of
 from .planning.records import Slice, Slicer, Work, count_work, describe
 from .planning.scan import Scan, WindowSize
-from .planning.synthesis import CapturedContent, Synthesis
+from .planning.synthesis import Synthesis, captured_content
 from .resolution.graph_kernels import GRAPHS_MODES, GraphsMode, PreparedGraphs
 from .resolution.kernel_lookup import AllowedCode, AllowedImports, resolve
 from .results import OpaqueResult
@@ -126,15 +126,7 @@ class Preparation:
             types = frozenset(device.type for device in self.device_map.in_use())
             self._code = AllowedCode(self.reader, options.allow_code, types)
             self._code.prepare()
-            self._graphs = PreparedGraphs(
-                self.reader,
-                self.device_map,
-                self._imports,
-                allow_code=options.allow_code,
-                mode=options.graphs,
-                streams=options.streams,
-                window=options.window,
-            )
+            self._graphs = PreparedGraphs(self.reader, self.device_map, self._imports, options)
             opened.callback(self._graphs.close)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             self.replacements = load_requests(options.substitutions)
@@ -160,7 +152,9 @@ class Preparation:
         findings.collect()
         registry = Registry(self.options.initializers, self.options.initializer_options)
         self._file_findings = self.files.validate(on_file_bytes)
-        self.synthesis = Synthesis(reader, scan, self.kernels, registry, CapturedContent(reader, scan, self.files))
+        self.synthesis = Synthesis(
+            reader, scan, self.kernels, registry, partial(captured_content, reader, scan, self.files)
+        )
         self.findings = (
             *sentences,
             *self._imports.problems,
@@ -196,15 +190,8 @@ class Preparation:
 
     def _load_code(self) -> bool:
         """Load the kernels that are called, now that they may be. Returns whether one could not be loaded."""
-        calls = self.scan(checks=False).signature_calls
-        called = {
-            signature.kernel
-            for number, signature in enumerate(self.reader.signatures)
-            if signature is not None
-            and signature.kind is RecordKind.op
-            and calls[number]
-            and number not in self.refused
-        }
+        ops = self.scan(checks=False).occurring(RecordKind.op)
+        called = {signature.kernel for number, signature in ops if number not in self.refused}
         before = self.kernels
         self.kernels = tuple(
             each.loaded() if number in called and isinstance(each, ResolvedKernel) else each

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError
+from replayfmt.errors import ReplayFailed, ReplayRefused, UsageError, first_line
 from replayfmt.format.rank_files import describe, group_of, judge, rank_file, world_size
 from replayfmt.pytorch.collectives import Call, are_left_out, played_by
 
@@ -55,8 +55,7 @@ class Ranks:
         try:
             dist.init_process_group(backend, timeout=self._timeout)
         except (RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ReplayFailed(f"{what}: the ranks did not find each other ({reason})") from None
+            raise ReplayFailed(f"{what}: the ranks did not find each other ({first_line(error)})") from None
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._store = dist.distributed_c10d._get_default_store()
         self.turns = 0
@@ -209,10 +208,9 @@ class Together(Ranks):
         failed, gone = f"{_KEY}/failed", ""
         if self._store.check([failed]):
             gone = f"; {self._store.get(failed).decode()} failed"
-        reason = str(error).partition("\n")[0]
         return ReplayFailed(
             f"rank {self.rank}: {call.operator}, collective {call.number} of the group of ranks {call.ranks}, did not "
-            f"end ({reason}){gone}"
+            f"end ({first_line(error)}){gone}"
         )
 
     def finish(self) -> None:

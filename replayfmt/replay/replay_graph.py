@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replayfmt.errors import ReplayFailed, ReplayRefused
+from replayfmt.errors import ReplayFailed, ReplayRefused, first_line
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import GeneratorValue, PayloadValue, Record, StorageValue
 from replayfmt.format.record_frames import RecordFrame
@@ -49,7 +49,7 @@ class NotGraphCapturable(Exception):
 
 
 def device_with_graphs(devices: list[torch.device]) -> torch.device:
-    """The accelerator among a plan's devices. Raises NotInAGraph if it has no graphs, or is not the only one."""
+    """The accelerator among a plan's devices. Raises NotGraphCapturable if it has no graphs, or is not the only one."""
     found = [device for device in devices if is_accelerator(device)]
     if len(found) != 1:
         works_on = ", ".join(map(str, found or devices)) or "no device"
@@ -78,7 +78,7 @@ class Admission:
         self.last_written: dict[int, list[int]] = {}
 
     def check(self) -> None:
-        """Raises NotInAGraph for the first record that cannot be in a graph."""
+        """Raises NotGraphCapturable for the first record that cannot be in a graph."""
         plan = self._plan
         if plan.context.stand_in is not None:
             raise NotGraphCapturable("kernels are substituted, and what a replacement does on the host is not known")
@@ -155,7 +155,7 @@ class WholeGraph:
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Captures it. Raises NotInAGraph, and ReplayRefused for a plan that only keeps going."""
+        """Captures it. Raises NotGraphCapturable, and ReplayRefused for a plan that only keeps going."""
         if plan.findings:
             raise ReplayRefused(f"{plan.reader.path}: this plan only keeps going", plan.findings)
         self._device = device_with_graphs(plan.devices)
@@ -195,7 +195,7 @@ class WholeGraph:
         self._written = [each for each in staged if scan.is_written(each.storage)]
 
     def _alike(self, windows: list[Window]) -> None:
-        """Capture the graph. Raises NotInAGraph if it does not compute what the ops do one by one."""
+        """Capture the graph. Raises NotGraphCapturable if it does not compute what the ops do one by one."""
         issue = partial(self._issue, windows)
         first = self._outcome(issue)  # also what libraries set up at a first use, which is no part of a graph
         second = self._outcome(issue)
@@ -219,16 +219,10 @@ class WholeGraph:
         )
 
     def _issue(self, windows: list[Window]) -> None:
-        """Run all ops, one by one."""
         plan = self._plan
         plan.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
         Machine(
-            plan.reader,
-            self._content,
-            RunClock(),
-            plan.judge,
-            plan.describe,
-            stage=lambda staged: self._memory[staged.storage],
+            plan.reader, self._content, RunClock(), plan.judge, stage=lambda staged: self._memory[staged.storage]
         ).issue(windows)
 
     def _outcome(self, run: Callable[[], None]) -> dict[Any, int]:
@@ -244,7 +238,6 @@ class WholeGraph:
         return found
 
     def _prepare(self) -> None:
-        """The state that a replay begins with."""
         for staged in self._written:
             self._content.restore(staged, self._memory[staged.storage])
         for set_generator in self._set_generators:
@@ -287,4 +280,4 @@ def _reason(error: BaseException) -> str:
     found: BaseException | None = error
     while found is not None and not isinstance(found, ReplayFailed):
         found = found.__context__
-    return str(found or error).strip().partition("\n")[0]
+    return first_line(found or error)

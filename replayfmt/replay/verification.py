@@ -84,7 +84,6 @@ class Judge:
         self.verification = Verification("none", "none")
 
     def reset(self, verification: Verification, *, bitwise: bool, stop_at_first: bool, tolerant: bool = False) -> None:
-        """Prepare for a replay."""
         self.verification, self.bitwise, self.stop_at_first = verification, bitwise, stop_at_first
         self.tolerant = tolerant
         self.found = []

@@ -156,7 +156,6 @@ class Copier:
 
     @property
     def embedded_bytes(self) -> int:
-        """Bytes of storages embedded in the result."""
         return sum(self._embedded.values())
 
     def recipe(self, number: int) -> int:

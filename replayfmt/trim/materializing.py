@@ -23,7 +23,7 @@ from replayfmt.format.model import (
     Value,
     nested_values,
 )
-from replayfmt.format.signature_layout import NodePlace, argument_nodes
+from replayfmt.format.signature_layout import argument_nodes
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import host_view, storage_bytes
@@ -155,7 +155,9 @@ class Materializer:
             self._defined.born(number, born.bytes, written=born.origin is not StorageOrigin.uninitialized, opaque=False)
         for index, place in enumerate(self._plan.reader.layouts[record.signature_id].results):
             if index in kernel.opaque_results:
-                self._mark_opaque(place, record)
+                values = dict(self._slots((*record.args, *record.results), record))
+                for slot in place.tensors:
+                    self._defined.born(values[slot].storage, 0, written=True, opaque=True)
 
     def after(self, ordinal: int, results: dict[int, torch.Tensor], args: dict[int, torch.Tensor]) -> None:
         record = self._record
@@ -169,13 +171,12 @@ class Materializer:
         for slot, everything in written.items():
             if slot in args and values[slot].storage:
                 self._defined.wrote(values[slot].storage, args[slot], everything=everything)
-        self._note_generators(record)
+        self._states |= {number: self._state(number) for number in self._drawn(record)}
         unsupported = self._schedule.kept_unsupported
         if self._digests and not kernel.operator.empty and (unsupported is None or unsupported > ordinal):
             self._digest(record, kernel, results, args, values, written)
 
     def finish(self) -> None:
-        """Write what comes after the last op."""
         self._writing.finish(self._record)
 
     def is_reproducible(self, slot: int, tensor: torch.Tensor) -> bool:
@@ -210,11 +211,6 @@ class Materializer:
         found = [value for value in nested_values(values) if isinstance(value, TensorValue)]
         first = self._plan.reader.layouts[record.signature_id].arg_tensors if values is record.results else 0
         return list(enumerate(found, first))
-
-    def _mark_opaque(self, place: NodePlace, record: Record) -> None:
-        values = dict(self._slots((*record.args, *record.results), record))
-        for slot in place.tensors:
-            self._defined.born(values[slot].storage, 0, written=True, opaque=True)
 
     def _written(self, record: Record, kernel: CapturedKernel) -> dict[int, bool]:
         """Tensor slots of arguments that the op writes, and whether it writes every element of them."""
@@ -268,10 +264,6 @@ class Materializer:
             if self._states.get(number) != state:
                 self._writing.generator_state(record, number, state)
                 self._states[number] = state
-
-    def _note_generators(self, record: Record) -> None:
-        for number in self._drawn(record):
-            self._states[number] = self._state(number)
 
     def _state(self, number: int) -> bytes:
         generator = self._plan.generators[number]

@@ -146,7 +146,6 @@ class Schedule:
     digested: set[tuple[int, int, int]] = field(default_factory=set)
 
     def enters(self) -> Iterator[EnterContent]:
-        """Every import of content, in order."""
         return (action for actions in self.actions.values() for action in actions if isinstance(action, EnterContent))
 
 
@@ -234,7 +233,6 @@ class Planner:
         self._schedule = Schedule({})
 
     def plan(self) -> Schedule:
-        """Go through the capture."""
         reader, kept = self._reader, self._kept
         zeros = zero_metas(reader)
         ordinals = kept.ordinals
@@ -246,7 +244,13 @@ class Planner:
             chosen[ordinals[low:high] - info.first_ordinal] = True
             frame = reader.frame(index)
             self._note_reach(frame)
-            self._schedule_frame(Rows(frame, zeros), chosen[: kept.stop - info.first_ordinal].tolist())
+            rows = Rows(frame, zeros)
+            for row, keep in enumerate(chosen[: kept.stop - info.first_ordinal].tolist()):
+                shape = self._shapes.get(rows.signatures[row]) or self._shape(rows.signatures[row])
+                if keep:
+                    self._keep(rows, row, info.first_ordinal + row, shape)
+                elif not shape.passive:
+                    self._leave(rows, row, info.first_ordinal + row, shape)
         self._schedule.ends = self._open.close()
         return self._schedule
 
@@ -256,16 +260,6 @@ class Planner:
         for storage, end in zip(frame.tensor_storage.tolist(), ends.tolist(), strict=True):
             if end > self._reach.get(storage, 0):
                 self._reach[storage] = end
-
-    def _schedule_frame(self, frame: Rows, chosen: list[bool]) -> None:
-        first = frame.frame.first_ordinal
-        for row, keep in enumerate(chosen):
-            number = frame.signatures[row]
-            shape = self._shapes.get(number) or self._shape(number)
-            if keep:
-                self._keep(frame, row, first + row, shape)
-            elif not shape.passive:
-                self._leave(frame, row, first + row, shape)
 
     def _shape(self, number: int) -> RecordShape:
         layout = self._reader.layouts[number]

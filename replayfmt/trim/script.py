@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from replayfmt.dump.selection import KeptRecords, OpSelection, resolve_selection
-from replayfmt.errors import ReplayRefused, UsageError
+from replayfmt.errors import ReplayRefused, UsageError, first_line
 from replayfmt.format.codes import ITEM_BYTES, KernelKind
 from replayfmt.format.model import Record, TensorValue, nested_values
 from replayfmt.format.reader import CaptureReader
@@ -259,7 +259,6 @@ class ScriptFile:
         self._inputs = [each for each in events.inputs if each.storage in used]
 
     def arrays(self) -> list[Array]:
-        """The contents of the data file."""
         data = self._events.writer.by_number
         arrays = []
         for each in self._inputs:
@@ -527,8 +526,9 @@ def operator_changes(reader: CaptureReader) -> Changes:
             try:
                 schema = parse_schema(kernel.schema)
             except (RuntimeError, ValueError) as error:
-                reason = str(error).strip().partition("\n")[0]
-                raise ReplayRefused(f"{reader.path}: {kernel.qualified_name}: its schema: {reason}") from None
+                raise ReplayRefused(
+                    f"{reader.path}: {kernel.qualified_name}: its schema: {first_line(error)}"
+                ) from None
             written = effects_of_schema(SlotLayout(record.signature), schema, False, complete=True)
             return set(), set(written.writes)
         resolved = resolve(kernel, reader.session.torch_version)

@@ -245,7 +245,6 @@ class BodyWriter:
         self._body = ScriptBody()
 
     def write(self) -> ScriptBody:
-        """The body."""
         events = self._events.events
         for place, event in enumerate(events):
             if isinstance(event, ScriptOp):

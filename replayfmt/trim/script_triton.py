@@ -87,7 +87,6 @@ def argument(name: str, value: str) -> str:
 
 
 def scalar(value: bool | int | float | complex | str | None) -> str:
-    """A literal."""
     if isinstance(value, complex):
         if cmath.isfinite(value):
             return f"complex({value.real!r}, {value.imag!r})"
@@ -105,7 +104,6 @@ def dtype(code: DType) -> str:
 
 
 def enumeration(value: DType | Layout | MemoryFormat) -> str:
-    """A dtype, layout or memory format."""
     if isinstance(value, DType):
         return dtype(value)
     return str(TORCH_LAYOUT[value] if isinstance(value, Layout) else TORCH_MEMORY_FORMAT[value])
@@ -195,7 +193,6 @@ class TritonSections:
         return f"with {device}: {call}" if device else call
 
     def head(self) -> list[str]:
-        """What stands before the imports."""
         if not self._kernels:
             return []
         said = _SWITCH if self.interpreted else "# These kernels were captured from Triton's compiler."
@@ -212,7 +209,6 @@ class TritonSections:
         return lines
 
     def sections(self) -> list[str]:
-        """The sources."""
         return [
             f"\n\n# ---- source of Triton kernels, from the capture ({number} of {len(self._sections)})\n\n"
             + section.text.rstrip("\n")

@@ -78,7 +78,6 @@ class Array:
     sizes: tuple[int, ...] = ()
 
     def header(self, offset: int) -> dict[str, object]:
-        """The array's entry in the file's header."""
         fits = self.dtype in _NAMES and math.prod(self.sizes) * ITEM_BYTES[self.dtype] == len(self.data)
         return {
             "dtype": _NAMES[self.dtype] if fits else "U8",
@@ -110,13 +109,10 @@ _ENDINGS = {".json", ".safetensors"}
 
 def _is_vectors(folder: Path) -> bool:
     """Whether a folder holds test vectors, and nothing else."""
-    ours = all(each.suffix in _ENDINGS for each in folder.iterdir())
-    return ours and _is_index(folder / INDEX)
-
-
-def _is_index(path: Path) -> bool:
+    if any(each.suffix not in _ENDINGS for each in folder.iterdir()):
+        return False
     try:
-        said = parse_json(path.read_text(encoding="utf-8"))
+        said = parse_json((folder / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(said, dict) and said.get("format") == FORMAT
@@ -308,7 +304,8 @@ def op_problem(plan: Plan, record: Record) -> str | None:
         return "it draws random numbers, so its results depend on more than its arguments"
     if not resolved.own and addresses_of(SlotLayout(record.signature), resolved.schema) is not None:
         return "it takes or returns addresses of objects in its process"
-    if plan.opaque_slots().get(record.signature_id, ()) or _is_unwritten(plan.reader, record):
+    storages = ([value.storage for value in tensors_of(values)] for values in (record.args, record.results))
+    if plan.opaque_slots().get(record.signature_id, ()) or leaves_unwritten(plan.reader, *storages):
         return "a result holds bytes that no run reproduces: memory left unwritten, or addresses"
     return None
 
@@ -318,12 +315,6 @@ def draws_nothing(record: Record, kernel: ResolvedKernel) -> bool:
     given = {argument.name: argument.default_value for argument in kernel.schema.arguments}
     given |= {node.name: value for node, value in zip(record.signature.args, record.args, strict=True)}
     return bool(given.get("dropout_p") == 0.0)
-
-
-def _is_unwritten(reader: CaptureReader, record: Record) -> bool:
-    """Whether the op returns memory that nothing has written: the empty family."""
-    arguments = [value.storage for value in tensors_of(record.args)]
-    return leaves_unwritten(reader, arguments, (value.storage for value in tensors_of(record.results)))
 
 
 class _VectorWriter:

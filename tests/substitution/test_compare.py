@@ -109,7 +109,7 @@ def test_rounds_pair_both_sides_and_take_turns(captured: Captured, monkeypatch: 
                 "original"
                 if stand_in is None
                 else "substituted"
-                if stand_in is plan.substitution.replace
+                if stand_in is plan.substitution.table
                 else "timed"
                 if type(stand_in).__name__ == "_Timed"
                 else "check"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import replayfmt
 from replayfmt.errors import SubstitutionRejected, UsageError
+from replayfmt.format.codes import RecordKind
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.substitution.loading import Substitution
 from replayfmt.replay.substitution.table import KernelCall
@@ -292,11 +293,11 @@ def test_a_replacement_of_a_custom_operator_runs_in_its_surroundings(captured: C
         assert plan.execute(verify="auto").outcome == "ok"
 
 
-def test_captured_settings_apply_while_a_replacement_runs(captured: Captured) -> None:
-    seen: list[bool] = []
+def test_captured_settings_and_python_dispatch_apply_wherever_a_replacement_runs(captured: Captured) -> None:
+    seen: list[tuple[bool, bool]] = []
 
     def mine(a: Tensor, b: Tensor) -> Tensor:
-        seen.append(torch.are_deterministic_algorithms_enabled())
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch._C._is_torch_function_enabled()))
         return torch.matmul(a, b)
 
     def calls() -> None:
@@ -306,9 +307,10 @@ def test_captured_settings_apply_while_a_replacement_runs(captured: Captured) ->
         finally:
             torch.use_deterministic_algorithms(False)
 
-    with Plan(captured(calls), substitutions=[Substitution("aten::mm", mine)]) as plan:
+    with Plan(captured(calls), substitutions=[Substitution("aten::mm", mine)], keep_going=True) as plan:
         assert plan.execute().outcome == "ok"
-    assert seen == [True] * 3 and not torch.are_deterministic_algorithms_enabled()
+        plan.run_single(max(each.ordinal for each in plan.reader.records() if each.kind is RecordKind.op))
+    assert seen == [(True, True)] * 4 and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_plan_that_keeps_going_rejects_a_wrong_kernel_as_well(captured: Captured) -> None:

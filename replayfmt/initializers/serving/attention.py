@@ -16,6 +16,7 @@ import torch
 from replayfmt.errors import UsageError
 from replayfmt.pytorch.traced_names import Iteration, Requests, iteration_in
 
+from ..demands import random_of
 from ..initializer import Initializer, Request, TensorInfo, first_integer, first_name, first_tensor
 
 _STEPS = "batches of steps"
@@ -362,7 +363,7 @@ def _fill_paged(request: Request) -> Mapping[str, torch.Tensor]:
     assert planned is not None  # _accepts was called first
     batch, blocks, block = planned
     needed = -(-batch.key_lengths // block)
-    order = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed]))).permutation(blocks)
+    order = random_of(request.seed).permutation(blocks)
     if int(needed.sum()) > blocks:
         request.note(
             f"{request.call.name}: the sequences need {int(needed.sum())} blocks and the cache has {blocks}, "
@@ -435,7 +436,7 @@ def _slot_mapping(request: Request) -> torch.Tensor:
     """Distinct slots: consecutive for the tokens of one sequence, anywhere for the token of a decoding one."""
     info, slots = request.tensor, _slots(request)
     assert slots is not None  # _has_slots was called first
-    random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
+    random = random_of(request.seed)
     (blocks, block), tokens = slots, info.elements
     order = random.permutation(blocks)
     if tokens <= blocks:

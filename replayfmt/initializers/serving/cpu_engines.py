@@ -14,6 +14,7 @@ import torch
 
 from replayfmt.errors import UsageError
 
+from ..demands import random_of
 from ..initializer import Initializer, Request
 from .attention import Batch, batch_for, cache_shape
 
@@ -110,7 +111,7 @@ def _new_slots(request: Request) -> Mapping[str, torch.Tensor]:
     contexts = np.concatenate(
         [np.arange(context - new, context) for context, new in zip(batch.key_lengths, batch.query_lengths, strict=True)]
     )
-    random = np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
+    random = random_of(request.seed)
     made: dict[str, torch.Tensor] = {}
     for label, info in request.wanted.items():
         if label == "query_start_loc":

@@ -16,7 +16,7 @@ import torch
 
 from replayfmt.errors import UsageError
 
-from ..demands import FLOATS
+from ..demands import FLOATS, random_of
 from ..initializer import Initializer, Request, first_integer, first_tensor
 
 OPTION = "moe-routing"
@@ -77,10 +77,6 @@ def _routing(request: Request) -> Routing:
     return parse_routing(request.options.get(OPTION, "uniform"))
 
 
-def _random(request: Request) -> np.random.Generator:
-    return np.random.Generator(np.random.SFC64(np.random.SeedSequence([request.seed])))
-
-
 def _experts(request: Request) -> int | None:
     """How many experts there are: as an argument, or the first dimension of their weights."""
     for name in ("num_experts", "num_expert", "n_experts", "n_expert", "global_num_experts", "expert_num"):
@@ -100,7 +96,7 @@ def _fill_ids(request: Request) -> torch.Tensor:
     assert experts is not None
     routing = _routing(request)
     request.note(f"{request.call.name}: {info.sizes[0]} tokens to {info.sizes[1]} of {experts} experts each, {routing}")
-    ids = draw(info.sizes[0], experts, info.sizes[1], routing, _random(request))
+    ids = draw(info.sizes[0], experts, info.sizes[1], routing, random_of(request.seed))
     return torch.from_numpy(ids).to(info.dtype)
 
 
@@ -154,7 +150,7 @@ def _sorted(request: Request, sizes: _Sorting) -> tuple[np.ndarray, np.ndarray] 
     A pair's id is its place among the tokens' experts; AITER's kernels want the token, with the place among its experts
     in the upper eight bits.
     """
-    ids = draw(sizes.tokens, sizes.experts, sizes.each, _routing(request), _random(request)).reshape(-1)
+    ids = draw(sizes.tokens, sizes.experts, sizes.each, _routing(request), random_of(request.seed)).reshape(-1)
     padding = len(ids)  # the number that is not a pair
     order, counts = np.argsort(ids, kind="stable"), np.bincount(ids, minlength=sizes.experts)
     blocks = -(-counts // sizes.block)

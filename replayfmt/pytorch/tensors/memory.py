@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import xxhash
 
+from replayfmt.errors import first_line
 from replayfmt.format.codes import DType, Layout, MemoryFormat, TensorFlag
 from replayfmt.format.model import spanned
 from replayfmt.native import RECORDER_KEY
@@ -389,7 +390,7 @@ def check_sparse_compressed(
     try:
         torch._validate_sparse_compressed_tensor_args(compressed, plain, values, list(sizes), layout)
     except (RuntimeError, IndexError) as error:
-        raise ValueError(f"a sparse tensor's parts do not go together: {str(error).partition(chr(10))[0]}") from None
+        raise ValueError(f"a sparse tensor's parts do not go together: {first_line(error)}") from None
 
 
 def check_per_channel(sizes: tuple[int, ...], scales: torch.Tensor, zero_points: torch.Tensor, axis: int) -> None:

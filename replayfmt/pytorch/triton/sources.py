@@ -24,6 +24,8 @@ from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from replayfmt.errors import first_line
+
 # What `triton.jit` takes that changes what is compiled. (`repr` and `launch_metadata` are for profilers.)
 DECLARED = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
 MISSING = object()
@@ -574,7 +576,7 @@ def compiled_difference(source: StandaloneSource, compiled: Any) -> str:
     try:
         again = _first_code(source, compiled)
     except Exception as error:  # Triton's compiler refuses it, or this version of Triton is not known
-        return f"its source cannot be compared with what was compiled: {type(error).__name__}: {_first_line(error)}"
+        return f"its source cannot be compared with what was compiled: {type(error).__name__}: {first_line(error)}"
     return (
         "" if _plain(str(made)) == _plain(again) else f"its source, as it is now, is not what was compiled: {_CHANGED}"
     )
@@ -633,7 +635,3 @@ def interpreted_difference(source: StandaloneSource) -> str:
 def _defaults(function: Any) -> list[str]:
     found = [each.default for each in inspect.signature(function).parameters.values()]
     return [repr(getattr(value, "value", value)) for value in found]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

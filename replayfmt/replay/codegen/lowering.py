@@ -196,7 +196,10 @@ class Lowering:
         if self._streams is not None and not self.text.returns_result:
             self._streams.end_window(end - 1)
         for storage in self._hoisted_on:
-            self._let_go_of_storage(storage)
+            # Staged storages go once views of them exist, which keep them alive.
+            key = -storage
+            if key in self.variables and key not in self.names and not self.variables.alone(key):
+                self.drop([key])
         text = self.text
         outputs = [key for key, name in self.names.items() if name[0] == "v"]
         function = text.function(self.context.cache, [self.names[key] for key in outputs])
@@ -219,12 +222,6 @@ class Lowering:
         self._hoisted_on.clear()
         return window
 
-    def _let_go_of_storage(self, storage: int) -> None:
-        """Drop a staged storage once views of it exist: they keep it alive."""
-        key = -storage
-        if key in self.variables and key not in self.names and not self.variables.alone(key):
-            self.drop([key])
-
     def template(self, signature: int) -> Template | None:
         """The template of an op's signature, None if its kernel has no operator here."""
         if signature not in self._templates:
@@ -237,7 +234,6 @@ class Lowering:
         return self._templates[signature]
 
     def checks_shapes(self, template: Template) -> bool:
-        """Whether an op's results are checked."""
         if self.compare:
             return True
         shapes = self.context.shapes

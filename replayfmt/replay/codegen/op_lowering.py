@@ -202,7 +202,6 @@ class OpLine:
         return {name: value for name, value in self.lowering.settings.items() if name.startswith("autocast.") and value}
 
     def _custom(self, function: Callable[..., Any], autocast: dict[str, Any]) -> Callable[..., Any]:
-        """The function to call for a custom operator."""
         call: Callable[..., Any] = partial(call_custom, function, autocast)
         if self.template.addresses is not None:
             call = PassAddresses(call, self.template.kernel.schema, self.template.addresses)
@@ -305,7 +304,6 @@ class OpLine:
         return []
 
     def _assign(self, call: str) -> str:
-        """The statement with its assignment."""
         leaves = self.template.leaves
         if all(self._ignored(leaf) for leaf in leaves):
             return call
@@ -351,7 +349,6 @@ class OpLine:
         return partial(lowering.context.judge.scalar, where, expected, read=read, unsteady=lowering.op_is_unsteady)
 
     def _expectation(self) -> ExpectResults:
-        """The expected structure of this op's results."""
         lowering, frame, first = self.lowering, self.lowering.frame, self.first
         layout = self.template.layout
         passed = [what for operand, what in self.template.operands if operand is Operand.tensor]

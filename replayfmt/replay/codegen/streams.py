@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -22,8 +22,9 @@ from replayfmt.pytorch.accelerators import Current, SetStreams, default_stream, 
 from ..operations import synchronize
 from ..planning.devices import DeviceMap
 from ..planning.records import orders_streams
-from ..planning.scan import Scan
-from .windows import FrameLists, Variables, WindowText
+
+if TYPE_CHECKING:
+    from .lowering import Lowering
 
 StreamsMode = Literal["captured", "serial"]
 STREAMS_MODES = ("captured", "serial")
@@ -90,19 +91,7 @@ def replay_streams(reader: CaptureReader, devices: DeviceMap, mode: StreamsMode)
     return streams
 
 
-class LoweringPass(Protocol):
-    """What is needed of a pass through the records: lowering.Lowering."""
-
-    reader: CaptureReader
-    scan: Scan
-    frame: FrameLists
-    text: WindowText
-    variables: Variables
-
-    def acquire(self, slot: int, ordinal: int) -> str: ...
-
-
-def ints_and_device(lowering: LoweringPass, row: int) -> tuple[list[int], int]:
+def ints_and_device(lowering: Lowering, row: int) -> tuple[list[int], int]:
     """The ints of the record of a stream or event, and its device if it has one, else 0."""
     frame = lowering.frame
     layout = lowering.scan.layout(frame.signatures[row])
@@ -114,7 +103,7 @@ def ints_and_device(lowering: LoweringPass, row: int) -> tuple[list[int], int]:
 class StreamCode:
     """Writes the lines about streams of one pass through the records."""
 
-    def __init__(self, lowering: LoweringPass, streams: ReplayStreams) -> None:
+    def __init__(self, lowering: Lowering, streams: ReplayStreams) -> None:
         self._lowering = lowering
         self._streams = streams
         self._current = 0  # placement id
@@ -138,7 +127,6 @@ class StreamCode:
         }
 
     def before_op(self, row: int, ordinal: int) -> None:
-        """An op's line follows."""
         if not self._streams.captured:
             return
         lowering, frame = self._lowering, self._lowering.frame
@@ -288,7 +276,7 @@ def copies_late(reader: CaptureReader) -> bool:
 class LateCopies:
     """Writes the waits of one pass through the records."""
 
-    def __init__(self, lowering: LoweringPass, devices: DeviceMap, streams: ReplayStreams | None) -> None:
+    def __init__(self, lowering: Lowering, devices: DeviceMap, streams: ReplayStreams | None) -> None:
         """`streams`: as many as were captured; None: the ops run on the current ones."""
         self._lowering = lowering
         self._devices = devices
@@ -304,7 +292,6 @@ class LateCopies:
         }
 
     def before_op(self, row: int, ordinal: int) -> None:
-        """An op's line follows."""
         frame = self._lowering.frame
         uses = self._uses(frame.signatures[row])
         if uses.late:

@@ -53,7 +53,6 @@ class FrameLists:
         self.storage_ends: list[bool] = (scan.storage_last_uses(slot_storages) == ordinals).tolist()
 
     def placement(self, row: int) -> int:
-        """The placement id of a record."""
         return 0 if self.frame.placement is None else int(self.frame.placement[row])
 
     def offset(self, slot: int) -> int:
@@ -85,7 +84,6 @@ class Variables:
         return next(iter(self._on.get(storage, ())), None)
 
     def all_on(self, storage: int) -> list[int]:
-        """Every variable on a storage."""
         return list(self._on.get(storage, ()))
 
     def alone(self, key: int) -> bool:
@@ -97,7 +95,6 @@ class Variables:
         self._idle.add(key)
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Remove these variables."""
         for key in keys:
             storage = self._storage.pop(key)
             on = self._on[storage]

@@ -220,7 +220,6 @@ class ContentUses:
         return found
 
     def use(self, found: FoundUse) -> Use:
-        """A use with the details of its op."""
         return Use(
             self.calls.call(found.ordinal),
             found.argument,

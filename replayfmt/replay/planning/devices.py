@@ -67,10 +67,8 @@ class MemoryWatch:
 def host_memory_bytes() -> int | None:
     """The most memory that this process can have: the machine's with its swap, or what its control group allows.
     None if the system does not report it."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        total = sum(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
-    except (OSError, KeyError, ValueError):
+    total = system_bytes("MemTotal", "SwapTotal")
+    if total is None:
         return None
     for limit in _GROUP_LIMITS:
         try:
@@ -78,6 +76,15 @@ def host_memory_bytes() -> int | None:
         except (OSError, ValueError):  # not there, or "max"
             continue
     return total
+
+
+def system_bytes(*names: str) -> int | None:
+    """The sum of what Linux says of its memory under these names; None if the system does not report it."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return sum(int(fields[name].split()[0]) * 1024 for name in names)
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def _status_bytes(name: str) -> int | None:

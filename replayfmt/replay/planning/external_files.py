@@ -49,8 +49,9 @@ class ExternalFiles:
         `on_bytes(done, of all)` is called, from any thread, while digests are computed.
         """
         findings = []
-        progress = None if on_bytes is None else _summed(on_bytes, self._bytes_to_digest())
         needed = self._needed()
+        digested = sum(self._file(number).bytes for number in needed if self._file(number).digest is not None)
+        progress = None if on_bytes is None else _summed(on_bytes, digested)
         if ranges is not None:
             needed &= {self._range(number).file for number in ranges}
         for number in sorted(needed - set(self._opened)):
@@ -163,10 +164,6 @@ class ExternalFiles:
 
     def _needed(self) -> set[int]:
         return {self._range(each).file for each in self._ranges() if self._reader.embedded_range(each) is None}
-
-    def _bytes_to_digest(self) -> int:
-        """How much validation may have to read: the lengths of the files that have a digest."""
-        return sum(self._file(number).bytes for number in self._needed() if self._file(number).digest is not None)
 
     def _ranges(self) -> range:
         return range(1, len(self._reader.file_ranges))

@@ -7,11 +7,9 @@ plan refuses with the whole list.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 from replayfmt.format.codes import Layout as LayoutCode
 from replayfmt.format.codes import RecordKind, ValueKind
-from replayfmt.format.model import Signature
 from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.collectives import WAIT, plays_ranks
 from replayfmt.pytorch.environment import check_settings
@@ -49,21 +47,15 @@ class Findings:
         self._settings()
         self._memory()
 
-    def _signatures(self, *kinds: RecordKind) -> Iterator[tuple[int, Signature]]:
-        """The signatures of these kinds that occur."""
-        for number, signature in enumerate(self._reader.signatures):
-            if signature is not None and signature.kind in kinds and self._scan.signature_calls[number]:
-                yield number, signature
-
     def _unsupported(self) -> None:
         groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-        for number, signature in self._signatures(RecordKind.unsupported):
+        for number, signature in self._scan.occurring(RecordKind.unsupported):
             texts = {node.name: str(node.constant) for node in signature.args}
             if not signature.unseen:
                 self.elsewhere.append(texts.get("detail", ""))
                 continue
             groups[texts.get("reason", ""), texts.get("op", ""), texts.get("detail", "")].append(number)
-        for number, _signature in self._signatures(RecordKind.collective):
+        for number, _signature in self._scan.occurring(RecordKind.collective):
             groups["collective", "", "collectives are not replayed yet"].append(number)
         by_reason: dict[tuple[str, str], list[tuple[str, list[int]]]] = defaultdict(list)
         for (reason, op, detail), numbers in groups.items():
@@ -77,7 +69,7 @@ class Findings:
 
     def _ops(self) -> None:
         by_kernel: dict[int, list[int]] = defaultdict(list)
-        for number, signature in self._signatures(RecordKind.op):
+        for number, signature in self._scan.occurring(RecordKind.op):
             by_kernel[signature.kernel].append(number)
         for kernel_id, numbers in by_kernel.items():
             kernel = self._reader.kernels[kernel_id]
@@ -173,7 +165,7 @@ class Findings:
         imported = "import" in policies
         left_out = policies.get("collective-results") == "none" and (imported or policies.get("payload") != "none")
         if left_out and not plays_ranks():
-            waits = [number for number, each in self._signatures(RecordKind.op) if kernels[each.kernel]]
+            waits = [number for number, each in self._scan.occurring(RecordKind.op) if kernels[each.kernel]]
             if waits:
                 times = _times(self._scan.seen(waits))
                 why = "are not in the trace" if imported else "were not recorded (--collective-results=none)"
@@ -210,7 +202,7 @@ class Findings:
 
     def _settings(self) -> None:
         self.sentences += check_settings(self._reader.session.settings)
-        for _number, signature in self._signatures(RecordKind.global_state):
+        for _number, signature in self._scan.occurring(RecordKind.global_state):
             unknown = check_settings({node.name: None for node in signature.args})
             self.sentences += [sentence for sentence in unknown if sentence not in self.sentences]
 

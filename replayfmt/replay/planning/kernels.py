@@ -215,7 +215,6 @@ class ResolvedKernel(ABC):
 
     @property
     def argument_names(self) -> list[str]:
-        """The names of its arguments, in order."""
         return [argument.name for argument in self.schema.arguments]
 
 

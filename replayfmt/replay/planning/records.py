@@ -124,7 +124,6 @@ class Work:
 
 
 def count_work(reader: CaptureReader, scan: Scan) -> Work:
-    """Everything that a scan saw."""
     ops = scopes = comparable = uncompared = unsupported = 0
     kernels: set[int] = set()
     gaps = uncompared_signatures(reader)

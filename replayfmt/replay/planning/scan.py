@@ -7,14 +7,14 @@ one variable, `CutFinder` where windows end, each of which becomes one straight-
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Storage, TensorMeta, Value
+from replayfmt.format.model import PayloadValue, RangeValue, RecipeValue, Signature, Storage, TensorMeta, Value
 from replayfmt.format.reader import CaptureReader, RecordFrame
 from replayfmt.format.signature_layout import SlotLayout
 
@@ -287,6 +287,12 @@ class Scan:
         """Ordinal of a storage's last use, -1 where it has none."""
         return int(self._storage_last_use.reach(storage + 1)[storage])
 
+    def occurring(self, *kinds: RecordKind) -> Iterator[tuple[int, Signature]]:
+        """The signatures of these kinds that records have, by id."""
+        for number, signature in enumerate(self.reader.signatures):
+            if signature is not None and signature.kind in kinds and self.signature_calls[number]:
+                yield number, signature
+
     def seen(self, signatures: Iterable[int]) -> Occurrences:
         """How often records of these signatures occur, and where they first do."""
         numbers = list(signatures)
@@ -295,11 +301,7 @@ class Scan:
 
     def is_written(self, storage: int) -> bool:
         """Whether an op or an import after the first may change its bytes."""
-        return self.is_written_by_ops(storage) or bool(self._imported_again.reach(storage + 1)[storage])
-
-    def is_written_by_ops(self, storage: int) -> bool:
-        """Whether an op may change its bytes."""
-        return bool(self._written.reach(storage + 1)[storage])
+        return bool(self._written.reach(storage + 1)[storage] or self._imported_again.reach(storage + 1)[storage])
 
     def entrances(self) -> list[MissingContent]:
         """Content that is used but not in the capture, in order. Empty storages have none."""
@@ -359,7 +361,9 @@ class Scan:
             elif kind in (RecordKind.storage_import, RecordKind.storage_resize, RecordKind.storage_release):
                 rows = np.flatnonzero(signatures == signature_id)
                 released += self._note_storages(frame, rows, signature_id, first)
-        self._note_memory(frame, _first_appearances(frame, local, record_of_slot), released)
+        storages, index = np.unique(frame.tensor_storage[local], return_index=True)
+        appeared = dict(zip(storages.tolist(), record_of_slot[index].tolist(), strict=True))
+        self._note_memory(frame, appeared, released)
         for _position, storage in released:
             self._keys.forget(storage)
 
@@ -442,7 +446,8 @@ class Scan:
         return []
 
     def _note_memory(self, frame: RecordFrame, appeared: dict[int, int], released: list[tuple[int, int]]) -> None:
-        """Follow how many bytes of the storages that the capture knows were alive at once, at least."""
+        """Follow how many bytes of the storages that the capture knows were alive at once, at least. `appeared`:
+        storages used in the frame, each with the position of the record that uses it first."""
         first, count = frame.first_storage, len(frame.storage_bytes)
         events: list[tuple[int, int]] = []
         for storage, position in appeared.items():
@@ -490,9 +495,3 @@ def _slot(layout: SlotLayout, name: str) -> int:
     place = layout.arg(name)
     assert place is not None, f"a {layout.signature.kind.name} record without {name}"
     return place.int_slot
-
-
-def _first_appearances(frame: RecordFrame, local: np.ndarray, record_of_slot: np.ndarray) -> dict[int, int]:
-    """Storages used in a frame, each with the position of the record that uses it first."""
-    storages, index = np.unique(frame.tensor_storage[local], return_index=True)
-    return dict(zip(storages.tolist(), record_of_slot[index].tolist(), strict=True))

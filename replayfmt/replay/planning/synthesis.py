@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from replayfmt.errors import OpReplayError, ReplayRefused
+from replayfmt.errors import OpReplayError, ReplayRefused, first_line
 from replayfmt.format.codes import RecordKind, StorageOrigin, ValueKind
 from replayfmt.format.model import Recipe
 from replayfmt.format.reader import CaptureReader
@@ -24,6 +24,7 @@ from replayfmt.format.validation import some_of
 from replayfmt.initializers import Call, Demand, Initializer, Registry, Request, Role, TensorInfo, Use
 from replayfmt.initializers.demands import Conflict, Unsatisfiable, combine, contradiction, pull_back
 from replayfmt.initializers.operator_rules import is_integral
+from replayfmt.pytorch.accelerators import undrawn
 from replayfmt.pytorch.collectives import LEFT_OUT, are_left_out
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, byte_tensor, host_view, make_view, new_storage, undispatched
 
@@ -35,27 +36,22 @@ from .scan import MissingContent, Scan
 _HOST_DEVICE = torch.device("cpu")
 
 
-class CapturedContent:
-    """Called with a captured tensor; returns it with its content, on the host."""
-
-    def __init__(self, reader: CaptureReader, scan: Scan, files: ExternalFiles) -> None:
-        self._reader, self._scan, self._files = reader, scan, files
-
-    def __call__(self, info: TensorInfo) -> torch.Tensor | None:
-        """None if an op produced the tensor or may have written to it, or if its content was not captured."""
-        if not info.storage:
-            return None
-        born = self._reader.storage(info.storage)
-        if self._scan.is_written(info.storage):
-            return None
-        storage = new_storage(born.bytes, _HOST_DEVICE)
-        if born.origin is StorageOrigin.payload:
-            self._reader.read_payload_into(born.payload, host_view(storage))
-        elif born.origin is StorageOrigin.external_file and self._files.problem(born.payload) is None:
-            self._files.read_into(born.payload, host_view(storage), 0)
-        else:
-            return None
-        return make_view(storage, info.dtype, info.sizes, info.strides, info.offset)
+def captured_content(reader: CaptureReader, scan: Scan, files: ExternalFiles, info: TensorInfo) -> torch.Tensor | None:
+    """A captured tensor with its content, on the host; None if an op produced it or may have written to it, or if its
+    content was not captured."""
+    if not info.storage:
+        return None
+    born = reader.storage(info.storage)
+    if scan.is_written(info.storage):
+        return None
+    storage = new_storage(born.bytes, _HOST_DEVICE)
+    if born.origin is StorageOrigin.payload:
+        reader.read_payload_into(born.payload, host_view(storage))
+    elif born.origin is StorageOrigin.external_file and files.problem(born.payload) is None:
+        files.read_into(born.payload, host_view(storage), 0)
+    else:
+        return None
+    return make_view(storage, info.dtype, info.sizes, info.strides, info.offset)
 
 
 class UnusableContent(Exception):
@@ -65,18 +61,16 @@ class UnusableContent(Exception):
 def call_initializer(initializer: Initializer, request: Request) -> Any:
     """The result of an initializer. Raises Wrong if it raises."""
     # Draws from PyTorch's generator are the same every time, and do not advance the replay's generators.
-    generator = torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(request.seed & (1 << 63) - 1)
-    try:
-        return initializer.fill(request)
-    except Unsatisfiable as error:
-        raise UnusableContent(str(error)) from error
-    except Exception as error:
-        message = str(error).strip().partition("\n")[0]
-        raise UnusableContent(f"initializer {initializer.name} failed: {type(error).__name__}: {message}") from error
-    finally:
-        generator.set_state(state)
+    with undrawn([torch.default_generator]):
+        torch.default_generator.manual_seed(request.seed & (1 << 63) - 1)
+        try:
+            return initializer.fill(request)
+        except Unsatisfiable as error:
+            raise UnusableContent(str(error)) from error
+        except Exception as error:
+            raise UnusableContent(
+                f"initializer {initializer.name} failed: {type(error).__name__}: {first_line(error)}"
+            ) from error
 
 
 def content_by_label(initializer: Initializer, request: Request, content: Any) -> dict[str, torch.Tensor]:
@@ -188,7 +182,7 @@ class Synthesis:
         self._shared: dict[Any, Any] = {}
         self._constants: dict[int, Demand] = {}
         self.findings: list[str] = []
-        self._unsaved_states = _unsaved_states(reader, scan)
+        self._unsaved_states = _unsaved_states(scan)
         entrances = scan.entrances()
         self._wanted = {(each.storage, each.version): each for each in entrances}
         if entrances:
@@ -500,14 +494,12 @@ class Synthesis:
         )
 
 
-def _unsaved_states(reader: CaptureReader, scan: Scan) -> int:
+def _unsaved_states(scan: Scan) -> int:
     """How many states of random generators the capture refers to but does not contain."""
     return sum(
         int(scan.signature_calls[number])
-        for number, signature in enumerate(reader.signatures)
-        if signature is not None
-        and signature.kind is RecordKind.generator_state
-        and any(node.name == "payload" and node.kind is ValueKind.none for node in signature.args)
+        for number, signature in scan.occurring(RecordKind.generator_state)
+        if any(node.name == "payload" and node.kind is ValueKind.none for node in signature.args)
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from replayfmt.errors import ReplayFailed
+from replayfmt.errors import ReplayFailed, first_line
 from replayfmt.format.model import Kernel, Node
 from replayfmt.format.signature_layout import SlotLayout
 from replayfmt.pytorch.cpp_kernels import (
@@ -151,7 +151,7 @@ def resolve_triton(
         stored = StoredKernel.read(contents())
         schema = parse_schema(kernel.schema)
     except (RuntimeError, ValueError) as error:
-        return f"{named} cannot be launched: {str(error).strip().partition(chr(10))[0]}"
+        return f"{named} cannot be launched: {first_line(error)}"
     interpreted = device_types <= {"cpu"}
     if stored.source is None and interpreted:
         return f"{named} cannot be interpreted: the capture has no source of it"
@@ -470,7 +470,7 @@ class InductorCppKernel(StoredCodeKernel):
         try:
             function, how = _library_function(self.stored)
         except CannotLoad as error:
-            return f"{self.named} cannot be called: {str(error).strip().partition(chr(10))[0]}"
+            return f"{self.named} cannot be called: {first_line(error)}"
         return replace(self, function=function, how=how)
 
     @property
@@ -513,7 +513,7 @@ def resolve_inductor_cpp(
             return f"{named}: its schema {kernel.schema[:200]!a} is not that of its source"
         schema = parse_schema(kernel.schema)
     except (RuntimeError, ValueError) as error:
-        return f"{named} cannot be called: {str(error).strip().partition(chr(10))[0]}"
+        return f"{named} cannot be called: {first_line(error)}"
     return InductorCppKernel(named, schema, stored, arguments)
 
 

@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from replayfmt.errors import InvalidCapture, OpReplayError
+from replayfmt.errors import InvalidCapture, OpReplayError, first_line
 from replayfmt.format.attachments import contents_of, open_body, parse_body_metadata, storage_of_argument
 from replayfmt.format.codes import KernelKind, RecordKind, StorageOrigin
 from replayfmt.format.model import Device, Kernel, tensors_of
 from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_layout import SlotLayout
-from replayfmt.pytorch.accelerators import NoGraphs, captured, is_accelerator, new_graph, without_draws
+from replayfmt.pytorch.accelerators import NoGraphs, captured, default_generator, is_accelerator, new_graph, undrawn
 from replayfmt.pytorch.environment import apply_settings, preserved_settings
 from replayfmt.pytorch.overloads import parse_schema
 
-from ..codegen.streams import StreamsMode
 from ..planning.devices import DeviceMap
 from ..planning.findings import Findings
 from ..planning.kernels import Effects, ResolvedKernel, StoredCodeKernel, effects_of, effects_of_schema
-from ..planning.scan import Scan, WindowSize
+from ..planning.scan import Scan
 from .graph_bodies import BodySteps, BodyStreams, Storages
 from .kernel_lookup import AllowedCode, AllowedImports, resolve
+
+if TYPE_CHECKING:
+    from ..preparation import ReplayOptions
 
 GraphsMode = Literal["captured", "issued"]
 GRAPHS_MODES = ("captured", "issued")
@@ -145,13 +147,13 @@ class ReplayedGraph(StoredCodeKernel):
         used: list[torch.UntypedStorage] = []  # by the device, maybe later: kept as long as the graph
         try:
             if not self._warm:  # libraries make themselves ready at their first call, which no capture permits
-                without_draws(device, lambda: used.extend(self._issue(self._copies(given, storages))))
+                with undrawn([default_generator(device)]):
+                    used += self._issue(self._copies(given, storages))
                 self._warm = True
             known = self._graphs[key] = captured(device, lambda: used.extend(self._issue(storages)))
             self._kept_for_graphs += used
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            self._why_issued = f"{device.type} could not capture it: {reason}"
+            self._why_issued = f"{device.type} could not capture it: {first_line(error)}"
         return known
 
     def _copies(self, given: Mapping[str, torch.Tensor], storages: Storages) -> Storages:
@@ -164,23 +166,13 @@ class PreparedGraphs:
     """The graphs of one capture. Owns the opened bodies until `close`."""
 
     def __init__(
-        self,
-        reader: CaptureReader,
-        devices: DeviceMap,
-        imports: AllowedImports,
-        *,
-        allow_code: bool,
-        mode: GraphsMode,
-        streams: StreamsMode,
-        window: WindowSize,
+        self, reader: CaptureReader, devices: DeviceMap, imports: AllowedImports, options: ReplayOptions
     ) -> None:
         """Opens them. What is wrong with one is said when it is resolved."""
-        self._reader, self._devices, self._imports, self._mode, self._window = reader, devices, imports, mode, window
-        self._streams: StreamsMode = streams
+        self._reader, self._devices, self._imports, self._options = reader, devices, imports, options
         self._bodies: dict[Kernel, _OpenBody | str] = {}
         self._opened = ExitStack()
         self._types = frozenset(device.type for device in devices.in_use())
-        self._allow_code = allow_code
         for kernel in reader.kernels:
             if kernel is not None and kernel.kind is KernelKind.graph:
                 self._bodies[kernel] = self._open(kernel)
@@ -195,12 +187,11 @@ class PreparedGraphs:
             metadata = parse_body_metadata(contents)
         except (InvalidCapture, ValueError) as error:
             return f"{named} that cannot be replayed: {error}"
-        code = AllowedCode(body, self._allow_code, self._types)
+        code = AllowedCode(body, self._options.allow_code, self._types)
         code.prepare()
         return _OpenBody(body, code, int(metadata["streams"]), metadata["unchecked"])
 
     def close(self) -> None:
-        """Close the bodies."""
         self._opened.close()
 
     @cached_property
@@ -227,7 +218,7 @@ class PreparedGraphs:
         try:
             return self._kernel(kernel, body)
         except (OpReplayError, RuntimeError, ValueError) as error:
-            return f"{kernel.qualified_name} is a graph that cannot be replayed: {str(error).partition(chr(10))[0]}"
+            return f"{kernel.qualified_name} is a graph that cannot be replayed: {first_line(error)}"
 
     def _kernel(self, kernel: Kernel, body: _OpenBody) -> ResolvedKernel:
         reader = body.reader
@@ -245,7 +236,7 @@ class PreparedGraphs:
             number = layout.signature.kernel
             return effects_of(kernels[number], layout, reader.kernels[number])
 
-        findings = Findings(reader, devices, kernels, Scan(reader, effects, checks=False, window=self._window))
+        findings = Findings(reader, devices, kernels, Scan(reader, effects, checks=False, window=self._options.window))
         findings.collect()
         if findings.sentences:
             raise ValueError("; ".join(findings.sentences))
@@ -260,12 +251,12 @@ class PreparedGraphs:
         differs = reader.session.settings != self._reader.session.settings or bool(
             self._reader.summary.records.get(RecordKind.global_state)
         )
-        streams = BodyStreams(reader, devices, self._streams)
+        streams = BodyStreams(reader, devices, self._options.streams)
         return ReplayedGraph(
             schema,
             BodySteps(reader, kernels, devices, set(given), streams),
             works_on,
-            self._mode,
+            self._options.graphs,
             draws=any(each.draws for each in usable),
             unsure=unsure,
             settings=reader.session.settings if differs else {},
@@ -274,7 +265,6 @@ class PreparedGraphs:
         )
 
     def _target(self, device: Device | None) -> torch.device | None:
-        """What stands for a device of a body."""
         if device is None:
             return None
         for known, target in zip(self._devices.captured, self._devices.targets, strict=True):

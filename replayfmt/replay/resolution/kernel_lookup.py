@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from replayfmt.errors import InvalidCapture, UsageError
+from replayfmt.errors import InvalidCapture, UsageError, first_line
 from replayfmt.format.attachments import contents_of, roles_of
 from replayfmt.format.codes import KernelKind
 from replayfmt.format.model import Kernel
@@ -228,8 +228,7 @@ def _by_types(kernel: Kernel, imports: AllowedImports) -> ResolvedKernel | str:
     try:
         return OperatorKernel(overloads.as_operator(kernel.schema, function), False, False)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        return f"{kernel.qualified_name}: its captured schema cannot be read ({reason})"
+        return f"{kernel.qualified_name}: its captured schema cannot be read ({first_line(error)})"
 
 
 def _schema_difference(kernel: Kernel, overload: OpOverload, captured_torch: str | None) -> str | None:
@@ -241,8 +240,7 @@ def _schema_difference(kernel: Kernel, overload: OpOverload, captured_torch: str
         captured = parse_schema(kernel.schema)
         compatible = overload._schema.is_backward_compatible_with(captured)  # type: ignore[attr-defined]
     except (RuntimeError, ValueError, IndexError) as error:  # IndexError: the numbers of arguments differ
-        reason = str(error).strip().partition("\n")[0]
-        return f"{kernel.qualified_name}: its captured schema cannot be read ({reason}); {versions}"
+        return f"{kernel.qualified_name}: its captured schema cannot be read ({first_line(error)}); {versions}"
     if compatible:
         return None
     return f"{kernel.qualified_name} changed: captured {kernel.schema!r}, here {here!r}; {versions}"

@@ -28,6 +28,7 @@ from replayfmt.pytorch.tensors.memory import byte_tensor, fill_from, hash_storag
 
 from ..codegen.windows import StagedStorage, Window
 from ..operations import View
+from ..planning.devices import system_bytes
 from ..planning.external_files import ExternalFiles
 from ..planning.scan import ContentSource, Scan
 from ..planning.synthesis import Synthesis
@@ -160,7 +161,6 @@ class Content:
         self._freed_bytes = 0  # kept of what the program freed
 
     def release(self) -> None:
-        """Free everything."""
         self._kept.clear()
         self._ready.clear()
         self._pristine.clear()
@@ -366,15 +366,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Memory that could still be allocated on a device; None if that is unknown."""
     if device.type != "cpu":
         return accelerators.free_memory(device)
-    kilobytes: dict[str, int] = {}
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, amount = line.partition(":")
-            if name in ("MemAvailable", "SwapFree"):
-                kilobytes[name] = int(amount.split()[0])
-    except OSError:
-        return None
-    return sum(kilobytes.values()) * 1024 if "MemAvailable" in kilobytes else None
+    return system_bytes("MemAvailable", "SwapFree")
 
 
 def _require_free(staged: StagedStorage) -> None:

@@ -13,14 +13,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from replayfmt.errors import OpReplayError, ReplayFailed
+from replayfmt.errors import OpReplayError, ReplayFailed, first_line
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
+from replayfmt.pytorch.accelerators import undrawn
 from replayfmt.pytorch.environment import apply_settings, preserved_settings
 from replayfmt.pytorch.tensors.memory import undispatched
 
 from ..codegen.windows import FILENAME, StagedStorage, Window
 from ..planning.kernels import KernelStandIn
+from ..planning.records import describe
 from ..results import UnexpectedBehaviour
 from ..verification import CompareLocation, Judge, StopReplay
 from .checkpoints import Checkpoints
@@ -128,7 +130,6 @@ class Machine:
         content: Content,
         clock: RunClock,
         judge: Judge,
-        describe: Callable[[int], tuple[str, str]],
         stand_in: KernelStandIn | None = None,
         stage: Callable[[StagedStorage], torch.UntypedStorage] | None = None,
     ) -> None:
@@ -136,11 +137,10 @@ class Machine:
         self.values: dict[int, Any] = {}
         self._stage = stage or content.stage
         self._stand_in = stand_in
-        self._reader = reader
+        self.reader = reader
         self.content = content
-        self._clock = clock
-        self._judge = judge
-        self.describe = describe
+        self.clock = clock
+        self.judge = judge
 
     def run(
         self,
@@ -168,16 +168,16 @@ class Machine:
                 ready = self.content.ready(window) if keep else None
                 enters = ready or window
                 if running and (enters.staged or enters.hoisted):
-                    self._clock.pause()
+                    self.clock.pause()
                     running = False
                 self.prepare(window, ready, keep=keep)
                 inputs = self.take(window)
                 if not running:
-                    self._clock.resume()
+                    self.clock.resume()
                     running = True
                 outputs = self.call(window, inputs, on_scope)
                 if between:
-                    self._clock.pause()
+                    self.clock.pause()
                     running = False
                 self.values.update(zip(window.outputs, outputs, strict=True))
                 del outputs
@@ -186,7 +186,7 @@ class Machine:
                 if on_progress is not None:
                     on_progress(window.last_ordinal + 1)
         finally:
-            self._clock.stop()
+            self.clock.stop()
             self.values.clear()
 
     def issue(self, windows: Iterable[Window]) -> None:
@@ -224,10 +224,10 @@ class Machine:
             except (RuntimeError, MemoryError) as why:
                 failed[-base] = why
         for storage, error in failed.items():
-            reason = f"storage {storage} cannot be put in place: {_first_line(error)}"
+            reason = f"storage {storage} cannot be put in place: {first_line(error)}"
             if unavailable is None:
                 raise ReplayFailed(
-                    f"{self._reader.path}: what ordinals {window.first_ordinal} to {window.last_ordinal} need: {reason}"
+                    f"{self.reader.path}: what ordinals {window.first_ordinal} to {window.last_ordinal} need: {reason}"
                 ) from error
             unavailable[storage] = reason
         if keep and ready is None:
@@ -246,28 +246,28 @@ class Machine:
     def call(self, window: Window, inputs: list[Any], on_scope: OnScope | None) -> list[Any]:
         """Run a window's ops; failures become ReplayFailed, behaviour that differs from the capture a divergence."""
         if before_window is not None:
-            before_window(self._reader.path, window)
+            before_window(self.reader.path, window)
         try:
             return window.function(inputs, on_scope)
         except (StopReplay, OpReplayError):
             raise
         except (Exception, SystemExit, GeneratorExit) as error:  # an op that ends the process has not been replayed
             ordinal = _failing_ordinal(window, error)
-            if self._reader.record(ordinal).kind in (RecordKind.scope_begin, RecordKind.scope_end):
+            if self.reader.record(ordinal).kind in (RecordKind.scope_begin, RecordKind.scope_end):
                 raise  # the caller's callback
             if isinstance(error, UnexpectedBehaviour):
-                self._judge.diverged(
+                self.judge.diverged(
                     CompareLocation(ordinal, None, ordinal), "what it did when it was captured", str(error)
                 )
                 raise StopReplay from None
             failed = None if self._stand_in is None else self._stand_in.failure(ordinal, error)
             if failed is not None:
                 raise failed from error
-            what, scope = self.describe(ordinal)
+            what, scope = describe(self.reader, ordinal)
             inside = f", scope {scope}" if scope else ""
             raise ReplayFailed(
-                f"{self._reader.path}: ordinal {ordinal} ({what}{inside}) failed: "
-                f"{type(error).__name__}: {_first_line(error)}"
+                f"{self.reader.path}: ordinal {ordinal} ({what}{inside}) failed: "
+                f"{type(error).__name__}: {first_line(error)}"
             ) from error
 
 
@@ -281,24 +281,21 @@ def _failing_ordinal(window: Window, error: BaseException) -> int:
     return window.first_ordinal
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
 @contextmanager
 def surroundings(settings: dict[str, Any], generators: Sequence[torch.Generator | None]) -> Iterator[None]:
     """The state a capture's ops run in: below autograd, under its settings; all restored afterwards."""
-    unique = [generator for generator in dict.fromkeys(generators) if generator is not None]
-    states = [generator.get_state() for generator in unique]
     collects = gc.isenabled()
-    with preserved_settings() as before, undispatched(), torch._C._AutoDispatchBelowADInplaceOrView():
+    with (
+        preserved_settings() as before,
+        undispatched(),
+        torch._C._AutoDispatchBelowADInplaceOrView(),
+        undrawn(generators),
+    ):
         try:
             gc.disable()
             apply_settings(settings, before)
             yield
         finally:
-            for generator, state in zip(unique, states, strict=True):
-                generator.set_state(state)
             if collects:
                 gc.enable()
 

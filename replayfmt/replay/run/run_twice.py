@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from replayfmt.format.validation import printable
+from replayfmt.pytorch.accelerators import undrawn
 from replayfmt.pytorch.tensors.memory import INTEGERS, byte_tensor, make_view, new_storage, parts
 
 from ..planning.kernels import CallSite, KernelStandIn
@@ -209,16 +210,9 @@ class RunTwice(KernelStandIn):
         self.unsteady[site.ordinal] = NondeterministicOp(site.ordinal, site.kernel_id, how, remedy)
         return True
 
-    @contextmanager
-    def undrawn(self, site: CallSite) -> Iterator[None]:
-        """The random generators afterwards are as they were before."""
-        drawing = site.kernel.draws or not site.kernel.own
-        states = [(each, each.get_state()) for each in self._generators] if drawing else []
-        try:
-            yield
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
+    def drawn_from(self, site: CallSite) -> list[torch.Generator]:
+        """The random generators that an op may draw from."""
+        return self._generators if site.kernel.draws or not site.kernel.own else []
 
 
 @dataclass(frozen=True)
@@ -235,7 +229,7 @@ class _Call:
         comes from a pool."""
         clones = Clones(only=written_storages(self.site, self.args, self.kwargs))
         copies, named = clones.of(self.args), clones.of(self.kwargs)
-        with self.search.undrawn(self.site), _new_memory_filled(fill, lengths, pool):
+        with undrawn(self.search.drawn_from(self.site)), _new_memory_filled(fill, lengths, pool):
             returned = self.site.original(*copies, **named)
             outcome = Outcome.of(self.site, returned, copies, named)  # here: dense copies of other layouts are new, too
         if pool is None:

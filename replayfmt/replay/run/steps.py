@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from replayfmt.errors import ReplayFailed
+from replayfmt.errors import ReplayFailed, first_line
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import StorageValue, TensorValue, Value, nested_values
-from replayfmt.format.reader import CaptureReader
 from replayfmt.pytorch.tensors.memory import require_inside
 
 from ..codegen.lowering import Context, Lowering
@@ -26,11 +25,12 @@ from ..codegen.op_lowering import lower_op, lower_result
 from ..codegen.windows import Window
 from ..operations import MustRaise
 from ..planning.kernels import leaves_unwritten
+from ..planning.records import describe
 from ..planning.scan import ContentSource, Scan, WindowSize, source_of
 from ..results import OpVerdict, Verdict
-from ..verification import Judge, StopReplay
+from ..verification import StopReplay
 from .content import copied, copy_bytes, moved, storages_of
-from .execute import Machine, OnScope, RunClock
+from .execute import Machine, OnScope
 
 ONE_RECORD = WindowSize(least=1, most=1)
 
@@ -200,20 +200,10 @@ class KeepGoing:
     given each op before it runs, with its inputs, to run it apart as often as it likes."""
 
     def __init__(
-        self,
-        reader: CaptureReader,
-        machine: Machine,
-        clock: RunClock,
-        judge: Judge,
-        refused: Mapping[int, str],
-        on_op: Callable[[IsolatedOp], None] | None = None,
+        self, machine: Machine, refused: Mapping[int, str], on_op: Callable[[IsolatedOp], None] | None = None
     ) -> None:
-        self._reader = reader
-        self._machine = machine
-        self._clock = clock
-        self._judge = judge
-        self._refused = refused
-        self._on_op = on_op
+        self._machine, self._refused, self._on_op = machine, refused, on_op
+        self._reader, self._clock, self._judge = machine.reader, machine.clock, machine.judge
         self._spoiled: dict[int, int] = {}  # storage → ordinal of the op that should have written it
         self._absent: dict[int, str] = {}  # storages whose content is missing, with the reason
         self._unallocated: dict[int, str] = {}  # storages that this machine has no memory for, with the reason
@@ -268,7 +258,7 @@ class KeepGoing:
                 self._drop_outside()
         else:
             self._abandon(step)
-        name, _scope = self._machine.describe(step.ordinal)
+        name, _scope = describe(self._reader, step.ordinal)
         self._verdicts[step.ordinal] = OpVerdict(step.ordinal, name, verdict, reason)
         spoiled = touched.writes | (touched.results - touched.reads)
         for storage in spoiled:
@@ -353,7 +343,7 @@ class KeepGoing:
                 self._spoiled.setdefault(storage, step.ordinal)
 
     def _leave_out(self, step: Step, reason: str) -> None:
-        name, _scope = self._machine.describe(step.ordinal)
+        name, _scope = describe(self._reader, step.ordinal)
         self.left_out.append(f"ordinal {step.ordinal} ({name}): {reason}")
 
     def _blame(self, step: Step, found: int) -> None:
@@ -372,4 +362,4 @@ class KeepGoing:
 
 def _cause(error: ReplayFailed) -> str:
     cause = error.__cause__
-    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}" if cause is not None else str(error)
+    return f"{type(cause).__name__}: {first_line(cause)}" if cause is not None else str(error)

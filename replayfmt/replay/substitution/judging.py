@@ -34,7 +34,6 @@ class MemoryLabels:
             self.add(storage, label)
 
     def add(self, storage: torch.UntypedStorage, label: str) -> None:
-        """Register a storage under a label."""
         self._by_identity[storage._cdata] = storage, label
         if storage.nbytes():
             first = storage.data_ptr()

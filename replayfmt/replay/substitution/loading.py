@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
-from replayfmt.errors import UsageError
+from replayfmt.errors import UsageError, first_line
 from replayfmt.format.model import Kernel
 from replayfmt.format.signature_grammar import Parser, SignatureText
 from replayfmt.format.validation import parse_json, require_regular_file, some_of, text_of
@@ -372,10 +372,9 @@ class Library:
     def _function(self, name: str, told: str) -> Replacement:
         function = getattr(self._module, name, None)
         if not callable(function):
-            there = self.exported()
+            there = some_of(self.exported(), _LISTED) or "no functions"
             what = f"{name!r} in it is not a function" if function is not None else f"it defines no function {name!r}"
-            has = some_of(there, _LISTED) or "no functions"
-            raise UsageError(f"{told}: {self._path}: {what}; it has {has}; name one with PATH:NAME")
+            raise UsageError(f"{told}: {self._path}: {what}; it has {there}; name one with PATH:NAME")
         return replacement_of(function, f"{os.path.basename(self._path)}:{name}")
 
     def _operator(self, name: str, told: str) -> Replacement:
@@ -438,52 +437,42 @@ def load_function(text: str, flag: str) -> Callable[..., Any]:
     return function
 
 
-class Loader:
-    """Loads files, each once."""
+def load(request: SubstitutionRequest) -> Library:
+    """Load the file of a request. Raises UsageError if it cannot be read or does not load."""
+    form = request.format
+    assert form is not None
+    path = os.path.realpath(request.path)
+    try:
+        require_regular_file(path)
+        with open(path, "rb"):
+            stamp = os.stat(path).st_mtime_ns
+    except OSError as error:
+        raise UsageError(f"{request.told}: {request.path}: cannot be read: {error.strerror}") from None
+    if form == "cubin":
+        return Library(request.path, form, cubin=_cubin(path, request.told))
+    is_python = path.lower().endswith(".py")
+    if (path, form) in _LIBRARIES:
+        known, stamp_then = _LIBRARIES[path, form]
+        if stamp == stamp_then or not is_python:
+            return known
+    before = set(torch._C._dispatch_get_all_op_names())
+    module = None
+    try:
+        if form == "torch-library" and not is_python:
+            torch.ops.load_library(path)
+        else:
+            module = _import(path)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{request.told}: {request.path} does not load: {_in_one_line(error, path)}") from error
+    operators = sorted(set(torch._C._dispatch_get_all_op_names()) - before)
+    library = Library(request.path, form, module, operators)
+    _LIBRARIES[path, form] = library, stamp
+    return library
 
-    def __init__(self) -> None:
-        self._loaded: dict[tuple[str, Format], Library] = {}
 
-    def load(self, request: SubstitutionRequest) -> Library:
-        """Load the file of a request. Raises UsageError if it cannot be read or does not load."""
-        assert request.format is not None
-        path = os.path.realpath(request.path)
-        self._readable(path, request)
-        key = (path, request.format)
-        if request.format == "cubin":
-            return Library(request.path, "cubin", cubin=_cubin(path, request.told))
-        if key not in self._loaded:
-            self._loaded[key] = self._load(path, request)
-        return self._loaded[key]
-
-    def _readable(self, path: str, request: SubstitutionRequest) -> None:
-        try:
-            require_regular_file(path)
-            with open(path, "rb"):
-                pass
-        except OSError as error:
-            raise UsageError(f"{request.told}: {request.path}: cannot be read: {error.strerror}") from None
-
-    def _load(self, path: str, request: SubstitutionRequest) -> Library:
-        form = request.format
-        assert form is not None
-        known = _LIBRARIES.get((path, form))
-        if known is not None and _unchanged(known, path):
-            return known.library
-        before = set(torch._C._dispatch_get_all_op_names())
-        module = None
-        stamp = os.stat(path).st_mtime_ns
-        try:
-            if form == "torch-library" and not path.lower().endswith(".py"):
-                torch.ops.load_library(path)
-            else:
-                module = _import(path)
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"{request.told}: {request.path} does not load: {_in_one_line(error, path)}") from error
-        operators = sorted(set(torch._C._dispatch_get_all_op_names()) - before)
-        library = Library(request.path, form, module, operators)
-        _LIBRARIES[path, form] = _Loaded(library, stamp)
-        return library
+# Each with the time when its file was changed. PyTorch refuses to register an operator twice, so files stay loaded for
+# the life of the process; a Python file that was changed since is loaded again, and may have registered nothing.
+_LIBRARIES: dict[tuple[str, Format], tuple[Library, int]] = {}
 
 
 def _cubin(path: str, told: str) -> GivenCubin:
@@ -499,22 +488,6 @@ def _cubin(path: str, told: str) -> GivenCubin:
             return GivenCubin(opened.read(), "", sidecar_path, sidecar)
     except (OSError, ValueError) as error:
         raise UsageError(f"{told}: {sidecar_path}: cannot be read: {error}") from None
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    library: Library
-    modified_ns: int
-
-
-# PyTorch refuses to register an operator twice, so files stay loaded for the life of the process.
-_LIBRARIES: dict[tuple[str, Format], _Loaded] = {}
-
-
-def _unchanged(known: _Loaded, path: str) -> bool:
-    """Whether an earlier load of a file can be reused: a changed Python file that registered nothing can be loaded
-    again."""
-    return os.stat(path).st_mtime_ns == known.modified_ns or not path.lower().endswith(".py")
 
 
 def _import(path: str) -> ModuleType:
@@ -549,5 +522,5 @@ def _in_one_line(error: BaseException, path: str) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         if os.path.realpath(frame.filename) == path:
             line = frame.lineno
-    text = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
+    text = error.msg if isinstance(error, SyntaxError) else first_line(error)
     return f"{type(error).__name__}: {text}" + (f" ({os.path.basename(path)}:{line})" if line else "")

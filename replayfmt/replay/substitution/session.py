@@ -1,9 +1,9 @@
 """The substitutions of one plan: resolved against its capture, checked in a separate pass, then used and reported.
 
 In the untimed checked pass both kernels run, and the behaviour of each replacement is reported signature by signature.
-Afterwards a replay's code calls the replacements directly (`Replace`). `python_dispatch` gives their code what it may
-rely on and captured kernels do not need: PyTorch's Python dispatch, which a replay disables. It is enabled once for a
-whole run, with the original kernels as well, so that it adds no cost per call to either.
+Afterwards a replay's code calls the replacements directly. `python_dispatch` gives their code what it may rely on and
+captured kernels do not need: PyTorch's Python dispatch, which a replay disables. It is enabled once for a whole run,
+with the original kernels as well, so that it adds no cost per call to either.
 
 `guard` is a pass in which each kernel, the captured one or its replacement, is also called on copies of its arguments
 between unreadable pages, in a forked process (so not for accelerators); further calls with one unreadable page find the
@@ -15,31 +15,32 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from replayfmt.errors import GuardViolated, OpReplayError, ReplayMismatch, SubstitutionFailed, SubstitutionRejected
-from replayfmt.format.reader import CaptureReader
 from replayfmt.format.validation import counted
 from replayfmt.pytorch import accelerators
+from replayfmt.pytorch.accelerators import undrawn
 from replayfmt.pytorch.environment import apply_settings, read_settings
 from replayfmt.pytorch.guards import Memory, poisoned
 from replayfmt.pytorch.tensors.memory import byte_tensor
 
-from ..planning.devices import DeviceMap
-from ..planning.kernels import CallSite, KernelStandIn, ResolvedKernel
-from ..planning.scan import Scan
-from ..results import ReplayResult
+from ..planning.kernels import CallSite, KernelStandIn
+from ..planning.records import describe
 from ..run.content import Clones, copy_of, has_memory, strided_parts
 from .distance import Distance, Tolerance, WorstElement
 from .judging import CallOutcomes, Judgement, MemoryLabels, Returned, judge
 from .loading import Replacement
 from .table import LoadedRequests, Substitutions
+
+if TYPE_CHECKING:
+    from ..plan import Plan
 
 
 @contextmanager
@@ -88,7 +89,6 @@ class SignatureCheck:
         return not self.fault_count and self.beyond is None
 
     def add(self, ordinal: int, judgement: Judgement) -> None:
-        """Add one call."""
         self.calls += 1
         self.distance = self.distance.with_(judgement.distance)
         for each in judgement.compared:
@@ -139,23 +139,17 @@ class Check(KernelStandIn):
     has the findings, by signature."""
 
     def __init__(
-        self,
-        reader: CaptureReader,
-        table: Substitutions,
-        generators: Sequence[torch.Generator | None],
-        describe: Callable[[int], tuple[str, str]],
-        tolerance: Tolerance,
+        self, table: Substitutions, generators: Sequence[torch.Generator | None], tolerance: Tolerance, poison: bool
     ) -> None:
-        self.reader, self.tolerance, self.describe = reader, tolerance, describe
+        """With `poison`, new memory is NaN in calls of replacements."""
+        self.table, self.tolerance, self.poison = table, tolerance, poison
         self.checks: dict[tuple[str, str], SignatureCheck] = {}
         unique = dict.fromkeys((*generators, *accelerators.default_generators()))
         self.generators = [generator for generator in unique if generator is not None]
         self.returned = Returned()
-        self.poison = False  # new memory is NaN in calls of replacements
-        self._table = table
 
     def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
-        replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
+        replacement = self.table.find(site.signature_id, site.metas, site.ordinal)
         if replacement is not None and site.once:
             check = self.of(site, replacement)
             check.fault_count += 1
@@ -168,14 +162,13 @@ class Check(KernelStandIn):
 
     @property
     def reason(self) -> str:
-        return self._table.reason
+        return self.table.reason
 
     def of(self, site: CallSite, replacement: Replacement) -> SignatureCheck:
-        """The findings on a site's signature."""
-        text = self._table.index.text((site.signature_id, site.metas), site.ordinal)
+        text = self.table.index.text((site.signature_id, site.metas), site.ordinal)
         key = (text, replacement.label)
         if key not in self.checks:
-            name, _scope = self.describe(site.ordinal)
+            name, _scope = describe(self.table.reader, site.ordinal)
             self.checks[key] = SignatureCheck(text, name, replacement.label, site.ordinal)
         return self.checks[key]
 
@@ -234,7 +227,7 @@ class _CheckedCall:
             raise
         except (Exception, SystemExit, GeneratorExit) as error:
             check, site = self._check, self._site
-            failed = failure(check.reader, check.describe, site.ordinal, self._replacement, error)
+            failed = check.table.failed(site.ordinal, self._replacement, error)
             check.of(site, self._replacement).add(site.ordinal, Judgement([f"failed: {failed}"]))
             raise failed from error
 
@@ -307,48 +300,6 @@ def _new_memory(returned: Any, arguments: list[torch.UntypedStorage]) -> list[to
     return [storage for storage in found if known.find(storage) is None]
 
 
-def failure(
-    reader: CaptureReader,
-    describe: Callable[[int], tuple[str, str]],
-    ordinal: int,
-    replacement: Replacement,
-    error: BaseException,
-) -> SubstitutionFailed:
-    """The error to raise for an exception from a replacement."""
-    what, scope = describe(ordinal)
-    inside = f", scope {scope}" if scope else ""
-    first_line = str(error).strip().partition("\n")[0]
-    return SubstitutionFailed(
-        f"{reader.path}: ordinal {ordinal} ({what}{inside}): the replacement {replacement.label} failed at "
-        f"{replacement.place_of(error)}: {type(error).__name__}: {first_line}",
-        replacement.traceback_of(error),
-    )
-
-
-class Replace:
-    """Replaces calls with the replacements chosen for them."""
-
-    def __init__(self, reader: CaptureReader, table: Substitutions, describe: Callable[[int], tuple[str, str]]) -> None:
-        self._reader, self._table, self._describe = reader, table, describe
-
-    @property
-    def reason(self) -> str:
-        return self._table.reason
-
-    def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
-        replacement = self._table.find(site.signature_id, site.metas, site.ordinal)
-        if replacement is None:
-            return None
-        wrapped = site.wrap(replacement.call)
-        # Wrappers of custom operators are made for each site: they may depend on settings that change during the
-        # replay.
-        return (("replacement", replacement.call) if wrapped is replacement.call else None), wrapped
-
-    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
-        replacement = self._table.at(ordinal)
-        return None if replacement is None else failure(self._reader, self._describe, ordinal, replacement, error)
-
-
 @dataclass(frozen=True)
 class SubstitutionReport:
     """The findings of the checked pass, one entry for each signature and replacement, in order of first call."""
@@ -375,7 +326,6 @@ class SubstitutionReport:
         )
 
     def as_text(self) -> list[str]:
-        """A line for each signature, for people."""
         calls = sum(check.calls for check in self.checks)
         lines = [
             f"substituted: {counted(calls, 'call')} of {counted(len(self.checks), 'signature')}, "
@@ -393,7 +343,6 @@ class SubstitutionReport:
         return lines
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """A row for each signature, for programs."""
         return [
             {
                 "kind": "substitution",
@@ -430,45 +379,12 @@ def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
     }
 
 
-class PlanProtocol(Protocol):
-    """What a session needs from its plan."""
-
-    reader: CaptureReader
-    device_map: DeviceMap
-
-    @property
-    def kernels(self) -> Sequence[ResolvedKernel | str | None]: ...
-
-    @property
-    def calls_inside_graphs(self) -> Mapping[str, Sequence[str]]: ...
-
-    @property
-    def generators(self) -> Sequence[torch.Generator | None]: ...
-
-    def scan(self, *, checks: bool) -> Scan: ...
-
-    def describe(self, ordinal: int) -> tuple[str, str]: ...
-
-    def run_with(
-        self, stand_in: KernelStandIn | None, on_progress: Callable[[int], None] | None = None
-    ) -> ReplayResult: ...
-
-
 class SubstitutionSession:
-    """A plan's substitutions. `replace` replaces kernels in every run; `report` is None before the checked pass."""
+    """A plan's substitutions. `table` replaces kernels in every run; `report` is None before the checked pass."""
 
-    def __init__(self, plan: PlanProtocol, loaded: LoadedRequests, tolerance: Tolerance) -> None:
+    def __init__(self, plan: Plan, loaded: LoadedRequests, tolerance: Tolerance) -> None:
         """Raises UsageError if what was requested does not fit the capture."""
-        kernels = {number: kernel for number, kernel in enumerate(plan.kernels) if isinstance(kernel, ResolvedKernel)}
-        self.table = Substitutions(
-            plan.reader,
-            loaded,
-            kernels,
-            plan.scan(checks=False).signature_calls.tolist(),
-            plan.device_map.target,
-            plan.calls_inside_graphs,
-        )
-        self.replace = Replace(plan.reader, self.table, plan.describe)
+        self.table = Substitutions(plan, loaded)
         self.report: SubstitutionReport | None = None
         self.poison = False  # with --guard: what a replacement leaves unwritten is NaN while it is checked
         self._plan, self._tolerance = plan, tolerance
@@ -506,8 +422,7 @@ class SubstitutionSession:
 
     def _run(self, on_progress: Callable[[int], None] | None) -> SubstitutionReport:
         plan = self._plan
-        check = Check(plan.reader, self.table, plan.generators, plan.describe, self._tolerance)
-        check.poison = self.poison
+        check = Check(self.table, plan.generators, self._tolerance, self.poison)
         result = plan.run_with(check, on_progress)
         report = SubstitutionReport(tuple(sorted(check.checks.values(), key=lambda each: each.first)))
         if result.divergence is not None and report.ok:
@@ -564,7 +479,7 @@ class _GuardPass:
 
     reason = "kernels are called on guarded memory"
 
-    def __init__(self, plan: PlanProtocol, table: Substitutions | None) -> None:
+    def __init__(self, plan: Plan, table: Substitutions | None) -> None:
         self.plan, self._table, self.found = plan, table, GuardReport()
 
     def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
@@ -578,10 +493,7 @@ class _GuardPass:
         return None, _GuardedCall(self, site, site.wrap(replacement.call), replacement.label)
 
     def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
-        replacement = None if self._table is None else self._table.at(ordinal)
-        if replacement is None:
-            return None
-        return failure(self.plan.reader, self.plan.describe, ordinal, replacement, error)
+        return None if self._table is None else self._table.failure(ordinal, error)
 
 
 class _GuardedCall:
@@ -623,17 +535,11 @@ class _GuardedCall:
     def _try_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call in this process, since no other can use the device: only what is written shows."""
         name, _scope = self._guard.plan.describe(self._site.ordinal)
-        generators = [each for each in dict.fromkeys(self._guard.plan.generators) if each is not None]
-        states = [each.get_state() for each in generators]
         clones = GuardedClones()
         given, named = clones.of(args), clones.of(kwargs)
-        try:
+        returned = None
+        with undrawn(self._guard.plan.generators), suppress(Exception):  # what it raises, it raises in the replay, too
             returned = self._function(*given, **named)
-        except Exception:
-            returned = None  # what it raises, it raises in the replay, too
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
         for number, memory in enumerate(clones.memories):
             at = memory.overwritten()
             if at:
@@ -684,7 +590,7 @@ def _storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return len(clones.copies)
 
 
-def guard(plan: Any, on_progress: Callable[[int], None] | None = None) -> GuardReport:
+def guard(plan: Plan, on_progress: Callable[[int], None] | None = None) -> GuardReport:
     """Call every kernel of a plan, and its replacements, on guarded memory, too: on the CPU between unreadable pages,
     with other devices between canaries. Raises GuardViolated with what uses memory that is not its arguments'."""
     table = None

@@ -7,33 +7,36 @@ the arguments) if it is a signature, by ordinal if numbers or a callback decide 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from replayfmt.errors import UsageError
+from replayfmt.errors import SubstitutionFailed, UsageError, first_line
 from replayfmt.format.attachments import only_inside
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, TensorValue
-from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_text import Key, KeyedOps, SignatureIndex
 from replayfmt.format.validation import items_of, some_of
 
-from ..planning.kernels import ResolvedKernel
+from ..planning.kernels import CallSite, KernelStandIn, ResolvedKernel
+from ..planning.records import describe
 from .loading import (
     Library,
-    Loader,
     Replacement,
     Substitution,
     SubstitutionRequest,
     check_binding,
+    load,
     parse_request,
     replacement_of,
     schema_signature,
 )
+
+if TYPE_CHECKING:
+    from ..plan import Plan
 
 _SHOWN = 8
 _BODY_TOO = "opreplay-dump --attachment=ID writes a graph's body, a capture in which it can be"
@@ -87,14 +90,6 @@ def load_requests(asked: SubstitutionChoice) -> LoadedRequests:
                 raise UsageError(
                     f"{request.told}: all must be the only selector; it was given with {len(requests) - 1} other(s)"
                 )
-    _refuse_repeated(requests)
-    loader = Loader()
-    return LoadedRequests(
-        tuple((request, None if request.function is not None else loader.load(request)) for request in requests)
-    )
-
-
-def _refuse_repeated(requests: Sequence[SubstitutionRequest]) -> None:
     seen: dict[str, SubstitutionRequest] = {}
     for request in requests:
         known = seen.setdefault(request.selector.text, request)
@@ -102,6 +97,9 @@ def _refuse_repeated(requests: Sequence[SubstitutionRequest]) -> None:
             raise UsageError(
                 f"{request.told}: the selector {request.selector.text!r} is repeated; {known.told} has it already"
             )
+    return LoadedRequests(
+        tuple((request, None if request.function is not None else load(request)) for request in requests)
+    )
 
 
 def _never(*_args: Any, **_kwargs: Any) -> None:
@@ -109,42 +107,25 @@ def _never(*_args: Any, **_kwargs: Any) -> None:
     raise AssertionError
 
 
-class Substitutions:
-    """The substituted calls of one capture. `index` knows its signatures; `replaced` says what replaces which kernel,
-    for people."""
+class Substitutions(KernelStandIn):
+    """The substituted calls of a plan's capture, each replaced in a replay. `index` knows its signatures; `replaced`
+    says what replaces which kernel, for people."""
 
-    def __init__(
-        self,
-        reader: CaptureReader,
-        loaded: LoadedRequests,
-        kernels: Mapping[int, ResolvedKernel],
-        calls: Sequence[int],
-        device_of: Callable[[int], torch.device],
-        inside_graphs: Mapping[str, Sequence[str]],
-    ) -> None:
-        """`kernels` has what is available here, by kernel id, `calls` the number of calls of each
-        signature id, `device_of` the device that a captured one is mapped to, `inside_graphs` the graphs whose bodies
-        call a kernel of a name. Raises UsageError."""
+    def __init__(self, plan: Plan, loaded: LoadedRequests) -> None:
+        """Raises UsageError."""
+        self.reader = reader = plan.reader
         self.index = SignatureIndex(reader)
         self.replaced: dict[str, list[str]] = {}
-        self._reader, self._kernels, self._device_of = reader, kernels, device_of
-        self._inside_graphs = inside_graphs
-        self._called = {
-            signature.kernel
-            for number, signature in enumerate(reader.signatures)
-            if signature is not None
-            and signature.kind is RecordKind.op
-            and signature.status is OpStatus.ok
-            and calls[number]
-        }
+        self._plan = plan
+        self._inside_graphs = plan.calls_inside_graphs
+        ops = plan.scan(checks=False).occurring(RecordKind.op)
+        self._called = {signature.kernel for _number, signature in ops if signature.status is OpStatus.ok}
         self._by_kernel: dict[int, Replacement] = {}
         self._by_key: dict[Key, Replacement] = {}
         self._by_ordinal: dict[int, Replacement] = {}
-        self._owner: dict[int, SubstitutionRequest] = {}  # of whole kernels
-        self._parts: dict[int, SubstitutionRequest] = {}  # of some calls of a kernel
-        self._key_owner: dict[Key, SubstitutionRequest] = {}  # of all calls of a key
-        self._keys_in_part: dict[Key, SubstitutionRequest] = {}  # of some calls of a key
-        self._ordinal_owner: dict[int, SubstitutionRequest] = {}
+        # Who has a kernel, a key of its calls, or one call; and who was the first to have a part of one of these.
+        self._whole: dict[Hashable, SubstitutionRequest] = {}
+        self._part: dict[Hashable, SubstitutionRequest] = {}
         self._kernel_of = [0 if signature is None else signature.kernel for signature in reader.signatures]
         for request, library in loaded.requests:
             self._add(request, library)
@@ -160,17 +141,36 @@ class Substitutions:
             found = self._by_ordinal.get(ordinal)
         return found
 
-    def at(self, ordinal: int) -> Replacement | None:
-        """The replacement for the record at an ordinal, None if it is not a substituted call."""
-        frame = self._reader.frame(self._reader.frame_of(ordinal))
+    def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
+        replacement = self.find(site.signature_id, site.metas, site.ordinal)
+        if replacement is None:
+            return None
+        wrapped = site.wrap(replacement.call)
+        # Wrappers of custom operators are made for each site: they may depend on settings that change during the
+        # replay.
+        return (("replacement", replacement.call) if wrapped is replacement.call else None), wrapped
+
+    def failure(self, ordinal: int, error: BaseException) -> SubstitutionFailed | None:
+        frame = self.reader.frame(self.reader.frame_of(ordinal))
         row = ordinal - frame.first_ordinal
         number = int(frame.signature[row])
-        signature = self._reader.signatures[number]
+        signature = self.reader.signatures[number]
         if signature is None or signature.kind is not RecordKind.op or signature.status is not OpStatus.ok:
             return None
         first = int(frame.tensor_first[row])
         slots = frame.tensor_slots[first : first + self.index.argument_tensors(number)]
-        return self.find(number, tuple(frame.tensor_meta[slots].tolist()), ordinal)
+        replacement = self.find(number, tuple(frame.tensor_meta[slots].tolist()), ordinal)
+        return None if replacement is None else self.failed(ordinal, replacement, error)
+
+    def failed(self, ordinal: int, replacement: Replacement, error: BaseException) -> SubstitutionFailed:
+        """The error to raise for an exception from a replacement."""
+        what, scope = describe(self.reader, ordinal)
+        inside = f", scope {scope}" if scope else ""
+        return SubstitutionFailed(
+            f"{self.reader.path}: ordinal {ordinal} ({what}{inside}): the replacement {replacement.label} failed at "
+            f"{replacement.place_of(error)}: {type(error).__name__}: {first_line(error)}",
+            replacement.traceback_of(error),
+        )
 
     @property
     def reason(self) -> str:
@@ -197,24 +197,21 @@ class Substitutions:
             numbers = self._selected(request)
             chosen = [(number, self._replacement(request, library, number)) for number in numbers]
         for number, replacement in chosen:
-            other = self._owner.get(number) or self._parts.get(number)
-            if other is not None:
-                self._overlap(request, other, self._kernel(number).qualified_name)
+            self._claim(request, number)
             self._check(request.told, number, replacement)
-            self._owner[number] = request
             self._by_kernel[number] = replacement
 
     def _kernel(self, number: int) -> Kernel:
-        return self._reader.kernels[number]
+        return self.reader.kernels[number]
 
     def _selected(self, request: SubstitutionRequest) -> list[int]:
         """The kernels that an id or an operator's name selects."""
-        kernels = self._reader.kernels
+        kernels = self.reader.kernels
         selector = request.selector
         if selector.kernel_id is not None:
             if selector.kernel_id >= len(kernels):
                 raise UsageError(
-                    f"{request.told}: {self._reader.path} has the kernels 1 to {len(kernels) - 1}, no "
+                    f"{request.told}: {self.reader.path} has the kernels 1 to {len(kernels) - 1}, no "
                     f"kernel {selector.kernel_id}"
                 )
             if selector.kernel_id not in self._called:
@@ -245,7 +242,7 @@ class Substitutions:
                     f"{request.told}: {wanted} is called only inside {some_of(graphs, _SHOWN)}: {_BODY_TOO}"
                 )
             hint = f"did you mean {' or '.join(close)}?" if close else "opreplay-dump --signatures prints what it calls"
-        raise UsageError(f"{request.told}: {selector.text!r} matches no call of {self._reader.path}; {hint}")
+        raise UsageError(f"{request.told}: {selector.text!r} matches no call of {self.reader.path}; {hint}")
 
     def _offered(self, request: SubstitutionRequest, library: Library | None) -> list[tuple[int, Replacement]]:
         """The meaning of `all`: every called kernel for which the file has a function."""
@@ -260,10 +257,10 @@ class Substitutions:
         chosen = [(number, replacement) for number, replacement in found if replacement is not None]
         if not chosen:
             exported = library.exported()
-            inside = only_inside(self._reader, lambda name: name.rpartition("::")[2] in exported)
+            inside = only_inside(self.reader, lambda name: name.rpartition("::")[2] in exported)
             raise UsageError(
                 f"{request.told}: {request.path} has no function with the name of an operator that "
-                f"{self._reader.path} calls; it has {', '.join(exported) or 'no functions'}"
+                f"{self.reader.path} calls; it has {', '.join(exported) or 'no functions'}"
                 + (f"; {inside}" if inside else "")
             )
         return chosen
@@ -273,13 +270,13 @@ class Substitutions:
             return replacement_of(request.function, request.name)
         assert library is not None
         kernel = self._kernel(number)
-        resolved = self._kernels.get(number)
+        resolved = self._plan.kernels[number]
         if request.format == "cubin":
             label = library.label + (f":{request.name}" if request.name else "")
             found = Replacement(_never, label, "", 0, None)
         else:
             found = library.find(request.name or kernel.name.rpartition("::")[2], request.told)
-        if request.format not in _STANDS_FOR_TRITON or resolved is None:
+        if request.format not in _STANDS_FOR_TRITON or not isinstance(resolved, ResolvedKernel):
             return found
         try:
             launched = (
@@ -294,63 +291,60 @@ class Substitutions:
 
     def _check(self, told: str, number: int, replacement: Replacement) -> None:
         kernel = self._kernel(number)
-        resolved = self._kernels.get(number)
-        schema = None if resolved is None else resolved.schema
-        if schema is not None:  # without it the plan is refused: the original is needed to judge by
-            check_binding(
-                replacement.signature, schema, f"{told}: {replacement.label} cannot stand for {kernel.qualified_name}"
-            )
+        resolved = self._plan.kernels[number]
+        if isinstance(resolved, ResolvedKernel):  # without it the plan is refused: the original is needed to judge by
+            what = f"{told}: {replacement.label} cannot stand for {kernel.qualified_name}"
+            check_binding(replacement.signature, resolved.schema, what)
         labels = self.replaced.setdefault(kernel.qualified_name, [])
         if replacement.label not in labels:
             labels.append(replacement.label)
 
-    def _overlap(self, request: SubstitutionRequest, other: SubstitutionRequest, what: str) -> None:
-        raise UsageError(
-            f"{request.told}: overlaps with {other.told}: both select calls of {what}; which one should "
-            "they get? Narrow one of them"
-        )
+    def _claim(
+        self, request: SubstitutionRequest, kernel: int, ops: KeyedOps | None = None, ordinal: int | None = None
+    ) -> None:
+        """Give a request a kernel, or the calls of a key, or one of these. Raises UsageError where another request has
+        it, a part of it, or what it is in."""
+        units: list[Hashable] = [("kernel", kernel)]
+        units += [] if ops is None else [ops.key]
+        units += [] if ordinal is None else [ordinal]
+        others = [self._part.get(units[-1]), *map(self._whole.get, units)]
+        other = next((other for other in others if other is not None and other is not request), None)
+        if other is not None:
+            called = self._kernel(kernel).qualified_name
+            what = called if ops is None else self.index.text(ops.key, int(ops.ordinals[0]))
+            raise UsageError(
+                f"{request.told}: overlaps with {other.told}: both select calls of {what}; which one should "
+                "they get? Narrow one of them"
+            )
+        self._whole[units[-1]] = request
+        for unit in units[:-1]:
+            self._part.setdefault(unit, request)
 
     def _add_signature(self, request: SubstitutionRequest, library: Library | None) -> None:
         pattern = request.selector.signature
         assert pattern is not None
         replacement: Replacement | None = None
         for ops in self.index.matching(pattern):
-            if self._reader.signatures[ops.key[0]].status is not OpStatus.ok:
+            if self.reader.signatures[ops.key[0]].status is not OpStatus.ok:
                 continue
+            for ordinal in ops.ordinals.tolist() if pattern.asks_for_values else [None]:
+                self._claim(request, ops.kernel, ops, ordinal)
             if replacement is None:
-                if ops.kernel in self._owner:
-                    self._overlap(request, self._owner[ops.kernel], pattern.kernel)
                 replacement = self._replacement(request, library, ops.kernel)
                 self._check(request.told, ops.kernel, replacement)
-                self._parts.setdefault(ops.kernel, request)
-            self._take(request, ops, replacement, each=pattern.asks_for_values)
+            if pattern.asks_for_values:
+                self._by_ordinal.update(dict.fromkeys(ops.ordinals.tolist(), replacement))
+            else:
+                self._by_key[ops.key] = replacement
         if replacement is None:
             self._nothing(request)
-
-    def _take(self, request: SubstitutionRequest, ops: KeyedOps, replacement: Replacement, *, each: bool) -> None:
-        """Take calls of a key: all of them or, with `each`, the given ones. Raises UsageError if one is already
-        taken."""
-        others = [self._key_owner.get(ops.key)]
-        if each:
-            others += [self._ordinal_owner.get(ordinal) for ordinal in ops.ordinals.tolist()]
-        else:
-            others.append(self._keys_in_part.get(ops.key))
-        other = next((other for other in others if other is not None and other is not request), None)
-        if other is not None:
-            self._overlap(request, other, self.index.text(ops.key, int(ops.ordinals[0])))
-        if not each:
-            self._by_key[ops.key], self._key_owner[ops.key] = replacement, request
-            return
-        self._keys_in_part.setdefault(ops.key, request)
-        for ordinal in ops.ordinals.tolist():
-            self._by_ordinal[ordinal], self._ordinal_owner[ordinal] = replacement, request
 
     def _ask(self, decide: Decide) -> None:
         """Ask the callback about every call once, in capture order."""
         groups = [
             ops
             for ops in self.index.ops_by_key(self._called)
-            if self._reader.signatures[ops.key[0]].status is OpStatus.ok
+            if self.reader.signatures[ops.key[0]].status is OpStatus.ok
         ]
         if not groups:
             return
@@ -379,10 +373,10 @@ class Substitutions:
 
     def _device(self, ordinal: int) -> torch.device:
         """The device of an op's first result, else of its first argument, else the CPU."""
-        record = self._reader.record(ordinal)
+        record = self.reader.record(ordinal)
         for value in (*record.results, *record.args):
             values = value if isinstance(value, list | tuple) else [value]
             for each in values:
                 if isinstance(each, TensorValue):
-                    return self._device_of(each.meta.device)
+                    return self._plan.device_map.target(each.meta.device)
         return torch.device("cpu")
