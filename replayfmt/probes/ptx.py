@@ -138,15 +138,12 @@ def _entry(text: str, hidden: str, found: re.Match[str]) -> PtxEntry:
     brace = hidden.find("{", found.end())
     if brace < 0:
         raise PtxError(f"{_line(text, found.start())}: expected a body of {found[1]}, got the end")
-    parameters: tuple[PtxParameter, ...] = ()
-    close = found.end()
-    if 0 <= begin < brace:
-        close = hidden.find(")", begin)
-        if not begin < close < brace:
-            raise PtxError(f"{_line(text, begin)}: expected a parenthesis that closes the parameters of {found[1]}")
-        parameters = tuple(_parameters(text, hidden[begin + 1 : close], begin))
-    else:
+    if not 0 <= begin < brace:
         raise PtxError(f"{_line(text, found.start())}: expected parameters of {found[1]} in parentheses")
+    close = hidden.find(")", begin)
+    if not begin < close < brace:
+        raise PtxError(f"{_line(text, begin)}: expected a parenthesis that closes the parameters of {found[1]}")
+    parameters = tuple(_parameters(text, hidden[begin + 1 : close], begin))
     end = _closing(text, hidden, brace)
     labels: dict[str, int] = {}
     instructions = tuple(_instructions(text, hidden, brace + 1, end, labels))
@@ -302,13 +299,12 @@ _WIDTHS = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16, "16x2": 4}
 @dataclass(frozen=True)
 class ProbedPtx:
     """A module with a probe in it. `sites`: at how many places of each position. `called`: functions that the kernel
-    calls, which hold no probe. `has_capacity`: whether the second parameter is there."""
+    calls, which hold no probe."""
 
     text: str
     entry: str
     sites: dict[str, int]
     called: tuple[str, ...]
-    has_capacity: bool
 
 
 def position_of(instruction: PtxInstruction) -> str | None:
@@ -382,7 +378,7 @@ class _Rewriter:
         text.append(self.module.text[done:])
         called = [each for each in self.entry.instructions if each.parts[0] == "call"]
         names = dict.fromkeys(next((o for o in each.operands if o[:1] not in "({"), "?") for each in called)
-        return ProbedPtx("".join(text), self.entry.name, dict(self.sites), tuple(names), self._has_capacity)
+        return ProbedPtx("".join(text), self.entry.name, dict(self.sites), tuple(names))
 
     @property
     def _has_capacity(self) -> bool:

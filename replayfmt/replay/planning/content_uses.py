@@ -124,6 +124,14 @@ class ContentProvenance:
     here: TensorInfo | None = None
     there: TensorInfo | None = None
 
+    def on_origin(self, tensor: TensorInfo) -> TensorInfo | None:
+        """The tensor on the origin with the elements of this one on the storage, in order; None if there is none."""
+        if self.steps or not self.followed:
+            return None
+        if tensor.storage == self.origin:
+            return tensor
+        return self.there if self.here is not None and _same_place(self.here, tensor) else None
+
 
 @dataclass(frozen=True)
 class FoundUse:
@@ -300,9 +308,6 @@ class ContentUses:
         own = (alike.shapes, argument.slot, way.steps, way.followed)
         if own in known:
             return
-        view = tensor if tensor.storage == way.origin and not way.steps and way.followed else None
-        if view is None and way.here is not None and _same_place(way.here, tensor):
-            view = way.there
         known[own] = FoundUse(
             ordinal,
             alike.op,
@@ -310,7 +315,7 @@ class ContentUses:
             argument.name,
             argument.position,
             tensor,
-            view,
+            way.on_origin(tensor),
             way.steps,
             way.followed,
             argument.demand,
@@ -406,12 +411,7 @@ def _after(way: ContentProvenance, passed: Propagation, tensor: TensorInfo, targ
     followed = way.followed and passed.followed and len(steps) <= _MOST_STEPS
     if not followed:
         return ContentProvenance(way.origin, followed=False)
-    there = None
-    if passed.whole and not steps:
-        if tensor.storage == way.origin:
-            there = tensor
-        elif way.here is not None and _same_place(way.here, tensor):
-            there = way.there
+    there = way.on_origin(tensor) if passed.whole and not passed.steps else None
     return ContentProvenance(way.origin, steps, True, target if there is not None else None, there)
 
 
@@ -542,24 +542,16 @@ _CHOSEN = {
     "index_copy": ("self", "source"), "slice_scatter": ("self", "src"), "select_scatter": ("self", "src"),
 }
 # fmt: on
-_PLACES = {
-    "argmax": (0, "dim"),
-    "argmin": (0, "dim"),
-    "argsort": (0, "dim"),
-    "sort": (1, "dim"),
-    "topk": (1, "dim"),
-    "max": (1, "dim"),
-    "min": (1, "dim"),
-}
+# Ops with a result that holds indices into `dim` of self: which result.
+_PLACES = {"argmax": 0, "argmin": 0, "argsort": 0, "sort": 1, "topk": 1, "max": 1, "min": 1}
 
 
 def result_range(call: Call, range_of: RangeOf, index: int) -> ValueRange | None:
     """The range of an integer result, None if it is unknown. For an in-place op it is the range of the written
     values."""
     base = base_name(call.name)
-    place = _PLACES.get(base)
-    if place is not None and (index == place[0]):
-        return _place(call, place[1])
+    if _PLACES.get(base) == index:
+        return _place(call, "dim")
     if base in _CHOSEN and index == 0:
         if call.arguments.get("accumulate") or call.arguments.get("reduce"):
             return None

@@ -59,7 +59,7 @@ class UnusableContent(Exception):
 
 
 def call_initializer(initializer: Initializer, request: Request) -> Any:
-    """The result of an initializer. Raises Wrong if it raises."""
+    """The result of an initializer. Raises UnusableContent if it raises."""
     # Draws from PyTorch's generator are the same every time, and do not advance the replay's generators.
     with undrawn([torch.default_generator]):
         torch.default_generator.manual_seed(request.seed & (1 << 63) - 1)
@@ -74,7 +74,7 @@ def call_initializer(initializer: Initializer, request: Request) -> Any:
 
 
 def content_by_label(initializer: Initializer, request: Request, content: Any) -> dict[str, torch.Tensor]:
-    """The result of an initializer, by label. Raises Wrong if it is not what was requested."""
+    """The result of an initializer, by label. Raises UnusableContent if it is not what was requested."""
     if not initializer.joint:
         content = {request.label: content}
     if not isinstance(content, Mapping) or set(content) != set(request.wanted):
@@ -94,7 +94,7 @@ def check_content(
     content: Any,
     demand: Demand | Conflict | None,
 ) -> None:
-    """Check that content is what was requested. Raises Wrong."""
+    """Check that content is what was requested. Raises UnusableContent."""
     name = f"initializer {initializer.name} for {label} of {request.call.name}"
     if not isinstance(content, torch.Tensor) or content.layout is not torch.strided:
         raise UnusableContent(f"{name} gave {type(content).__name__}, expected a tensor")
@@ -323,13 +323,13 @@ class Synthesis:
         return f"{dtype}{list(tensor.sizes)}, {first.label} of {first.op}"
 
     def _seek(self, entrance: MissingContent) -> _Sought:
-        """Collect what is known about content that is needed. Raises Wrong if its recipe is impossible."""
+        """Collect what is known about content that is needed. Raises UnusableContent if its recipe is impossible."""
         found, demand = self._content_uses.of(entrance.storage), self._demand(entrance.storage)
         recipe = self._recipe(entrance)
         return _Sought(entrance, found, demand, recipe, self._dtype(entrance, found, recipe))
 
     def _offer(self, initializer: Initializer, sought: _Sought) -> None:
-        """Assign an initializer if it matches. Raises Wrong if the content it makes is not valid."""
+        """Assign an initializer if it matches. Raises UnusableContent if the content it makes is not valid."""
         if initializer.whole:
             if sought.dtype is None or not initializer.matches_content(sought.dtype, sought.role):
                 return
@@ -423,7 +423,7 @@ class Synthesis:
         return int(xxhash.xxh3_64_intdigest(f"storage {entrance.storage} version {entrance.version}".encode()))
 
     def _take(self, initializer: Initializer, request: Request, sought: _Sought) -> None:
-        """Assign an initializer to a request; makes the content if it has to exist now. Raises Wrong."""
+        """Assign an initializer to a request; makes the content if it has to exist now. Raises UnusableContent."""
         entrance, made, choices = sought.entrance, dict[str, torch.Tensor](), dict[tuple[int, int], ChosenInitializer]()
         eager = initializer.joint or is_integral(request.tensor.dtype)
         if eager and not (initializer.whole and not request.uses):
