@@ -47,6 +47,7 @@ class FakeReader:
         self.session = CaptureInfo("1234", "test", "0", torch_version=torch.__version__)
         self.devices = (None,)
         self.signatures = SIGNATURES
+        self.signature_kinds = np.array([0 if each is None else each.kind for each in SIGNATURES], np.uint8)
         paths = list(dict.fromkeys(step[1] for step in script if step[0] in ("begin", "end")))
         for path in list(paths):  # parents that are never entered themselves have ids as well
             while "/" in path:
