@@ -250,7 +250,7 @@ class NativeTracker(Tracker):
         state, size, content = self.state, self.size, None
         storage = self()  # alive meanwhile
         if state is not None and state.private and state.only_watched:
-            size, content = state.length, state.content
+            size, content = state.length, self.known_content()
         if storage is not None and size >= 0 and (state is None or state.alias_of is None):
             new_views = state is None or not state.synthesized
             of = self.address, self.id, size, new_views, content
