@@ -126,7 +126,15 @@ class Preparation:
             types = frozenset(device.type for device in self.device_map.in_use())
             self._code = AllowedCode(self.reader, options.allow_code, types)
             self._code.prepare()
-            self._graphs = PreparedGraphs(self.reader, self.device_map, self._imports, options)
+            self._graphs = PreparedGraphs(
+                self.reader,
+                self.device_map,
+                self._imports,
+                allow_code=options.allow_code,
+                mode=options.graphs,
+                streams=options.streams,
+                window=options.window,
+            )
             opened.callback(self._graphs.close)
             # Before kernels are resolved: a replacement's file may import the library of what it replaces.
             self.replacements = load_requests(options.substitutions)

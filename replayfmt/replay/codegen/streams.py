@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -22,9 +22,8 @@ from replayfmt.pytorch.accelerators import Current, SetStreams, default_stream, 
 from ..operations import synchronize
 from ..planning.devices import DeviceMap
 from ..planning.records import orders_streams
-
-if TYPE_CHECKING:
-    from .lowering import Lowering
+from ..planning.scan import Scan
+from .windows import FrameLists, Variables, WindowText
 
 StreamsMode = Literal["captured", "serial"]
 STREAMS_MODES = ("captured", "serial")
@@ -91,7 +90,19 @@ def replay_streams(reader: CaptureReader, devices: DeviceMap, mode: StreamsMode)
     return streams
 
 
-def ints_and_device(lowering: Lowering, row: int) -> tuple[list[int], int]:
+class LoweringPass(Protocol):
+    """What is needed of a pass through the records: lowering.Lowering."""
+
+    reader: CaptureReader
+    scan: Scan
+    frame: FrameLists
+    text: WindowText
+    variables: Variables
+
+    def acquire(self, slot: int, ordinal: int) -> str: ...
+
+
+def ints_and_device(lowering: LoweringPass, row: int) -> tuple[list[int], int]:
     """The ints of the record of a stream or event, and its device if it has one, else 0."""
     frame = lowering.frame
     layout = lowering.scan.layout(frame.signatures[row])
@@ -103,7 +114,7 @@ def ints_and_device(lowering: Lowering, row: int) -> tuple[list[int], int]:
 class StreamCode:
     """Writes the lines about streams of one pass through the records."""
 
-    def __init__(self, lowering: Lowering, streams: ReplayStreams) -> None:
+    def __init__(self, lowering: LoweringPass, streams: ReplayStreams) -> None:
         self._lowering = lowering
         self._streams = streams
         self._current = 0  # placement id
@@ -276,7 +287,7 @@ def copies_late(reader: CaptureReader) -> bool:
 class LateCopies:
     """Writes the waits of one pass through the records."""
 
-    def __init__(self, lowering: Lowering, devices: DeviceMap, streams: ReplayStreams | None) -> None:
+    def __init__(self, lowering: LoweringPass, devices: DeviceMap, streams: ReplayStreams | None) -> None:
         """`streams`: as many as were captured; None: the ops run on the current ones."""
         self._lowering = lowering
         self._devices = devices

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,15 +23,13 @@ from replayfmt.pytorch.accelerators import NoGraphs, captured, default_generator
 from replayfmt.pytorch.environment import apply_settings, preserved_settings
 from replayfmt.pytorch.overloads import parse_schema
 
+from ..codegen.streams import StreamsMode
 from ..planning.devices import DeviceMap
 from ..planning.findings import Findings
 from ..planning.kernels import Effects, ResolvedKernel, StoredCodeKernel, effects_of, effects_of_schema
-from ..planning.scan import Scan
+from ..planning.scan import Scan, WindowSize
 from .graph_bodies import BodySteps, BodyStreams, Storages
 from .kernel_lookup import AllowedCode, AllowedImports, resolve
-
-if TYPE_CHECKING:
-    from ..preparation import ReplayOptions
 
 GraphsMode = Literal["captured", "issued"]
 GRAPHS_MODES = ("captured", "issued")
@@ -166,10 +164,20 @@ class PreparedGraphs:
     """The graphs of one capture. Owns the opened bodies until `close`."""
 
     def __init__(
-        self, reader: CaptureReader, devices: DeviceMap, imports: AllowedImports, options: ReplayOptions
+        self,
+        reader: CaptureReader,
+        devices: DeviceMap,
+        imports: AllowedImports,
+        *,
+        allow_code: bool,
+        mode: GraphsMode,
+        streams: StreamsMode,
+        window: WindowSize,
     ) -> None:
         """Opens them. What is wrong with one is said when it is resolved."""
-        self._reader, self._devices, self._imports, self._options = reader, devices, imports, options
+        self._reader, self._devices, self._imports, self._mode, self._window = reader, devices, imports, mode, window
+        self._allow_code = allow_code
+        self._streams: StreamsMode = streams
         self._bodies: dict[Kernel, _OpenBody | str] = {}
         self._opened = ExitStack()
         self._types = frozenset(device.type for device in devices.in_use())
@@ -187,7 +195,7 @@ class PreparedGraphs:
             metadata = parse_body_metadata(contents)
         except (InvalidCapture, ValueError) as error:
             return f"{named} that cannot be replayed: {error}"
-        code = AllowedCode(body, self._options.allow_code, self._types)
+        code = AllowedCode(body, self._allow_code, self._types)
         code.prepare()
         return _OpenBody(body, code, int(metadata["streams"]), metadata["unchecked"])
 
@@ -236,7 +244,7 @@ class PreparedGraphs:
             number = layout.signature.kernel
             return effects_of(kernels[number], layout, reader.kernels[number])
 
-        findings = Findings(reader, devices, kernels, Scan(reader, effects, checks=False, window=self._options.window))
+        findings = Findings(reader, devices, kernels, Scan(reader, effects, checks=False, window=self._window))
         findings.collect()
         if findings.sentences:
             raise ValueError("; ".join(findings.sentences))
@@ -251,12 +259,12 @@ class PreparedGraphs:
         differs = reader.session.settings != self._reader.session.settings or bool(
             self._reader.summary.records.get(RecordKind.global_state)
         )
-        streams = BodyStreams(reader, devices, self._options.streams)
+        streams = BodyStreams(reader, devices, self._streams)
         return ReplayedGraph(
             schema,
             BodySteps(reader, kernels, devices, set(given), streams),
             works_on,
-            self._options.graphs,
+            self._mode,
             draws=any(each.draws for each in usable),
             unsure=unsure,
             settings=reader.session.settings if differs else {},

@@ -18,7 +18,7 @@ import signal
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,10 +37,7 @@ from ..run.content import Clones, copy_of, has_memory, strided_parts
 from .distance import Distance, Tolerance, WorstElement
 from .judging import CallOutcomes, Judgement, MemoryLabels, Returned, judge
 from .loading import Replacement
-from .table import LoadedRequests, Substitutions
-
-if TYPE_CHECKING:
-    from ..plan import Plan
+from .table import LoadedRequests, PlanProtocol, Substitutions
 
 
 @contextmanager
@@ -382,7 +379,7 @@ def _worst_row(check: SignatureCheck) -> dict[str, Any] | None:
 class SubstitutionSession:
     """A plan's substitutions. `table` replaces kernels in every run; `report` is None before the checked pass."""
 
-    def __init__(self, plan: Plan, loaded: LoadedRequests, tolerance: Tolerance) -> None:
+    def __init__(self, plan: PlanProtocol, loaded: LoadedRequests, tolerance: Tolerance) -> None:
         """Raises UsageError if what was requested does not fit the capture."""
         self.table = Substitutions(plan, loaded)
         self.report: SubstitutionReport | None = None
@@ -479,7 +476,7 @@ class _GuardPass:
 
     reason = "kernels are called on guarded memory"
 
-    def __init__(self, plan: Plan, table: Substitutions | None) -> None:
+    def __init__(self, plan: PlanProtocol, table: Substitutions | None) -> None:
         self.plan, self._table, self.found = plan, table, GuardReport()
 
     def call(self, site: CallSite) -> tuple[Hashable | None, Callable[..., Any]] | None:
@@ -590,7 +587,7 @@ def _storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return len(clones.copies)
 
 
-def guard(plan: Plan, on_progress: Callable[[int], None] | None = None) -> GuardReport:
+def guard(plan: Any, on_progress: Callable[[int], None] | None = None) -> GuardReport:
     """Call every kernel of a plan, and its replacements, on guarded memory, too: on the CPU between unreadable pages,
     with other devices between canaries. Raises GuardViolated with what uses memory that is not its arguments'."""
     table = None

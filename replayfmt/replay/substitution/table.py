@@ -7,9 +7,9 @@ the arguments) if it is a signature, by ordinal if numbers or a callback decide 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,11 +18,15 @@ from replayfmt.errors import SubstitutionFailed, UsageError, first_line
 from replayfmt.format.attachments import only_inside
 from replayfmt.format.codes import OpStatus, RecordKind
 from replayfmt.format.model import Kernel, TensorValue
+from replayfmt.format.reader import CaptureReader
 from replayfmt.format.signature_text import Key, KeyedOps, SignatureIndex
 from replayfmt.format.validation import items_of, some_of
 
+from ..planning.devices import DeviceMap
 from ..planning.kernels import CallSite, KernelStandIn, ResolvedKernel
 from ..planning.records import describe
+from ..planning.scan import Scan
+from ..results import ReplayResult
 from .loading import (
     Library,
     Replacement,
@@ -34,9 +38,6 @@ from .loading import (
     replacement_of,
     schema_signature,
 )
-
-if TYPE_CHECKING:
-    from ..plan import Plan
 
 _SHOWN = 8
 _BODY_TOO = "opreplay-dump --attachment=ID writes a graph's body, a capture in which it can be"
@@ -57,6 +58,30 @@ class KernelCall:
 # Returns the function to run instead of a call, None for the original.
 Decide = Callable[[KernelCall], Callable[..., Any] | None]
 SubstitutionChoice = Sequence[str | Substitution] | Decide
+
+
+class PlanProtocol(Protocol):
+    """What substitutions need of their plan, which is made of them."""
+
+    reader: CaptureReader
+    device_map: DeviceMap
+
+    @property
+    def kernels(self) -> Sequence[ResolvedKernel | str | None]: ...
+
+    @property
+    def calls_inside_graphs(self) -> Mapping[str, Sequence[str]]: ...
+
+    @property
+    def generators(self) -> Sequence[torch.Generator | None]: ...
+
+    def scan(self, *, checks: bool) -> Scan: ...
+
+    def describe(self, ordinal: int) -> tuple[str, str]: ...
+
+    def run_with(
+        self, stand_in: KernelStandIn | None, on_progress: Callable[[int], None] | None = None
+    ) -> ReplayResult: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +136,7 @@ class Substitutions(KernelStandIn):
     """The substituted calls of a plan's capture, each replaced in a replay. `index` knows its signatures; `replaced`
     says what replaces which kernel, for people."""
 
-    def __init__(self, plan: Plan, loaded: LoadedRequests) -> None:
+    def __init__(self, plan: PlanProtocol, loaded: LoadedRequests) -> None:
         """Raises UsageError."""
         self.reader = reader = plan.reader
         self.index = SignatureIndex(reader)
