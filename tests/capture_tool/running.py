@@ -22,28 +22,17 @@ def environment(**changes):
 
 def capture(folder, *arguments, stdin="", **variables):
     """Run opreplay-capture in `folder`. The completed process, with text output."""
-    return subprocess.run(
-        [CAPTURE, *map(str, arguments)],
-        cwd=folder,
-        env=environment(**variables),
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return _run(CAPTURE, folder, arguments, stdin, variables)
 
 
 def plain(folder, *arguments, stdin="", **variables):
     """Run python itself."""
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=environment(**variables),
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return _run(sys.executable, folder, arguments, stdin, variables)
+
+
+def _run(program, folder, arguments, stdin, variables):
+    command, env = [program, *map(str, arguments)], environment(**variables)
+    return subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=300)
 
 
 def started(folder, *arguments, **variables):
