@@ -68,6 +68,7 @@ g = functional.all_gather_tensor(torch.randn(4) * rank, 0, dist.group.WORLD); ou
 h = torch.ones(4) * (rank + 1)
 dist._broadcast_coalesced(dist.group.WORLD, [h], 1 << 20, 0)  # waited for in C++
 out("waited for in C++", h.add_(1))
+del work, first, second, future, never     # they keep the group's threads, which Python's end may stop in the middle
 """
 MODELS = """
 layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
