@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from replayfmt.errors import CaptureFailed, UsageError
-from replayfmt.format.output import check_place
-from replayfmt.format.rank_files import is_folder, rank_file
+from replayfmt.format.output import RANK_FILE, check_place, is_folder
 
 from .command import emit, option, progress_bar, run_tool, say, show, tool
 
@@ -173,7 +172,7 @@ def cli(
         raise UsageError("--graph-capture is a trace of one rank: give it with --rank=N, not with --rank=all")
     if wanted is None and "{rank}" in output:
         raise UsageError(f"{output}: which rank is meant? Give --rank=N or --rank=all")
-    captures = rank_file(output, "{rank}") if folder else output
+    captures = os.path.join(output, RANK_FILE) if folder else output
     if report_file is not None:
         for trace in traces:
             _check_report(report_file, trace, captures, force)

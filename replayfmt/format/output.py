@@ -71,6 +71,14 @@ def check_folder(name: str) -> None:
         raise CaptureFailed(f"{name}: files cannot be created in {folder}: {reason}")
 
 
+RANK_FILE = "rank{rank}.opreplay"  # in the folder of all ranks
+
+
+def is_folder(out: str) -> bool:
+    """Whether what is written goes to a folder, with a file of each rank."""
+    return out.endswith(os.sep) or os.path.isdir(out)
+
+
 @contextmanager
 def new_file(path: str | os.PathLike[str], force: bool) -> Iterator[BinaryIO]:
     """A file to write, which gets its name when the block ends well and is removed otherwise.

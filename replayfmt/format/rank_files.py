@@ -23,7 +23,7 @@ from replayfmt.errors import CaptureNotFound, InvalidCapture, OpReplayError
 from .codes import RecordKind
 from .maintenance import CheckReport, check_capture
 from .model import Record, TensorValue
-from .output import new_file
+from .output import RANK_FILE, new_file
 from .reader import CaptureReader, open_capture
 from .record_frames import decode_record
 
@@ -35,10 +35,10 @@ _AT_ONCE = 16  # files
 Event = dict[str, Any]  # a launch, or {"wait": the work that is waited for}
 
 
-def rank_file(folder: str, rank: int | str) -> str:
+def rank_file(folder: str, rank: int) -> str:
     """The file of a rank: in the folder, or in one of its folders, as `-o 'out/{host}/'` writes them. Raises
     InvalidCapture if several of those have one."""
-    name = f"rank{rank}.opreplay"
+    name = RANK_FILE.format(rank=rank)
     path = os.path.join(folder, name)
     if not os.path.exists(path):
         of_hosts = sorted(glob.glob(os.path.join(glob.escape(folder), "*", name)))
@@ -48,11 +48,6 @@ def rank_file(folder: str, rank: int | str) -> str:
             )
         path = of_hosts[0] if of_hosts else path
     return path
-
-
-def is_folder(out: str) -> bool:
-    """Whether what is written goes to a folder, with a file of each rank."""
-    return out.endswith(os.sep) or os.path.isdir(out)
 
 
 def events_of(reader: CaptureReader) -> Iterator[Event]:

@@ -28,8 +28,8 @@ from replayfmt.errors import (
     UnsupportedVersion,
     UsageError,
 )
-from replayfmt.format.output import check_place, same_file
-from replayfmt.format.rank_files import is_folder, rank_file, write_manifest
+from replayfmt.format.output import RANK_FILE, check_place, is_folder, same_file
+from replayfmt.format.rank_files import write_manifest
 from replayfmt.format.validation import (
     check_function,
     check_kind,
@@ -559,7 +559,7 @@ def import_ranks(
     if folder and unique:
         raise UsageError(f"{out}: all ranks replay every collective together: import it without --unique")
     if folder:
-        out, options = rank_file(folder, "{rank}"), replace(options, together=True)
+        out, options = os.path.join(folder, RANK_FILE), replace(options, together=True)
     if "{rank}" not in out:
         raise UsageError(
             f"{out}: all ranks would be written to one file; put {{rank}} into the name, for instance "

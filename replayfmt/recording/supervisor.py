@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from replayfmt.errors import CaptureFailed, NothingCaptured, OpReplayError, UsageError
 from replayfmt.format.codes import RecordKind
-from replayfmt.format.output import check_place, identity, remove, same_file
+from replayfmt.format.output import RANK_FILE, check_place, identity, is_folder, remove, same_file
 from replayfmt.format.validation import counted, printable, scope_count
 from replayfmt.native.ending import prepare
 
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from .recorder import Recorder
 
 
-RANK_FILE = "rank{rank}.opreplay"  # in the folder of all ranks
-
-
 def output_path(template: str, environment: dict[str, str], pid: int) -> str:
     """`template` with `{rank}`, `{pid}` and `{host}` filled in. Raises UsageError if ranks would share a file."""
     try:
@@ -48,7 +45,7 @@ def output_path(template: str, environment: dict[str, str], pid: int) -> str:
     except ValueError as error:
         raise UsageError(f"the environment variables RANK and WORLD_SIZE must be integers: {error}") from None
     template = template.replace("{host}", platform.node())
-    if "RANK" in environment and (template.endswith(os.sep) or os.path.isdir(template)):
+    if "RANK" in environment and is_folder(template):
         os.makedirs(template, exist_ok=True)
         template = os.path.join(template, RANK_FILE)
     if ranks > 1 and "{rank}" not in template and "{pid}" not in template:
