@@ -492,7 +492,7 @@ def _launched(plan: Plan, kernel: Kernel, resolved: TritonKernel) -> Any:
         if op.ordinal == record.ordinal:
             op.calls(1)
 
-    verdicts = plan.examine(launch, plan.slice({record.ordinal}))
+    verdicts = plan.examine(launch, plan.preparation.slice({record.ordinal}))
     found = resolved.launched_here()
     if len(found) != 1:
         said = next((each.reason for each in verdicts if each.ordinal == record.ordinal and each.reason), "")
@@ -523,7 +523,7 @@ def collect(
     first. `on_launch` is called after each. Raises ReplayMismatch if the replay differs from the capture, ReplayRefused
     and ReplayFailed if a launch cannot be made, OutputExists, CaptureFailed.
     """
-    only = plan.slice({launch.ordinal for launch in planned.launches})
+    only = plan.preparation.slice({launch.ordinal for launch in planned.launches})
     result = plan.execute(verify="auto", keep_going=True, only=only)
     if result.divergence is not None:
         raise ReplayMismatch(f"{plan.reader.path}: the replay differs from the capture: {result.divergence}")

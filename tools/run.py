@@ -170,7 +170,11 @@ def cli(
             guarded(plan, err=form == "jsonl")
         shown = rows_if_rejected() if form == "jsonl" else nullcontext()
         with record_bar("replaying", plan.reader.record_count) as on_progress, shown:
-            only = None if wanted.everything else plan.slice(resolve_selection(plan.reader, wanted).ordinals.tolist())
+            only = (
+                None
+                if wanted.everything
+                else plan.preparation.slice(resolve_selection(plan.reader, wanted).ordinals.tolist())
+            )
             result = plan.execute(
                 verify=flags.verify, keep_going=keep_going, on_progress=on_progress, scope_times=True, only=only
             )

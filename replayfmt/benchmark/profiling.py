@@ -32,6 +32,7 @@ from replayfmt.importers.kineto.events import TraceEvents
 from replayfmt.importers.kineto.tree import build
 from replayfmt.pytorch.accelerators import is_accelerator, synchronize
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.records import describe
 from replayfmt.replay.run.steps import IsolatedOp
 
 from .result_files import TRACE_SESSION, output_file
@@ -343,7 +344,7 @@ def _captured(plan: Plan) -> Iterator[tuple[int, tuple[Launched, ...]]]:
 def _verdict(
     plan: Plan, ordinal: int, captured: tuple[Launched, ...], launched: Mapping[int, list[Launched]], reason: str
 ) -> KernelVerdict:
-    name = plan.describe(ordinal)[0]
+    name = describe(plan.reader, ordinal)[0]
     if reason:
         return KernelVerdict(ordinal, name, "UNKNOWN", captured, reason=reason)
     replayed = tuple(launched.get(ordinal, ()))

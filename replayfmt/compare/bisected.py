@@ -33,6 +33,7 @@ from replayfmt.pytorch.tensors.digests import digest_tensor
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite, KernelStandIn
+from replayfmt.replay.planning.records import describe
 from replayfmt.replay.run.checkpoints import Checkpoints
 from replayfmt.replay.run.run_twice import Outcome
 from replayfmt.replay.substitution.loading import load_function
@@ -216,7 +217,7 @@ def _judge_of(plan: Plan, text: str, tolerance: Tolerance) -> _Judge:
     kind, _, number = text.lower().partition(":")
     if kind in ("digest", "host_read") and (number.isdecimal() or not number):
         ordinal = _observed_at(plan, kind, int(number) if number else None, text)
-        what = plan.describe(ordinal)[0]
+        what = describe(plan.reader, ordinal)[0]
         name = f"{kind} at ordinal {ordinal} ({what}), tolerance {tolerance.text}"
         watched = ordinal if kind == "digest" and plan.reader.record(ordinal).kind is RecordKind.op else -1
         return _Judge(name, ordinal + 1, lambda one, other: _far(tolerance, ordinal, one, other), watched)
@@ -295,7 +296,7 @@ class _Trials:
         self._reference = self._run(())
         self.kernels: dict[str, list[int]] = {}
         for ordinal in sorted(self._mixed.possible):
-            self.kernels.setdefault(plan.describe(ordinal)[0], []).append(ordinal)
+            self.kernels.setdefault(describe(plan.reader, ordinal)[0], []).append(ordinal)
         self._file = None if state is None else Path(state)
         about = [_STATE_VERSION, plan.reader.session.session_id, way.text, judge.text, torch.__version__]
         self._about = sha256(json.dumps(about).encode()).hexdigest()

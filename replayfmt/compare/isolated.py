@@ -25,6 +25,7 @@ from replayfmt.pytorch.rounding import MARGIN, rounding_runs, spread_of
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE
 from replayfmt.replay.plan import Plan
 from replayfmt.replay.planning.kernels import CallSite, KernelStandIn, OperatorKernel
+from replayfmt.replay.planning.records import describe
 from replayfmt.replay.run.content import Clones
 from replayfmt.replay.run.run_twice import Outcome, RunTwice, only_views, same_elements, written_storages
 from replayfmt.replay.substitution.distance import Distance, distance, scale_of, worst_element
@@ -283,7 +284,7 @@ def isolate_plan(
     differs = None if result.divergence is None else str(result.divergence)
     kernels: dict[str, IsolatedKernel] = {}
     for ordinal in np.flatnonzero(both.compared).tolist():
-        name = plan.describe(ordinal)[0]
+        name = describe(plan.reader, ordinal)[0]
         kernel = kernels.setdefault(name, IsolatedKernel(name))
         kernel.calls += 1
         apart = both.apart.get(ordinal)
@@ -309,7 +310,7 @@ class _BothWays(KernelStandIn):
         self.compared = np.zeros(plan.reader.record_count, bool)
         self.apart: dict[int, Apart] = {}
         self.skipped: dict[int, str] = {}
-        self.opaque = plan.opaque_slots()
+        self.opaque = plan.preparation.opaque_slots()
 
     def call(self, site: CallSite) -> tuple[None, Callable[..., Any]] | None:
         why = self.way.why_not(site)
@@ -376,7 +377,7 @@ class _BothWays(KernelStandIn):
                 other = other.to(one.device)
                 if same_elements(one, other):
                     continue
-                allowed = self.tolerance.of(self.plan.describe(site.ordinal)[0], DTYPE_CODE[one.dtype])
+                allowed = self.tolerance.of(describe(self.plan.reader, site.ordinal)[0], DTYPE_CODE[one.dtype])
                 close = Close(allowed.relative, allowed.absolute)
                 far = distance(one, other, close)
                 if not far.different:

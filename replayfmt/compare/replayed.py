@@ -247,7 +247,7 @@ def _spreads(made: Comparison, options: Mapping[str, Any], on_progress: Progress
         found[op] = _spread(overload, call.arguments, call.named, _input_errors(made, op))
 
     with Plan(a.reader, keep_going=True, **options) as plan:
-        plan.examine(on_op, plan.slice(list(ordinals)))
+        plan.examine(on_op, plan.preparation.slice(list(ordinals)))
     return found
 
 

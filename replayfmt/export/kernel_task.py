@@ -393,7 +393,7 @@ class _Task:
         return ReplayRefused(f"{self.reader.path}: ordinal {record.ordinal} ({name}) cannot be in a kernel task: {why}")
 
     def written_slots(self, record: Record) -> set[int]:
-        effects = self.plan.effects(record.signature_id, SlotLayout(record.signature))
+        effects = self.plan.preparation.effects(record.signature_id, SlotLayout(record.signature))
         return {*effects.writes, *effects.unsure}
 
 

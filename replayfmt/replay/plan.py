@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from os import PathLike
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
@@ -27,7 +28,7 @@ from .codegen.streams import replay_streams
 from .codegen.windows import CodeCache, Window
 from .planning.devices import MemoryWatch
 from .planning.kernels import KernelStandIn
-from .planning.records import Slice
+from .planning.records import Slice, describe
 from .planning.scan import Scan
 from .preparation import MorePlanOptions, Preparation, ReplayOptions
 from .results import VERIFY_MODES, Divergence, OpVerdict, PeakMemory, ReplayResult, Verification, VerifyMode
@@ -45,7 +46,7 @@ _PATIENCE_RUNS = 10  # as long as that many replays take
 _MORE_REPEATS = 32  # of each op, if running it twice did not explain a difference: some ops seldom differ
 
 
-class Plan(Preparation):
+class Plan:
     """A capture that is ready to run on `devices`.
 
     `capture` is a path, an open reader or a `replayfmt.open(...)` capture; a path is opened here and closed by `close`.
@@ -69,11 +70,16 @@ class Plan(Preparation):
         """
         check_function("on_file_bytes", on_file_bytes)
         asked = ReplayOptions(devices, allow_incomplete, keep_going, **options)
-        super().__init__(capture, asked, on_file_bytes)
+        self.preparation = prepared = Preparation(capture, asked, on_file_bytes)
+        self.options, self.reader, self.findings = asked, prepared.reader, prepared.findings
+        self.device_map, self.generators = prepared.device_map, prepared.generators
+        self.kernels, self.synthesis = prepared.kernels, prepared.synthesis
+        self.devices = prepared.devices
         self._clock = RunClock()
-        self.judge = Judge(self._clock, self.describe)
+        self._describe = partial(describe, self.reader)
+        self.judge = Judge(self._clock, self._describe)
         self.judge.compares_scalars = not self.synthesis.reason
-        self._content = Content(self.reader, self.scan(checks=False), self.files, self.synthesis)
+        self._content = Content(self.reader, prepared.scan(checks=False), prepared.files, self.synthesis)
         usable = tuple(None if isinstance(kernel, str) else kernel for kernel in self.kernels)
         self.context = Context(
             self.reader,
@@ -84,11 +90,11 @@ class Plan(Preparation):
             self._clock,
             self.judge,
             CodeCache(),
-            self.refused,
+            prepared.refused,
             DirectFunctions(),
             self._content.load,
             self.device_map.host_goes_to,
-            opaque=self.opaque_slots(),
+            opaque=prepared.opaque_slots(),
             streams=replay_streams(self.reader, self.device_map, asked.streams),
         )
         self._kept: dict[tuple[bool, Shapes, KernelStandIn | None], list[Window]] = {}
@@ -97,20 +103,25 @@ class Plan(Preparation):
         self._searched = 0  # before this ordinal every op was run twice
         self._differences: list[str] | None = None
         self.substitution: SubstitutionSession | None = None
-        if self.replacements:
+        if prepared.replacements:
             try:
-                self.substitution = SubstitutionSession(self, self.replacements, asked.substitution_tolerance)
+                self.substitution = SubstitutionSession(self, prepared.replacements, asked.substitution_tolerance)
             except BaseException:
                 self.close()
                 raise
             self.context = replace(self.context, stand_in=self.substitution.table)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know about how the capture is replayed."""
+        return self.preparation.notes
 
     def windows(self, *, checks: bool, shapes: Shapes = Shapes.unchecked) -> tuple[Iterable[Window], bool]:
         """The windows, and whether all of them are prepared already."""
         key = (checks, shapes, self.context.stand_in)
         if key not in self._kept:
             context = replace(self.context, shapes=shapes)
-            lowered = Lowering(context, self.scan(checks=checks), compare=checks).windows(lower_op)
+            lowered = Lowering(context, self.preparation.scan(checks=checks), compare=checks).windows(lower_op)
             if self.reader.record_count > _KEPT_RECORDS:
                 return lowered, False
             self._kept[key] = list(lowered)
@@ -201,7 +212,7 @@ class Plan(Preparation):
         scope_times: bool,
         only: Slice | None = None,
     ) -> ReplayResult:
-        self.files.check()
+        self.preparation.files.check()
         self._executions += 1
         times = ScopeTimes(self._clock, on_scope) if scope_times else None
         with ExitStack() as stack:
@@ -224,7 +235,7 @@ class Plan(Preparation):
                 watch.start()
                 with suppress(StopReplay):
                     machine.run(windows, callback, on_progress, prepared=prepared)
-            self.files.check()
+            self.preparation.files.check()
             memory = watch.read()
             if verification.mode != "none" and not self.judge.found:
                 with suppress(StopReplay):
@@ -240,7 +251,7 @@ class Plan(Preparation):
                     return self._run(verify, on_scope, keep_going, timer, on_progress, scope_times, only)
         if result.divergence is not None:
             result.divergence = self._with_writer(result.divergence)
-        found = name_nondeterministic(self._unsteady.values(), self.describe)
+        found = name_nondeterministic(self._unsteady.values(), self._describe)
         result.nondeterministic = (*found, *gaps) if kept_going is None else found
         self._tell_tolerance(verification)
         return result
@@ -249,8 +260,8 @@ class Plan(Preparation):
         """A difference that no op showed, with the op that wrote what differs."""
         if self.reader.record(found.ordinal).kind is RecordKind.op:
             return found
-        writer = self.last_writer(found.ordinal)
-        return found if writer is None else replace(found, written_by=writer, writer=self.describe(writer)[0])
+        writer = self.preparation.last_writer(found.ordinal)
+        return found if writer is None else replace(found, written_by=writer, writer=self._describe(writer)[0])
 
     def _explain(self, stop: int, *, tolerant: bool) -> tuple[bool, tuple[str, ...]]:
         """Run the ops before an ordinal twice, or more often; whether that explains a difference, and what the search
@@ -320,10 +331,8 @@ class Plan(Preparation):
     def know_opaque(self, found: Iterable[tuple[str, str, int, str]]) -> bool:
         """Do not compare these results (operator, overload, index, why) from now on; whether any were so far."""
         before = self.context.opaque
-        for each in found:
-            self.opaque.found(*each)
-        self.context = replace(self.context, opaque=self.opaque_slots())
-        self._opaque_results = None
+        self.preparation.know_opaque(found)
+        self.context = replace(self.context, opaque=self.preparation.opaque_slots())
         if self.context.opaque == before:
             return False
         self._kept.clear()
@@ -385,8 +394,8 @@ class Plan(Preparation):
             windows: Iterable[Window] | None = None if checkpoints is None else checkpoints.windows
             if windows is None:
                 size = self.options.window if checkpoints is None else checkpoints.window_size(stop)
-                scan = Scan(self.reader, self.effects, checks=checks, window=size, stop=stop)
-                findings = self.findings_before(scan)
+                scan = Scan(self.reader, self.preparation.effects, checks=checks, window=size, stop=stop)
+                findings = self.preparation.findings_before(scan)
                 if findings:
                     raise ReplayRefused(
                         f"{self.reader.path}: what comes before ordinal {stop} cannot be replayed here", findings
@@ -401,7 +410,7 @@ class Plan(Preparation):
                 windows = Lowering(context, scan, compare=checks).windows(lower_watched(watcher))
                 if checkpoints is not None and stop <= _KEPT_RECORDS:
                     windows = checkpoints.windows = list(windows)
-            self.files.check()
+            self.preparation.files.check()
             bitwise, tolerant = self._is_bitwise(verification), verify != "bitwise"
             self.judge.reset(verification, bitwise=bitwise, stop_at_first=True, tolerant=tolerant)
             self._clock.reset(self.devices, None)
@@ -410,13 +419,13 @@ class Plan(Preparation):
                 checkpoints.clear()
             with suppress(StopReplay):
                 machine.run(windows, None, on_progress, prepared=False, checkpoints=checkpoints)
-            self.files.check()
+            self.preparation.files.check()
         self._tell_tolerance(verification)
         return verification, self.judge.found[0] if self.judge.found else None
 
     def noting(self, notes: Notes) -> Judge:
         """A judge that gives `notes` what a replay computes, in place of comparing it."""
-        return NotingJudge(self._clock, self.describe, notes)
+        return NotingJudge(self._clock, self._describe, notes)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -439,9 +448,13 @@ class Plan(Preparation):
     ) -> KeepGoing:
         """Run the ops one by one; what ran them holds the verdicts."""
         scan = Scan(
-            self.reader, self.effects, checks=checks, window=ONE_RECORD, needed=None if only is None else only.needed
+            self.reader,
+            self.preparation.effects,
+            checks=checks,
+            window=ONE_RECORD,
+            needed=None if only is None else only.needed,
         )
-        runner = KeepGoing(machine, self.refused, on_op)
+        runner = KeepGoing(machine, self.preparation.refused, on_op)
         try:
             runner.run(Steps(replace(self.context, shapes=self._shapes("auto")), scan, compare=checks), on_scope)
         finally:
@@ -458,7 +471,7 @@ class Plan(Preparation):
         known = self._unsteady.keys()
         twice = RunTwice(self.generators, ordinals, patience_s, known=known, unless_found_by=stop, repeats=repeats)
         context = replace(self.context, stand_in=twice, shapes=Shapes.unchecked, streams=None)
-        scan = Scan(self.reader, self.effects, checks=False, window=self.options.window)
+        scan = Scan(self.reader, self.preparation.effects, checks=False, window=self.options.window)
         self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
         apply_settings(self.reader.session.settings)  # the run before may have stopped after changes
         self._clock.reset(self.devices, None)
@@ -478,21 +491,21 @@ class Plan(Preparation):
         """Run one op, after those before it that it needs; its verdict, and what it returned."""
         scan = Scan(
             self.reader,
-            self.effects,
+            self.preparation.effects,
             checks=False,
             window=ONE_RECORD,
             stop=ordinal + 1,
-            needed=self.slice([ordinal]).needed,
+            needed=self.preparation.slice([ordinal]).needed,
         )
         steps = Steps(self.context, scan, compare=False, result_of=ordinal)
         with self._surroundings():
             self.judge.reset(Verification("none", "none"), bitwise=False, stop_at_first=False)
             self._clock.reset(self.devices, None)
             machine = self._machine()
-            runner = KeepGoing(machine, self.refused)
+            runner = KeepGoing(machine, self.preparation.refused)
             runner.run(steps, None)
             machine.values.clear()
-            self.files.check()
+            self.preparation.files.check()
         return runner.verdict(ordinal), runner.result
 
     def _is_bitwise(self, verification: Verification) -> bool:
@@ -516,7 +529,7 @@ class Plan(Preparation):
             return Verification(verify, "none", (reason,))
         policy = self.reader.session.policies.get("digests", "unknown")
         why = f"the capture holds nothing to compare with (digests={policy})"
-        comparable = self.work.comparable
+        comparable = self.preparation.work.comparable
         if only is not None:
             comparable = only.comparable
             why = f"the capture holds nothing to compare the chosen ops with (digests={policy})"
@@ -535,29 +548,36 @@ class Plan(Preparation):
         whole: bool,
     ) -> ReplayResult:
         found = self.judge.found
-        verification.uncompared = self.work.uncompared if whole and verification.mode != "none" else 0
+        verification.uncompared = self.preparation.work.uncompared if whole and verification.mode != "none" else 0
         verdicts, left_out = (None, ()) if kept_going is None else (kept_going.verdicts, tuple(kept_going.left_out))
         complete = whole and not self.findings and not left_out and all(each.verdict == "ok" for each in verdicts or ())
+        work = self.preparation.work
         return ReplayResult(
             outcome="mismatched" if found else "ok" if complete else "incomplete",
             elapsed_ns=self._clock.elapsed_ns,
-            ops=self.work.ops,
-            kernels=self.work.kernels,
-            scopes=self.work.scopes,
+            ops=work.ops,
+            kernels=work.kernels,
+            scopes=work.scopes,
             verification=verification,
             divergence=found[0] if found else None,
             memory=memory,
             scope_ns=times.totals() if times else {},
             notes=(*self.notes, *self._content.notes, *(self.substitution.notes if self.substitution else ())),
             verdicts=verdicts,
-            unsupported=self.work.unsupported,
-            elsewhere=self.elsewhere,
+            unsupported=work.unsupported,
+            elsewhere=self.preparation.elsewhere,
             left_out=left_out,
-            opaque_results=self.opaque_results(),
+            opaque_results=self.preparation.opaque_results(),
             execution=self._executions,
         )
 
     def close(self) -> None:
         """Release the storages kept between runs, and the file if the plan opened it."""
         self._content.release()
-        super().close()
+        self.preparation.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()

@@ -29,7 +29,7 @@ from .planning.devices import map_devices, map_generators
 from .planning.external_files import ExternalFiles
 from .planning.findings import Findings
 from .planning.kernels import Addresses, Effects, ResolvedKernel, addresses_of, effects_of
-from .planning.records import Slice, Slicer, Work, count_work, describe
+from .planning.records import Slice, Slicer, Work, count_work
 from .planning.scan import Scan, WindowSize
 from .planning.synthesis import Synthesis, captured_content
 from .resolution.graph_kernels import GRAPHS_MODES, GraphsMode, PreparedGraphs
@@ -270,10 +270,6 @@ class Preparation:
             self._effects[signature_id] = effects_of(self.kernels[number], layout, self.reader.kernels[number])
         return self._effects[signature_id]
 
-    def describe(self, ordinal: int) -> tuple[str, str]:
-        """What the record at an ordinal is, and the path of its scope."""
-        return describe(self.reader, ordinal)
-
     @cached_property
     def work(self) -> Work:
         """How much there is to run and to compare."""
@@ -289,19 +285,23 @@ class Preparation:
                 found[number] = tuple(slot for index in opaque for slot in results[index].tensors)
         return found
 
+    def know_opaque(self, found: Iterable[tuple[str, str, int, str]]) -> None:
+        """These results (operator, overload, index, why) are found to be opaque, too."""
+        for each in found:
+            self.opaque.found(*each)
+        self._opaque_results = None
+
     def opaque_results(self) -> tuple[OpaqueResult, ...]:
         """These results: their operator, how often it is called, and why they are not compared."""
-        if self._opaque_results is None:
-            self._opaque_results = self._list_opaque_results()
-        return self._opaque_results
-
-    def _list_opaque_results(self) -> tuple[OpaqueResult, ...]:
+        if self._opaque_results is not None:
+            return self._opaque_results
         calls: dict[tuple[str, int, str], int] = {}
         for number, signature in enumerate(self.reader.signatures):
             for index, why in self._opaque_of(signature).items():
                 key = (self.reader.kernels[signature.kernel].qualified_name, index, why)
                 calls[key] = calls.get(key, 0) + int(self.scan(checks=False).signature_calls[number])
-        return tuple(OpaqueResult(*key, count) for key, count in calls.items() if count)
+        self._opaque_results = tuple(OpaqueResult(*key, count) for key, count in calls.items() if count)
+        return self._opaque_results
 
     def _opaque_of(self, signature: Signature | None) -> Mapping[int, str]:
         if signature is None or signature.kind is not RecordKind.op:

@@ -26,6 +26,7 @@ from .codegen.op_lowering import lower_watched
 from .codegen.windows import Window
 from .operations import state_setter
 from .planning.kernels import ResolvedKernel
+from .planning.records import describe
 from .planning.scan import enters
 from .resolution.graph_kernels import ReplayedGraph
 from .results import Verification
@@ -91,7 +92,7 @@ class Admission:
                 reason = self._why_not(frame, row, signature)
                 if reason:
                     ordinal = frame.first_ordinal + row
-                    raise NotGraphCapturable(f"ordinal {ordinal} ({plan.describe(ordinal)[0]}) {reason}")
+                    raise NotGraphCapturable(f"ordinal {ordinal} ({describe(plan.reader, ordinal)[0]}) {reason}")
 
     def _why_not(self, frame: RecordFrame, row: int, signature: int) -> str:
         """Why a record cannot be in a graph; "" if it can."""
@@ -138,11 +139,14 @@ class Admission:
         there = self._there[frame.tensor_meta[slots]]
         if not len(there) or not there.any() or not there[layout.arg_tensors :].all():
             return "works on the host"
-        written = plan.writes(signature)
+        written = plan.preparation.writes(signature)
         if not there[list(written)].all():
             return "writes memory of the host"
         ordinal = frame.first_ordinal + row
-        last = plan.scan(checks=False).storage_last_uses(frame.tensor_storage[slots].astype(np.int64)) == ordinal
+        last = (
+            plan.preparation.scan(checks=False).storage_last_uses(frame.tensor_storage[slots].astype(np.int64))
+            == ordinal
+        )
         if found := [slot for slot in (*written, *range(layout.arg_tensors, len(slots))) if last[slot]]:
             self.last_written[ordinal] = found
         return ""
@@ -166,7 +170,9 @@ class WholeGraph:
         # Generators are set before a launch: no graph may do that.
         context = replace(plan.context, shapes=Shapes.unchecked, generators=(None,) * len(plan.generators))
         self._left = _Left(admission.last_written)
-        windows = list(Lowering(context, plan.scan(checks=False), compare=False).windows(lower_watched(self._left)))
+        windows = list(
+            Lowering(context, plan.preparation.scan(checks=False), compare=False).windows(lower_watched(self._left))
+        )
         try:
             with self._surroundings():
                 self._enter(windows)
@@ -191,7 +197,7 @@ class WholeGraph:
         self._content.begin(verified=False)
         staged = [each for window in windows for each in window.staged]
         self._memory = {each.storage: self._content.stage(each) for each in staged}
-        scan = self._plan.scan(checks=False)
+        scan = self._plan.preparation.scan(checks=False)
         self._written = [each for each in staged if scan.is_written(each.storage)]
 
     def _alike(self, windows: list[Window]) -> None:
@@ -247,7 +253,7 @@ class WholeGraph:
         """Launch the graph once, from fresh state. `timer` runs from before the launch until the device is done."""
         clock = RunClock()
         with self._surroundings():
-            self._plan.files.check()
+            self._plan.preparation.files.check()
             self._prepare()
             clock.reset([self._device], timer)
             clock.resume()

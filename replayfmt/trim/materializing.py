@@ -197,7 +197,7 @@ class Materializer:
         resolved, captured = self._plan.kernels[number], self._plan.reader.kernels[number]
         assert captured is not None, "signatures of ops have kernels"
         if isinstance(resolved, OperatorKernel):
-            return CapturedKernel(resolved.overload, self._plan.opaque)
+            return CapturedKernel(resolved.overload, self._plan.preparation.opaque)
         if isinstance(resolved, ResolvedKernel) and captured.kind is not KernelKind.operator:
             return CodeKernel(captured.kind, captured.schema, resolved.call)
         reason = resolved if isinstance(resolved, str) else f"it is a {type(resolved).__name__}"
@@ -323,7 +323,7 @@ def add_digest(copier: Copier, near: Record, kind: RecordKind, args: Sequence[Va
 
 def overwrites(plan: Plan, signature_id: int) -> tuple[int, ...]:
     """The tensor slots that ops of a signature overwrite completely without reading them."""
-    layout = plan.scan(checks=False).layout(signature_id)
+    layout = plan.preparation.scan(checks=False).layout(signature_id)
     resolved = plan.kernels[layout.signature.kernel]
     if layout.signature.status is not OpStatus.ok or not isinstance(resolved, ResolvedKernel):
         return ()

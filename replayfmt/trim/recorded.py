@@ -98,8 +98,8 @@ def _session(plan: Plan, digests: RecordedDigests) -> CaptureInfo:
     policies = {**captured.policies, RECORDED_FROM: captured.policies.get(RECORDED_FROM, captured.session_id)}
     if digests == "ops":
         policies["digests"] = "ops"
-    if plan.opaque.text:
-        policies[OPAQUE_RESULTS] = plan.opaque.text
+    if plan.preparation.opaque.text:
+        policies[OPAQUE_RESULTS] = plan.preparation.opaque.text
     made = CaptureInfo(**session_fields(), settings=replayed_settings(captured.settings), policies=policies)
     return replace(made, **{name: getattr(captured, name) for name in _OF_THE_PROGRAM})
 

@@ -456,13 +456,15 @@ def script_with_data(
     reader = plan.reader
     with outputs(reader, force, out, data) as (partial, partial_data):
         while True:  # each time more results with bytes that no replay reproduces are known
-            kept = with_producers(reader, _resolved(reader, wanted), plan.opaque_slots(), plan.writes)
-            schedule = Planner(reader, kept, plan.writes).plan()
+            kept = with_producers(
+                reader, _resolved(reader, wanted), plan.preparation.opaque_slots(), plan.preparation.writes
+            )
+            schedule = Planner(reader, kept, plan.preparation.writes).plan()
             on_prediction(predict(reader, kept, schedule))
             refuse_unsupported(reader, kept, schedule)
             events = ScriptEvents(reader)
             watcher = _Hashing(plan, cast(Copier, events), schedule, kept, digests=False, references=False)
-            twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
+            twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.preparation.writes))
             verification, divergence = plan.watch(watcher, kept.stop, verify, stand_in=twice)
             if plan.may_be_taken(twice, divergence, verify):
                 break

@@ -258,8 +258,8 @@ def _trim(
     from .materializing import Materializer, overwrites
 
     reader = plan.reader
-    kept = with_producers(reader, asked, plan.opaque_slots(), plan.writes)
-    schedule = Planner(reader, kept, plan.writes, lambda number: overwrites(plan, number)).plan()
+    kept = with_producers(reader, asked, plan.preparation.opaque_slots(), plan.preparation.writes)
+    schedule = Planner(reader, kept, plan.preparation.writes, lambda number: overwrites(plan, number)).plan()
     on_prediction(predict(reader, kept, schedule))
     refuse_unsupported(reader, kept, schedule)
     verification = plan.verification(verify)
@@ -276,14 +276,14 @@ def _trim(
         verification.mode,
         plan.why_not_bitwise() if verification.mode != "bitwise" else [],
         made_up,
-        plan.opaque.text,
+        plan.preparation.opaque.text,
     )
     with writer_of(partial, session) as writer:
         copier = Copier(reader, writer)
         watcher = Materializer(
             plan, copier, schedule, kept, digests=verify != "none" and not made_up, values=not made_up
         )
-        twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.writes))
+        twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.preparation.writes))
         verification, divergence = plan.watch(
             watcher, kept.stop, verify, stand_in=twice, on_progress=_counted(on_progress, kept.stop)
         )

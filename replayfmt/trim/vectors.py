@@ -305,7 +305,7 @@ def op_problem(plan: Plan, record: Record) -> str | None:
     if not resolved.own and addresses_of(SlotLayout(record.signature), resolved.schema) is not None:
         return "it takes or returns addresses of objects in its process"
     storages = ([value.storage for value in tensors_of(values)] for values in (record.args, record.results))
-    if plan.opaque_slots().get(record.signature_id, ()) or leaves_unwritten(plan.reader, *storages):
+    if plan.preparation.opaque_slots().get(record.signature_id, ()) or leaves_unwritten(plan.reader, *storages):
         return "a result holds bytes that no run reproduces: memory left unwritten, or addresses"
     return None
 
@@ -380,7 +380,7 @@ class _VectorWriter:
     def _written(self, record: Record) -> dict[str, bool]:
         """The tensor arguments that an op may write, and whether its schema says so."""
         layout = SlotLayout(record.signature)
-        effects = self._plan.effects(record.signature_id, layout)
+        effects = self._plan.preparation.effects(record.signature_id, layout)
         return {
             place.node.name: bool(set(place.tensors) & set(effects.writes))
             for place in layout.args

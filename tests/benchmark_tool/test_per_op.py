@@ -23,6 +23,7 @@ from replayfmt.format.reader import open_capture
 from replayfmt.format.writer import Moment
 from replayfmt.importers.common.synthesis import ImportedSession, imported_session, plain_tensor
 from replayfmt.replay.plan import Plan
+from replayfmt.replay.planning.records import describe
 
 FEW = MinTime(iterations=3)
 
@@ -151,7 +152,7 @@ def test_an_op_that_writes_finds_the_same_input_at_each_call(dropout):
     with Plan(dropout, keep_going=True) as plan:
 
         def twice(op):
-            if op.writes and not plan.describe(op.ordinal)[0].startswith("aten::bernoulli_"):
+            if op.writes and not describe(plan.reader, op.ordinal)[0].startswith("aten::bernoulli_"):
                 results = []
                 for _ in range(2):
                     op.restore()
@@ -310,7 +311,7 @@ def test_a_slice_gives_every_op_what_it_was_captured_with(dropout):
         ordinals = sorted(select_ops(plan.reader, pattern=None, limit=None, every=True, progress=quiet).by_ordinal)
         sizes = []
         for ordinal in ordinals:
-            result = plan.execute(verify="bitwise", keep_going=True, only=plan.slice([ordinal]))
+            result = plan.execute(verify="bitwise", keep_going=True, only=plan.preparation.slice([ordinal]))
             assert {each.verdict for each in result.verdicts} == {"ok"} and result.verdicts[-1].ordinal == ordinal
             assert result.verified.startswith("the part that ran: bitwise") and result.verification.digests
             sizes.append(len(result.verdicts))
@@ -324,7 +325,7 @@ def test_only_what_is_chosen_and_what_it_needs_is_run(broken, tools):
     assert "the capture holds nothing to compare the chosen ops with" in ran.out
     with Plan(broken, keep_going=True) as plan:
         names = [
-            [each.op for each in plan.execute(keep_going=True, only=plan.slice([ordinal])).verdicts]
+            [each.op for each in plan.execute(keep_going=True, only=plan.preparation.slice([ordinal])).verdicts]
             for ordinal, _op in replayfmt.open(broken).ops.by_ordinal.items()
         ]
     assert [each[-1] for each in names] == [

@@ -129,7 +129,7 @@ def test_content_that_the_program_freed_and_that_has_no_room_enters_in_each_exec
         monkeypatch.setattr("replayfmt.replay.run.content.free_bytes", lambda device: 0)
     with Plan(captured(steps_with_batches(count))) as plan:
         # A batch is 64 bytes, the objects for it count as 1 KiB.
-        kept = 0 if why == "no memory" else plan.scan(checks=False).known_peak_bytes // 64 // (64 + 1024)
+        kept = 0 if why == "no memory" else plan.preparation.scan(checks=False).known_peak_bytes // 64 // (64 + 1024)
         assert kept < count
         for _ in range(3):
             assert plan.execute(verify="bitwise").outcome == "ok"
@@ -224,7 +224,7 @@ def test_runs_of_every_kind_take_turns_on_what_is_kept(captured: Captured) -> No
             assert plan.execute(verify="bitwise", keep_going=True).outcome == "ok"
             assert plan.execute().outcome == "ok"
             plan.examine(lambda op: op.calls(2))
-            sliced = plan.execute(verify="auto", keep_going=True, only=plan.slice(ordinals[:1]))
+            sliced = plan.execute(verify="auto", keep_going=True, only=plan.preparation.slice(ordinals[:1]))
             assert sliced.divergence is None
             plan.run_single(ordinals[-1])
         result = plan.execute(verify="bitwise")

@@ -133,7 +133,7 @@ class WindowRunner:
         self.distinct_ops, self.selected_ops = chosen.total, len(chosen.groups)
         waiting = {group.first_ordinal: group for group in chosen.groups}
         failed: dict[int, str] = {}
-        only = None if chosen.everything else plan.slice(chosen.by_ordinal)
+        only = None if chosen.everything else plan.preparation.slice(chosen.by_ordinal)
         done = 0
 
         def each(op: IsolatedOp) -> None:

@@ -396,7 +396,7 @@ class _OpMeasurement:
         self._differs = False
 
     def run(self) -> PerOpRun:
-        only = None if self._chosen.everything else self._plan.slice(self._chosen.by_ordinal)
+        only = None if self._chosen.everything else self._plan.preparation.slice(self._chosen.by_ordinal)
         verification = self._plan.verification(self._options.verify, only)
         verified = verification.text if self._options.verify != "none" else "not verified: --verify=none"
         if verification.mode != "none":
@@ -432,14 +432,14 @@ class _OpMeasurement:
     def _each_alone(self) -> None:
         """Measure independent calls: one of each group, with only its content; if that cannot be run, the others of the
         group."""
-        self._examine(self._plan.slice(self._ops))
+        self._examine(self._plan.preparation.slice(self._ops))
         others = {
             ordinal
             for ordinal, group in self._chosen.by_ordinal.items()
             if ordinal not in self._ops and self._ops[group.first_ordinal].ordinal is None
         }
         if others:
-            self._examine(self._plan.slice(others))
+            self._examine(self._plan.preparation.slice(others))
 
     def _op(self, op: IsolatedOp) -> None:
         """Measure an op that was reached, if its group needs it."""
@@ -447,7 +447,7 @@ class _OpMeasurement:
         if group is None:
             return
         measured = self._ops[group.first_ordinal]
-        if self._plan.runs_once(op.signature):
+        if self._plan.preparation.runs_once(op.signature):
             self._verdicts[op.ordinal] = "refused", _ONCE
         verdict, _reason = self._verdicts.get(op.ordinal, ("ok", ""))
         if group.first_ordinal in self._others:

@@ -499,7 +499,7 @@ class _GuardedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = self._guard.found
-        name, scope = self._guard.plan.describe(self._site.ordinal)
+        name, scope = describe(self._guard.plan.reader, self._site.ordinal)
         found.calls += 1
         found.kernels.add(self._label or name)
         if found.guards == CANARIES:
@@ -523,7 +523,7 @@ class _GuardedCall:
         return self._site.original(*args, **kwargs)
 
     def _add(self, argument: str, side: str, text: str) -> None:
-        name, scope = self._guard.plan.describe(self._site.ordinal)
+        name, scope = describe(self._guard.plan.reader, self._site.ordinal)
         by = f", by {self._label}" if self._label else ""
         inside = f", scope {scope}" if scope else ""
         key = (self._label or name, argument, side)
@@ -531,7 +531,7 @@ class _GuardedCall:
 
     def _try_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call in this process, since no other can use the device: only what is written shows."""
-        name, _scope = self._guard.plan.describe(self._site.ordinal)
+        name, _scope = describe(self._guard.plan.reader, self._site.ordinal)
         clones = GuardedClones()
         given, named = clones.of(args), clones.of(kwargs)
         returned = None

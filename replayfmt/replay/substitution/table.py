@@ -60,6 +60,15 @@ Decide = Callable[[KernelCall], Callable[..., Any] | None]
 SubstitutionChoice = Sequence[str | Substitution] | Decide
 
 
+class PreparationProtocol(Protocol):
+    """What substitutions need of the preparation of their plan."""
+
+    @property
+    def calls_inside_graphs(self) -> Mapping[str, Sequence[str]]: ...
+
+    def scan(self, *, checks: bool) -> Scan: ...
+
+
 class PlanProtocol(Protocol):
     """What substitutions need of their plan, which is made of them."""
 
@@ -70,14 +79,10 @@ class PlanProtocol(Protocol):
     def kernels(self) -> Sequence[ResolvedKernel | str | None]: ...
 
     @property
-    def calls_inside_graphs(self) -> Mapping[str, Sequence[str]]: ...
+    def preparation(self) -> PreparationProtocol: ...
 
     @property
     def generators(self) -> Sequence[torch.Generator | None]: ...
-
-    def scan(self, *, checks: bool) -> Scan: ...
-
-    def describe(self, ordinal: int) -> tuple[str, str]: ...
 
     def run_with(
         self, stand_in: KernelStandIn | None, on_progress: Callable[[int], None] | None = None
@@ -142,8 +147,8 @@ class Substitutions(KernelStandIn):
         self.index = SignatureIndex(reader)
         self.replaced: dict[str, list[str]] = {}
         self._plan = plan
-        self._inside_graphs = plan.calls_inside_graphs
-        ops = plan.scan(checks=False).occurring(RecordKind.op)
+        self._inside_graphs = plan.preparation.calls_inside_graphs
+        ops = plan.preparation.scan(checks=False).occurring(RecordKind.op)
         self._called = {signature.kernel for _number, signature in ops if signature.status is OpStatus.ok}
         self._by_kernel: dict[int, Replacement] = {}
         self._by_key: dict[Key, Replacement] = {}
