@@ -30,23 +30,13 @@ from replayfmt.errors import (
 )
 from replayfmt.format.output import RANK_FILE, check_place, is_folder, same_file
 from replayfmt.format.rank_files import write_manifest
-from replayfmt.format.validation import (
-    check_function,
-    check_kind,
-    choice_of,
-    count_of,
-    flag_of,
-    items_of,
-    path_of,
-    paths_of,
-    text_of,
-    texts_of,
-)
+from replayfmt.format.validation import choice_of, count_of, flag_of, items_of, path_of, paths_of, text_of, texts_of
 from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.traced_names import TracedNames
 
 from .common.inductor_cache import InductorCache
 from .common.json_stream import JsonStream
+from .common.options import ImportOptions, Level, Rewrite, TraceRange, parse_time
 from .common.report import ImportReport
 from .common.synthesis import PRODUCER
 from .common.trace_files import (
@@ -61,7 +51,7 @@ from .common.trace_files import (
     shown_names,
 )
 from .execution_trace.nodes import GROUPS, groups_listed, node_of, rank_said, world_said
-from .kineto.importer import TraceRange, distributed, parse_time
+from .kineto.importer import distributed
 
 TraceKind = Literal["kineto", "execution-trace", "tracelens"]
 KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
@@ -432,29 +422,6 @@ def _shown_ranks(spans: Sequence[tuple[int, int]]) -> str:
     return f"rank{'s' if several else ''} {shown_names(shown)}"
 
 
-Level = Literal["auto", "leaf", "launching", "root"]
-
-LEVELS = ("auto", "leaf", "launching", "root")
-REWRITES = ("none", "portable")
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The options of an import, besides its input and output paths."""
-
-    level: Level
-    unique: bool
-    rewrite: Literal["none", "portable"]
-    libraries: OpLibraries
-    names: TracedNames
-    progress: Progress | None
-    on_record: Callable[[int, int], None] | None
-    graph_captures: Sequence[str | PathLike[str]]
-    wanted: TraceRange
-    inductor: InductorCache | None
-    together: bool = False  # the collectives of all ranks
-
-
 def import_trace(
     path: str | PathLike[str],
     out: str | PathLike[str],
@@ -462,7 +429,7 @@ def import_trace(
     kind: TraceKind | Literal["auto"] = "auto",
     level: Level = "auto",
     unique: bool = False,
-    rewrite: Literal["none", "portable"] = "none",
+    rewrite: Rewrite = "none",
     libraries: OpLibraries | None = None,
     names: TracedNames | None = None,
     force: bool = False,
@@ -491,11 +458,19 @@ def import_trace(
     Raises CaptureNotFound and InvalidCapture for a trace that cannot be read at all, UsageError for options that its
     kind does not have and for missing ranks, OutputExists and CaptureFailed if `out` cannot be written.
     """
-    wanted = _wanted(steps, scopes, time)
-    options = _options(
-        level, unique, rewrite, libraries, names, progress, on_record, graph_captures, wanted, inductor_cache
+    options = ImportOptions(
+        level,
+        flag_of("unique", unique),
+        rewrite,
+        OpLibraries() if libraries is None else libraries,
+        TracedNames() if names is None else names,
+        progress,
+        on_record,
+        paths_of("graph_captures", graph_captures),
+        _wanted(steps, scopes, time),
+        None if inductor_cache is None else InductorCache(path_of("inductor_cache", inductor_cache)),
     )
-    _check_kind(kind)
+    choice_of("kind", kind, ("auto", *KINDS))
     path, out, force = path_of("path", path), path_of("out", out), flag_of("force", force)
     if rank is not None:
         count_of("rank", rank, 0, MOST_RANKS - 1)
@@ -530,7 +505,7 @@ def import_ranks(
     kind: TraceKind | Literal["auto"] = "auto",
     level: Level = "auto",
     unique: bool = False,
-    rewrite: Literal["none", "portable"] = "none",
+    rewrite: Rewrite = "none",
     libraries: OpLibraries | None = None,
     names: TracedNames | None = None,
     force: bool = False,
@@ -549,10 +524,19 @@ def import_ranks(
     Either all captures are written or none: they are created beside their final paths and renamed when the last one is
     complete. Otherwise as import_trace.
     """
-
-    wanted = _wanted(steps, scopes, time)
-    options = _options(level, unique, rewrite, libraries, names, progress, on_record, (), wanted, inductor_cache)
-    _check_kind(kind)
+    options = ImportOptions(
+        level,
+        flag_of("unique", unique),
+        rewrite,
+        OpLibraries() if libraries is None else libraries,
+        TracedNames() if names is None else names,
+        progress,
+        on_record,
+        (),
+        _wanted(steps, scopes, time),
+        None if inductor_cache is None else InductorCache(path_of("inductor_cache", inductor_cache)),
+    )
+    choice_of("kind", kind, ("auto", *KINDS))
     paths = paths_of("path", path) if isinstance(path, list | tuple) else [path_of("path", path)]
     out, force = path_of("out", out), flag_of("force", force)
     folder = out if is_folder(out) else ""
@@ -605,43 +589,6 @@ def _remove_empty(folder: str) -> None:
         os.rmdir(folder)
 
 
-def _options(
-    level: Level,
-    unique: bool,
-    rewrite: Literal["none", "portable"],
-    libraries: OpLibraries | None,
-    names: TracedNames | None,
-    progress: Progress | None,
-    on_record: Callable[[int, int], None] | None,
-    graph_captures: Sequence[str | PathLike[str]],
-    wanted: TraceRange,
-    inductor_cache: str | PathLike[str] | None,
-) -> _Options:
-    for name, value, allowed in (("level", level, LEVELS), ("rewrite", rewrite, REWRITES)):
-        choice_of(name, value, allowed)
-    for name, given, kind in (("libraries", libraries, OpLibraries), ("names", names, TracedNames)):
-        if given is not None:
-            check_kind(name, given, kind)
-    check_function("progress", progress)
-    check_function("on_record", on_record)
-    return _Options(
-        level,
-        flag_of("unique", unique),
-        rewrite,
-        libraries or OpLibraries(),
-        names or TracedNames(),
-        progress,
-        on_record,
-        paths_of("graph_captures", graph_captures),
-        wanted,
-        None if inductor_cache is None else InductorCache(path_of("inductor_cache", inductor_cache)),
-    )
-
-
-def _check_kind(kind: str) -> None:
-    choice_of("kind", kind, ("auto", *KINDS))
-
-
 def _name(out: str | PathLike[str], rank: int) -> str:
     return fspath(out).replace("{rank}", str(rank))
 
@@ -653,7 +600,7 @@ def _check_out(path: str | PathLike[str], out: str | PathLike[str], force: bool)
 
 
 def _import_rank(
-    traces: RankTraces, place: RankTrace, out: str | PathLike[str], options: _Options, force: bool
+    traces: RankTraces, place: RankTrace, out: str | PathLike[str], options: ImportOptions, force: bool
 ) -> ImportReport:
     try:
         report = _import(place.path, out, traces.kind, options, force, place)
@@ -673,34 +620,16 @@ def _import(
     path: str | PathLike[str],
     out: str | PathLike[str],
     kind: TraceKind,
-    options: _Options,
+    options: ImportOptions,
     force: bool,
     place: RankTrace | None,
 ) -> ImportReport:
     """Import one trace of a known kind."""
     if kind == "kineto":
-        from .kineto.importer import KinetoOptions, import_kineto
+        from .kineto.importer import import_kineto
 
         with _foreign_named(path, "" if place is None else place.member):
-            return import_kineto(
-                path,
-                out,
-                options=KinetoOptions(
-                    options.level,
-                    options.unique,
-                    options.rewrite,
-                    options.graph_captures,
-                    options.wanted,
-                    options.inductor,
-                    options.together,
-                ),
-                libraries=options.libraries,
-                names=options.names,
-                force=force,
-                progress=options.progress,
-                on_record=options.on_record,
-                place=place,
-            )
+            return import_kineto(path, out, options, force=force, place=place)
     if options.unique or options.graph_captures or options.wanted:
         flag = (
             "--unique" if options.unique else "--graph-capture" if options.graph_captures else "--step, --scope, --time"
@@ -709,19 +638,7 @@ def _import(
     if kind == "execution-trace":
         from .execution_trace.importer import import_execution_trace
 
-        return import_execution_trace(
-            path,
-            out,
-            level="root" if options.level == "root" else "deepest",
-            rewrite=options.rewrite,
-            libraries=options.libraries,
-            names=options.names,
-            force=force,
-            progress=options.progress,
-            place=place,
-            inductor=options.inductor,
-            together=options.together,
-        )
+        return import_execution_trace(path, out, options, force=force, place=place)
     from .tracelens import import_tracelens
 
     cache = options.inductor.folder if options.inductor is not None else ""
@@ -731,6 +648,4 @@ def _import(
             raise UsageError(
                 f"--{flag}={value} is for traces; {fspath(path)} is TraceLens IR, which lists single calls"
             )
-    return import_tracelens(
-        path, out, libraries=options.libraries, names=options.names, force=force, progress=options.progress
-    )
+    return import_tracelens(path, out, options, force=force)

@@ -20,8 +20,6 @@ from replayfmt.format.codes import Layout, TensorFlag
 from replayfmt.format.model import TensorMeta
 from replayfmt.format.validation import parse_json
 from replayfmt.format.writer import Moment
-from replayfmt.pytorch.op_libraries import OpLibraries
-from replayfmt.pytorch.traced_names import TracedNames
 
 from .common.arguments import (
     NOTHING,
@@ -42,6 +40,7 @@ from .common.arguments import (
 )
 from .common.json_stream import JsonStream
 from .common.operators import FoundOperator, OperatorChoice, Operators
+from .common.options import ImportOptions
 from .common.report import ImportReport, ReportEntry
 from .common.results import Trials, refusal
 from .common.synthesis import (
@@ -53,7 +52,7 @@ from .common.synthesis import (
     imported_session,
     plain_device,
 )
-from .common.trace_files import Progress, TraceFile
+from .common.trace_files import TraceFile
 
 KIND = "tracelens"
 BY = "the IR"
@@ -66,22 +65,17 @@ _FLAGS = {"conj": TensorFlag.conj, "neg": TensorFlag.neg}
 
 
 def import_tracelens(
-    path: str | PathLike[str],
-    out: str | PathLike[str],
-    *,
-    libraries: OpLibraries | None = None,
-    names: TracedNames | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
+    path: str | PathLike[str], out: str | PathLike[str], options: ImportOptions | None = None, *, force: bool = False
 ) -> ImportReport:
     """Make the capture `out` of an IR file, and report on it.
 
     Raises CaptureNotFound and InvalidCapture for the file, OutputExists and CaptureFailed for the capture.
     """
+    options = options or ImportOptions()
     report = ImportReport(Path(path).name, KIND)
-    operators = Operators(libraries, names)
+    operators = Operators(options.libraries, options.names)
     file = TraceFile(
-        path, wanted=lambda name: Path(name).name == _IR_NAME or name.endswith("_ir.json"), progress=progress
+        path, wanted=lambda name: Path(name).name == _IR_NAME or name.endswith("_ir.json"), progress=options.progress
     )
     with JsonStream(file) as stream:
         entries = (value for key, value in stream.entries(()) if key == "")

@@ -11,8 +11,10 @@ import pytest
 from replayfmt.format.maintenance import check_capture
 from replayfmt.format.model import Record
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.importers.common.options import ImportOptions
 from replayfmt.importers.common.report import ImportReport
-from replayfmt.importers.kineto.importer import KinetoOptions, import_kineto
+from replayfmt.importers.kineto.importer import import_kineto
+from replayfmt.pytorch.op_libraries import OpLibraries
 
 from .traces import trace
 
@@ -55,7 +57,8 @@ def imported(tmp_path: Path) -> Any:
     ) -> Imported:
         path = events if isinstance(events, Path) else trace(tmp_path / "trace.json", events, **top)
         out = tmp_path / "out.opreplay"
-        report = import_kineto(path, out, options=KinetoOptions(level, unique), libraries=libraries, force=True)
+        options = ImportOptions(level, unique, libraries=libraries or OpLibraries())
+        report = import_kineto(path, out, options, force=True)
         check_capture(out)
         reader = open_capture(out)
         readers.append(reader)

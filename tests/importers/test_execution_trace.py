@@ -15,6 +15,7 @@ from replayfmt.errors import InvalidCapture, UnsupportedVersion
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.importers.common.options import ImportOptions
 from replayfmt.importers.execution_trace import allocations as execution_trace_content
 from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.replay.plan import Plan
@@ -153,14 +154,14 @@ def test_views_are_on_the_storage_they_were_on(imported: CaptureReader) -> None:
 
 
 def test_the_root_level_takes_the_outermost_operators(mlp: tuple[Path, Mlp], tmp_path: Path) -> None:
-    import_execution_trace(mlp[0], tmp_path / "root.opreplay", level="root")
+    import_execution_trace(mlp[0], tmp_path / "root.opreplay", ImportOptions(level="root"))
     with open_capture(tmp_path / "root.opreplay") as reader:
         assert "aten::linear.default" in names(reader)
         assert "aten::addmm.default" not in names(reader)
 
 
 def test_a_level_that_the_trace_cannot_tell_is_said_to_be_another(mlp: tuple[Path, Mlp], tmp_path: Path) -> None:
-    report = import_execution_trace(mlp[0], tmp_path / "l.opreplay", level="launching")
+    report = import_execution_trace(mlp[0], tmp_path / "l.opreplay", ImportOptions(level="launching"))
     assert any("the deepest operators are taken" in note for note in report.notes)
 
 
@@ -208,7 +209,8 @@ def test_an_unknown_schema_version_is_refused_by_name(version: str, tmp_path: Pa
 
 def test_progress_counts_to_the_end_once(mlp: tuple[Path, Mlp], tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    import_execution_trace(mlp[0], tmp_path / "p.opreplay", progress=lambda done, length: seen.append((done, length)))
+    options = ImportOptions(progress=lambda done, length: seen.append((done, length)))
+    import_execution_trace(mlp[0], tmp_path / "p.opreplay", options)
     assert seen == sorted(seen)
     assert seen[-1] == (mlp[0].stat().st_size,) * 2
 

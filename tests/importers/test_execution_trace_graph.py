@@ -13,6 +13,7 @@ import pytest
 from replayfmt.format.codes import RecordKind, StorageOrigin
 from replayfmt.format.model import Record, TensorValue
 from replayfmt.format.reader import open_capture
+from replayfmt.importers.common.options import ImportOptions
 from replayfmt.importers.common.report import ImportReport
 from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.importers.execution_trace.nodes import rounded
@@ -53,7 +54,7 @@ class Graph(NamedTuple):
 
 def graph(tmp_path: Path, written: Written | Path, **options: Any) -> Graph:
     path = written if isinstance(written, Path) else written.save(tmp_path / "trace.json")
-    report = import_execution_trace(path, tmp_path / "out.opreplay", force=True, **options)
+    report = import_execution_trace(path, tmp_path / "out.opreplay", ImportOptions(**options), force=True)
     with open_capture(tmp_path / "out.opreplay") as reader:
         records = [each for each in reader.records() if each.kind in (RecordKind.op, RecordKind.unsupported)]
         names = [

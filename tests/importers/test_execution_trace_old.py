@@ -16,6 +16,7 @@ import replayfmt
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import Record
 from replayfmt.format.reader import open_capture
+from replayfmt.importers.common.options import ImportOptions
 from replayfmt.importers.common.report import ImportReport
 from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.importers.importing import import_trace
@@ -32,7 +33,7 @@ RECORD_STREAM = "aten::record_stream(Tensor(a!) self, Stream s) -> ()"
 def imported(path: Path, rewrite: Any = "none") -> tuple[ImportReport, list[Record]]:
     """The report, and what is no storage's."""
     out = path.with_suffix(".opreplay")
-    report = import_execution_trace(path, out, rewrite=rewrite, force=True)
+    report = import_execution_trace(path, out, ImportOptions(rewrite=rewrite), force=True)
     with open_capture(out) as reader:
         return report, [each for each in reader.records() if not each.kind.name.startswith("storage_")]
 

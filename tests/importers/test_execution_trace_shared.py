@@ -13,6 +13,7 @@ import replayfmt
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import open_capture
+from replayfmt.importers.common.options import ImportOptions
 from replayfmt.importers.execution_trace.importer import import_execution_trace
 from replayfmt.replay.plan import Plan
 
@@ -60,7 +61,7 @@ def test_a_gpus_training_steps_are_refused_here_unless_they_are_rewritten(tmp_pa
     ):
         assert refused in findings
 
-    report = import_execution_trace(trace, tmp_path / "portable.opreplay", rewrite="portable")
+    report = import_execution_trace(trace, tmp_path / "portable.opreplay", ImportOptions(rewrite="portable"))
     notes = "\n".join(report.notes)
     for rewritten in (
         "aten::cudnn_convolution by aten::convolution",
@@ -85,7 +86,7 @@ def test_a_gpus_training_steps_are_refused_here_unless_they_are_rewritten(tmp_pa
 @shared
 def test_collectives_of_two_ranks_are_named_with_their_sizes_and_groups(tmp_path: Path) -> None:
     report = import_execution_trace(
-        FOLDER / "resnet_2gpu_et_v1.1.0.json.gz", tmp_path / "x.opreplay", rewrite="portable"
+        FOLDER / "resnet_2gpu_et_v1.1.0.json.gz", tmp_path / "x.opreplay", ImportOptions(rewrite="portable")
     )
     assert any("1.1.0-chakra.0.0.4 has no strides" in note for note in report.notes)
     with open_capture(tmp_path / "x.opreplay") as reader:

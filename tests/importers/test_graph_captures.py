@@ -11,8 +11,9 @@ from opreplay_tools.importer import main
 
 from replayfmt.errors import UsageError
 from replayfmt.format.reader import open_capture
+from replayfmt.importers.common.options import ImportOptions
 from replayfmt.importers.importing import import_trace
-from replayfmt.importers.kineto.importer import KinetoOptions, import_kineto
+from replayfmt.importers.kineto.importer import import_kineto
 
 from .conftest import Import, Imported
 from .observed import RELU as RELU_SCHEMA
@@ -130,7 +131,7 @@ def paired(tmp_path: Path) -> Iterator[Paired]:
             trace(tmp_path / "execution.json", execution),
             out,
             force=True,
-            options=KinetoOptions(graph_captures=files, **options),
+            options=ImportOptions(graph_captures=files, **options),
         )
         readers.append(open_capture(out))
         records = [readers[-1].record(ordinal) for ordinal in range(readers[-1].record_count)]

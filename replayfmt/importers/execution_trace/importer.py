@@ -23,18 +23,17 @@ from replayfmt.format.codes import DType, Layout, StorageOrigin, TensorFlag
 from replayfmt.format.model import TensorMeta
 from replayfmt.format.writer import Moment
 from replayfmt.pytorch.collectives import Unknown
-from replayfmt.pytorch.op_libraries import OpLibraries
-from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.arguments import RETURNED_STORAGE, DeviceName, TensorSpec, dtype_of, wrapped
 from ..common.collectives import NO_WAIT, Bytes, InFlight, TracedCollectives, bytes_of, traced_groups
-from ..common.inductor_cache import InductorCache, NoKernel
+from ..common.inductor_cache import NoKernel
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators
+from ..common.options import ImportOptions
 from ..common.report import ImportReport, ReportEntry, most
 from ..common.synthesis import ImportedSession, Tensor, TracedStorage, imported_session, of_ranks
 from ..common.trace_files import Progress, RankTrace, others_note, rank_fields
-from ..rewrites.portable import REWRITES, Portable
+from ..rewrites.portable import Portable
 from ..rewrites.rewriting import Rewritten
 from .allocations import PlacedTensor, TracedContent, like_number
 from .calls import NodeCalls, NodeStep
@@ -484,36 +483,28 @@ _MOST_KEPT = 1 << 16  # nodes, of some kilobytes each
 def import_execution_trace(
     path: str | PathLike[str],
     out: str | PathLike[str],
+    options: ImportOptions | None = None,
     *,
-    libraries: OpLibraries | None = None,
-    names: TracedNames | None = None,
     force: bool = False,
-    progress: Progress | None = None,
-    rewrite: str = "none",
-    level: str = "deepest",
     place: RankTrace | None = None,
-    inductor: InductorCache | None = None,
-    together: bool = False,
 ) -> ImportReport:
     """Make a capture of an execution trace: plain, gzip, or in a tar archive with its resources.
 
-    `place` says which file of an archive it is and which rank's, if that was chosen. `rewrite="portable"` replaces
-    operators that only the traced device has with operators that every device has. `level="root"` imports the outermost
-    operators instead of the deepest ones that cover all of the work. `progress` is called with the bytes done and the
-    total. `inductor` has sources of Triton kernels that are not beside the trace. `together`: its collectives are to be
-    replayed with those of the other ranks.
+    `place` says which file of an archive it is and which rank's, if that was chosen. The level `root` imports the
+    outermost operators instead of the deepest ones that cover all of the work.
 
     Raises CaptureNotFound and InvalidCapture for the file, UnsupportedVersion for an unknown schema, OutputExists and
     CaptureFailed for the capture.
     """
-    trace = _Trace(fspath(path), progress, place.member if place else "")
+    options = options or ImportOptions()
+    trace = _Trace(fspath(path), options.progress, place.member if place else "")
     report = ImportReport(Path(trace.path).name, KIND)
-    selection = trace.select(roots=level == "root")
-    if level not in ("deepest", "leaf", "root"):
+    selection = trace.select(roots=options.level == "root")
+    if options.level == "launching":
         report.notes.append(
-            f"level {level}: an execution trace does not show what launched work; the deepest operators are taken"
+            "level launching: an execution trace does not show what launched work; the deepest operators are taken"
         )
-    operators = Operators(libraries, names)
+    operators = Operators(options.libraries, options.names)
     calls = NodeCalls(operators, full=trace.kept)
     steps: list[NodeStep | None] = []
     for node, _position, chosen in trace.nodes(selection, 1):
@@ -523,13 +514,15 @@ def import_execution_trace(
     if not trace.kept:
         calls = NodeCalls(operators, calls)
     ranks = rank_fields(trace.rank, trace.world_size, place)
-    policies = {"schema": trace.schema, "traced": trace.time, "rewrite": rewrite}
-    session = imported_session(KIND, report.source, **ranks, policies=policies | of_ranks(together))
-    content = TracedContent(trace.path, trace.member, inductor)
+    policies = {"schema": trace.schema, "traced": trace.time, "rewrite": options.rewrite}
+    session = imported_session(KIND, report.source, **ranks, policies=policies | of_ranks(options.together))
+    content = TracedContent(trace.path, trace.member, options.inductor)
     with ImportedSession(out, session, force=force) as capture:
-        portable = Portable() if rewrite in REWRITES else None
+        portable = Portable() if options.rewrite == "portable" else None
         groups = traced_groups(list(trace.groups.values()), ranks["world_size"])
-        collectives = TracedCollectives(capture, ranks["rank"], ranks["world_size"], groups) if together else None
+        collectives = (
+            TracedCollectives(capture, ranks["rank"], ranks["world_size"], groups) if options.together else None
+        )
         writer = GraphWriter(capture, report, calls, content, portable, trace.groups, collectives)
         marks = _Marks(capture)
         for number, (node, position, chosen) in enumerate(trace.nodes(selection, 2)):

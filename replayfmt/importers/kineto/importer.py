@@ -8,52 +8,35 @@ the host's time: a window holds the calls and launches that begin in it, on any 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from replayfmt.errors import CaptureFailed, InvalidCapture, UsageError
 from replayfmt.format.model import TRACED_DEVICE_NS, Device
 from replayfmt.format.validation import printable, some_of
-from replayfmt.pytorch.op_libraries import OpLibraries
 from replayfmt.pytorch.operators import operator_named, tells_allocator
-from replayfmt.pytorch.traced_names import TracedNames
 
 from ..common.collectives import TracedCollectives, traced_groups
-from ..common.inductor_cache import InductorCache
 from ..common.json_stream import JsonStream
 from ..common.operators import Operators, collective_layer, only_moves, only_wraps, without_overload
+from ..common.options import ImportOptions, Level, TraceRange, parse_time
 from ..common.report import ImportReport, most
 from ..common.synthesis import ImportedSession, imported_session, of_ranks
-from ..common.trace_files import MOST_RANKS, Progress, RankTrace, TraceFile, others_note, rank_fields
+from ..common.trace_files import MOST_RANKS, RankTrace, TraceFile, others_note, rank_fields
 from ..rewrites.portable import SCHEMAS, Portable
 from .calls import EventCalls, Placement
 from .events import OPERATOR_NAME, OpKind, TraceEvents, integer
 from .graphs import capture_windows, captured, give_operators
-from .tree import LEVELS, CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, Level, build, compact, select
+from .tree import CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, build, compact, select
 from .writing import Trace, write
 
-_TIME = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)?:(\d{1,12}(?:\.\d{1,6})?)?\Z")
 _SHOWN_NAMES = 12
-
-
-@dataclass(frozen=True)
-class TraceRange:
-    """`steps`: numbers of the profiler's steps; `scopes`: names of annotations; `time`: A:B in milliseconds since the
-    trace's first event. What is in any of them is imported; everything, if all are empty."""
-
-    steps: Sequence[int] = ()
-    scopes: Sequence[str] = ()
-    time: str = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.steps or self.scopes or self.time)
 
 
 def inside_windows(events: TraceEvents, annotations: np.ndarray, wanted: TraceRange, times: np.ndarray) -> np.ndarray:
@@ -85,15 +68,6 @@ def _windows(events: TraceEvents, annotations: np.ndarray, wanted: TraceRange) -
     return windows
 
 
-def parse_time(text: str) -> tuple[int, int]:
-    """Nanoseconds of `A:B`, in milliseconds; either may be left out. Raises UsageError."""
-    found = _TIME.match(text)
-    begin, end = (found[1] or "0", found[2] or "1e12") if found else ("1", "0")
-    if float(begin) >= float(end):
-        raise UsageError(f"--time={text}: expected A:B in milliseconds since the trace's beginning, such as 10:25.5")
-    return round(float(begin) * 1e6), round(float(end) * 1e6)
-
-
 _MOST_DEVICES = 1 << 16
 _COLLECTIVE = ("nccl:", "gloo:", "rccl:", "mpi:", "ucc:")  # besides the operators
 # Composites for the dispatcher that also compute outside the operators they call.
@@ -115,32 +89,12 @@ _MOVES = frozenset(
 _MOST_NAMED = 8
 
 
-@dataclass(frozen=True)
-class KinetoOptions:
-    """How to import. `level`: which operators represent the work; `unique`: one record for each different call;
-    `rewrite`: `portable` replaces operators that only the traced device has with operators that every device has;
-    `graph_captures`: traces of the captures of the graphs that this one launches; `wanted`: which part of it;
-    `inductor`: the sources of its Triton kernels; `together`: its collectives are replayed with other ranks'."""
-
-    level: Level = "auto"
-    unique: bool = False
-    rewrite: Literal["none", "portable"] = "none"
-    graph_captures: Sequence[str | PathLike[str]] = ()
-    wanted: TraceRange = TraceRange()
-    inductor: InductorCache | None = None
-    together: bool = False
-
-
 def import_kineto(
     path: str | PathLike[str],
     out: str | PathLike[str],
+    options: ImportOptions | None = None,
     *,
-    libraries: OpLibraries | None = None,
-    names: TracedNames | None = None,
-    options: KinetoOptions = KinetoOptions(),
     force: bool = False,
-    progress: Progress | None = None,
-    on_record: Callable[[int, int], None] | None = None,
     place: RankTrace | None = None,
 ) -> ImportReport:
     """Make the capture `out` of a profiler trace, and report on it. `place` says which file of an archive it is and
@@ -150,9 +104,8 @@ def import_kineto(
     work of which none can be linked, OutputExists and CaptureFailed if `out` cannot be written. A damaged trace is
     imported as far as it can be read; the report says what was not.
     """
-    if options.level not in LEVELS:
-        raise UsageError(f"level={options.level!r}: expected one of {', '.join(LEVELS)}")
-    file = TraceFile(path, progress=progress, member=place.member if place else "")
+    options = options or ImportOptions()
+    file = TraceFile(path, progress=options.progress, member=place.member if place else "")
     with JsonStream(file, exact=True) as stream:
         events = TraceEvents().read(stream)
     if not events.ops.start and not events.work.start:
@@ -168,7 +121,7 @@ def import_kineto(
         if options.graph_captures
         else []
     )
-    operators = Operators(libraries, names)
+    operators = Operators(options.libraries, options.names)
     traits = [_traits_of(kind, operators) for kind in events.kinds]
     annotations = np.asarray([traits[kind].role is EventRole.annotation for kind in events.ops.kind], bool)
     detached = np.asarray(
@@ -236,7 +189,7 @@ def import_kineto(
             about = events.metadata.get("distributedInfo")
             groups = traced_groups(about.get("pg_config") if isinstance(about, dict) else None, session.world_size)
             trace.collectives = TracedCollectives(writing, session.rank, session.world_size, groups)
-        write(trace, writing, report, on_record)
+        write(trace, writing, report, options.on_record)
     return report
 
 
@@ -386,7 +339,7 @@ def distributed(said: Any) -> tuple[int | None, int]:
 
 
 def _session_fields(
-    events: TraceEvents, level: Level, options: KinetoOptions, place: RankTrace | None
+    events: TraceEvents, level: Level, options: ImportOptions, place: RankTrace | None
 ) -> dict[str, Any]:
     metadata = events.metadata
     libraries = {
@@ -444,4 +397,4 @@ def devices(events: TraceEvents, report: ImportReport) -> Mapping[int, Device]:
     return found
 
 
-__all__ = ["KinetoOptions", "Placement", "import_kineto"]
+__all__ = ["Placement", "import_kineto"]

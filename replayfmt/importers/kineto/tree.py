@@ -13,11 +13,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
 
 import numpy as np
 
 from ..common.operators import FUSED_LAYER, is_part
+from ..common.options import Level
 from .events import Launches, TraceEvents
 
 ROUNDING_NS = 1000  # clocks of whole microseconds, and microseconds since 1970 in a double
@@ -146,10 +146,6 @@ def _latest(
     chosen[np.flatnonzero(found)[order[~holders] - len(ids)]] = order[for_want[~holders]]
     shared[found] = differ[group[found]]
     return _Holders(found, chosen, shared)
-
-
-Level = Literal["auto", "leaf", "launching", "root"]
-LEVELS: tuple[Level, ...] = ("auto", "leaf", "launching", "root")
 
 
 class EventRole(IntEnum):

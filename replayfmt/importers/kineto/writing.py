@@ -27,6 +27,7 @@ from ..common.arguments import DefaultGenerator, TensorSpec, dtype_of
 from ..common.collectives import NO_WAIT, InFlight, TracedCollectives
 from ..common.inductor_cache import InductorCache, NoKernel, fill_integers
 from ..common.operators import REPLACED, FoundOperator, is_generated_kernel
+from ..common.options import Level
 from ..common.report import DeviceTime, ImportReport, ReportEntry
 from ..common.results import Results, realize
 from ..common.synthesis import ImportedSession, Tensor, TracedStorage, plain_tensor
@@ -35,7 +36,7 @@ from ..rewrites.rewriting import CannotRewrite, Rewritten, tensors_in
 from .calls import DtypeHints, EventCalls, Placement, ResolvedCall, has_lists, read_arguments, signature_text
 from .device_work import UnclaimedWork, captured_outside, compiled_regions, device_kernel_table, unclaimed_work
 from .events import NO_TIME, OpKind, TraceEvents
-from .tree import CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, Level, compact
+from .tree import CallTree, ChosenEvents, EventRole, EventTraits, GraphCaptured, compact
 
 
 class AnnotationScopes:

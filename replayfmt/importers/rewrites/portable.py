@@ -422,8 +422,6 @@ def _group_norm(calls: RewrittenCalls, given: dict[str, Any], results: list[Any]
 FOREIGN: dict[str, Any] = {"aiter::fmha_v3_fwd": _attention, "aiter::_groupnorm_run": _group_norm}
 
 
-REWRITES = ("portable",)
-
 Rule = Callable[[RewrittenCalls, dict[str, Any], "list[Any] | None"], None]
 
 
