@@ -16,6 +16,7 @@ import numpy as np
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import CaptureInfo, Kernel, Record, Summary
 from replayfmt.format.reader import CaptureReader, open_capture
+from replayfmt.format.source import Closing
 from replayfmt.format.validation import text_of
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class OpsByOrdinal(Mapping[int, Op]):
         return self._reader.summary.records.get(RecordKind.op, 0)
 
 
-class Capture:
+class Capture(Closing):
     """An open capture. Use it as a context manager, or `close()` it."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -254,12 +255,6 @@ class Capture:
 
     def close(self) -> None:
         self.reader.close()
-
-    def __enter__(self) -> Capture:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
 
 def open(path: str | PathLike[str]) -> Capture:

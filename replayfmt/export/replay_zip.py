@@ -28,6 +28,7 @@ from replayfmt.format.model import DeviceValue, GeneratorValue, Record, StorageV
 from replayfmt.format.operator_schema import parse_operator_schema
 from replayfmt.format.output import check_place, new_file
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.source import Closing
 from replayfmt.format.validation import counted, printable
 from replayfmt.initializers import TensorInfo
 from replayfmt.pytorch.operators import refused_names
@@ -196,7 +197,7 @@ _MOST_ELEMENTS = 1 << 22  # quantized weights are integers, too; they need no co
 Texts = dict[str, str]
 
 
-class Integers:
+class Integers(Closing):
     """Content of the arguments of ops, as text. `problem` says why there is none at all. Close it after use."""
 
     def __init__(self, reader: CaptureReader) -> None:
@@ -220,12 +221,6 @@ class Integers:
     def close(self) -> None:
         if self._plan is not None:
             self._plan.close()
-
-    def __enter__(self) -> Integers:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
 
     def of(self, record: Record) -> Texts:
         """Zlib-compressed bytes in base64 by argument (`indices[1]` in lists): the elements in row-major order,

@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from replayfmt.errors import ExternalFileProblem, UsageError
 
 from .model import ExternalFile, FileIdentity
-from .source import fill
+from .source import Closing, fill
 from .validation import texts_of
 
 CHUNK_BYTES = 64 << 20
@@ -233,7 +232,7 @@ def _expect_file(path: str, mode: int) -> None:
         raise ExternalFileProblem(f"external file {path} is {kind}; expected a file")
 
 
-class OpenedFile:
+class OpenedFile(Closing):
     """An external file, open for reading; close it, or use it in a `with` statement. Maps outlive it.
 
     `bytes` and `identity` are those of the file that was opened.
@@ -358,12 +357,6 @@ class OpenedFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 def _difference(found: FileIdentity, captured: FileIdentity) -> str:

@@ -25,7 +25,7 @@ from .definition_tables import Definitions, DefinitionTables
 from .frames import FLAG_CONSOLIDATED, FrameHeader
 from .model import Record, Storage, Summary
 from .record_frames import RecordFrame, RecordFrameDecoder, decode_record
-from .source import PayloadInfo, PayloadInput, Source
+from .source import Closing, PayloadInfo, PayloadInput, Source
 
 _CACHED_FRAMES = 4
 
@@ -47,7 +47,7 @@ def open_capture(path: str | os.PathLike[str]) -> CaptureReader:
     return CaptureReader(path)
 
 
-class CaptureReader:
+class CaptureReader(Closing):
     """An open capture; close it, or use it in a `with` statement.
 
     A capture that was never closed opens too, with `complete` False and `incomplete_reason`, and is readable up to its
@@ -262,12 +262,6 @@ class CaptureReader:
         """Release the file. Closing twice does nothing."""
         self._payloads.close()
         self.source.close()
-
-    def __enter__(self) -> CaptureReader:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 __all__ = ["CaptureReader", "FrameInfo", "RecordFrame", "open_capture"]

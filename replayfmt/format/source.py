@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import numpy as np
 import zstandard
@@ -27,6 +27,19 @@ from .validation import path_of
 
 class DamagedBody(InvalidCapture):
     """A body is not what its header says was written."""
+
+
+class Closing:
+    """Closed at the end of a `with` block, however that ends."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
 
 def fill(fd: int, offset: int, view: memoryview) -> int:

@@ -18,6 +18,7 @@ from replayfmt.errors import ContentNotCaptured, ExternalFileProblem, InvalidCap
 from replayfmt.format.codes import RecordKind, StorageOrigin, TensorFlag, ValueKind
 from replayfmt.format.model import Record, TensorValue, tensors_of
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.source import Closing
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, byte_tensor, host_view, new_storage, view_inside
 
 from .plan import Plan
@@ -37,7 +38,7 @@ _BORN_WITH = {
 }
 
 
-class CapturedValues:
+class CapturedValues(Closing):
     """The content around one op. Use it as a context manager: it keeps files open."""
 
     def __init__(self, reader: CaptureReader, file_remaps: Sequence[str] = ()) -> None:
@@ -152,12 +153,6 @@ class CapturedValues:
 
     def close(self) -> None:
         self._files.close()
-
-    def __enter__(self) -> CapturedValues:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 # Comparisons that directly follow an op, and what may come between.

@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 from replayfmt.errors import ReplayFailed, ReplayMismatch, ReplayRefused, UsageError
 from replayfmt.format.codes import RecordKind
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.source import Closing
 from replayfmt.format.validation import check_function, check_kind, choice_of, counted, flag_of
 from replayfmt.pytorch.accelerators import undrawn
 from replayfmt.pytorch.collectives import plays_ranks
@@ -46,7 +47,7 @@ _PATIENCE_RUNS = 10  # as long as that many replays take
 _MORE_REPEATS = 32  # of each op, if running it twice did not explain a difference: some ops seldom differ
 
 
-class Plan:
+class Plan(Closing):
     """A capture that is ready to run on `devices`.
 
     `capture` is a path, an open reader or a `replayfmt.open(...)` capture; a path is opened here and closed by `close`.
@@ -575,9 +576,3 @@ class Plan:
         """Release the storages kept between runs, and the file if the plan opened it."""
         self._content.release()
         self.preparation.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()

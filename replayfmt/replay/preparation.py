@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any, Self, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -20,6 +20,7 @@ from replayfmt.format.codes import RecordKind
 from replayfmt.format.model import OPAQUE_RESULTS, Signature, tensors_of
 from replayfmt.format.reader import CaptureReader, open_capture
 from replayfmt.format.signature_layout import SlotLayout
+from replayfmt.format.source import Closing
 from replayfmt.format.validation import check_kind, choice_of, flag_of, texts_of
 from replayfmt.initializers import Initializer, Registry
 from replayfmt.pytorch.operators import OpaqueResults, OpaqueSpec
@@ -107,7 +108,7 @@ _SHOWN_KERNELS = 5
 _LOOKED_BACK = 20_000  # records that are searched for the op that wrote what differs
 
 
-class Preparation:
+class Preparation(Closing):
     """A capture checked for a group of devices. Owns what it opened until `close`."""
 
     def __init__(
@@ -357,12 +358,6 @@ class Preparation:
     def close(self) -> None:
         """Release the external files, and the capture if it was opened here."""
         self._opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 def _stated(reader: CaptureReader) -> list[str]:

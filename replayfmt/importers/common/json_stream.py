@@ -19,6 +19,7 @@ from os import PathLike
 from typing import Any
 
 from replayfmt.errors import InvalidCapture
+from replayfmt.format.source import Closing
 
 from .trace_files import Progress, TraceFile
 
@@ -70,7 +71,7 @@ def _float(text: str) -> float:
     return number
 
 
-class JsonStream:
+class JsonStream(Closing):
     """One pass over a trace file. `problems` has the first few of each kind, `problem_counts` their numbers. With
     `exact`, numbers with too many digits for a double are LongFloats."""
 
@@ -118,12 +119,6 @@ class JsonStream:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> JsonStream:
-        return self
-
-    def __exit__(self, *_exception: Any) -> None:
-        self.close()
 
     # --------------------------------------------------------------------------------------------------------- entries
 

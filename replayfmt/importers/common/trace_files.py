@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from replayfmt.errors import CaptureNotFound, InvalidCapture
+from replayfmt.format.source import Closing
 from replayfmt.format.validation import some_of
 
 MOST_RANKS = 1 << 24
@@ -141,7 +142,7 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
-class TraceFile:
+class TraceFile(Closing):
     """The JSON of a trace file as a byte stream. `read` returns b"" at the end; `broken` says why it ended early."""
 
     def __init__(
@@ -283,12 +284,6 @@ class TraceFile:
     def close(self) -> None:
         """Close the file."""
         self._raw.close()
-
-    def __enter__(self) -> TraceFile:
-        return self
-
-    def __exit__(self, *_exception: Any) -> None:
-        self.close()
 
 
 def others_note(path: str | PathLike[str], member: str) -> str:
