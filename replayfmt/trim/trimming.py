@@ -233,79 +233,64 @@ def trim_capture(
     Raises UsageError, OutputExists, ReplayRefused if the earlier part cannot be replayed here, ReplayMismatch if a
     replay differs from the capture, ReplayFailed, and the errors of reading and writing.
     """
-    with outputs(plan.reader, force, out) as (partial,):
-        asked = resolve_selection(plan.reader, wanted)
-        while True:  # each time more results with bytes that no replay reproduces are known
-            result = _trim(plan, partial, out, wanted, asked, check, verify, on_prediction, on_progress)
-            if result is not None:
-                return result
-
-
-def _trim(
-    plan: Plan,
-    partial: str,
-    out: str,
-    wanted: OpSelection,
-    asked: KeptRecords,
-    check: Check,
-    verify: Verify,
-    on_prediction: Callable[[Prediction], None],
-    on_progress: Callable[[int, int], None] | None,
-) -> TrimResult | None:
-    """One attempt; None if it taught the plan something new."""
     from replayfmt.replay.run.run_twice import RunTwice
 
     from .materializing import Materializer, overwrites
 
-    reader = plan.reader
-    kept = with_producers(reader, asked, plan.preparation.opaque_slots(), plan.preparation.writes)
-    schedule = Planner(reader, kept, plan.preparation.writes, lambda number: overwrites(plan, number)).plan()
-    on_prediction(predict(reader, kept, schedule))
-    refuse_unsupported(reader, kept, schedule)
-    verification = plan.verification(verify)
-    made_up, notes = plan.synthesis.reason, _notes(schedule)
-    if kept.ops > asked.ops:
-        notes.append(
-            f"kept besides the {asked.ops} selected ops: {kept.ops - asked.ops}, whose results hold addresses, "
-            f"or memory left unwritten, which cannot be embedded"
+    reader, preparation, made_up = plan.reader, plan.preparation, plan.synthesis.reason
+    with outputs(reader, force, out) as (partial,):
+        asked = resolve_selection(reader, wanted)
+        while True:  # each time more results with bytes that no replay reproduces are known
+            kept = with_producers(reader, asked, preparation.opaque_slots(), preparation.writes)
+            schedule = Planner(reader, kept, preparation.writes, lambda number: overwrites(plan, number)).plan()
+            on_prediction(predict(reader, kept, schedule))
+            refuse_unsupported(reader, kept, schedule)
+            verification = plan.verification(verify)
+            notes = _notes(schedule)
+            if kept.ops > asked.ops:
+                notes.append(
+                    f"kept besides the {asked.ops} selected ops: {kept.ops - asked.ops}, whose results hold addresses, "
+                    f"or memory left unwritten, which cannot be embedded"
+                )
+            session = _trimmed_session(
+                reader.session,
+                wanted,
+                schedule,
+                verification.mode,
+                plan.why_not_bitwise() if verification.mode != "bitwise" else [],
+                made_up,
+                preparation.opaque.text,
+            )
+            with writer_of(partial, session) as writer:
+                copier = Copier(reader, writer)
+                watcher = Materializer(
+                    plan, copier, schedule, kept, digests=verify != "none" and not made_up, values=not made_up
+                )
+                twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, preparation.writes))
+                progress = _counted(on_progress, kept.stop)
+                verification, divergence = plan.watch(watcher, kept.stop, verify, stand_in=twice, on_progress=progress)
+                if not plan.may_be_taken(twice, divergence, verify):
+                    writer.discard()
+                    continue
+                watcher.finish()
+                writer.close(reader.summary.ended_ns or 0)
+            if checked := _check(plan, partial, out, check, schedule, verify):
+                break
+        if made_up:
+            notes.append(
+                f"content that is not in the capture was synthesized, so there is nothing to verify: {made_up}"
+            )
+        return TrimResult(
+            out,
+            os.path.getsize(partial),
+            copier.count,
+            kept.ops,
+            copier.embedded_bytes,
+            watcher.digest_count,
+            verification.text,
+            checked,
+            notes,
         )
-    session = _trimmed_session(
-        reader.session,
-        wanted,
-        schedule,
-        verification.mode,
-        plan.why_not_bitwise() if verification.mode != "bitwise" else [],
-        made_up,
-        plan.preparation.opaque.text,
-    )
-    with writer_of(partial, session) as writer:
-        copier = Copier(reader, writer)
-        watcher = Materializer(
-            plan, copier, schedule, kept, digests=verify != "none" and not made_up, values=not made_up
-        )
-        twice = RunTwice(plan.generators, givers(reader, schedule, kept.stop, plan.preparation.writes))
-        verification, divergence = plan.watch(
-            watcher, kept.stop, verify, stand_in=twice, on_progress=_counted(on_progress, kept.stop)
-        )
-        if not plan.may_be_taken(twice, divergence, verify):
-            writer.discard()
-            return None
-        watcher.finish()
-        writer.close(reader.summary.ended_ns or 0)
-    if made_up:
-        notes.append(f"content that is not in the capture was synthesized, so there is nothing to verify: {made_up}")
-    result = TrimResult(
-        out,
-        os.path.getsize(partial),
-        copier.count,
-        kept.ops,
-        copier.embedded_bytes,
-        watcher.digest_count,
-        verification.text,
-        notes=notes,
-    )
-    result.checked = _check(plan, partial, out, check, schedule, verify)
-    return result if result.checked else None
 
 
 def used_remaps(reader: CaptureReader, remaps: Sequence[str]) -> tuple[str, ...]:
