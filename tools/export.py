@@ -184,7 +184,7 @@ def _kernel_task(
         if benchmark is not None:
             from replayfmt.report.measurements import read_benchmark
 
-            measured = read_benchmark("--benchmark", benchmark, plan.reader)
+            measured = read_benchmark(benchmark, plan.reader)
         options = TaskOptions(inputs, limit, flags.verify, flags.allow_code, force, other, measured)
         done = write_task(plan, out, wanted, options)
     say(f"replayed  {done.verified}")
@@ -204,7 +204,7 @@ def _chakra(source: str, out: str, wanted: OpSelection, benchmark: str | None, f
         if benchmark is None:
             return None
         path = benchmark.replace("{rank}", str(reader.session.rank))
-        return read_isolated(f"--benchmark={path}", read_benchmark("--benchmark", path, reader))
+        return read_isolated(f"--benchmark={path}", read_benchmark(path, reader))
 
     counts = export_chakra(source, out, times=times, force=force)
     for reason, count in counts.unknown.items():
@@ -274,7 +274,7 @@ def _timeline(
     isolated = None
     if benchmark is not None:
         flag = f"--benchmark={benchmark}"
-        isolated = read_isolated(flag, read_benchmark("--benchmark", benchmark, reader))
+        isolated = read_isolated(flag, read_benchmark(benchmark, reader))
     traces = [ReplayedTrace(path, reader) for path in replayed]
     power = []
     if zone is not None and power_log is None:

@@ -155,11 +155,11 @@ def cli(
 
             compared = compare(capture, other, times=True)
         inputs = ReportInputs(
-            [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],
+            [(f"--benchmark={path}", read_benchmark(path, reader)) for path in benchmarks],
             None if baseline is None else (baseline, read_baseline(baseline)),
-            None if energy is None else read_energy("--energy", energy, reader),
-            [read_probe_run("--probes", path, reader) for path in probes],
-            [read_run("--run", path, reader) for path in runs],
+            None if energy is None else read_energy(energy, reader),
+            [read_probe_run(path, reader) for path in probes],
+            [read_run(path, reader) for path in runs],
             None if replayed is None else ReplayedTrace(replayed, reader),
             compared,
         )
@@ -199,7 +199,7 @@ def _report_ranks(folder: str, out: str, benchmarks: tuple[str, ...], force: boo
         (path,) = benchmarks
         refuse_input("--output", out, path, "a file that is to be read")
         with open_capture(rank_file(folder, 0)) as reader:
-            benchmark = f"--benchmark={path}", read_benchmark("--benchmark", path, reader)
+            benchmark = f"--benchmark={path}", read_benchmark(path, reader)
     with output_file("--output", out, force) as file:
         page = make_page(make_rank_contents(folder, benchmark), own_version())
         file.write(page)

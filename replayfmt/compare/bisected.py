@@ -223,7 +223,7 @@ def _judge_of(plan: Plan, text: str, tolerance: Tolerance) -> _Judge:
         return _Judge(name, ordinal + 1, lambda one, other: _far(tolerance, ordinal, one, other), watched)
     if ".py" not in text:
         raise UsageError(f"--judge={text}: expected digest, host_read, either with :ORDINAL, or SCRIPT.py:FUNCTION")
-    function = load_function(text, "--judge")
+    function = load_function(text)
 
     def off(one: Values, other: Values) -> str:
         try:

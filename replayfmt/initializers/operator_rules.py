@@ -72,12 +72,9 @@ def _into(argument: str, dim: int | str) -> Rule:
     return rule
 
 
-def _into_all(argument: str) -> Rule:
-    def rule(use: Use) -> Demand | None:
-        info = use.call.tensor(argument)
-        return _from_either_end(_index(use, None if info is None else info.elements, argument))
-
-    return rule
+def _into_all(use: Use) -> Demand | None:
+    info = use.call.tensor("self")
+    return _from_either_end(_index(use, None if info is None else info.elements, "self"))
 
 
 def _from_either_end(demand: Demand | None) -> Demand | None:
@@ -371,8 +368,8 @@ _RULES: dict[tuple[str, str], Rule] = {
     **{(name, "indices"): _below("num_weights") for name in _BAG_BACKWARD[:3]},
     (_BAG_BACKWARD[3], "indices"): _into("weight", 0),
     **{(name, "offsets"): _bags_again for name in _BAG_BACKWARD},
-    ("take", "index"): _into_all("self"),
-    ("put", "index"): _into_all("self"),
+    ("take", "index"): _into_all,
+    ("put", "index"): _into_all,
     **{(name, "indices"): _advanced for name in ("index", "_unsafe_index", "index_put", "_unsafe_index_put",
                                                  "_index_put_impl", "_unsafe_masked_index",
                                                  "_unsafe_masked_index_put_accumulate")},

@@ -27,7 +27,6 @@ from replayfmt.probes.definitions import MEMORY, ProbeDefinition, ProbeInstructi
 from .recordings import PtxasFigures, read_ptxas_log
 
 _ENTRY = re.compile(r"\.entry\s+([A-Za-z_$%][\w$]*)")
-_FUNCTION = re.compile(r"\.func\b")
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _GUARD = re.compile(r"@(!?)(%?[\w$]+)\s+")
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*.*?\*/)+", re.DOTALL)

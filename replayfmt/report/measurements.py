@@ -99,32 +99,32 @@ class Fields:
         return UsageError(f"{self.where}: {name}: expected {expected}, got {found}; the file is damaged")
 
 
-def read_benchmark(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Document:
+def read_benchmark(path: str | PathLike[str], reader: CaptureReader) -> Document:
     """A document that opreplay-benchmark --benchmark-out wrote for this capture. Raises UsageError for another one."""
-    document = read_baseline(path, flag)
-    require_same_capture(f"{flag}={path}", document["context"].get("capture_session"), reader)
+    document = read_baseline(path, "--benchmark")
+    require_same_capture(f"--benchmark={path}", document["context"].get("capture_session"), reader)
     if "comparisons" in document:
         raise UsageError(
-            f"{flag}={path}: is a comparison of kernels (--compare), which the report does not show; expected a file "
-            "that opreplay-benchmark --benchmark-out wrote without --compare"
+            f"--benchmark={path}: is a comparison of kernels (--compare), which the report does not show; expected a "
+            "file that opreplay-benchmark --benchmark-out wrote without --compare"
         )
     return document
 
 
-def read_energy(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fields:
+def read_energy(path: str | PathLike[str], reader: CaptureReader) -> Fields:
     """A report that opreplay-energy wrote for this capture. Raises UsageError for another one."""
     wanted = f"expected a report that opreplay-energy wrote (schema version {ENERGY_SCHEMA})"
-    content = read_json(path, f"{flag}={path}", wanted)
+    content = read_json(path, f"--energy={path}", wanted)
     if not isinstance(content, dict) or "isolated_kernels" not in content:
-        raise UsageError(f"{flag}={path}: is not an energy report; {wanted}")
+        raise UsageError(f"--energy={path}: is not an energy report; {wanted}")
     if content.get("schema_version") != ENERGY_SCHEMA:
-        raise UsageError(f"{flag}={path}: has the schema version {content.get('schema_version')!r:.40}; {wanted}")
-    found = Fields(content, f"{flag}={path}")
+        raise UsageError(f"--energy={path}: has the schema version {content.get('schema_version')!r:.40}; {wanted}")
+    found = Fields(content, f"--energy={path}")
     require_same_capture(found.where, found.fields("context").content.get("capture_session"), reader)
     return found
 
 
-def read_run(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fields:
+def read_run(path: str | PathLike[str], reader: CaptureReader) -> Fields:
     """The first row that opreplay-run --format=jsonl printed for this capture. Raises UsageError for another one."""
     wanted = "expected what opreplay-run --format=jsonl printed, whose first row has the kind replay"
     try:
@@ -132,17 +132,17 @@ def read_run(flag: str, path: str | PathLike[str], reader: CaptureReader) -> Fie
         with open(path, "rb") as file:
             line = file.readline(_LONGEST_ROW + 1)
     except OSError as error:
-        raise UsageError(f"{flag}={path}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"--run={path}: cannot be read: {error.strerror}") from None
     try:
         content = parse_json(line) if len(line) <= _LONGEST_ROW else None
     except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("kind") != "replay":
         raise UsageError(
-            f"{flag}={path}: its first line is not such a row; {wanted}: a replay that was refused has none"
+            f"--run={path}: its first line is not such a row; {wanted}: a replay that was refused has none"
         )
-    require_same_capture(f"{flag}={path}", content.get("capture_session"), reader)
-    return Fields(content, f"{flag}={path}")
+    require_same_capture(f"--run={path}", content.get("capture_session"), reader)
+    return Fields(content, f"--run={path}")
 
 
 _OP, _WHOLE = "BM_op/", "BM_replay"

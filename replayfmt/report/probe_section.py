@@ -81,10 +81,10 @@ class ProbeRun:
     notes: list[str]
 
 
-def read_probe_run(flag: str, path: str, reader: CaptureReader) -> ProbeRun:
+def read_probe_run(path: str, reader: CaptureReader) -> ProbeRun:
     """The folder of a run of this capture's kernels. Raises UsageError for another one and for damaged files,
     InvalidCapture if the capture's attachments are damaged."""
-    where = f"{flag}={path}"
+    where = f"--probes={path}"
     try:
         folder = TraceFolder.open(path)
         if folder.event_log is None:

@@ -44,9 +44,9 @@ def contents_of(
         return make_contents(
             reader,
             ReportInputs(
-                [(f"--benchmark={path}", read_benchmark("--benchmark", path, reader)) for path in benchmarks],
+                [(f"--benchmark={path}", read_benchmark(path, reader)) for path in benchmarks],
                 (str(measured.earlier), read_baseline(measured.earlier)) if baseline else None,
-                read_energy("--energy", measured.energy, reader) if energy else None,
+                read_energy(measured.energy, reader) if energy else None,
                 replayed=None if trace is None else ReplayedTrace(str(trace), reader),
             ),
         )
@@ -143,7 +143,7 @@ def test_a_kernel_of_which_not_all_calls_were_measured_shows_what_is_known_with_
     partly = edited(measured.per_op, tmp_path / "partly.json", lambda each: leave_out(each, "name", "benchmarks"))
     energy = edited(measured.energy, tmp_path / "energy.json", lambda each: leave_out(each, "name", "kernels"))
     with open_capture(measured.capture) as reader:
-        inputs = ReportInputs([("x", read_benchmark("x", partly, reader))], energy=read_energy("x", energy, reader))
+        inputs = ReportInputs([("x", read_benchmark(partly, reader))], energy=read_energy(energy, reader))
         shown = make_contents(reader, inputs)
     kernels = table(shown, "kernels")
     (row,) = (each for each in kernels.rows if each.cells[0].text.startswith("aten::add.Tensor"))
@@ -392,7 +392,7 @@ def test_an_energy_report_that_is_not_one_of_this_capture_is_one_error(
 ) -> None:
     path = edited(measured.energy, tmp_path / "edited.json", change)
     with open_capture(measured.capture) as reader, pytest.raises(UsageError, match=words):
-        make_contents(reader, ReportInputs([], None, read_energy("--energy", path, reader)))
+        make_contents(reader, ReportInputs([], None, read_energy(path, reader)))
 
 
 def test_no_text_of_a_report_says_that_a_missing_figure_is_0(measured: Measured) -> None:

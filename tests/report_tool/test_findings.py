@@ -152,7 +152,7 @@ def test_kernels_far_from_the_roof_are_found_in_a_benchmark(measured: Measured, 
     slow = tmp_path / "slow.json"
     slow.write_text(json.dumps(document))
     with open_capture(measured.capture) as reader:
-        inputs = ReportInputs([("--benchmark", read_benchmark("--benchmark", slow, reader))])
+        inputs = ReportInputs([("--benchmark", read_benchmark(slow, reader))])
         rules = [each.rule for each in make_contents(reader, inputs).findings]
     assert "far_from_the_roof" in rules
 

@@ -40,16 +40,14 @@ def texts_of(plot: Plot) -> list[str]:
 @pytest.fixture(scope="module")
 def plots(measured: Measured) -> dict[str, Plot]:
     with open_capture(measured.capture) as reader:
-        benchmarks = [
-            (str(path), read_benchmark("--benchmark", path, reader)) for path in (measured.whole, measured.per_op)
-        ]
+        benchmarks = [(str(path), read_benchmark(path, reader)) for path in (measured.whole, measured.per_op)]
         found, missing = plots_of(
             make_contents(
                 reader,
                 ReportInputs(
                     benchmarks,
                     None,
-                    read_energy("--energy", measured.energy, reader),
+                    read_energy(measured.energy, reader),
                     replayed=ReplayedTrace(str(measured.trace), reader),
                 ),
             )

@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
 
 def contents_of(capture: Path, *runs: Path) -> ReportContents:
     with open_capture(capture) as reader:
-        inputs = ReportInputs(probes=[read_probe_run("--probes", str(each), reader) for each in runs])
+        inputs = ReportInputs(probes=[read_probe_run(str(each), reader) for each in runs])
         return make_contents(reader, inputs)
 
 
@@ -186,4 +186,4 @@ def test_the_page_and_the_pictures_are_written_with_probes(capture: Path, run: P
 
 def test_an_operator_of_the_same_name_is_not_the_kernel(run: Path, hostile: Path) -> None:
     with open_capture(hostile) as reader, pytest.raises(UsageError, match="it has no Triton kernel"):
-        read_probe_run("--probes", str(run), reader)
+        read_probe_run(str(run), reader)

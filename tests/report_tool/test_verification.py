@@ -31,7 +31,7 @@ def note_of(measured: Measured, row: dict[str, Any], tmp_path: Path) -> Verifica
     path = tmp_path / "run.jsonl"
     path.write_text(json.dumps(row) + "\nmore\n")
     with open_capture(measured.capture) as reader:
-        (note,) = make_contents(reader, ReportInputs(runs=[read_run("--run", path, reader)])).verification
+        (note,) = make_contents(reader, ReportInputs(runs=[read_run(path, reader)])).verification
     assert note.source == f"--run={path}"
     return note
 

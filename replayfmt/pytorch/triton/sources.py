@@ -249,7 +249,6 @@ def _is_full(cell: Any) -> bool:
 
 _HEAD = ("import triton", "import triton.language as tl")
 _MODULES = ("triton", "math")  # that a standalone module may import, or parts of them
-_INDENT = "    "
 _Edit = tuple[int, int, int, int, str]  # first line and column, last line and column (of UTF-8 bytes), new text
 
 

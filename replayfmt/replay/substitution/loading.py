@@ -421,19 +421,19 @@ def find_operator(name: str) -> OpOverload | str:
     return found[chosen]
 
 
-def load_function(text: str, flag: str) -> Callable[..., Any]:
-    """The function that PATH.py:NAME names, the value of a flag; the file is run. Raises UsageError."""
+def load_function(text: str) -> Callable[..., Any]:
+    """The function that PATH.py:NAME names, the value of --judge; the file is run. Raises UsageError."""
     path, name = split_path(text)
     if name is None:
-        raise UsageError(f"{flag}={text}: names no function; expected PATH.py:NAME")
+        raise UsageError(f"--judge={text}: names no function; expected PATH.py:NAME")
     try:
         require_regular_file(path)
         module = _import(os.path.realpath(path))
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{flag}={text}: {path} does not load: {_in_one_line(error, path)}") from error
+        raise UsageError(f"--judge={text}: {path} does not load: {_in_one_line(error, path)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise UsageError(f"{flag}={text}: {path} has no function {name}")
+        raise UsageError(f"--judge={text}: {path} has no function {name}")
     return function
 
 
