@@ -127,8 +127,9 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
     """Judge candidates for a kernel task, or check and time its reference."""
     import json
 
-    from replayfmt.benchmark.candidates import check_script
     from replayfmt.benchmark.candidates.judged import find_candidates, judge
+    from replayfmt.benchmark.candidates.task_cases import Options
+    from replayfmt.benchmark.candidates.task_judging import REASONS
     from replayfmt.benchmark.measure import largest_flush
     from replayfmt.benchmark.per_op.roofline import Peaks
     from replayfmt.benchmark.statistics import parse_min_time
@@ -138,13 +139,13 @@ def run_task(context: click.Context, folder: str, flags: ReplayFlags) -> int:
         context, [name for name in given if name not in (*_WITH_TASKS, *_FOR_TASKS)], "does not go with a kernel task"
     )
     for reason in given["allow_reason"]:
-        if reason not in check_script.REASONS:
-            raise UsageError(f"--allow-reason={reason}: expected one of {', '.join(check_script.REASONS)}")
+        if reason not in REASONS:
+            raise UsageError(f"--allow-reason={reason}: expected one of {', '.join(REASONS)}")
     min_time = parse_min_time(given["benchmark_min_time"]) if is_given(context, "benchmark_min_time") else None
     if min_time is not None and min_time.seconds is None:
         raise UsageError(f"--benchmark-min-time={min_time}: a kernel task takes seconds, such as 0.1s")
     candidates = find_candidates(given["candidates"])
-    options = check_script.Options(
+    options = Options(
         variants=given["variants"],
         guard=given["guard"],
         allow=given["allow_reason"],
@@ -184,7 +185,7 @@ def _end_to_end(capture: str, candidate: str, task: dict[str, Any]) -> dict[str,
     import json
     import subprocess
 
-    from replayfmt.benchmark.candidates.check_script import split_candidate
+    from replayfmt.benchmark.candidates.task_judging import split_candidate
 
     path, function = split_candidate(candidate)
     if not path.endswith(".py"):

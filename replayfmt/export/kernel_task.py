@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from replayfmt.benchmark.candidates import check_script
 from replayfmt.benchmark.candidates.judged import check_text
+from replayfmt.benchmark.candidates.task_cases import load_task
 from replayfmt.benchmark.per_op.groups import work_of
 from replayfmt.dump.kernel_skeleton import BINDINGS, kernel_skeleton
 from replayfmt.dump.selection import KeptRecords, OpSelection, resolve_selection
@@ -165,7 +165,7 @@ def write_task(plan: Plan, out: str, wanted: OpSelection, options: TaskOptions) 
 
 def _is_task(folder: Path) -> bool:
     try:
-        check_script.load_task(folder)
+        load_task(folder)
     except (OSError, ValueError):
         return False
     return True

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from replayfmt.benchmark.candidates.check_script import Arguments, Case, memories_of
+from replayfmt.benchmark.candidates.task_calls import memories_of
+from replayfmt.benchmark.candidates.task_cases import Arguments, Case
 from replayfmt.errors import ReplayRefused
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE, row_major_bytes
 from replayfmt.trim.vectors import Array, write_safetensors

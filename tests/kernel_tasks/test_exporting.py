@@ -14,8 +14,8 @@ import torch
 from in_process import Tools
 
 import replayfmt
-from replayfmt.benchmark.candidates.check_script import Case, Options, load_task, read_safetensors
 from replayfmt.benchmark.candidates.judged import run_judge
+from replayfmt.benchmark.candidates.task_cases import Case, Options, load_task, read_safetensors
 from replayfmt.errors import ReplayRefused, UsageError
 
 from .conftest import Exported

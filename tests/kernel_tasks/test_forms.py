@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from replayfmt.benchmark.candidates.check_script import read_safetensors
+from replayfmt.benchmark.candidates.task_cases import read_safetensors
 from replayfmt.errors import ReplayRefused
 
 from .conftest import Exported

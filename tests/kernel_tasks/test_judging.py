@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from in_process import Tools
 
-from replayfmt.benchmark.candidates.check_script import REASONS, Options
 from replayfmt.benchmark.candidates.judged import run_judge
+from replayfmt.benchmark.candidates.task_cases import Options
+from replayfmt.benchmark.candidates.task_judging import REASONS
 
 from .candidates import ADDMM, CHEATS, HONEST, RIGHT, cheat, honest
 from .conftest import Exported

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from in_process import Tools
 
-from replayfmt.benchmark.candidates.check_script import Options
 from replayfmt.benchmark.candidates.judged import run_judge
+from replayfmt.benchmark.candidates.task_cases import Options
 
 from .conftest import HERE, Exported
 from .test_exporting import check, described

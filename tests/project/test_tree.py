@@ -75,8 +75,14 @@ def test_every_dependency_is_pinned_for_the_suite() -> None:
 
 def test_json_from_outside_is_read_by_one_parser() -> None:
     """parse_json: Python's own raises RecursionError, too, which readers forget."""
-    own_output = {"sampler", "running", "check_script", "judged", "profiling", "ranks", "compiled", "replay_flags"}
-    reads_its_own = own_output | {
+    of_tasks = {"task_cases", "task_calls", "check_script", "judged"}
+    reads_its_own = of_tasks | {
+        "sampler",
+        "running",
+        "profiling",
+        "ranks",
+        "compiled",
+        "replay_flags",
         "benchmark",
         "trim",
         "signature_grammar",

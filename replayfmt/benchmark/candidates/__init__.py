@@ -1,2 +1,3 @@
-"""Judging kernels against a task: `check_script` is the judge, which also stands in every task's folder, `judged` runs
-it with many candidates and ranks them by the whole workload, `end_to_end` replays the capture with each in place."""
+"""Judging kernels against a task: `check_script` with the modules `task_*` is the judge, which also stands in every
+task's folder as check.py; `judged` runs it with many candidates and ranks them by the whole workload, `end_to_end`
+replays the capture with each in place."""

@@ -6,9 +6,9 @@ what it finds gets intervals, rooflines, ranks, and the time of a whole replay w
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,24 +27,37 @@ from ..machine import GpuWatch, gpu_caveats, gpu_lines
 from ..per_op.groups import CallWork
 from ..per_op.roofline import Peaks, place
 from ..statistics import PairedComparison, compare_pairs, duration
-from . import check_script
+from . import check_script, task_calls, task_cases, task_judging
 
 # The ratio of a whole replay with a candidate in place, as a row of a comparison; None and why where there is none.
 EndToEnd = Callable[[str, dict[str, Any]], "dict[str, Any]"]
 
 
+_PARTS = (guards, rounding, task_cases, task_calls, task_judging, check_script)
+_NEEDS_TORCH = """try:
+    import torch
+except ImportError as lacking:
+    sys.exit(f"this needs PyTorch, which cannot be imported here: {lacking}")"""
+
+
 def check_text() -> str:
-    """check.py: the judge, with what it needs of this package written out."""
-    text = inspect.getsource(check_script)
-    shared = []
-    for module in (guards, rounding):
-        line = re.compile(rf"^from {re.escape(module.__name__)} import .*\n", re.MULTILINE)
-        text, found = line.subn("", text)
-        assert found == 1
-        shared.append(inspect.getsource(module).partition("import annotations\n")[2].strip())
-    assert "from replayfmt" not in text, "the judge imports nothing else of this package"
-    head, mark, rest = text.partition("# Why a kernel is rejected")
-    return head + "\n\n\n".join([*shared, mark + rest])
+    """check.py: the judge, with what it needs of this package, as one file that imports nothing else of it."""
+    modules: set[str] = set()
+    names: dict[str, set[str]] = {}
+    bodies = []
+    for part in _PARTS:
+        source = inspect.getsource(part)
+        imports = [each for each in ast.parse(source).body if isinstance(each, ast.Import | ast.ImportFrom)]
+        bodies.append("\n".join(source.splitlines()[imports[-1].end_lineno or 0 :]).strip())
+        for each in imports:
+            if isinstance(each, ast.Import):
+                modules |= {alias.name for alias in each.names} - {"torch"}
+            elif not each.level and not str(each.module).startswith(("replayfmt", "__future__")):
+                names.setdefault(str(each.module), set()).update(alias.name for alias in each.names)
+    head = f'"""{check_script.__doc__}"""\n\nfrom __future__ import annotations\n'
+    lines = [*(f"import {module}" for module in sorted(modules))]
+    lines += [f"from {module} import {', '.join(sorted(found))}" for module, found in sorted(names.items())]
+    return "\n\n\n".join(["\n".join([head, *lines, "", _NEEDS_TORCH]), *bodies]) + "\n"
 
 
 def find_candidates(given: Sequence[str]) -> list[str]:
@@ -53,11 +66,11 @@ def find_candidates(given: Sequence[str]) -> list[str]:
     for each in given:
         path = Path(each)
         if path.is_dir():
-            inside = sorted(str(file) for file in path.iterdir() if file.suffix in check_script.SOURCES)
+            inside = sorted(str(file) for file in path.iterdir() if file.suffix in task_judging.SOURCES)
             if not inside:
-                raise UsageError(f"--candidates={each}: there is no {', '.join(check_script.SOURCES)} file in it")
+                raise UsageError(f"--candidates={each}: there is no {', '.join(task_judging.SOURCES)} file in it")
             found += inside
-        elif Path(check_script.split_candidate(each)[0]).is_file():
+        elif Path(task_judging.split_candidate(each)[0]).is_file():
             found.append(each)
         else:
             raise UsageError(f"--candidates={each}: there is no such file or folder")
@@ -86,14 +99,14 @@ class Judged:
         return not self.accepted, ratio is None, ratio or 0.0
 
 
-def _flags(options: check_script.Options) -> list[str]:
+def _flags(options: task_cases.Options) -> list[str]:
     flags = [f"--min-time={options.min_time_s}", f"--cold-bytes={options.cold_bytes}"]
     flags += [f"--timeout={options.timeout_s}", f"--memory-limit={options.memory_bytes}"]
     flags += [f"--allow={each}" for each in options.allow]
     return flags + ["--variants"] * options.variants + ["--guard"] * options.guard
 
 
-def run_judge(folder: str, candidates: Sequence[str], options: check_script.Options) -> dict[str, Any]:
+def run_judge(folder: str, candidates: Sequence[str], options: task_cases.Options) -> dict[str, Any]:
     """What the judge finds. Raises UsageError for a task that cannot be read, and ReplayFailed."""
     with tempfile.TemporaryDirectory(prefix="opreplay-judge-") as scratch:
         script, out = Path(scratch) / "check.py", Path(scratch) / "result.json"
@@ -245,13 +258,13 @@ def _ratio_text(row: dict[str, Any] | None, unknown: str) -> str:
 def judge(
     folder: str,
     candidates: Sequence[str],
-    options: check_script.Options,
+    options: task_cases.Options,
     make_peaks: Callable[[torch.device], Peaks],
     end_to_end: EndToEnd | None = None,
 ) -> JudgeReport:
     """Judge candidates for the task in a folder; without any, the reference alone is checked and timed."""
     try:
-        task = check_script.load_task(Path(folder))
+        task = task_cases.load_task(Path(folder))
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
     if end_to_end is not None and task["kind"] == "fusion":
