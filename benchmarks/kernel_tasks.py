@@ -14,10 +14,11 @@ import torch
 from measuring import arguments, row, scratch
 
 import replayfmt
-from replayfmt.benchmark.candidates.check_script import Options
 from replayfmt.benchmark.candidates.judged import run_judge
+from replayfmt.benchmark.candidates.task_cases import Options
 from replayfmt.dump.selection import OpSelection
-from replayfmt.export.kernel_task import TaskOptions, write_task
+from replayfmt.export.kernel_task import write_task
+from replayfmt.export.task_workloads import TaskOptions
 from replayfmt.replay.plan import Plan
 
 KERNEL = (

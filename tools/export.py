@@ -175,7 +175,8 @@ def _kernel_task(
         raise UsageError("--format=kernel-task: name what is to be replaced with --kernel, --scope or --ops")
     if flags.replay_kernel_substitution:
         raise UsageError("--replay-kernel-substitution: the task's outputs are those of the captured kernels")
-    from replayfmt.export.kernel_task import TaskOptions, write_task
+    from replayfmt.export.kernel_task import write_task
+    from replayfmt.export.task_workloads import TaskOptions
 
     limit = int(matched[1]) * _SIZES[matched[2]]
     other = None if form == "kernel-task" else form

@@ -11,7 +11,8 @@ import pytest
 from in_process import Tool as Tool
 
 from replayfmt.dump.selection import OpSelection
-from replayfmt.export.kernel_task import TaskOptions, write_task
+from replayfmt.export.kernel_task import write_task
+from replayfmt.export.task_workloads import TaskOptions
 from replayfmt.replay.plan import Plan
 
 HERE = Path(__file__).parent
