@@ -381,61 +381,51 @@ class ExpectedTensor:
     shares: int | None
 
 
+@dataclass(eq=False)
 class ExpectResults:
-    """Called with what an op returned and its tensor arguments; returns the results."""
+    """Called with what an op returned and its tensor arguments; returns the results. `storages` are the captured
+    storages of the tensor arguments, None for arguments that the op moves to another storage.
 
-    def __init__(
-        self,
-        judge: Judge,
-        where: CompareLocation,
-        results: Sequence[NodePlace],
-        expected: dict[int, ExpectedTensor],
-        storages: Sequence[int | None],
-        *,
-        sizes_only: bool = False,
-    ) -> None:
-        """`storages` are the captured storages of the tensor arguments, None for arguments that the op moves to another
-        storage.
+    With `sizes_only` only the number of results, dtypes, sizes and devices are compared: for content that is not the
+    captured content, and for captures that do not know everything about their results.
+    """
 
-        With `sizes_only` only the number of results, dtypes, sizes and devices are compared: for content that is not
-        the captured content, and for captures that do not know everything about their results.
-        """
-        self._judge = judge
-        self._where = where
-        self._results = results
-        self._expected = expected
-        self._storages = storages
-        self._sizes_only = sizes_only
+    judge: Judge
+    where: CompareLocation
+    results: Sequence[NodePlace]
+    expected: dict[int, ExpectedTensor]
+    storages: Sequence[int | None]
+    sizes_only: bool = False
 
     def __call__(self, returned: Any, *args: torch.Tensor) -> Any:
-        self._judge.verification.structures += 1
-        if len(self._results) == 0:
+        self.judge.verification.structures += 1
+        if len(self.results) == 0:
             values: Sequence[Any] = ()
-            if returned is not None and not self._sizes_only:
+            if returned is not None and not self.sizes_only:
                 self._differs(None, "no result", _named(returned))
-        elif len(self._results) == 1:
+        elif len(self.results) == 1:
             values = (returned,)
-        elif isinstance(returned, tuple | list) and len(returned) == len(self._results):
+        elif isinstance(returned, tuple | list) and len(returned) == len(self.results):
             values = returned
         else:
-            self._differs(None, f"{len(self._results)} results", _named(returned))
+            self._differs(None, f"{len(self.results)} results", _named(returned))
             return returned
         memories = self._memories(args)
-        for index, (place, value) in enumerate(zip(self._results, values, strict=True)):
+        for index, (place, value) in enumerate(zip(self.results, values, strict=True)):
             self._check(index, place, value, args, memories)
         return returned
 
     def _memories(self, args: tuple[torch.Tensor, ...]) -> Memories:
         """The captured storage and index of each argument that has memory, by its memory."""
         memories: Memories = {}
-        if not self._sizes_only:
-            for position, (storage, tensor) in enumerate(zip(self._storages, args, strict=True)):
+        if not self.sizes_only:
+            for position, (storage, tensor) in enumerate(zip(self.storages, args, strict=True)):
                 if storage is not None:
                     memories.setdefault(_memory(tensor), {}).setdefault(storage, position)
         return memories
 
     def _differs(self, index: int | None, expected: str, got: str) -> None:
-        self._judge.diverged(replace(self._where, result=index), expected, got)
+        self.judge.diverged(replace(self.where, result=index), expected, got)
 
     def _check(
         self, index: int, place: NodePlace, value: Any, args: tuple[torch.Tensor, ...], memories: Memories
@@ -445,7 +435,7 @@ class ExpectResults:
             if not isinstance(value, torch.Tensor):
                 self._differs(index, "a tensor", _named(value))
             else:
-                self._check_tensor(index, self._expected[place.tensor_slot], value, args, memories)
+                self._check_tensor(index, self.expected[place.tensor_slot], value, args, memories)
         elif kind is ValueKind.none:
             # Not every capture has the numbers that ops returned; unknown ones are None.
             if value is not None and not isinstance(value, bool | int | float | complex):
@@ -472,14 +462,14 @@ class ExpectResults:
         sizes, strides = tuple(tensor.shape), tensor.stride()
         wanted = (view.dtype, view.sizes, _telling(view.sizes, view.strides), view.offset, expected.device)
         got = (tensor.dtype, sizes, _telling(sizes, strides), int(tensor.storage_offset()), tensor.device)
-        if wanted != got and not (self._sizes_only and (wanted[0], wanted[1], wanted[4]) == (got[0], got[1], got[4])):
+        if wanted != got and not (self.sizes_only and (wanted[0], wanted[1], wanted[4]) == (got[0], got[1], got[4])):
             self._differs(
                 index,
                 _tensor(view.dtype, view.sizes, view.strides, view.offset, expected.device),
                 _tensor(tensor.dtype, sizes, strides, int(tensor.storage_offset()), tensor.device),
             )
             return
-        if self._sizes_only:
+        if self.sizes_only:
             return
         memory = _memory(tensor)
         if expected.shares is not None and _memory(args[expected.shares]) != memory:
