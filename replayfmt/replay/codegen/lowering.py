@@ -18,8 +18,9 @@ import torch
 
 from replayfmt.errors import ReplayRefused
 from replayfmt.format.codes import ITEM_BYTES, RecordKind, StorageOrigin, TensorFlag, ValueKind
-from replayfmt.format.model import MAPPED_FILE, TensorDigest, TensorValue, spanned
+from replayfmt.format.model import MAPPED_FILE, Record, TensorDigest, TensorValue, spanned
 from replayfmt.format.reader import CaptureReader
+from replayfmt.format.signature_layout import NodePlace
 from replayfmt.pytorch.environment import apply_settings
 from replayfmt.pytorch.operators import operator_named
 from replayfmt.pytorch.tensors.memory import TORCH_DTYPE, require_inside
@@ -342,8 +343,11 @@ class Lowering:
         if self.scan.last_use_of(storage) == ordinal:
             self.drop_after(self.variables.all_on(storage), ordinal)
 
-    def _ints(self, row: int) -> tuple[list[int], int]:
-        return self.frame.ints, self.frame.int_first[row]
+    def _fields(self, row: int) -> tuple[dict[str, NodePlace], Callable[[str], int]]:
+        """The arguments of a record other than an op by name, and what gives the number of one."""
+        fields = {each.node.name: each for each in self.scan.layout(self.frame.signatures[row]).args}
+        first = self.frame.int_first[row]
+        return fields, lambda name: self.frame.ints[first + fields[name].int_slot]
 
     def _scope(self, row: int, ordinal: int) -> None:
         signature = self.reader.signatures[self.frame.signatures[row]]
@@ -353,14 +357,11 @@ class Lowering:
         self.text.line(ordinal, f"if s is not None: s('{event}', {constants})")
 
     def _import(self, row: int, ordinal: int) -> None:
-        layout = self.scan.layout(self.frame.signatures[row])
-        ints, first = self._ints(row)
-        fields = {each.node.name: each for each in layout.args}
-        storage = ints[first + fields["storage"].int_slot]
-        content = fields["payload"]
-        kind = content.node.kind
-        source = NOTHING if kind is ValueKind.none else ContentSource(kind, ints[first + content.int_slot])
-        version = ints[first + fields["version"].int_slot]
+        fields, number = self._fields(row)
+        storage = number("storage")
+        kind = fields["payload"].node.kind
+        source = NOTHING if kind is ValueKind.none else ContentSource(kind, number("payload"))
+        version = number("version")
         self._opaque.discard(storage)
         self._unsteady.discard(storage)
         if enters(version, self.reader.storage(storage)):
@@ -374,30 +375,26 @@ class Lowering:
         self.expire(storage, ordinal)
 
     def _resize(self, row: int, ordinal: int) -> None:
-        layout = self.scan.layout(self.frame.signatures[row])
-        ints, first = self._ints(row)
-        fields = {each.node.name: each for each in layout.args}
-        storage = ints[first + fields["storage"].int_slot]
+        _places, number = self._fields(row)
+        storage = number("storage")
         if self.scan.last_use_of(storage) < 0:
             return
         if self._streams is not None:
             self._streams.before_resize(storage, row, ordinal)
-        resize = partial(resize_storage, ints[first + fields["bytes"].int_slot])
+        resize = partial(resize_storage, number("bytes"))
         self.unbounded = True
         self.text.line(ordinal, f"{self.text.constant(resize)}({self.storage(storage, ordinal)})")
         self.expire(storage, ordinal)
 
     def _generator_state(self, row: int, ordinal: int) -> None:
-        layout = self.scan.layout(self.frame.signatures[row])
-        ints, first = self._ints(row)
-        fields = {each.node.name: each for each in layout.args}
-        generator = self.context.generators[ints[first + fields["generator"].int_slot]]
+        fields, number = self._fields(row)
+        generator = self.context.generators[number("generator")]
         if generator is None:
             return  # nothing draws from it here: ops that would are refused
         if fields["payload"].node.kind is ValueKind.none:
             self.text.line(ordinal, f"{self.text.constant(partial(generator.manual_seed, ordinal))}()")
             return
-        state = bytes(self.reader.payload(ints[first + fields["payload"].int_slot]))
+        state = bytes(self.reader.payload(number("payload")))
         self.text.line(ordinal, f"{self.text.constant(state_setter(generator, state))}()")
 
     def _global_state(self, row: int, ordinal: int) -> None:
@@ -421,30 +418,14 @@ class Lowering:
         record = self.reader.record(ordinal)
         of, result = record.argument("of"), record.argument("result")
         assert isinstance(of, int) and isinstance(result, int)
-        where = CompareLocation(ordinal if of < 0 else of, None if result < 0 else result, ordinal)
-        self._compare(row, ordinal, TensorDigest.from_record(record), record.argument("tensor"), where, host_read=False)
+        self._compare(row, record, CompareLocation(ordinal if of < 0 else of, None if result < 0 else result, ordinal))
 
     def _host_read(self, row: int, ordinal: int) -> None:
-        record = self.reader.record(ordinal)
-        self._compare(
-            row,
-            ordinal,
-            TensorDigest.from_record(record),
-            record.argument("tensor"),
-            CompareLocation(ordinal, None, ordinal),
-            host_read=True,
-        )
+        self._compare(row, self.reader.record(ordinal), CompareLocation(ordinal, None, ordinal))
 
-    def _compare(
-        self,
-        row: int,
-        ordinal: int,
-        expected: TensorDigest | None,
-        tensor: Any,
-        where: CompareLocation,
-        *,
-        host_read: bool,
-    ) -> None:
+    def _compare(self, row: int, record: Record, where: CompareLocation) -> None:
+        ordinal, host_read = record.ordinal, record.kind is RecordKind.host_read
+        expected, tensor = TensorDigest.from_record(record), record.argument("tensor")
         slot = self.frame.tensor_first[row]
         key = self.frame.keys[slot] if slot < self.frame.tensor_first[row + 1] else None
         opaque = not host_read and isinstance(tensor, TensorValue) and tensor.storage in self._opaque
