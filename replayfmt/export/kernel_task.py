@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from replayfmt.benchmark.candidates.task_cases import load_task
 from replayfmt.benchmark.per_op.groups import work_of
 from replayfmt.dump.kernel_skeleton import BINDINGS, kernel_skeleton
@@ -147,7 +145,7 @@ class _KernelTask(Task):
         encoder = _Encoder(self, call)
         (record,) = call.records
         return {
-            node.name: encoder.value(value, lambda value: None, node.name)
+            node.name: encoder.value(value, None, node.name)
             for node, value in zip(record.signature.args, record.args, strict=True)
         }
 
@@ -255,7 +253,7 @@ class _Encoder(VectorEncoder):
         super().__init__(task.reader)
         self._task, self._storages = task, call.storages
 
-    def tensor(self, value: TensorValue, tensor: torch.Tensor, key: str) -> dict[str, Any]:
+    def tensor(self, value: TensorValue, tensor: Any, key: str) -> dict[str, Any]:
         place = list(self._storages).index(value.storage)
         return self._task.tensor_json(value, self._storages[value.storage], place)
 

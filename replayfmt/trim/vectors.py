@@ -11,12 +11,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from replayfmt.dump.selection import OpSelection, resolve_selection
 from replayfmt.errors import CaptureFailed, ReplayRefused
@@ -151,19 +149,19 @@ def _problems(reader: CaptureReader, values: tuple[Value, ...] | list[Value]) ->
 
 
 class VectorEncoder:
-    """Makes the JSON of one op and collects its tensors. `give` returns the replay's tensor for a tensor value."""
+    """Makes the JSON of one op and collects its tensors."""
 
     def __init__(self, reader: CaptureReader) -> None:
         self._reader = reader
         self.arrays: list[Array] = []
 
-    def value(self, value: Value, tensor: Any, key: str) -> Any:
-        """The JSON of a value; `tensor(value)` returns the tensor for a tensor value, and `key` is the name of its
-        data, followed by a number for each step into lists."""
+    def value(self, value: Value, give: GiveTensor | None, key: str) -> Any:
+        """The JSON of a value; `give` returns the tensors, None where they are not looked at, and `key` is the name of
+        a tensor's data, followed by a number for each step into lists."""
         if isinstance(value, TensorValue):
-            return self.tensor(value, tensor(value), key)
+            return self.tensor(value, give and give(value, ""), key)
         if isinstance(value, list | tuple):
-            return [self.value(each, tensor, f"{key}.{place}") for place, each in enumerate(value)]
+            return [self.value(each, give, f"{key}.{place}") for place, each in enumerate(value)]
         if isinstance(value, DeviceValue):
             return {"$device": str(self._reader.devices[value.id])}
         if isinstance(value, DType):
@@ -179,7 +177,7 @@ class VectorEncoder:
         assert value is None or isinstance(value, bool | int | str), "what cannot be said is refused before"
         return value
 
-    def tensor(self, value: TensorValue, tensor: torch.Tensor, key: str) -> dict[str, Any]:
+    def tensor(self, value: TensorValue, tensor: Any, key: str) -> dict[str, Any]:
         """A tensor's elements, in row-major order, under `key`, and its other properties."""
         meta = value.meta
         self.arrays.append(Array(key, row_major_bytes(tensor), meta.dtype, meta.sizes))
@@ -338,7 +336,7 @@ class _VectorWriter:
         self._arguments, self._before = {}, {}
         written = self._written(record)
         for node, value in zip(record.signature.args, record.args, strict=True):
-            self._arguments[node.name] = self._encoder.value(value, _asked(give), f"input.{node.name}")
+            self._arguments[node.name] = self._encoder.value(value, give, f"input.{node.name}")
             if written.get(node.name) is False:
                 self._before[node.name] = [row_major_bytes(give(each, "")) for each in tensors_of([value])]
 
@@ -357,13 +355,13 @@ class _VectorWriter:
                 if now == self._before[node.name]:
                     continue
                 undeclared.append(node.name)
-            after[node.name] = encoder.value(value, _asked(give), f"written.{node.name}")
+            after[node.name] = encoder.value(value, give, f"written.{node.name}")
             if isinstance(value, TensorValue):
                 same[value.id] = after[node.name]
         results = [
             same[value.id]
             if isinstance(value, TensorValue) and value.id in same
-            else encoder.value(value, _asked(give), f"result.{place}")
+            else encoder.value(value, give, f"result.{place}")
             for place, value in enumerate(record.results)
         ]
         self._write(
@@ -418,10 +416,6 @@ class _VectorWriter:
                     path,
                     {**parse_json(path.read_text(encoding="utf-8")), "nondeterministic": unsteady[entry["ordinal"]]},
                 )
-
-
-def _asked(give: GiveTensor) -> Callable[[TensorValue], Any]:
-    return lambda value: give(value, "")
 
 
 def _shared(record: Record) -> list[list[str]]:
