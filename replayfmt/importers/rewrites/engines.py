@@ -8,13 +8,9 @@ many keys there are. Attention with slopes stays as it is.
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
-from replayfmt.format.codes import DType
-
-from ..common.synthesis import Tensor
 from .engine_attention import (
     attention_of_a_step,
     cache_of_a_step,
@@ -30,319 +26,31 @@ from .engine_attention import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
-from .engine_experts import (
-    LARGEST,
-    dequantized,
-    expert_stage,
-    experts,
-    gated,
-    grouped_topk,
-    moe_align,
-    moe_sum,
-    quantized,
-    topk,
+from .engine_experts import expert_stage, experts, grouped_topk, moe_align, moe_sum, topk
+from .engine_layers import (
+    activation,
+    alone,
+    dynamic_quant,
+    fused_add_norm,
+    fused_add_norm_static_quant,
+    group_quant,
+    norm_and_rotary,
+    norm_dynamic_quant,
+    norm_of_sum,
+    norm_static_quant,
+    norm_with_add,
+    product,
+    rms_norm,
+    rope,
+    rope_by_positions,
+    rotary,
+    silu_quant,
+    static_quant,
+    swiglu_oai,
+    tensor_quant,
 )
 from .engine_weights import awq_dequantize, awq_product, gptq_product
-from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain, renamed
-
-# -------------------------------------------------------------------------------------------------------- normalization
-
-
-def _normalized(calls: RewrittenCalls, data: Tensor, weight: Tensor, epsilon: float, plus: int = 0) -> Tensor:
-    """RMS norm along the last dimension, in float32; Gemma adds one to the weight."""
-    dtype, data = data.meta.dtype, calls.single(data)
-    square = calls.one("aten::mean.dim", self=calls.times(data, data), dim=[-1], keepdim=True)
-    scale = calls.one("aten::rsqrt", self=calls.one("aten::add.Scalar", self=square, other=epsilon))
-    normal = calls.times(data, scale)
-    if plus:
-        weight = calls.one("aten::add.Scalar", self=calls.single(weight), other=plus)
-        return calls.cast(calls.times(normal, weight), dtype)
-    return calls.times(calls.cast(normal, dtype), weight)
-
-
-def _rms_norm(out: str = "result", epsilon: str = "epsilon", plus: int = 0) -> Any:
-    def rule(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
-        content = _normalized(calls, given["input"], given["weight"], given[epsilon], plus)
-        if out:
-            calls.write(given[out], content)
-        else:
-            calls.fill((results or [None])[0], content)
-
-    return rule
-
-
-def _fused_add_norm(epsilon: str = "epsilon", plus: int = 0) -> Any:
-    """The sum goes to the residual, its norm to the input."""
-
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-        data, residual = given["input"], given["residual"]
-        calls.call("aten::add_.Tensor", {"self": residual, "other": data}, [residual])
-        calls.write(data, _normalized(calls, residual, given["weight"], given[epsilon], plus))
-
-    return rule
-
-
-def _norm_with_add(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    plus = int(given.get("gemma_norm") or 0)
-    total = calls.one("aten::add.Tensor", self=given["input"], other=given["residual_in"])
-    calls.write(given["residual_out"], total)
-    calls.write(given["out"], _normalized(calls, given["residual_out"], given["weight"], given["epsilon"], plus))
-
-
-def _norm_of_sum(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
-    """The norm of a sum, and the sum."""
-    total = calls.one("aten::add.Tensor", self=given["x"], other=given["residual"])
-    normal = _normalized(calls, total, given["weight"], given["variance_epsilon"])
-    for recorded, content in zip(results or (), (normal, total), strict=False):
-        calls.fill(recorded, content)
-
-
-def _norm_dynamic_quant(out: str = "result", scale: str = "scale") -> Any:
-    """The norm of a sum, if there is a residual, quantized with a scale for each token."""
-    quantize = _dynamic_quant(out, scale, by_token=True)
-
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-        plain("a norm", given, group_size=(None, 0), shuffle_scale=(None, False), gemma_norm=(None, False))
-        data, before, after = given["input"], given.get("residual_in"), given.get("residual_out")
-        if given.get("residual") is not None:
-            before = after = given["residual"]
-        if before is not None:
-            assert after is not None
-            calls.write(after, calls.one("aten::add.Tensor", self=data, other=before))
-            data = after
-        quantize(calls, given | {"input": _normalized(calls, data, given["weight"], given["epsilon"])}, None)
-
-    return rule
-
-
-def _norm_static_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    normal = _normalized(calls, given["input"], given["weight"], given["epsilon"])
-    calls.write(given["result"], quantized(calls, normal, given["scale"], given["result"].meta.dtype))
-
-
-def _fused_add_norm_static_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    residual = given["residual"]
-    calls.call("aten::add_.Tensor", {"self": residual, "other": given["input"]}, [residual])
-    _norm_static_quant(calls, given | {"input": residual}, None)
-
-
-# --------------------------------------------------------------------------------------------------------- quantization
-
-
-def _static_quant(out: str = "result", scale: str = "scale") -> Any:
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-        plain("quantization", given, azp=(None,))
-        calls.write(given[out], quantized(calls, given["input"], given[scale], given[out].meta.dtype))
-
-    return rule
-
-
-def _dynamic_quant(out: str = "result", scale: str = "scale", *, by_token: bool) -> Any:
-    """The scale is the largest magnitude, of everything or of each token, over the dtype's largest number."""
-
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-        plain("quantization", given, scale_ub=(None,), azp=(None,), num_rows=(None,), shuffle_scale=(None, False))
-        target, dtype = given[scale], given[out].meta.dtype
-        if dtype not in LARGEST:
-            raise CannotRewrite(f"quantization to {dtype.name}")
-        size = calls.one("aten::abs", self=calls.single(given["input"]))
-        if by_token:
-            most = calls.one("aten::amax", self=size, dim=[-1], keepdim=True)
-        else:
-            most = calls.one("aten::amax", self=size, dim=list(range(len(size.meta.sizes))))
-        found = calls.one("aten::div.Scalar", self=most, other=LARGEST[dtype])
-        calls.write(target, calls.one("aten::reshape", self=found, shape=list(target.meta.sizes)))
-        calls.write(given[out], quantized(calls, given["input"], found, dtype))
-
-    return rule
-
-
-def _group_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    """A scale for each group of elements of a token: the group's largest magnitude over the dtype's largest number."""
-    plain("quantization", given, scale_ue8m0=(None, False), masked_m=(None,), scale_ub=(None,))
-    plain("quantization", given, is_scale_transposed=(None, False))
-    data, width = calls.single(given["input"]), given["group_size"]
-    if given.get("fuse_silu_and_mul"):
-        data = gated(calls, data, "silu")
-    target, scales, sizes = given["output_q"], given["output_s"], list(data.meta.sizes)
-    if target.meta.dtype not in LARGEST or sizes[-1] % width:
-        raise CannotRewrite(f"quantization to {target.meta.dtype.name} by groups of {width}")
-    groups = calls.one("aten::reshape", self=data, shape=[*sizes[:-1], sizes[-1] // width, width])
-    most = calls.one("aten::amax", self=calls.one("aten::abs", self=groups), dim=[-1], keepdim=True)
-    most = calls.one("aten::clamp", self=most, min=given.get("eps", 1e-10))
-    found = calls.one("aten::div.Scalar", self=most, other=LARGEST[target.meta.dtype])
-    calls.write(scales, calls.one("aten::reshape", self=found, shape=list(scales.meta.sizes)))
-    content = quantized(calls, groups, found, target.meta.dtype)
-    calls.write(target, calls.one("aten::reshape", self=content, shape=list(target.meta.sizes)))
-
-
-def _tensor_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    rule = _static_quant("output_q", "output_s") if given["is_static"] else _dynamic_quant(*_Q_S, by_token=False)
-    rule(calls, given, None)
-
-
-def _product(a: str, b: str, scale_a: str = "", scale_b: str = "", out: str = "", *, by_rows: bool = False) -> Any:
-    """A matrix product, of quantized factors with scales if those are named. By rows: of the second one transposed."""
-
-    def rule(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
-        plain("a product", given, scale_c=(None,))
-        one, other, bias = given[a], given[b], given.get("bias")
-        dtype = given[out].meta.dtype if out else given.get("out_dtype") or given.get("dtype") or one.meta.dtype
-        dtype = DType.bfloat16 if dtype in LARGEST else dtype
-        one, other = (
-            dequantized(calls, each, given.get(scale) if scale else None, dtype)
-            for each, scale in ((one, scale_a), (other, scale_b))
-        )
-        arguments = {"input": one, "weight": other, "bias": bias}
-        name = "aten::linear"
-        if not by_rows:
-            name = "aten::matmul" if bias is None else "aten::addmm"
-            arguments = {"self": one, "other": other}
-            if bias is not None:
-                arguments = {"self": calls.cast(bias, dtype), "mat1": one, "mat2": other}
-        if out:
-            calls.write(given[out], calls.call(name, arguments)[0])
-        else:
-            calls.call(name, arguments, results)
-
-    return rule
-
-
-# ----------------------------------------------------------------------------------------------------------- activation
-
-
-def _activation(out: str, function: str, *, last: bool = False, **options: Any) -> Any:
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-        plain("an activation", given, limit=(None, 0.0))
-        calls.write(given[out], gated(calls, given["input"], function, last=last, **options))
-
-    return rule
-
-
-def _alone(**options: Any) -> Any:
-    """GELU of everything, or its quick form."""
-
-    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-        data = given["input"]
-        if options:
-            calls.write(given["out"], calls.one("aten::gelu", self=data, **options))
-        else:
-            curve = calls.one("aten::sigmoid", self=calls.one("aten::mul.Scalar", self=data, other=1.702))
-            calls.write(given["out"], calls.times(data, curve))
-
-    return rule
-
-
-def _swiglu_oai(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    """Neighbours are pairs of a gate and a factor, and both are limited."""
-    data, limit = given["input"], given["limit"]
-    gate, factor = (calls.slice(data, -1, place, data.meta.sizes[-1], 2) for place in range(2))
-    gate = calls.one("aten::clamp", self=gate, min=None, max=limit)
-    factor = calls.one("aten::clamp", self=factor, min=-limit, max=limit)
-    curve = calls.one("aten::sigmoid", self=calls.one("aten::mul.Scalar", self=gate, other=given["alpha"]))
-    active = calls.times(gate, curve)
-    calls.write(given["out"], calls.times(calls.one("aten::add.Scalar", self=factor, other=1), active))
-
-
-def _silu_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    content = gated(calls, calls.single(given["input"]), "silu")
-    calls.write(given["result"], quantized(calls, content, given["scale"], given["result"].meta.dtype))
-
-
-# --------------------------------------------------------------------------------------------------------------- rotary
-
-
-def _turn(
-    calls: RewrittenCalls, source: Tensor, target: Tensor, table: Tensor, width: int, neox: bool, last: bool = False
-) -> None:
-    """Turn the first elements of each head, or the last ones, by the angles of its token: pairs are halves, or
-    neighbours."""
-    tokens, turned = table.meta.sizes[0], table.meta.sizes[1]
-    half = turned // 2
-    cosine, sine = (
-        calls.one("aten::unsqueeze", self=calls.slice(table, 1, place * half, (place + 1) * half), dim=1)
-        for place in range(2)
-    )
-    shape = [tokens, math.prod(source.meta.sizes) // max(tokens * width, 1), width]
-    source, target = (calls.one("aten::view", self=each, size=shape) for each in (source, target))
-    begin = width - turned if last else 0
-    end = begin + turned
-    parts = [(begin, begin + half, 1), (begin + half, end, 1)] if neox else [(begin, end, 2), (begin + 1, end, 2)]
-    first, second = (calls.slice(source, 2, *part) for part in parts)
-    one = calls.one("aten::sub.Tensor", self=calls.times(first, cosine), other=calls.times(second, sine))
-    other = calls.one("aten::add.Tensor", self=calls.times(second, cosine), other=calls.times(first, sine))
-    for part, content in zip(parts, (one, other), strict=True):
-        calls.write(calls.slice(target, 2, *part), content)
-    if target is not source and turned < width and target.storage is not source.storage:
-        rest = (0, begin) if last else (turned, width)
-        calls.write(calls.slice(target, 2, *rest), calls.slice(source, 2, *rest))
-
-
-def _rotary(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    if "cos_cache" in given:
-        table = _table(calls, given["cos_cache"], given["sin_cache"], given["positions"])
-    else:
-        positions = calls.one("aten::reshape", self=given["positions"], shape=[-1])
-        table = calls.one("aten::index_select", self=given["cos_sin_cache"], dim=0, index=positions)
-    last = bool(given.get("is_nope_first"))
-    for name in ("query", "key"):
-        if given.get(name) is not None:
-            _turn(calls, given[name], given[name], table, given["head_size"], bool(given["is_neox"]), last)
-
-
-def _table(calls: RewrittenCalls, cosine: Tensor, sine: Tensor, positions: Tensor | None) -> Tensor:
-    """Cosines and sines of each position side by side: [tokens, angles]."""
-    parts = [calls.one("aten::reshape", self=each, shape=[each.meta.sizes[0], -1]) for each in (cosine, sine)]
-    if positions is not None:
-        flat = calls.one("aten::reshape", self=positions, shape=[-1])
-        parts = [calls.one("aten::index_select", self=each, dim=0, index=flat) for each in parts]
-    return calls.one("aten::cat", tensors=parts, dim=-1)
-
-
-def _rope(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    """AITER's: [positions, batch, heads, width], of one or two tensors, by angles or by their cosines and sines."""
-    neox, pairs = given["rotate_style"] == 0, [("output", "input"), ("output_x", "input_x"), ("output_y", "input_y")]
-    cosine, sine = given.get("cos"), given.get("sin")
-    if cosine is None or sine is None:
-        cosine, sine = (calls.one(f"aten::{name}", self=calls.single(given["freqs"])) for name in ("cos", "sin"))
-    if not given["reuse_freqs_front_part"]:  # each angle stands twice, once for each of its pair
-        turned = cosine.meta.sizes[-1]
-        part = (0, turned // 2, 1) if neox else (0, turned, 2)
-        cosine, sine = (calls.slice(each, -1, *part) for each in (cosine, sine))
-    table = _table(calls, cosine, sine, given.get("positions"))
-    for target, source in pairs:
-        if source not in given:
-            continue
-        sizes, own = given[source].meta.sizes, table
-        if given.get("positions") is None:
-            own = calls.one("aten::repeat_interleave.self_int", self=table, repeats=sizes[1], dim=0)
-        _turn(calls, given[source], given[target], own, sizes[-1], neox, bool(given["nope_first"]))
-
-
-def _rope_by_positions(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    """FlashInfer's: queries and keys of [tokens, heads, width], with results of their own."""
-    plain("a rotary embedding", given, k_buffer=(None,), v_buffer=(None,))
-    positions = calls.one("aten::reshape", self=given["pos_ids"], shape=[-1])
-    table = calls.one("aten::index_select", self=given["cos_sin_cache"], dim=0, index=positions)
-    for name in ("q", "k"):
-        source = given[name]
-        _turn(calls, source, given[f"{name}_rope"], table, source.meta.sizes[-1], not given["interleave"])
-
-
-def _norm_and_rotary(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    """The heads of queries and of keys, which lie one after the other, normalized one by one and turned."""
-    qkv, width = given["qkv"], given["head_dim"]
-    positions = calls.one("aten::reshape", self=given["position_ids"], shape=[-1])
-    table = calls.one("aten::index_select", self=given["cos_sin_cache"], dim=0, index=positions)
-    begin = 0
-    for name, count in (("q", given["num_heads_q"]), ("k", given["num_heads_k"])):
-        part = calls.slice(qkv, -1, begin, begin + count * width)
-        begin += count * width
-        heads = calls.one("aten::reshape", self=part, shape=[qkv.meta.sizes[0], count, width])
-        normal = _normalized(calls, heads, given[f"{name}_weight"], given["eps"])
-        _turn(calls, normal, normal, table, width, bool(given["is_neox"]))
-        calls.write(part, calls.one("aten::reshape", self=normal, shape=list(part.meta.sizes)))
-
+from .rewriting import renamed
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
@@ -514,53 +222,53 @@ _GROUPED |= {"num_expert_group": "groups", "n_group": "groups", "topk_grp": "top
 _GROUPED |= {"need_renorm": "renormalize", "n_share_experts_fusion": "num_fused_shared_experts"}
 # By operator: its rule, and its schemas without the name, one for each order of arguments that versions have.
 _TABLE: dict[str, tuple[Any, ...]] = {
-    "_C::rms_norm": (_rms_norm(), f"(Tensor(a!) result, {_NORM} epsilon) -> ()"),
-    "_C::fused_add_rms_norm": (_fused_add_norm(), f"{_ADD_NORM} epsilon) -> ()"),
+    "_C::rms_norm": (rms_norm(), f"(Tensor(a!) result, {_NORM} epsilon) -> ()"),
+    "_C::fused_add_rms_norm": (fused_add_norm(), f"{_ADD_NORM} epsilon) -> ()"),
     "_C::rms_norm_static_fp8_quant": (
-        _norm_static_quant,
+        norm_static_quant,
         f"{_RESULT_IN}, Tensor weight, Tensor scale, float epsilon) -> ()",
     ),
     "_C::fused_add_rms_norm_static_fp8_quant": (
-        _fused_add_norm_static_quant,
+        fused_add_norm_static_quant,
         f"{_RESULT_IN}, Tensor(b!) residual, Tensor weight, Tensor scale, float epsilon) -> ()",
     ),
     "_C::rms_norm_dynamic_per_token_quant": (
-        _norm_dynamic_quant(),
+        norm_dynamic_quant(),
         f"{_RESULT_IN}, Tensor weight, Tensor(b!) scale, float epsilon, Tensor? scale_ub=None, "
         "Tensor(c!)? residual=None) -> ()",
     ),
-    "_C::static_scaled_fp8_quant": (_static_quant(), f"{_RESULT_IN}, Tensor scale) -> ()"),
-    "_C::static_scaled_int8_quant": (_static_quant(), f"{_RESULT_IN}, Tensor scale, Tensor? azp=None) -> ()"),
-    "_C::dynamic_scaled_fp8_quant": (_dynamic_quant(by_token=False), f"{_RESULT_IN}, Tensor(b!) scale) -> ()"),
+    "_C::static_scaled_fp8_quant": (static_quant(), f"{_RESULT_IN}, Tensor scale) -> ()"),
+    "_C::static_scaled_int8_quant": (static_quant(), f"{_RESULT_IN}, Tensor scale, Tensor? azp=None) -> ()"),
+    "_C::dynamic_scaled_fp8_quant": (dynamic_quant(by_token=False), f"{_RESULT_IN}, Tensor(b!) scale) -> ()"),
     "_C::dynamic_per_token_scaled_fp8_quant": (
-        _dynamic_quant(by_token=True),
+        dynamic_quant(by_token=True),
         f"{_RESULT_IN}, Tensor(b!) scale, Tensor? scale_ub=None) -> ()",
     ),
     "_C::dynamic_scaled_int8_quant": (
-        _dynamic_quant(by_token=True),
+        dynamic_quant(by_token=True),
         f"{_RESULT_IN}, Tensor(b!) scale, Tensor(c!)? azp=None) -> ()",
     ),
     "_C::per_token_group_fp8_quant": (
-        _group_quant,
+        group_quant,
         f"{_GROUPS}, bool dummy_is_scale_transposed=False, bool dummy_is_tma_aligned=False) -> ()",
     ),
     "_C::silu_and_mul_per_block_quant": (
-        renamed(_group_quant, {"out": "output_q", "scales": "output_s"}, fuse_silu_and_mul=True),
+        renamed(group_quant, {"out": "output_q", "scales": "output_s"}, fuse_silu_and_mul=True),
         f"{_OUT_IN}, Tensor(b!) scales, int group_size, Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()",
     ),
     "_C::cutlass_scaled_mm": (
-        _product("a", "b", "a_scales", "b_scales", "out"),
+        product("a", "b", "a_scales", "b_scales", "out"),
         "(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias=None) -> ()",
     ),
-    "_C::mul_and_silu": (_activation("out", "silu", last=True), f"{_OUT_IN}) -> ()"),
-    "_C::gelu_new": (_alone(approximate="tanh"), f"{_OUT_IN}) -> ()"),
-    "_C::gelu_fast": (_alone(approximate="tanh"), f"{_OUT_IN}) -> ()"),
-    "_C::gelu_quick": (_alone(), f"{_OUT_IN}) -> ()"),
-    "sgl_kernel::gelu_quick": (_alone(), f"{_OUT_IN}) -> ()"),
-    "_C::swigluoai_and_mul": (_swiglu_oai, f"{_OUT_IN}, float alpha=1.702, float limit=7.0) -> ()"),
-    "_C::silu_and_mul_quant": (_silu_quant, f"{_RESULT_IN}, Tensor scale) -> ()"),
+    "_C::mul_and_silu": (activation("out", "silu", last=True), f"{_OUT_IN}) -> ()"),
+    "_C::gelu_new": (alone(approximate="tanh"), f"{_OUT_IN}) -> ()"),
+    "_C::gelu_fast": (alone(approximate="tanh"), f"{_OUT_IN}) -> ()"),
+    "_C::gelu_quick": (alone(), f"{_OUT_IN}) -> ()"),
+    "sgl_kernel::gelu_quick": (alone(), f"{_OUT_IN}) -> ()"),
+    "_C::swigluoai_and_mul": (swiglu_oai, f"{_OUT_IN}, float alpha=1.702, float limit=7.0) -> ()"),
+    "_C::silu_and_mul_quant": (silu_quant, f"{_RESULT_IN}, Tensor scale) -> ()"),
     "_C::fused_qk_norm_rope": (
-        _norm_and_rotary,
+        norm_and_rotary,
         "(Tensor(a!) qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, "
         "Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids) -> ()",
     ),
@@ -696,7 +404,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         ),
     ),
     **{
-        f"aiter::rope_{name}fwd_impl": (_rope, f"{tensors}{angles}{_ROPE}")
+        f"aiter::rope_{name}fwd_impl": (rope, f"{tensors}{angles}{_ROPE}")
         for kind, angles in (
             ("{}", "Tensor freqs, "),
             ("cached_{}", "Tensor cos, Tensor sin, "),
@@ -705,7 +413,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         for name, tensors in ((kind.format(""), _ONE), (kind.format("2c_"), _TWO))
     },
     "aiter::rotary_embedding_fwd": (
-        _rotary,
+        rotary,
         "(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size, Tensor cos_cache, Tensor sin_cache, "
         "bool is_neox, bool is_nope_first) -> ()",
     ),
@@ -819,54 +527,54 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         f"{_GPTQ}bool use_shuffle, int bit) -> Tensor",
     ),
     "vllm::rocm_unquantized_gemm": (
-        _product("x", "weight", by_rows=True),
+        product("x", "weight", by_rows=True),
         "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     ),
-    "_rocm_C::LLMM1": (_product("in_b", "in_a", by_rows=True), f"{_SKINNY}int rows_per_block) -> Tensor"),
+    "_rocm_C::LLMM1": (product("in_b", "in_a", by_rows=True), f"{_SKINNY}int rows_per_block) -> Tensor"),
     **{
         f"_rocm_C::{name}": (
-            renamed(_product("in_b", "in_a", by_rows=True), {"in_bias": "bias"}),
+            renamed(product("in_b", "in_a", by_rows=True), {"in_bias": "bias"}),
             f"{_SKINNY}Tensor? in_bias, int CuCount) -> Tensor",
             f"{_SKINNY}int CuCount) -> Tensor",
         )
         for name in ("wvSplitK", "wvSplitKrc")
     },
     "_rocm_C::wvSplitKQ": (
-        renamed(_product("in_b", "in_a", "scale_b", "scale_a", "out_c", by_rows=True), {"in_bias": "bias"}),
+        renamed(product("in_b", "in_a", "scale_b", "scale_a", "out_c", by_rows=True), {"in_bias": "bias"}),
         f"{_SKINNY}Tensor? in_bias, Tensor(a!) out_c, Tensor scale_a, Tensor scale_b, int CuCount) -> ()",
         f"{_SKINNY}Tensor(a!) out_c, Tensor scale_a, Tensor scale_b, int CuCount) -> ()",
     ),
     **{
         f"sgl_kernel::{name}_scaled_mm": (
-            _product("mat_a", "mat_b", "scales_a", "scales_b"),
+            product("mat_a", "mat_b", "scales_a", "scales_b"),
             f"{_SCALED}, Tensor? bias=None) -> Tensor",
         )
         for name in ("fp8", "int8", "fp8_blockwise")
     },
     "sgl_kernel::dsv3_router_gemm": (
-        _product("mat_a", "mat_b", out="output", by_rows=True),
+        product("mat_a", "mat_b", out="output", by_rows=True),
         "(Tensor(a!) output, Tensor mat_a, Tensor mat_b) -> ()",
     ),
     "sgl_kernel::dsv3_fused_a_gemm": (
-        _product("mat_a", "mat_b", out="output"),
+        product("mat_a", "mat_b", out="output"),
         "(Tensor(a!) output, Tensor mat_a, Tensor mat_b) -> ()",
     ),
     "aiter::gemm_a16w16": (
-        renamed(_product("A", "B", "scale_a", "scale_b", by_rows=True), {"otype": "dtype"}),
+        renamed(product("A", "B", "scale_a", "scale_b", by_rows=True), {"otype": "dtype"}),
         "(Tensor A, Tensor B, Tensor? bias=None, ScalarType? otype=None, Tensor? scale_a=None, Tensor? scale_b=None, "
         "Tensor? scale_c=None) -> Tensor",
     ),
     "aiter::gemm_a8w8_CK": (
-        _product("XQ", "WQ", "x_scale", "w_scale", by_rows=True),
+        product("XQ", "WQ", "x_scale", "w_scale", by_rows=True),
         f"{_WEIGHTED}Tensor? bias=None, {_DTYPE}, int? splitK=None) -> Tensor",
     ),
     "aiter::gemm_a8w8_blockscale": (
-        _product("XQ", "WQ", "x_scale", "w_scale", by_rows=True),
+        product("XQ", "WQ", "x_scale", "w_scale", by_rows=True),
         f"{_WEIGHTED}{_DTYPE}, bool isBpreshuffled=False) -> Tensor",
     ),
     **{
         f"vllm::rocm_aiter_{name}": (
-            renamed(_product("A", "B", "As", "Bs", by_rows=True), {"output_dtype": "dtype"}),
+            renamed(product("A", "B", "As", "Bs", by_rows=True), {"output_dtype": "dtype"}),
             f"(Tensor A, Tensor B, Tensor As, Tensor Bs, {more}ScalarType? output_dtype=None) -> Tensor",
         )
         for name, more in (
@@ -879,11 +587,11 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         )
     },
     "vllm::rocm_aiter_rms_norm": (
-        renamed(_rms_norm("", "variance_epsilon"), {"x": "input"}),
+        renamed(rms_norm("", "variance_epsilon"), {"x": "input"}),
         "(Tensor x, Tensor weight, float variance_epsilon) -> Tensor",
     ),
     "vllm::rocm_aiter_rmsnorm2d_fwd_with_add": (
-        _norm_of_sum,
+        norm_of_sum,
         "(Tensor x, Tensor residual, Tensor weight, float variance_epsilon) -> (Tensor, Tensor)",
     ),
     "sglang::unified_attention_with_output": (
@@ -895,20 +603,20 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         f"sgl_kernel::{'gemma_' * gemma}{name}": (rule("eps", gemma), f"{schema} eps, bool enable_pdl=False) -> ()")
         for gemma in (0, 1)
         for name, rule, schema in (
-            ("rmsnorm", lambda *options: _rms_norm("output", *options), f"(Tensor(a!) output, {_NORM}"),
-            ("fused_add_rmsnorm", _fused_add_norm, _ADD_NORM),
+            ("rmsnorm", lambda *options: rms_norm("output", *options), f"(Tensor(a!) output, {_NORM}"),
+            ("fused_add_rmsnorm", fused_add_norm, _ADD_NORM),
         )
     },
     **{
         f"{library}::rotary_embedding": (
-            _rotary,
+            rotary,
             "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache, "
             "bool is_neox) -> ()",
         )
         for library in ("_C", "sgl_kernel")
     },
     "sgl_kernel::apply_rope_pos_ids_cos_sin_cache": (
-        _rope_by_positions,
+        rope_by_positions,
         "(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, Tensor cos_sin_cache, Tensor pos_ids, "
         "bool interleave, int cuda_stream=0) -> ()",
         "(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, Tensor cos_sin_cache, Tensor pos_ids, "
@@ -916,50 +624,50 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         "Tensor(d!)? v_buffer=None, Tensor? kv_cache_loc=None) -> ()",
     ),
     "sgl_kernel::sgl_per_token_quant_fp8": (
-        _dynamic_quant(*_Q_S, by_token=True),
+        dynamic_quant(*_Q_S, by_token=True),
         "(Tensor input, Tensor(a!) output_q, Tensor(b!) output_s) -> ()",
     ),
     "sgl_kernel::sgl_per_tensor_quant_fp8": (
-        _tensor_quant,
+        tensor_quant,
         "(Tensor input, Tensor(a!) output_q, Tensor(b!) output_s, bool is_static) -> ()",
     ),
-    "sgl_kernel::sgl_per_token_group_quant_fp8": (_group_quant, f"{_GROUPS}) -> ()"),
-    "sgl_kernel::sgl_per_token_group_quant_int8": (_group_quant, f"{_GROUPS}) -> ()"),
-    "sgl_kernel::sgl_per_token_group_quant_8bit": (_group_quant, f"{_GROUPS}) -> ()"),
+    "sgl_kernel::sgl_per_token_group_quant_fp8": (group_quant, f"{_GROUPS}) -> ()"),
+    "sgl_kernel::sgl_per_token_group_quant_int8": (group_quant, f"{_GROUPS}) -> ()"),
+    "sgl_kernel::sgl_per_token_group_quant_8bit": (group_quant, f"{_GROUPS}) -> ()"),
     "sgl_kernel::sgl_per_token_group_quant_8bit_v2": (
-        _group_quant,
+        group_quant,
         f"{_GROUPS}, bool fuse_silu_and_mul=False, Tensor? masked_m=None) -> ()",
     ),
-    "flashinfer::rmsnorm": (_rms_norm("out", "eps"), f"(Tensor(a!) out, {_NORM} eps, bool? enable_pdl=None) -> ()"),
-    "flashinfer::fused_add_rmsnorm": (_fused_add_norm("eps"), f"{_ADD_NORM} eps, bool? enable_pdl=None) -> ()"),
+    "flashinfer::rmsnorm": (rms_norm("out", "eps"), f"(Tensor(a!) out, {_NORM} eps, bool? enable_pdl=None) -> ()"),
+    "flashinfer::fused_add_rmsnorm": (fused_add_norm("eps"), f"{_ADD_NORM} eps, bool? enable_pdl=None) -> ()"),
     **{
-        f"aiter::{name}": (_rms_norm("", "epsilon"), f"({_NORM} epsilon, {_SENSITIVE}) -> Tensor")
+        f"aiter::{name}": (rms_norm("", "epsilon"), f"({_NORM} epsilon, {_SENSITIVE}) -> Tensor")
         for name in ("rms_norm", "rmsnorm2d_fwd")
     },
     "aiter::rmsnorm2d_fwd_with_add": (
-        _norm_with_add,
+        norm_with_add,
         f"{_ADDED}Tensor weight, float epsilon, {_SENSITIVE}) -> ()",
         f"{_ADDED}Tensor weight, float epsilon, bool gemma_norm, {_SENSITIVE}) -> ()",
     ),
     "aiter::rmsnorm2d_fwd_with_dynamicquant": (
-        _norm_dynamic_quant("out", "yscale"),
+        norm_dynamic_quant("out", "yscale"),
         f"{_OUT_IN}, Tensor(b!) yscale, Tensor weight, float epsilon, {_SENSITIVE}, int group_size=0, "
         "bool shuffle_scale=False) -> ()",
     ),
     "aiter::rmsnorm2d_fwd_with_add_dynamicquant": (
-        _norm_dynamic_quant("out", "yscale"),
+        norm_dynamic_quant("out", "yscale"),
         f"{_ADDED}Tensor(c!) yscale, Tensor weight, float epsilon, {_SENSITIVE}, int group_size=0, "
         "bool shuffle_scale=False) -> ()",
     ),
     "aiter::add_rmsnorm_quant": (
-        _norm_dynamic_quant("out", "scale"),
+        norm_dynamic_quant("out", "scale"),
         f"{_ADDED}Tensor(c!) scale, Tensor weight, float epsilon, int group_size=0, bool shuffle_scale=False, "
         "bool gemma_norm=False) -> ()",
     ),
-    "aiter::static_per_tensor_quant": (_static_quant("out"), f"{_OUT_IN}, Tensor scale) -> ()"),
-    "aiter::dynamic_per_tensor_quant": (_dynamic_quant("out", by_token=False), f"{_OUT_IN}, Tensor(b!) scale) -> ()"),
+    "aiter::static_per_tensor_quant": (static_quant("out"), f"{_OUT_IN}, Tensor scale) -> ()"),
+    "aiter::dynamic_per_tensor_quant": (dynamic_quant("out", by_token=False), f"{_OUT_IN}, Tensor(b!) scale) -> ()"),
     "aiter::dynamic_per_token_scaled_quant": (
-        _dynamic_quant("out", "scales", by_token=True),
+        dynamic_quant("out", "scales", by_token=True),
         f"{_OUT_IN}, Tensor(b!) scales, Tensor? scale_ub=None, bool shuffle_scale=False, Tensor? num_rows=None, "
         "int num_rows_factor=1) -> ()",
     ),
@@ -972,7 +680,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         )
     },
     **{
-        f"{library}::{name}": (_activation(out, function, **options), f"(Tensor(a!) {out}, Tensor input{more}) -> ()")
+        f"{library}::{name}": (activation(out, function, **options), f"(Tensor(a!) {out}, Tensor input{more}) -> ()")
         for library, out, more in (
             ("_C", "result", ""),
             ("sgl_kernel", "out", ", bool? enable_pdl=None"),
