@@ -22,7 +22,7 @@ def _float8(calls: RewrittenCalls, cache: Tensor, dtype: DType) -> Tensor:
     return cache
 
 
-def _put(
+def put(
     calls: RewrittenCalls, cache: Tensor, slots: Tensor, block: int, new: Tensor, scale: Tensor | None = None
 ) -> None:
     """Put tokens into a cache of [blocks, block, ...]. A slot below zero is none: there the cache keeps what it has."""
@@ -46,16 +46,17 @@ def _put(
 def reshape_and_cache_flash(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     for name in ("key", "value"):
         cache = given[f"{name}_cache"]
-        _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], given[name], given.get(f"{name[0]}_scale"))
+        put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], given[name], given.get(f"{name[0]}_scale"))
 
 
 def reshape_and_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    plain("a cache", given, interleaved_v=(None, False))
     keys, values, slots = given["key_cache"], given["value_cache"], given["slot_mapping"]
     tokens, heads = given["key"].meta.sizes[:2]
     _blocks, _heads, parts, block, vector = keys.meta.sizes
     new = calls.one("aten::reshape", self=given["key"], shape=[tokens, heads, parts, vector])
-    _put(calls, calls.one("aten::permute", self=keys, dims=[0, 3, 1, 2, 4]), slots, block, new, given.get("k_scale"))
-    _put(
+    put(calls, calls.one("aten::permute", self=keys, dims=[0, 3, 1, 2, 4]), slots, block, new, given.get("k_scale"))
+    put(
         calls,
         calls.one("aten::permute", self=values, dims=[0, 3, 1, 2]),
         slots,
@@ -65,12 +66,21 @@ def reshape_and_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -
     )
 
 
-def concat_and_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    """A token's compressed key and value, and the part of its key that is turned, side by side."""
-    cache, turned = given["kv_cache"], given["k_pe"]
-    turned = calls.one("aten::reshape", self=turned, shape=[turned.meta.sizes[0], turned.meta.sizes[-1]])
-    both = calls.one("aten::cat", tensors=[given["kv_c"], turned], dim=-1)
-    _put(calls, cache, given["slot_mapping"], cache.meta.sizes[1], both, given.get("scale"))
+def merged_states(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    """One attention of two, each to a part of the keys, by the logarithms of their sums: [heads, tokens] or the other
+    way round."""
+    plain("attention", given, output_scale=(None,), prefill_tokens_with_context=(None,))
+    outputs, sums = ([given[f"{place}_{what}"] for place in ("prefix", "suffix")] for what in ("output", "lse"))
+    both = calls.one("aten::logaddexp", self=sums[0], other=sums[1])
+    parts = []
+    for output, own in zip(outputs, sums, strict=True):
+        share = calls.one("aten::exp", self=calls.one("aten::sub.Tensor", self=own, other=both))
+        if share.meta.sizes != output.meta.sizes[:2]:
+            share = calls.one("aten::transpose.int", self=share, dim0=0, dim1=1)
+        parts.append(calls.times(calls.single(output), calls.one("aten::unsqueeze", self=share, dim=-1)))
+    calls.write(given["output"], calls.one("aten::add.Tensor", self=parts[0], other=parts[1]))
+    if given.get("output_lse") is not None:
+        calls.write(given["output_lse"], both)
 
 
 def cache_of_a_step(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
@@ -117,7 +127,7 @@ def _attend(
         seen = calls.one("aten::logical_and", self=seen, other=calls.one("aten::ge.Tensor", self=places, other=begin))
     heads_first = [calls.one("aten::permute", self=each, dims=[0, 2, 1, 3]) for each in (query, keys, values)]
     if cap or sinks is not None:
-        mixed = _by_scores(calls, heads_first, seen, scale, cap, sinks)
+        mixed = by_scores(calls, heads_first, seen, scale, cap, sinks)
     else:
         mixed = calls.one(
             "aten::scaled_dot_product_attention",
@@ -131,7 +141,7 @@ def _attend(
     return calls.one("aten::permute", self=mixed, dims=[0, 2, 1, 3])
 
 
-def _by_scores(
+def by_scores(
     calls: RewrittenCalls,
     heads_first: list[Tensor],
     seen: Tensor,
@@ -378,7 +388,7 @@ def _no_sums(calls: RewrittenCalls, target: Tensor | None) -> None:
 def latent_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """MLA's, of queries in the space of the compressed keys: a page has what is compressed, which is keys and values at
     once, and behind it the part of the keys that is turned."""
-    plain("attention", given, is_fp8=(None, False), indices=(None,), descale_q=(None,), descale_k=(None,))
+    plain("attention", given, is_fp8=(None, False), indices=(None,))
     plain("attention", given, vcache=(None,), extra_k_cache=(None,), extra_indices_in_kvcache=(None,))
     plain("attention", given, topk_length=(None,), extra_topk_length=(None,))
     cache, width = given["cache"], int(given.get("head_size_v", 0))
@@ -390,7 +400,9 @@ def latent_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> 
         query = given["q"]
     if len(cache.meta.sizes) == 3:
         cache = calls.one("aten::unsqueeze", self=cache, dim=2)
-    keys = _pages(calls, cache, given["page_table"], None, query.meta.dtype)
+    if query.meta.dtype in LARGEST:
+        query = dequantized(calls, query, given.get("descale_q"), DType.bfloat16)
+    keys = _pages(calls, cache, given["page_table"], None, query.meta.dtype, given.get("descale_k"))
     values = calls.slice(keys, -1, 0, width)
     causal = bool(given.get("is_causal"))
     mixed = _attend(
@@ -405,36 +417,6 @@ def latent_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> 
         else:
             calls.allocate(recorded, zeros=True)
     _no_sums(calls, given.get("lse"))
-
-
-def chosen_attention(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
-    """MLA's of queries that see only the keys chosen for each: their places in the cache, below zero for none."""
-    plain("attention", given, topk_length=(None,), out_=(None,))
-    query, cache, chosen = given["q"], given["kv"], given["indices"]
-    tokens, places = query.meta.sizes[0], chosen.meta.sizes[-1]
-    if cache.meta.sizes[1] != 1:
-        raise CannotRewrite("attention to chosen keys of several heads")
-    chosen = calls.one("aten::reshape", self=chosen, shape=[tokens, places])
-    real = calls.one(
-        "aten::logical_and",
-        self=calls.one("aten::ge.Scalar", self=chosen, other=0),
-        other=calls.one("aten::lt.Scalar", self=chosen, other=cache.meta.sizes[0]),
-    )
-    inside = calls.one("aten::clamp", self=chosen, min=0, max=cache.meta.sizes[0] - 1)
-    keys = calls.one("aten::index.Tensor", self=cache, indices=[inside])
-    rows = calls.one("aten::unsqueeze", self=query, dim=1)
-    seen = calls.one("aten::view", self=real, size=[tokens, 1, 1, places])
-    heads_first = [
-        calls.one("aten::transpose.int", self=each, dim0=1, dim1=2)
-        for each in (rows, keys, calls.slice(keys, -1, 0, given["d_v"]))
-    ]
-    mixed = _by_scores(calls, heads_first, seen, given["sm_scale"], None, given.get("attn_sink"))
-    for place, recorded in enumerate(tensors_in(results or [])):
-        if place == 0:
-            calls.fill(recorded, calls.one("aten::reshape", self=mixed, shape=list(recorded.meta.sizes)))
-        else:
-            calls.allocate(recorded, zeros=True)
-    calls.assumed.append("the largest scores and the logarithms of the sums, which it also returns, are 0")
 
 
 def _einsum(calls: RewrittenCalls, equation: str, one: Tensor, other: Tensor) -> Tensor:

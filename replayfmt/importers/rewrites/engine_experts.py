@@ -56,7 +56,7 @@ def topk(scores: str = "softmax") -> Any:
 
     def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         plain("routing", given, moe_softcapping=(None, 0.0), correction_bias=(None,), bias=(None,))
-        plain("routing", given, num_shared_experts=(None, 0))
+        plain("routing", given, num_shared_experts=(None, 0), routed_scaling_factor=(None, 1.0), is_padding=(None,))
         weights, indices = given["topk_weights"], given["topk_indices"]
         gates = calls.single(given["gating_output"])
         if scores == "softmax":
@@ -124,6 +124,7 @@ def moe_align(first: int) -> Any:
     SGLang has one slot more, for experts of other ranks (-1)."""
 
     def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+        plain("sorting", given, scatter_idx=(None,))
         ids, block, count = given["topk_ids"], given["block_size"], given["num_experts"]
         target, experts = given["sorted_token_ids"], given["experts_ids"]
         slots = calls.one("aten::reshape", self=calls.cast(ids, DType.int64), shape=[-1])
@@ -231,6 +232,38 @@ def experts(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
         calls.fill((results or [None])[0], total)
 
 
+def block_products(
+    calls: RewrittenCalls, rows: Tensor, weight: Tensor, experts: Tensor, block: int, valid: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows that are sorted by expert times weights [experts, width, columns]. `experts` has the expert of each block of
+    so many rows, `valid` is how many rows there are; also the experts of all blocks, as numbers in order."""
+    # The experts of blocks beyond the last are not defined: the last expert's keeps them in order. Those of fillers in
+    # between are below zero: they stay with the expert before them.
+    count, blocks = weight.meta.sizes[0], calls.count(experts.meta.sizes[0])
+    begins = calls.one("aten::mul.Scalar", self=blocks, other=block)
+    used = calls.one("aten::lt.Tensor", self=begins, other=calls.slice(valid, 0, 0, 1))
+    whose = calls.cast(experts, DType.int64)
+    last = calls.one("aten::full_like", self=whose, fill_value=count - 1)
+    whose = calls.one("aten::where.self", condition=used, self=whose, other=last)
+    whose = calls.one(
+        "aten::clamp", self=calls.call("aten::cummax", {"self": whose, "dim": 0})[0], min=0, max=count - 1
+    )
+    _order, _counts, ends = _by_expert(calls, whose, count)
+    ends = calls.one("aten::mul.Scalar", self=ends, other=block)
+    ends = calls.cast(calls.one("aten::clamp", self=ends, min=0, max=rows.meta.sizes[0]), DType.int32)
+    return calls.one("aten::_grouped_mm", self=rows, mat2=weight, offs=ends), whose
+
+
+def into_slots(calls: RewrittenCalls, made: Tensor, slot: Tensor, there: Tensor, count: int) -> Tensor:
+    """Rows in the places that `slot` says, of `count`. Fillers, which are not `there`, go to a row behind the last."""
+    more = calls.one("aten::new_zeros", self=made, size=[count + 1, made.meta.sizes[1]])
+    slot = calls.one(
+        "aten::where.self", condition=there, self=slot, other=calls.one("aten::full_like", self=slot, fill_value=count)
+    )
+    calls.call("aten::index_put_", {"self": more, "indices": [slot], "values": made}, [more])
+    return calls.slice(more, 0, 0, count)
+
+
 def expert_stage(place: int) -> Any:
     """One of AITER's two stages: tokens sorted by expert, block by block, and their grouped product. An entry has the
     token in its lower 24 bits, and above them which of its experts it is; a token that is not there fills up."""
@@ -243,7 +276,6 @@ def expert_stage(place: int) -> Any:
         dtype, block, tokens = DType.bfloat16, given.get("block_m") or 32, data.meta.sizes[0]
         weight = dequantized(calls, weight, given.get(f"w{place}_scale"), dtype)
         data = dequantized(calls, data, given.get(f"a{place}_scale"), dtype)
-        experts, count = weight.meta.sizes[0], given["sorted_token_ids"].meta.sizes[0]
         ids = calls.cast(given["sorted_token_ids"], DType.int64)
         token = calls.one("aten::bitwise_and.Scalar", self=ids, other=(1 << 24) - 1)
         nth = calls.one("aten::floor_divide.Scalar", self=ids, other=1 << 24)
@@ -254,18 +286,9 @@ def expert_stage(place: int) -> Any:
         )
         if place == 2:
             data = calls.one("aten::reshape", self=data, shape=[tokens * chosen, data.meta.sizes[-1]])
-        # The experts of blocks beyond the last are not defined: the last expert's keeps them in order.
-        blocks = calls.count(given["sorted_expert_ids"].meta.sizes[0])
-        begins = calls.one("aten::mul.Scalar", self=blocks, other=block)
-        used = calls.one("aten::lt.Tensor", self=begins, other=calls.slice(given["num_valid_ids"], 0, 0, 1))
-        whose = calls.cast(given["sorted_expert_ids"], DType.int64)
-        last = calls.one("aten::full_like", self=whose, fill_value=experts - 1)
-        whose = calls.one("aten::where.self", condition=used, self=whose, other=last)
-        _order, _counts, ends = _by_expert(calls, whose, experts)
-        ends = calls.one("aten::clamp", self=calls.one("aten::mul.Scalar", self=ends, other=block), min=0, max=count)
         rows = calls.one("aten::index_select", self=data, dim=0, index=row)
         turned = calls.one("aten::transpose.int", self=weight, dim0=1, dim1=2)
-        made = calls.one("aten::_grouped_mm", self=rows, mat2=turned, offs=calls.cast(ends, DType.int32))
+        made, _whose = block_products(calls, rows, turned, given["sorted_expert_ids"], block, given["num_valid_ids"])
         if place == 1 and made.meta.sizes[-1] == 2 * out.meta.sizes[-1]:
             made = gated(calls, made, activation)
         elif place == 1:
@@ -277,12 +300,8 @@ def expert_stage(place: int) -> Any:
         shown = calls.one("aten::unsqueeze", self=there, dim=1)
         nothing = calls.one("aten::zeros_like", self=made)
         made = calls.cast(calls.one("aten::where.self", condition=shown, self=made, other=nothing), out.meta.dtype)
-        if place == 1:  # fillers go to a row behind the last
-            more = calls.one("aten::new_zeros", self=target, size=[target.meta.sizes[0] + 1, target.meta.sizes[1]])
-            end = calls.one("aten::full_like", self=slot, fill_value=target.meta.sizes[0])
-            slot = calls.one("aten::where.self", condition=there, self=slot, other=end)
-            calls.call("aten::index_put_", {"self": more, "indices": [slot], "values": made}, [more])
-            calls.write(target, calls.slice(more, 0, 0, target.meta.sizes[0]))
+        if place == 1:
+            calls.write(target, into_slots(calls, made, slot, there, target.meta.sizes[0]))
         else:
             row = calls.one("aten::clamp", self=token, min=0, max=tokens - 1)
             calls.call("aten::index_add_", {"self": target, "dim": 0, "index": row, "source": made}, [target])
@@ -291,6 +310,36 @@ def expert_stage(place: int) -> Any:
 
 
 def moe_sum(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    plain("a sum", given, expert_map=(None,))
     total = calls.one("aten::sum.dim_IntList", self=given["input"], dim=[1])
     factor = given.get("routed_scaling_factor", 1)
     calls.write(given["output"], calls.one("aten::mul.Scalar", self=total, other=factor) if factor != 1 else total)
+
+
+def shuffled_rows(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    calls.write(given["output"], calls.one("aten::index_select", self=given["input"], dim=0, index=given["map"]))
+
+
+def unpermuted(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    """The weighted sum of what each token's experts made, which stand sorted by expert."""
+    weights, target = given["topk_weights"], given["hidden_states"]
+    places = calls.one("aten::reshape", self=given["inv_permuted_idx"], shape=[-1])
+    rows = calls.one("aten::index_select", self=calls.single(given["permuted_hidden_states"]), dim=0, index=places)
+    rows = calls.one("aten::reshape", self=rows, shape=[*weights.meta.sizes, -1])
+    rows = calls.times(rows, calls.one("aten::unsqueeze", self=calls.single(weights), dim=-1))
+    calls.write(target, calls.one("aten::sum.dim_IntList", self=rows, dim=[1]))
+
+
+def grouped_product(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    """Rows that are sorted by expert times quantized weights [experts, width, columns]; `expert_offsets` has where each
+    expert's rows begin."""
+    target, weight = given["out"], given["b"]
+    rows = dequantized(calls, given["a"], given["a_scales"], DType.bfloat16)
+    count, begins = weight.meta.sizes[0], calls.cast(given["expert_offsets"], DType.int32)
+    scales = given["b_scales"]
+    if math.prod(scales.meta.sizes) > count:  # of each column
+        scales = calls.one("aten::reshape", self=scales, shape=[count, 1, weight.meta.sizes[2]])
+    weight = dequantized(calls, weight, scales, DType.bfloat16)
+    last = calls.cast(calls.filled(1, rows.meta.sizes[0]), DType.int32)
+    ends = calls.one("aten::cat", tensors=[calls.slice(begins, 0, 1, count), last], dim=0)
+    calls.write(target, calls.one("aten::_grouped_mm", self=rows, mat2=weight, offs=ends))

@@ -14,12 +14,14 @@ from .rewriting import CannotRewrite, Given, Recorded, RewrittenCalls, plain
 # -------------------------------------------------------------------------------------------------------- normalization
 
 
-def _normalized(calls: RewrittenCalls, data: Tensor, weight: Tensor, epsilon: float, plus: int = 0) -> Tensor:
-    """RMS norm along the last dimension, in float32; Gemma adds one to the weight."""
+def _normalized(calls: RewrittenCalls, data: Tensor, weight: Tensor | None, epsilon: float, plus: int = 0) -> Tensor:
+    """RMS norm along the last dimension, in float32; Gemma adds one to the weight, if there is one."""
     dtype, data = data.meta.dtype, calls.single(data)
     square = calls.one("aten::mean.dim", self=calls.times(data, data), dim=[-1], keepdim=True)
     scale = calls.one("aten::rsqrt", self=calls.one("aten::add.Scalar", self=square, other=epsilon))
     normal = calls.times(data, scale)
+    if weight is None:
+        return calls.cast(normal, dtype)
     if plus:
         weight = calls.one("aten::add.Scalar", self=calls.single(weight), other=plus)
         return calls.cast(calls.times(normal, weight), dtype)
@@ -28,7 +30,7 @@ def _normalized(calls: RewrittenCalls, data: Tensor, weight: Tensor, epsilon: fl
 
 def rms_norm(out: str = "result", epsilon: str = "epsilon", plus: int = 0) -> Any:
     def rule(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
-        content = _normalized(calls, given["input"], given["weight"], given[epsilon], plus)
+        content = _normalized(calls, given["input"], given.get("weight"), given[epsilon], plus)
         if out:
             calls.write(given[out], content)
         else:
@@ -43,7 +45,7 @@ def fused_add_norm(epsilon: str = "epsilon", plus: int = 0) -> Any:
     def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         data, residual = given["input"], given["residual"]
         calls.call("aten::add_.Tensor", {"self": residual, "other": data}, [residual])
-        calls.write(data, _normalized(calls, residual, given["weight"], given[epsilon], plus))
+        calls.write(data, _normalized(calls, residual, given.get("weight"), given[epsilon], plus))
 
     return rule
 
@@ -81,6 +83,16 @@ def norm_dynamic_quant(out: str = "result", scale: str = "scale") -> Any:
     return rule
 
 
+def norm_block_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    """The norm of a sum, if there is a residual, quantized with a scale for each group of a token's elements."""
+    data, residual = given["input"], given.get("residual")
+    if residual is not None:
+        calls.call("aten::add_.Tensor", {"self": residual, "other": data}, [residual])
+        data = residual
+    normal = _normalized(calls, data, given["weight"], given["epsilon"])
+    group_quant(calls, given | {"input": normal, "output_q": given["result"], "output_s": given["scale"]}, None)
+
+
 def norm_static_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     normal = _normalized(calls, given["input"], given["weight"], given["epsilon"])
     calls.write(given["result"], quantized(calls, normal, given["scale"], given["result"].meta.dtype))
@@ -98,6 +110,8 @@ def fused_add_norm_static_quant(calls: RewrittenCalls, given: Given, _results: R
 def static_quant(out: str = "result", scale: str = "scale") -> Any:
     def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
         plain("quantization", given, azp=(None,))
+        if given.get("group_shape") is not None and math.prod(given[scale].meta.sizes) != 1:
+            raise CannotRewrite("quantization with scales of groups")
         calls.write(given[out], quantized(calls, given["input"], given[scale], given[out].meta.dtype))
 
     return rule
@@ -203,15 +217,33 @@ def alone(**options: Any) -> Any:
     return rule
 
 
-def swiglu_oai(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    """Neighbours are pairs of a gate and a factor, and both are limited."""
-    data, limit = given["input"], given["limit"]
-    gate, factor = (calls.slice(data, -1, place, data.meta.sizes[-1], 2) for place in range(2))
-    gate = calls.one("aten::clamp", self=gate, min=None, max=limit)
-    factor = calls.one("aten::clamp", self=factor, min=-limit, max=limit)
-    curve = calls.one("aten::sigmoid", self=calls.one("aten::mul.Scalar", self=gate, other=given["alpha"]))
-    active = calls.times(gate, curve)
-    calls.write(given["out"], calls.times(calls.one("aten::add.Scalar", self=factor, other=1), active))
+def swiglu(*, pairs: bool = False) -> Any:
+    """A gate and a factor, both limited: halves, or neighbours, of which the factor is one more."""
+
+    def rule(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+        data, limit, width = given["input"], given["limit"], given["input"].meta.sizes[-1]
+        parts = [(0, width, 2), (1, width, 2)] if pairs else [(0, width // 2, 1), (width // 2, width, 1)]
+        gate, factor = (calls.slice(data, -1, *part) for part in parts)
+        gate = calls.one("aten::clamp", self=gate, min=None, max=limit)
+        factor = calls.one("aten::clamp", self=factor, min=-limit, max=limit)
+        curve = calls.one("aten::sigmoid", self=calls.one("aten::mul.Scalar", self=gate, other=given["alpha"]))
+        factor = calls.one("aten::add.Scalar", self=factor, other=given.get("beta", 1))
+        calls.write(given["result"], calls.times(factor, calls.times(gate, curve)))
+
+    return rule
+
+
+def relu_gated(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    """What is above a threshold, of the first half, times the second."""
+    data, width = given["input"], given["input"].meta.sizes[-1] // 2
+    first, second = (calls.slice(data, -1, place * width, (place + 1) * width) for place in range(2))
+    first = calls.one("aten::threshold", self=first, threshold=given["threshold"], value=0)
+    calls.write(given["out"], calls.times(first, second))
+
+
+def relu_squared(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    positive = calls.one("aten::relu", self=given["input"])
+    calls.write(given["out"], calls.times(positive, positive))
 
 
 def silu_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
@@ -249,6 +281,7 @@ def _turn(
 
 
 def rotary(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
+    plain("a rotary embedding", given, rope_dim_offset=(None, 0), inverse=(None, False))
     if "cos_cache" in given:
         table = _table(calls, given["cos_cache"], given["sin_cache"], given["positions"])
     else:

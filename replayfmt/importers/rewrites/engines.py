@@ -14,19 +14,28 @@ from typing import Any
 from .engine_attention import (
     attention_of_a_step,
     cache_of_a_step,
-    chosen_attention,
-    concat_and_cache,
     decode_of_listed_pages,
     flash,
     latent_attention,
     latent_attention_of_a_step,
     listed_pages,
+    merged_states,
     paged_attention,
     prefill,
     reshape_and_cache,
     reshape_and_cache_flash,
 )
-from .engine_experts import expert_stage, experts, grouped_topk, moe_align, moe_sum, topk
+from .engine_experts import (
+    expert_stage,
+    experts,
+    grouped_product,
+    grouped_topk,
+    moe_align,
+    moe_sum,
+    shuffled_rows,
+    topk,
+    unpermuted,
+)
 from .engine_layers import (
     activation,
     alone,
@@ -35,28 +44,36 @@ from .engine_layers import (
     fused_add_norm_static_quant,
     group_quant,
     norm_and_rotary,
+    norm_block_quant,
     norm_dynamic_quant,
     norm_of_sum,
     norm_static_quant,
     norm_with_add,
     product,
+    relu_gated,
+    relu_squared,
     rms_norm,
     rope,
     rope_by_positions,
     rotary,
     silu_quant,
     static_quant,
-    swiglu_oai,
+    swiglu,
     tensor_quant,
 )
-from .engine_weights import awq_dequantize, awq_product, gptq_product
+from .engine_sparse import TABLE as SPARSE
+from .engine_sparse import chosen_attention, concat_and_cache, latent_decode
+from .engine_weights import TABLE as WEIGHTS
 from .rewriting import renamed
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
 _Q_S = ("output_q", "output_s")
 _CACHES = "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-_CACHING = f'({_CACHES}str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()'
+_CACHING = (
+    f'({_CACHES}str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, '
+    "bool interleaved_v=False) -> ()"
+)
 _DECODING = (
     "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, Tensor block_tables, "
     "Tensor seq_lens, "
@@ -159,11 +176,6 @@ _AITER_EXPERTS = (
 _DTYPE = "ScalarType? dtype=None"
 _WEIGHTED = "(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, "
 _SKINNY = "(Tensor in_a, Tensor in_b, "
-_AWQ_WEIGHT = "Tensor _kernel, Tensor _scaling_factors, Tensor _zeros"
-_AWQ_NAMES = {"_in_feats": "data", "_kernel": "weight", "_scaling_factors": "scales", "_zeros": "zeros"}
-_AWQ_NAMES |= {"qweight": "weight", "qzeros": "zeros"}
-_GPTQ = "(Tensor a, Tensor b_q_weight, Tensor b_gptq_qzeros, Tensor b_gptq_scales, Tensor b_g_idx, "
-
 _ROPE = "int rotate_style, bool reuse_freqs_front_part, bool nope_first) -> ()"
 _CHOSEN = "(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v"
 _LATENT_STEP = "(Tensor q, Tensor kv_c_normed, Tensor k_pe, "
@@ -212,6 +224,8 @@ _COMPILED = re.compile(
     r"flashinfer::(batch_decode|batch_prefill|single_prefill)_with_kv_cache_\w*posenc_0_\w*?(_ragged|_paged|)_run\Z"
 )
 
+_MERGED = {"v_a": "prefix_output", "s_a": "prefix_lse", "v_b": "suffix_output", "s_b": "suffix_lse"}
+_MERGED |= {"v_merged": "output", "s_merged": "output_lse"}
 _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "silu_and_mul": ("silu", {}),
     "gelu_and_mul": ("gelu", {}),
@@ -222,8 +236,17 @@ _GROUPED |= {"num_expert_group": "groups", "n_group": "groups", "topk_grp": "top
 _GROUPED |= {"need_renorm": "renormalize", "n_share_experts_fusion": "num_fused_shared_experts"}
 # By operator: its rule, and its schemas without the name, one for each order of arguments that versions have.
 _TABLE: dict[str, tuple[Any, ...]] = {
-    "_C::rms_norm": (rms_norm(), f"(Tensor(a!) result, {_NORM} epsilon) -> ()"),
-    "_C::fused_add_rms_norm": (fused_add_norm(), f"{_ADD_NORM} epsilon) -> ()"),
+    "_C::rms_norm": (rms_norm(), "(Tensor(a!) result, Tensor input, Tensor? weight, float epsilon) -> ()"),
+    "_C::rms_norm_weightless": (rms_norm(), f"{_RESULT_IN}, float epsilon) -> ()"),
+    **{
+        f"_C::fused_add_rms_norm{name}": (fused_add_norm(), f"(Tensor(a!) input, Tensor(b!) residual, {weight}) -> ()")
+        for name, weight in (("", "Tensor? weight, float epsilon"), ("_weightless", "float epsilon"))
+    },
+    "_C::rms_norm_per_block_quant": (
+        norm_block_quant,
+        f"{_RESULT_IN}, Tensor weight, Tensor(b!) scale, float epsilon, Tensor? scale_ub, Tensor(c!)? residual, "
+        "int group_size, bool is_scale_transposed) -> ()",
+    ),
     "_C::rms_norm_static_fp8_quant": (
         norm_static_quant,
         f"{_RESULT_IN}, Tensor weight, Tensor scale, float epsilon) -> ()",
@@ -237,7 +260,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         f"{_RESULT_IN}, Tensor weight, Tensor(b!) scale, float epsilon, Tensor? scale_ub=None, "
         "Tensor(c!)? residual=None) -> ()",
     ),
-    "_C::static_scaled_fp8_quant": (static_quant(), f"{_RESULT_IN}, Tensor scale) -> ()"),
+    "_C::static_scaled_fp8_quant": (static_quant(), f"{_RESULT_IN}, Tensor scale, int[]? group_shape=None) -> ()"),
     "_C::static_scaled_int8_quant": (static_quant(), f"{_RESULT_IN}, Tensor scale, Tensor? azp=None) -> ()"),
     "_C::dynamic_scaled_fp8_quant": (dynamic_quant(by_token=False), f"{_RESULT_IN}, Tensor(b!) scale) -> ()"),
     "_C::dynamic_per_token_scaled_fp8_quant": (
@@ -252,6 +275,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         group_quant,
         f"{_GROUPS}, bool dummy_is_scale_transposed=False, bool dummy_is_tma_aligned=False) -> ()",
     ),
+    "_C::per_token_group_quant_int8": (group_quant, f"{_GROUPS.removesuffix(', bool scale_ue8m0=False')}) -> ()"),
     "_C::silu_and_mul_per_block_quant": (
         renamed(group_quant, {"out": "output_q", "scales": "output_s"}, fuse_silu_and_mul=True),
         f"{_OUT_IN}, Tensor(b!) scales, int group_size, Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()",
@@ -260,12 +284,15 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         product("a", "b", "a_scales", "b_scales", "out"),
         "(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias=None) -> ()",
     ),
+    "_C::silu_and_mul_with_clamp": (swiglu(), f"{_RESULT_IN}, float limit, float alpha=1.0, float beta=0.0) -> ()"),
+    "_C::fatrelu_and_mul": (relu_gated, f"{_OUT_IN}, float threshold) -> ()"),
+    "_C::relu_squared": (relu_squared, f"{_OUT_IN}) -> ()"),
     "_C::mul_and_silu": (activation("out", "silu", last=True), f"{_OUT_IN}) -> ()"),
     "_C::gelu_new": (alone(approximate="tanh"), f"{_OUT_IN}) -> ()"),
     "_C::gelu_fast": (alone(approximate="tanh"), f"{_OUT_IN}) -> ()"),
     "_C::gelu_quick": (alone(), f"{_OUT_IN}) -> ()"),
     "sgl_kernel::gelu_quick": (alone(), f"{_OUT_IN}) -> ()"),
-    "_C::swigluoai_and_mul": (swiglu_oai, f"{_OUT_IN}, float alpha=1.702, float limit=7.0) -> ()"),
+    "_C::swigluoai_and_mul": (swiglu(pairs=True), f"{_RESULT_IN}, float alpha=1.702, float limit=7.0) -> ()"),
     "_C::silu_and_mul_quant": (silu_quant, f"{_RESULT_IN}, Tensor scale) -> ()"),
     "_C::fused_qk_norm_rope": (
         norm_and_rotary,
@@ -275,7 +302,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "_C_cache_ops::concat_and_cache_mla": (
         concat_and_cache,
         "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, "
-        'str kv_cache_dtype="auto", Tensor? scale=None) -> ()',
+        'str kv_cache_dtype="auto", Tensor? scale=None, bool skip_scale=False) -> ()',
     ),
     "vllm::unified_kv_cache_update": (cache_of_a_step, '(Tensor key, Tensor value, str layer_name="") -> Tensor'),
     "_C::paged_attention_v1": (paged_attention, f"(Tensor(a!) out, {_DECODING}{_DECODED}{_SPARSE}"),
@@ -286,7 +313,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         'str mfma_type="bf16") -> ()',
         f"{_PARTIAL}{_DECODING}{_DECODED}Tensor? fp8_out_scale=None) -> ()",
     ),
-    "_vllm_fa2_C::varlen_fwd": (flash, _VARLEN),
+    "_vllm_fa2_C::varlen_fwd": (flash, _VARLEN, _VARLEN.replace("Generator? gen", "int num_splits, Tensor? gen")),
     "_vllm_fa3_C::fwd": (flash, _FLASH3, _CHUNKED),
     "sgl_kernel::fwd": (flash, _FLASH3, _CHUNKED),
     "aiter::mha_varlen_fwd": (
@@ -322,7 +349,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     ),
     **{
         f"{library}::fwd_kvcache_mla": (
-            renamed(latent_attention, _LATENT_NAMES),
+            renamed(latent_decode, _LATENT_NAMES),
             f"(Tensor q, Tensor kv_cache, {_PLANNED}, bool is_fp8, Tensor? indices) -> Tensor[]",
             f"(Tensor q, Tensor kv_cache, {_PLANNED}, bool is_fp8, Tensor? indices, Tensor? attn_sink, "
             "Tensor? extra_k_cache, Tensor? extra_indices_in_kvcache, Tensor? topk_length, Tensor? extra_topk_length) "
@@ -445,6 +472,11 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         f"{library}topk_sigmoid": (topk("sigmoid"), f"{_ROUTES}Tensor gating_output) -> ()")
         for library in ("aiter::", "vllm::rocm_aiter_")
     },
+    "_moe_C::topk_sigmoid": (
+        topk("sigmoid"),
+        f"{_ROUTES}Tensor(c!) token_expert_indices, Tensor gating_output, bool renormalize, Tensor? bias, "
+        "float routed_scaling_factor=1.0, Tensor? is_padding=None) -> ()",
+    ),
     "sgl_kernel::topk_softmax": (
         topk(),
         f"{_ROUTES}{_ROUTED}float moe_softcapping=0.0, Tensor? correction_bias=None) -> ()",
@@ -473,14 +505,48 @@ _TABLE: dict[str, tuple[Any, ...]] = {
             "vllm::rocm_aiter_biased_grouped_topk",
         )
     },
-    "_moe_C::moe_align_block_size": (moe_align(0), f"{_ALIGN}, Tensor? expert_map=None) -> ()"),
+    "_moe_C::moe_align_block_size": (
+        moe_align(0),
+        f"{_ALIGN}, Tensor? expert_map=None, Tensor(d!)? scatter_idx=None) -> ()",
+    ),
     "_moe_C::sgl_moe_align_block_size": (moe_align(0), f"{_ALIGN}) -> ()"),
     "sgl_kernel::moe_align_block_size": (
         moe_align(-1),
         f"{_ALIGN}{_CUMSUM}",
         f"{_ALIGN}, Tensor? token_cnts_buffer=None{_CUMSUM}",
     ),
-    "_moe_C::moe_sum": (moe_sum, "(Tensor input, Tensor(a!) output) -> ()"),
+    "_moe_C::moe_sum": (
+        moe_sum,
+        "(Tensor input, Tensor(a!) output, Tensor? topk_ids=None, Tensor? expert_map=None) -> ()",
+    ),
+    "sgl_kernel::moe_sum": (moe_sum, "(Tensor input, Tensor(a!) output) -> ()"),
+    "_moe_C::moe_unpermute": (
+        unpermuted,
+        "(Tensor permuted_hidden_states, Tensor topk_weights, Tensor inv_permuted_idx, "
+        "Tensor? expert_first_token_offset, int topk, Tensor(a!) hidden_states) -> ()",
+    ),
+    **{
+        f"{library}::shuffle_rows": (shuffled_rows, "(Tensor input, Tensor map, Tensor(a!) output) -> ()")
+        for library in ("_moe_C", "sgl_kernel")
+    },
+    "_C::cutlass_moe_mm": (
+        grouped_product,
+        "(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor expert_offsets, "
+        "Tensor problem_sizes, Tensor a_strides, Tensor b_strides, Tensor c_strides, bool per_act_token, "
+        "bool per_out_ch) -> ()",
+    ),
+    "_C::merge_attn_states": (
+        merged_states,
+        "(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, "
+        "Tensor suffix_lse, int? prefill_tokens_with_context=None, Tensor? output_scale=None) -> ()",
+    ),
+    **{
+        f"sgl_kernel::merge_state{name}": (
+            renamed(merged_states, _MERGED),
+            "(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, Tensor(a!) v_merged, Tensor(b!) s_merged) -> ()",
+        )
+        for name in ("", "_v2")
+    },
     "aiter::moe_sum": (moe_sum, "(Tensor input, Tensor(a!) output) -> ()"),
     "sgl_kernel::moe_sum_reduce": (moe_sum, "(Tensor input, Tensor(a!) output, float routed_scaling_factor) -> ()"),
     **{
@@ -505,27 +571,8 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         f"{_AITER_EXPERTS}Tensor? num_local_tokens=None, {_DTYPE}, int hidden_pad=0, int intermediate_pad=0, "
         f'str gate_mode=""{_BIASES}) -> Tensor',
     ),
-    "_C::awq_dequantize": (
-        renamed(awq_dequantize, _AWQ_NAMES),
-        f"({_AWQ_WEIGHT}, int split_k_iters, int thx, int thy) -> Tensor",
-    ),
-    "sgl_kernel::awq_dequantize": (
-        renamed(awq_dequantize, _AWQ_NAMES),
-        "(Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor",
-    ),
-    "_C::awq_gemm": (
-        renamed(awq_product, _AWQ_NAMES),
-        f"(Tensor _in_feats, {_AWQ_WEIGHT}, int split_k_iters) -> Tensor",
-    ),
-    "_C::gptq_gemm": (
-        renamed(gptq_product, {"use_exllama": "shuffled"}),
-        f"{_GPTQ}bool use_exllama, int bit) -> Tensor",
-        f"{_GPTQ}bool use_exllama, bool use_v2_format, int bit) -> Tensor",
-    ),
-    "sgl_kernel::gptq_gemm": (
-        renamed(gptq_product, {"use_shuffle": "shuffled"}),
-        f"{_GPTQ}bool use_shuffle, int bit) -> Tensor",
-    ),
+    **WEIGHTS,
+    **SPARSE,
     "vllm::rocm_unquantized_gemm": (
         product("x", "weight", by_rows=True),
         "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
@@ -611,7 +658,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         f"{library}::rotary_embedding": (
             rotary,
             "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache, "
-            "bool is_neox) -> ()",
+            "bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
         )
         for library in ("_C", "sgl_kernel")
     },
@@ -622,6 +669,9 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         "(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, Tensor cos_sin_cache, Tensor pos_ids, "
         "bool interleave, bool enable_pdl, int cuda_stream=0, Tensor? v=None, Tensor(c!)? k_buffer=None, "
         "Tensor(d!)? v_buffer=None, Tensor? kv_cache_loc=None) -> ()",
+        "(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, Tensor cos_sin_cache, Tensor pos_ids, "
+        "bool interleave, bool enable_pdl, Tensor? v, Tensor(c!)? k_buffer, Tensor(d!)? v_buffer, "
+        "Tensor? kv_cache_loc) -> ()",
     ),
     "sgl_kernel::sgl_per_token_quant_fp8": (
         dynamic_quant(*_Q_S, by_token=True),
