@@ -157,11 +157,8 @@ def group_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None
 
 
 def tensor_quant(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
-    rule = (
-        static_quant("output_q", "output_s")
-        if given["is_static"]
-        else dynamic_quant(*"output_q", "output_s", by_token=False)
-    )
+    names = ("output_q", "output_s")
+    rule = static_quant(*names) if given["is_static"] else dynamic_quant(*names, by_token=False)
     rule(calls, given, None)
 
 

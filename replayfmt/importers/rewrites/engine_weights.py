@@ -266,11 +266,11 @@ def byte_experts(calls: RewrittenCalls, given: Given, results: Recorded) -> None
         points = calls.one("aten::reshape", self=points, shape=[-1, groups])
         points = unpacked(calls, points, 0, bits)
     turned = calls.one("aten::transpose.int", self=whole, dim0=0, dim1=1)
-    lines = [
+    points, scales = (
         calls.one("aten::transpose.int", self=calls.one("aten::reshape", self=each, shape=[-1, groups]), dim0=0, dim1=1)
         for each in (points, scales)
-    ]
-    weight = _weight(calls, turned, *lines, None)
+    )
+    weight = _weight(calls, turned, points, scales, None)
     weight = calls.one("aten::reshape", self=weight, shape=[width, experts, columns])
     weight = calls.cast(calls.one("aten::permute", self=weight, dims=[1, 0, 2]), DType.bfloat16)
     found = _sorted_product(calls, given, data, weight, None)

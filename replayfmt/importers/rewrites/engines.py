@@ -71,8 +71,7 @@ from .rewriting import renamed
 _Q_S = ("output_q", "output_s")
 _CACHES = "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
 _CACHING = (
-    f'({_CACHES}str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, '
-    "bool interleaved_v=False) -> ()"
+    f'({_CACHES}str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool interleaved_v=False) -> ()'
 )
 _DECODING = (
     "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, Tensor block_tables, "
