@@ -219,7 +219,7 @@ def test_norms_and_activations_of_newer_versions() -> None:
     _close(given, normal)
     gate, factor = data[:, :8].clamp(max=0.5), data[:, 8:].clamp(-0.5, 0.5)
     out = torch.zeros(3, 8)
-    run("_C::silu_and_mul_with_clamp", result=out, input=data, limit=0.5, alpha=2.0, beta=0.25)
+    run("_C::silu_and_mul_with_clamp", out=out, input=data, limit=0.5, alpha=2.0, beta=0.25)
     _close(out, gate * (2 * gate).sigmoid() * (factor + 0.25))
     run("_C::fatrelu_and_mul", out=out, input=data, threshold=0.3)
     _close(out, torch.where(data[:, :8] > 0.3, data[:, :8], 0) * data[:, 8:])

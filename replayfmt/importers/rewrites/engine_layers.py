@@ -225,7 +225,7 @@ def swiglu(*, pairs: bool = False) -> Any:
         factor = calls.one("aten::clamp", self=factor, min=-limit, max=limit)
         curve = calls.one("aten::sigmoid", self=calls.one("aten::mul.Scalar", self=gate, other=given["alpha"]))
         factor = calls.one("aten::add.Scalar", self=factor, other=given.get("beta", 1))
-        calls.write(given["result"], calls.times(factor, calls.times(gate, curve)))
+        calls.write(given["out"], calls.times(factor, calls.times(gate, curve)))
 
     return rule
 

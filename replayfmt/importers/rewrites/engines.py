@@ -283,7 +283,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         product("a", "b", "a_scales", "b_scales", "out"),
         "(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias=None) -> ()",
     ),
-    "_C::silu_and_mul_with_clamp": (swiglu(), f"{_RESULT_IN}, float limit, float alpha=1.0, float beta=0.0) -> ()"),
+    "_C::silu_and_mul_with_clamp": (swiglu(), f"{_OUT_IN}, float limit, float alpha=1.0, float beta=0.0) -> ()"),
     "_C::fatrelu_and_mul": (relu_gated, f"{_OUT_IN}, float threshold) -> ()"),
     "_C::relu_squared": (relu_squared, f"{_OUT_IN}) -> ()"),
     "_C::mul_and_silu": (activation("out", "silu", last=True), f"{_OUT_IN}) -> ()"),
@@ -291,7 +291,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "_C::gelu_fast": (alone(approximate="tanh"), f"{_OUT_IN}) -> ()"),
     "_C::gelu_quick": (alone(), f"{_OUT_IN}) -> ()"),
     "sgl_kernel::gelu_quick": (alone(), f"{_OUT_IN}) -> ()"),
-    "_C::swigluoai_and_mul": (swiglu(pairs=True), f"{_RESULT_IN}, float alpha=1.702, float limit=7.0) -> ()"),
+    "_C::swigluoai_and_mul": (swiglu(pairs=True), f"{_OUT_IN}, float alpha=1.702, float limit=7.0) -> ()"),
     "_C::silu_and_mul_quant": (silu_quant, f"{_RESULT_IN}, Tensor scale) -> ()"),
     "_C::fused_qk_norm_rope": (
         norm_and_rotary,
