@@ -63,7 +63,8 @@ _FOREIGN = (
     (rb"SQLite format 3\0", "an SQLite database (rocprofv3's rocpd, rpd, Nsight Systems)"),
     (rb"\s*\{\s*\"rocprofiler-sdk-tool\"", "rocprofv3's JSON (kernels without PyTorch operators)"),
     (
-        rb'\s*\{"name": "[^\n]{1,3000}?", "device": "?\d{1,4}"?, "signature": ',
+        rb'\s*\{(?:\s*"\w{1,80}": \[\s*\{)?\s*"name": "[^\n]{1,3000}?",\s*(?:"count": \d{1,9},\s*)?'
+        rb'"device": "?\d{1,4}"?,\s*"signature": ',
         "a list of distinct device kernels (import the profiler trace that it was made from)",
     ),
     (
@@ -71,12 +72,18 @@ _FOREIGN = (
         "a file of kernel signatures (import the profiler trace that it was made from)",
     ),
     (
-        rb"\s*\{\s*\"end_timestamp\": [^\n]{1,80}\n?\s*\"(?:kernels|energy_joules|full_model_inference_ms)\"",
+        rb"\s*\{\s*\"(?:(?:start_timestamp\": [^\n]{1,80}\n?\s*\")?end_timestamp\": [^\n]{1,80}\n?\s*"
+        rb"\"(?:kernels|energy_joules|duration_seconds|full_model_inference_ms)"
+        rb"|full_model\": \{\s*\"num_runs|error_percent\": [^\n]{1,80}\n?\s*\"error_us)\"",
         "a table of measured times without PyTorch operators (opreplay-energy integrates power logs over such)",
     ),
     (
         rb"(?:name,device,count,signature_json|device,category,kernel_name,count)\s",
         "a table of device kernels and their counts (import the profiler trace that it was made from)",
+    ),
+    (
+        rb"time(?:stamp)?,(?:id|gpu|power)\w*[,\r\n]",
+        "a power log (opreplay-energy integrates it over measured windows)",
     ),
     (rb'"?[\w-]+"?,[^\n]{0,400}"?Kernel_?Name"?', "rocprof's table of kernels (without PyTorch operators)"),
     (

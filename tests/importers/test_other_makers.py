@@ -23,6 +23,18 @@ from .traces import ADD, MM, kernel, launch, op, tensor, trace
         (b'{"version": "0.0.4"}\n{"id": "1", "name": "x", "type": "COMP_NODE"}', "Chakra execution trace in JSON"),
         (b'{"rocprofiler-sdk-tool": [{"metadata": {}}]}', "rocprofv3"),
         (b'{"name": "gemm<float, 2>", "device": "0", "signature": {"grid": [1, 1, 1]}}\n', "distinct device kernels"),
+        (
+            b'{\n  "copies": [\n    {\n      "name": "a",\n      "count": 3,\n      "device": "0",\n      "signature": {}}]}',
+            "distinct device kernels",
+        ),
+        (b'{\n  "full_model": {\n    "num_runs": 100,\n    "total_energy_j": 203.3}}', "measured times"),
+        (b'{\n  "error_percent": 594.19,\n  "error_us": 69428.5}', "measured times"),
+        (
+            b'{\n  "start_timestamp": "2026-02-05",\n  "end_timestamp": "2026-02-06",\n  "duration_seconds": 2}',
+            "measured times",
+        ),
+        (b"timestamp,gpu,power_w\n2026-02-06 18:07:24.417881,0,9.93\n", "power log"),
+        (b"time,id,pm1,sum\n2026-02-05 01:53:44.020012,0,102.3,102.3\n", "power log"),
         (b'{\n  "summary": {\n    "total_kernels": 144},\n  "kernels": []}', "kernel signatures"),
         (b'{\n  "end_timestamp": "2026-02-06 18:34:49.740",\n  "kernels": []}', "measured times"),
         (b'{\n  "end_timestamp": "2026-02-06 18:34:49.740",\n  "energy_joules": 2.5}', "measured times"),
