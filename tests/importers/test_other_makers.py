@@ -24,7 +24,7 @@ from .traces import ADD, MM, kernel, launch, op, tensor, trace
         (b'{"rocprofiler-sdk-tool": [{"metadata": {}}]}', "rocprofv3"),
         (b'{"name": "gemm<float, 2>", "device": "0", "signature": {"grid": [1, 1, 1]}}\n', "distinct device kernels"),
         (
-            b'{\n  "copies": [\n    {\n      "name": "a",\n      "count": 3,\n      "device": "0",\n      "signature": {}}]}',
+            b'{\n "copies": [\n  {\n   "name": "a",\n   "count": 3,\n   "device": "0",\n   "signature": {}}]}',
             "distinct device kernels",
         ),
         (b'{\n  "full_model": {\n    "num_runs": 100,\n    "total_energy_j": 203.3}}', "measured times"),
