@@ -78,6 +78,7 @@ def test_the_indexers_keys_are_cached_with_their_scales_behind_the_page_and_gath
     )
     given = {"k": keys, "kv_cache": cache, "slot_mapping": slots, "quant_block_size": 128}
     run("_C_cache_ops::indexer_k_quant_and_cache", **given, kv_cache_dtype=kind)
+    assert "preshuffle" in refusal("aiter::indexer_k_quant_and_cache", **given, kv_cache_dtype=kind, preshuffle=True)
     pages = cache.flatten(1)
     numbers = pages[:, : 4 * 128].reshape(3, 4, 128).view(FLOAT8).float()
     scales = pages[:, 4 * 128 :].reshape(3, 4, 4).contiguous().view(torch.float32)

@@ -176,7 +176,8 @@ def experts(calls: RewrittenCalls, given: Given, results: Recorded) -> None:
     """Each token's experts, two grouped products with the activation between them, and their weighted sum."""
     plain("experts", given, expert_map=(None,), expert_mask=(None,), w1_zp=(None,), w2_zp=(None,), gemm1_alpha=(None,))
     plain("experts", given, no_combine=(None, False), use_int4_w4a16=(None, False), use_int8_w8a16=(None, False))
-    plain("experts", given, swiglu_limit=(None, 0.0), shared_w1=(None,), gate_mode=(None, ""), num_local_tokens=(None,))
+    plain("experts", given, swiglu_limit=(None, 0.0), shared_w1=(None,), gate_mode=(None, "", "separated"))
+    plain("experts", given, num_local_tokens=(None,), ep_source_token_map=(None,), beta=(None,), linear_beta=(None,))
     activation = {0: "silu", 1: "gelu"}.get(given.get("activation"), given.get("activation", "silu"))  # type: ignore[arg-type]
     if activation not in ("silu", "gelu"):
         raise CannotRewrite(f"experts with the activation {activation}")

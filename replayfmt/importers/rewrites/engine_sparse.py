@@ -159,6 +159,7 @@ def _page_parts(calls: RewrittenCalls, cache: Tensor, width: int) -> tuple[Tenso
 
 def indexer_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """Keys of the indexer as float8, with a scale for each group of numbers."""
+    plain("a cache", given, preshuffle=(None, False))
     keys, slots, block = given["k"], given["slot_mapping"], given["kv_cache"].meta.sizes[1]
     tokens, width = keys.meta.sizes
     numbers, scales = _page_parts(calls, given["kv_cache"], width)
@@ -173,6 +174,7 @@ def indexer_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -> No
 
 def gather_indexer_cache(calls: RewrittenCalls, given: Given, _results: Recorded) -> None:
     """The indexer's keys of sequences, one after the other, and their scales."""
+    plain("a cache", given, preshuffle=(None, False))
     cache, table, ends = given["kv_cache"], given["block_table"], given["cu_seq_lens"]
     target, scales = (_bits(calls, given[name], DType.uint8) for name in ("dst_k", "dst_scale"))
     tokens, block, sequences = target.meta.sizes[0], cache.meta.sizes[1], table.meta.sizes[0]
@@ -334,14 +336,16 @@ TABLE: dict[str, tuple[Any, ...]] = {
     **{
         f"{library}::indexer_k_quant_and_cache": (
             indexer_cache,
-            "(Tensor k, Tensor(a!) kv_cache, Tensor slot_mapping, int quant_block_size, str kv_cache_dtype) -> ()",
+            "(Tensor k, Tensor(a!) kv_cache, Tensor slot_mapping, int quant_block_size, str kv_cache_dtype, "
+            "bool preshuffle=False) -> ()",
         )
         for library in ("_C_cache_ops", "aiter")
     },
     **{
         f"{library}::cp_gather_indexer_k_quant_cache": (
             gather_indexer_cache,
-            "(Tensor kv_cache, Tensor(a!) dst_k, Tensor(b!) dst_scale, Tensor block_table, Tensor cu_seq_lens) -> ()",
+            "(Tensor kv_cache, Tensor(a!) dst_k, Tensor(b!) dst_scale, Tensor block_table, Tensor cu_seq_lens, "
+            "bool preshuffle=False) -> ()",
         )
         for library in ("_C_cache_ops", "aiter")
     },

@@ -563,7 +563,10 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "aiter::fused_moe_": (
         experts,
         f"{_AITER_EXPERTS}int block_size_M=-1, Tensor? num_local_tokens=None, int moe_sorting_dispatch_policy=0, "
-        f"{_DTYPE}, int hidden_pad=0, int intermediate_pad=0{_BIASES}) -> Tensor",
+        f"{_DTYPE}, int hidden_pad=0, int intermediate_pad=0{_BIASES}, float? swiglu_limit=None, float? beta=None, "
+        'float? linear_beta=None, str gate_mode="separated", int ep_arena_handle=0, int ep_combine_input_offset=0, '
+        "int ep_slot_stride_bytes=0, int ep_max_tokens_per_rank=0, int ep_world_size=0, "
+        "Tensor? ep_source_token_map=None) -> Tensor",
     ),
     "vllm::rocm_aiter_fused_moe": (
         experts,
