@@ -18,11 +18,11 @@ from measuring import arguments, progress, row, scratch
 import replayfmt
 
 SCOPES, OPS_IN_A_SCOPE = 500, 400
-# Says its own peak at the end, in kB.
+# Says its own peak at the end, in kB, on stderr: the tool's stdout has its own lines.
 REPORT = """
-import atexit
+import atexit, sys
 from opreplay_tools.report import main
-atexit.register(lambda: print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))))
+atexit.register(lambda: print(*(line for line in open("/proc/self/status") if "VmHWM" in line), file=sys.stderr))
 main()
 """
 
@@ -77,7 +77,7 @@ def main() -> None:
             [sys.executable, "-c", REPORT, str(capture), "-o", str(page)], check=True, text=True, capture_output=True
         )
         made = time.perf_counter() - begin
-        peak = int(done.stdout.split()[-2]) / 1024
+        peak = int(done.stderr.partition("VmHWM:")[2].split()[0]) / 1024
         what = f"report of {ops:,} ops"
         row(f"{what}: making it", made, "s", at_most=20, page_bytes=page.stat().st_size)
         row(f"{what}: peak memory", peak, "MiB", at_most=1024)
