@@ -460,8 +460,8 @@ class ExpectResults:
             return
         view = expected.view
         sizes, strides = tuple(tensor.shape), tensor.stride()
-        wanted = (view.dtype, view.sizes, _telling(view.sizes, view.strides), view.offset, expected.device)
-        got = (tensor.dtype, sizes, _telling(sizes, strides), int(tensor.storage_offset()), tensor.device)
+        wanted = (view.dtype, view.sizes, telling_strides(view.sizes, view.strides), view.offset, expected.device)
+        got = (tensor.dtype, sizes, telling_strides(sizes, strides), int(tensor.storage_offset()), tensor.device)
         if wanted != got and not (self.sizes_only and (wanted[0], wanted[1], wanted[4]) == (got[0], got[1], got[4])):
             self._differs(
                 index,
@@ -484,7 +484,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _telling(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+def telling_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides that matter: none for dimensions of one element, and none at all for an empty tensor."""
     if 0 in sizes:
         return ()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from replayfmt.pytorch.rounding import wide
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE, INTEGERS, host_view
 
 from ..verification import LARGEST, TOLERANCE
@@ -43,7 +44,7 @@ class Tolerance:
         return TOLERANCE[DTYPE_CODE[dtype]] if self.relative is None else self.relative
 
     def describe(self, dtype: torch.dtype) -> str:
-        if not (dtype.is_floating_point or dtype.is_complex) or dtype in PACKED:
+        if not _is_float(dtype):
             return "exactly equal"
         if self.absolute is None:
             return f"{self.of(dtype):g} of the value or of the root mean square"
@@ -101,7 +102,7 @@ def distance(expected: torch.Tensor, got: torch.Tensor, tolerance: Tolerance) ->
     dtype = expected.dtype
     if dtype in INTEGERS:
         return _combined(_integers(*pair) for pair in chunks(expected, got))
-    if dtype in PACKED or not (dtype.is_floating_point or dtype.is_complex):
+    if not _is_float(dtype):
         return _combined(_patterns(*pair) for pair in chunks(expected, got))
     if _same_bits(expected, got):
         return _combined(_equal_floats(part) for part, _same in chunks(expected, expected))
@@ -165,7 +166,7 @@ def _host_bytes(flat: torch.Tensor) -> np.ndarray:
 def _equal_floats(values: torch.Tensor) -> Distance:
     """The result of `_floats` for numbers compared with themselves."""
     parts = torch.view_as_real(values) if values.is_complex() else values
-    numbers = double(parts) if parts.element_size() == 1 else parts
+    numbers = wide(parts) if parts.element_size() == 1 else parts
     finite = numbers.isfinite()
     if values.is_complex():
         finite = finite.all(dim=1)
@@ -206,7 +207,7 @@ def _apart(expected: torch.Tensor, got: torch.Tensor) -> tuple[torch.Tensor, tor
     parts = 1
     if expected.is_complex():
         expected, got, parts = torch.view_as_real(expected).reshape(-1), torch.view_as_real(got).reshape(-1), 2
-    wanted, given = double(expected), double(got)
+    wanted, given = wide(expected), wide(got)
     finite = wanted.isfinite() & given.isfinite()
     same = (wanted == given) | (wanted.isnan() & given.isnan())
     zero = torch.zeros((), dtype=torch.float64, device=wanted.device)
@@ -224,12 +225,6 @@ def _relative(apart: torch.Tensor, size: torch.Tensor) -> float | None:
     """The largest distance relative to the expected value, over elements where that is not zero."""
     nonzero = size > 0
     return float((apart[nonzero] / size[nonzero]).max()) if bool(nonzero.any()) else None
-
-
-def double(values: torch.Tensor) -> torch.Tensor:
-    # Not every narrow format converts directly to float64; all of them fit exactly into float32.
-    narrow = values.element_size() == 1
-    return (values.to(torch.float32) if narrow else values).to(torch.float64)
 
 
 def scale_of(expected: torch.Tensor, tolerance: Tolerance) -> float:
@@ -250,7 +245,7 @@ def _root_mean_square(expected: torch.Tensor) -> float:
     huge = LARGEST[DTYPE_CODE[expected.dtype]]
     squares, count = 0.0, 0
     for part, _same in chunks(expected, expected):
-        values = double(torch.view_as_real(part).reshape(-1) if part.is_complex() else part)
+        values = wide(torch.view_as_real(part).reshape(-1) if part.is_complex() else part)
         values = values[values.abs() < huge]  # leaves out NaN, infinities and their stand-ins
         largest = float(values.abs().max()) if values.numel() else 0.0
         if largest > 1e150:

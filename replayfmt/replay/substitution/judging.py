@@ -17,6 +17,7 @@ import torch
 from replayfmt.pytorch.tensors.memory import byte_tensor
 
 from ..run.content import Clones, copy_of, has_memory, same_bytes, strided_parts
+from ..verification import telling_strides
 from .distance import Distance, Tolerance, WorstElement, distance, worst_element
 
 _MOST_KEPT = 16
@@ -288,12 +289,11 @@ def _counted(returned: Any) -> str:
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The properties of a tensor that later work relies on."""
-    sizes, strides = tuple(tensor.shape), tensor.stride()
-    telling = () if 0 in sizes else tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
+    sizes = tuple(tensor.shape)
     return (
         tensor.dtype,
         sizes,
-        telling,
+        telling_strides(sizes, tensor.stride()),
         int(tensor.storage_offset()),
         tensor.device,
         tensor.layout,
