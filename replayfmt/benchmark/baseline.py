@@ -9,7 +9,7 @@ that they differ in fewer than one of ten cases, in practice far fewer: both int
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import numpy as np
 from replayfmt.errors import UsageError
 from replayfmt.format.validation import aligned, counted, printable, read_json
 
+from .machine import BUSY, others_had
 from .statistics import CONFIDENCE, NOISY, contradicted, duration, low_quantile, summarize
 
 FLAG = "--baseline"
@@ -274,15 +275,34 @@ def compare_with_baseline(
             f"{FLAG}={path}: none of its rows was measured here (it has {known}): measure it with the same flags"
         )
     rows = [_pair(name, old[name], new[name], named) for name in paired]
+    rows += _total(rows, old, new)
+    reason, most = _disturbed(before["context"], after["context"], named)
+    rows = [
+        replace(row, verdict="too noisy to tell", reason=reason)
+        if row.verdict in _DECIDED and row.ratio is not None and 1 / most < row.ratio < most
+        else row
+        for row in rows
+    ]
     only_before, only_after = [name for name in old if name not in new], [name for name in new if name not in old]
     return BaselineComparison(
         path,
-        rows + _total(rows, old, new),
+        rows,
         only_before,
         only_after,
         _differences(before["context"], after["context"]),
         max(_share_of(only_before, old), _share_of(only_after, new)),
     )
+
+
+def _disturbed(before: Mapping[str, Any], after: Mapping[str, Any], named: tuple[str, str]) -> tuple[str, float]:
+    """Why times of the host decide little, and the ratio that this explains: other programs computed during one of the
+    measurements. What they leave is the least that it had, and a core that is shared with them is half as fast."""
+    reason, most = "", 1.0
+    for when, context in zip(named, (before, after), strict=True):
+        share, devices = _number(context.get("others_share")), context.get("devices")
+        if share is not None and BUSY < share <= 1 and devices in (["cpu"], ["meta"], []):
+            reason, most = f"{when}, {others_had(share)}", max(most, 2 / (1 - min(share, 0.95)))
+    return reason, most
 
 
 def _by_name(document: Document) -> dict[str, list[dict[str, Any]]]:

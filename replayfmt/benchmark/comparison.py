@@ -264,7 +264,11 @@ def _row(
     real = [[times.real_ns for times in side] for side in (original, substituted)]
     mine, theirs = (np.array([times.cpu_ns for times in side], dtype=np.float64) for side in (original, substituted))
     found = compare_pairs(*real)
-    if all(times.host_ns is None for times in (*original, *substituted)) and found.verdict in _DECIDED and crowded(1):
+    if (
+        all(times.host_ns is None for times in (*original, *substituted))
+        and found.verdict in _DECIDED
+        and crowded(1, None)
+    ):
         slower = 0 if found.verdict == "faster" else 1
         had = float((mine, theirs)[slower].sum()) / max(float(sum(real[slower])), 1.0)
         if had < _LEAST_CPU:

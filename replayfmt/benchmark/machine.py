@@ -104,6 +104,16 @@ def _load(root: Path) -> list[float] | None:
     return [float(word) for word in words] if len(words) == 3 else None
 
 
+# Other programs with more than this share of the processors' time slow a measurement on the host down: they take its
+# processor, or share a core, caches and memory with it. Up to a fifth, most processors stay free on most machines.
+BUSY = 0.2
+
+
+def others_had(share: float) -> str:
+    """What `BackgroundLoad` found, in words."""
+    return f"other programs had {share:.0%} of the processors' time"
+
+
 class BackgroundLoad:
     """How much of the processors others have between `begin` and `end`: other programs here, and (time that was stolen
     from it) other virtual machines on the same host."""

@@ -30,7 +30,7 @@ from replayfmt.replay.replay_graph import NotGraphCapturable, WholeGraph
 from replayfmt.replay.results import ReplayResult, VerifyMode
 from replayfmt.replay.run.execute import OnScope
 
-from .machine import GpuWatch, largest_cache
+from .machine import BackgroundLoad, GpuWatch, largest_cache
 from .meters import Clock, MeasuredRegion, Readings, ReplayTimer, ScopeWatch, find_regions, stopwatch_for, whole_capture
 from .statistics import MOST_ITERATIONS, MinTime, Precision, StoppingRule, TimeStatistics, summarize
 
@@ -197,6 +197,7 @@ class Run:
     the number of elapsed seconds if measuring gave up before it had the requested timed seconds, else None. `inputs`
     says what was in the caches; `step_ns` is the smallest step of the clock that the times are from, None if unknown;
     `meters` describes every clock (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`).
+    `others_share` is `BackgroundLoad.end` of the measurement; None for one of several ranks, which load each other.
     """
 
     options: Options
@@ -209,6 +210,7 @@ class Run:
     step_ns: float | None = None
     meters: list[dict[str, Any]] = field(default_factory=list)
     gpus: list[dict[str, Any]] = field(default_factory=list)
+    others_share: float | None = None
 
 
 # The current activity, how many are done, of how many (None: not yet known).
@@ -246,8 +248,9 @@ def measure(
         plan, whole_capture(plan.reader), regions, options, timed_by(plan, clock), progress or unseen, align=align
     )
     before = runner.verify("before")
-    gpus = GpuWatch(plan.devices)
+    gpus, others = GpuWatch(plan.devices), BackgroundLoad()
     gpus.begin()
+    others.begin()
     iterations, cut_short = runner.first_repetition()
     for _ in range(1, options.repetitions):
         runner.repetition(iterations)
@@ -257,8 +260,12 @@ def measure(
     if options.cuda_graph:
         measurements = [replace(each, in_graph=_in_graph(each.region, runner, plan_of_scope)) for each in measurements]
     gpus.end()
+    others_share = others.end() if align is None else None
     after = runner.verify("after")
-    return Run(options, measurements, whole, before, after, cut_short, runner.inputs, *runner.meters(), gpus.rows())
+    meters = runner.meters()
+    return Run(
+        options, measurements, whole, before, after, cut_short, runner.inputs, *meters, gpus.rows(), others_share
+    )
 
 
 def _in_graph(region: MeasuredRegion, runner: _Runner, plan_of_scope: PlanOfScope | None) -> GraphMeasurement:

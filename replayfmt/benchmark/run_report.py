@@ -32,7 +32,7 @@ from replayfmt.pytorch.environment import cpu_capability, describe_device, repla
 from replayfmt.replay.plan import Plan
 from replayfmt.version import own_version
 
-from .machine import frequency_scaling, gpu_caveats, gpu_lines, machine_context
+from .machine import BUSY, frequency_scaling, gpu_caveats, gpu_lines, machine_context, others_had
 from .measure import PATIENCE, Measurement, Run, Sample
 from .statistics import (
     SMALLEST_FOR_INTERVAL,
@@ -111,14 +111,15 @@ def run_caveats(run: Run, reader: CaptureReader, devices: list[torch.device], ro
         found.append("CPU frequency scaling is on, which makes real times noisy: set the performance governor")
     if torch.version.debug:
         found.append("this torch is a debug build: its times mean little")
-    found += crowded(replay_threads(reader.session.settings.get("num_threads"))[0])
+    found += crowded(replay_threads(reader.session.settings.get("num_threads"))[0], run.others_share)
     if not reader.complete:
         found.append(f"the capture is incomplete: {reader.incomplete_reason}")
     return [*found, *gpu_caveats(run.gpus), *_differences(reader, devices)]
 
 
-def crowded(threads: int) -> list[str]:
-    """That more wants to run here than there are processors: the replay's own threads, or others in the last minute."""
+def crowded(threads: int, others_share: float | None) -> list[str]:
+    """That more wants to run here than there are processors: the replay's own threads, or other programs, during the
+    measurement (`Run.others_share`) or, if that is unknown, in the last minute."""
     load, processors = os.getloadavg()[0], os.cpu_count()
     found = []
     if processors and threads > processors:
@@ -126,8 +127,10 @@ def crowded(threads: int) -> list[str]:
             f"{threads} threads share {processors} processors here: oversubscription makes times long and unsteady; "
             f"give --threads={processors}"
         )
-    if processors and load > processors:
-        waits = f": an op on {threads} threads waits for the slowest; --threads=1 is steadier" if threads > 1 else ""
+    waits = f": an op on {threads} threads waits for the slowest; --threads=1 is steadier" if threads > 1 else ""
+    if others_share is not None and others_share > BUSY:
+        found.append(f"the machine was busy: {others_had(others_share)}{waits}")
+    elif others_share is None and processors and load > processors:
         found.append(f"the machine was busy: load average {load:.1f} with {processors} processors{waits}")
     return found
 
@@ -331,6 +334,7 @@ def _context(run: Run, plan: Plan) -> dict[str, Any]:
         **({"cuda_graph": True} if run.options.cuda_graph else {}),
         "meters": run.meters,
         "gpus": run.gpus,
+        "others_share": run.others_share,
         "verified": _verified(run),
         "warnings": run_caveats(run, plan.reader, plan.devices),
     }

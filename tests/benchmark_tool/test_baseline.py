@@ -42,6 +42,25 @@ def test_the_verdict_is_that_of_the_intervals(factor, verdict):
     assert found.ratio_low == pytest.approx(factor * 0.992 / 1.008)  # ranks 2 and 9 of ten
 
 
+@pytest.mark.parametrize(
+    "share, devices, verdict",
+    [(0.6, ["cpu"], "too noisy to tell"), (0.1, ["cpu"], "slower"), (0.6, ["cuda:0"], "slower")],
+)
+@pytest.mark.parametrize("when", ["in the baseline", "here"])
+def test_what_was_measured_beside_other_programs_decides_nothing(share, devices, verdict, when):
+    """In that time the processors were theirs, or shared with them; a device's times are its own."""
+    busy, quiet = {"others_share": share, "devices": devices}, {"others_share": 0.0, "devices": devices}
+    before, after = (busy, quiet) if when == "in the baseline" else (quiet, busy)
+    old, new = document([row("a", around(1000.0))], **before), document([row("a", around(1300.0))], **after)
+    found = compare_with_baseline("old.json", old, new).rows[0]
+    assert found.verdict == verdict and found.ratio == pytest.approx(1.3)
+    if verdict != "slower":
+        assert found.reason == f"{when}, other programs had 60% of the processors' time"
+        assert found.failure(0.05).verdict == "cannot be judged" and found.failure(0.5) is None
+    new = document([row("a", around(6000.0))], **after)  # twice what the others left is 5 times as long
+    assert compare_with_baseline("old.json", old, new).rows[0].verdict == "slower"
+
+
 def test_times_that_vary_much_decide_nothing_and_pass_a_gate_only_where_they_do_not_look_slower():
     widely = [500.0, 1500.0] * 10
     found = compared(widely, widely)

@@ -10,6 +10,7 @@ import torch
 
 import replayfmt
 from replayfmt.benchmark import run_report
+from replayfmt.benchmark.machine import BackgroundLoad
 from replayfmt.benchmark.measure import Measurement, Options, Run, Sample
 from replayfmt.benchmark.meters import MeasuredRegion
 from replayfmt.benchmark.run_report import measurement_caveats, run_caveats
@@ -60,9 +61,9 @@ def test_repetitions_that_differ_are_reported():
 
 
 def test_a_busy_machine_is_said_of_single_ops_too(tools, captured, monkeypatch):
-    monkeypatch.setattr(run_report.os, "getloadavg", lambda: (99.5, 0.1, 0.1))
+    monkeypatch.setattr(BackgroundLoad, "end", lambda _load: 0.75)
     ran = tools("benchmark", "--per-op", "--op-limit=1", "--benchmark-min-time=6x", captured)
-    assert "WARNING: the machine was busy: load average 99.5" in ran.out
+    assert "WARNING: the machine was busy: other programs had 75% of the processors' time" in ran.out
 
 
 def test_a_run_where_the_capture_was_made_leaves_nothing_to_say(tmp_path):
@@ -119,6 +120,8 @@ def test_frequency_scaling_is_reported(tmp_path):
 def test_a_busy_machine_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(run_report.os, "getloadavg", lambda: (99.0, 1.0, 1.0))
     assert "the machine was busy: load average 99.0" in run_caveats(run(), here(), [CPU], tmp_path)[0]
+    assert run_caveats(run(others_share=0.1), here(), [CPU], tmp_path) == []  # it was before, or one's own work
+    assert "busy: other programs had 30%" in run_caveats(run(others_share=0.3), here(), [CPU], tmp_path)[0]
 
 
 def test_a_busy_machine_is_named_as_the_cause_only_of_work_on_several_threads(tmp_path, monkeypatch):

@@ -62,6 +62,7 @@ def make_op_report(
         "cuda_graph": run.options.cuda_graph,
         "meters": run.meters,
         "gpus": run.gpus,
+        "others_share": run.others_share,
         "verified": run.verified,
         "call_overhead_ns": run.overhead_ns,
         "event_pair_ns": run.event_pair_ns or None,
@@ -83,7 +84,7 @@ def make_op_report(
         "top": top,
         "complete": run.complete,
     }
-    crowd = crowded(context["torch_num_threads"])
+    crowd = crowded(context["torch_num_threads"], run.others_share)
     context["warnings"] = [*_warnings(run, measured, total or 0.0), *crowd, *gpu_caveats(run.gpus)]
     of_device: dict[torch.device, Peaks] = {}
 

@@ -105,8 +105,8 @@ class PerOpRun:
 
     `verified` says how results were compared, `differs` whether any did, also of ops that the chosen ones depend on;
     `overhead_ns` is the measured time of a call that does nothing. `inputs` says what was in the caches, `meters`
-    describes every clock (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`). `event_pair_ns` lies
-    between two events of a device with nothing between them, and was subtracted.
+    describes every clock (`Stopwatch.describe`), `gpus` the states of the GPUs (`GpuWatch.rows`), `others_share`
+    is as in `Run`. `event_pair_ns` lies between two events of a device with nothing between them, and was subtracted.
     """
 
     options: OpOptions
@@ -119,6 +119,7 @@ class PerOpRun:
     inputs: str = ""
     meters: list[dict[str, Any]] = field(default_factory=list)
     gpus: list[dict[str, Any]] = field(default_factory=list)
+    others_share: float | None = None
     event_pair_ns: float = 0.0
     interrupted: bool = False
 
