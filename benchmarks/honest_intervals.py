@@ -2,19 +2,19 @@
 
 Two runs of the same capture should have the same median, so a run's 95% interval should hold the other run's median,
 and no row should be called faster or slower. In a third run one kernel takes 10% longer, which should be found. The
-runs take turns, so that the two of a pair are seconds apart. All of it is measured on a quiet machine and, but for the
+runs take turns, so that the two of a pair follow each other. All of it is measured on a quiet machine and, but for the
 slower kernel, beside a process that loads all processors.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ import replayfmt
 from replayfmt.benchmark.baseline import Document, compare_with_baseline, figure_of, read_baseline
 
 SLOWER = "HONEST_INTERVALS_SLOWER"  # in the environment: the kernel `bench::work` does a tenth more
-KERNEL = "BM_op/bench::work"
+KERNEL = "BM_op/kernel:bench::work"
 LIBRARY = f"""
 import os
 import torch
@@ -45,21 +45,15 @@ def program() -> None:
         x = torch.nn.functional.layer_norm(x, (96,))
 
 
-def measured(directory: Path, flags: list[str], *, slower: bool = False) -> tuple[Document, Document]:
-    """One run by kernel and one of whole replays."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *sys.path])}
-    if slower:
-        environment[SLOWER] = "1"
-    return tuple(_run(directory, [*flags, *more], environment) for more in (["--per-op", "--group-by=kernel"], []))
-
-
-def _run(directory: Path, flags: list[str], environment: dict[str, str]) -> Document:
+def measured(directory: Path, flags: list[str], *, slower: bool = False) -> Document:
+    """One run, by kernel."""
     out = directory / "times.json"
     out.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "opreplay_tools.benchmark", "--threads=1", "--allow-import=work_of_bench", *flags]
+    command = [sys.executable, "-m", "opreplay_tools.benchmark", "--per-op", "--group-by=kernel", "--threads=1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *sys.path])}
     done = subprocess.run(
-        [*command, f"--benchmark-out={out}", str(directory / "work.opreplay")],
-        env=environment,
+        [*command, "--allow-import=work_of_bench", *flags, f"--benchmark-out={out}", str(directory / "work.opreplay")],
+        env=environment | ({SLOWER: "1"} if slower else {}),
         text=True,
         capture_output=True,
     )
@@ -94,34 +88,27 @@ def decided(before: Document, after: Document) -> Iterator[tuple[str, bool]]:
         yield each.name, each.verdict in ("faster", "slower")
 
 
-def report(where: str, runs: list[tuple[Document, Document]]) -> None:
-    pairs = [pair for before, after in zip(runs, runs[1:], strict=False) for pair in zip(before, after, strict=True)]
-    held = [
-        hit
-        for before, after in pairs
-        for one, other in ((before, after), (after, before))
-        for hit in contained(one, other)
-    ]
+def report(where: str, runs: list[Document]) -> None:
+    pairs = list(itertools.pairwise(runs))
+    held = [hit for one, other in pairs for hit in (*contained(one, other), *contained(other, one))]
     false = [hit for before, after in pairs for _, hit in decided(before, after)]
-    row(
-        f"pairs of runs, {where}: intervals that hold the other run's median",
-        sum(held) / len(held),
-        at_least=0.9,
-        intervals=len(held),
-    )
-    row(f"pairs of runs, {where}: rows with a false verdict", sum(false) / len(false), at_most=0.02, rows=len(false))
+    of_all = f"pairs of runs, {where}"
+    row(f"{of_all}: intervals that hold the other run's median", share(held), at_least=0.9, intervals=len(held))
+    row(f"{of_all}: rows with a false verdict", share(false), at_most=0.02, rows=len(false))
+
+
+def share(hits: list[bool]) -> float:
+    return sum(hits) / len(hits)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="two pairs of short runs: tries the script, measures nothing"
-    )
-    parser.add_argument(
-        "--pairs", type=int, default=20, help="pairs of runs, quiet and loaded (default 20; 200 takes an hour)"
-    )
+    parser.add_argument("--quick", action="store_true", help="two pairs of short runs: only tries the script")
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of runs on either machine; 200 take hours")
+    parser.add_argument("--processes", type=int, default=10, help="processes of each run")
     options = parser.parse_args()
-    pairs = 2 if options.quick else options.pairs
+    pairs, processes = (2, 1) if options.quick else (options.pairs, options.processes)
+    flags = [f"--processes={processes}", *(["--benchmark-min-time=6x"] if options.quick else [])]
     torch.set_num_threads(1)
     with scratch() as directory:
         (directory / "work_of_bench.py").write_text(LIBRARY)
@@ -130,26 +117,16 @@ def main() -> None:
 
         with replayfmt.capture(directory / "work.opreplay"):
             program()
-        run = partial(measured, directory, ["--benchmark-min-time=6x"] if options.quick else [])
-        quiet, found = [run()], []
+        quiet, found = [measured(directory, flags)], []
         for number in range(pairs):
             progress(f"quiet: {number} of {pairs}")
-            slower = run(slower=True)
-            found += [hit for name, hit in decided(quiet[-1][0], slower[0]) if name.startswith(KERNEL)]
-            quiet.append(run())
+            slower = measured(directory, flags, slower=True)
+            found += [hit for name, hit in decided(quiet[-1], slower) if name.startswith(KERNEL)]
+            quiet.append(measured(directory, flags))
         report("quiet", quiet)
-        row(
-            "pairs of runs, quiet: a kernel that takes 10% longer is found",
-            sum(found) / len(found),
-            at_least=0.95,
-            pairs=len(found),
-        )
+        row("pairs of runs, quiet: a kernel that takes 10% longer is found", share(found), at_least=0.95)
         with loaded():
-            busy = []
-            for number in range(pairs + 1):
-                progress(f"loaded: {number} of {pairs}")
-                busy.append(run())
-        report("all processors loaded", busy)
+            report("all processors loaded", [measured(directory, flags) for _ in range(pairs + 1)])
 
 
 if __name__ == "__main__":

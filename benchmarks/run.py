@@ -33,6 +33,7 @@ SCRIPTS = (
     "payload_speed",
     "recorder_memory",
     "growth",
+    "honest_intervals",
     "per_op_sum",
     "per_op_thousand",
     "import_coverage",

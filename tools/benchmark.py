@@ -46,6 +46,12 @@ _PROFILING_FLAGS = ("device_profiling_mode", "device_profiling_output")
 _FOR_ONE_PLAN = ("cuda_graph", *_BASELINE_FLAGS, *_PROFILING_FLAGS)
 
 
+_NOT_IN_PROCESSES = (
+    *("compare", "reconcile", "energy", "energy_windows", "memory", "guard", "cuda_graph", "roofline", "verbose"),
+    *("benchmark_repetitions", *_PROFILING_FLAGS),
+)
+
+
 memory_option = option(
     "--memory",
     "Also report the capture's memory: bytes alive on each device over the records, the peak with the ops "
@@ -370,6 +376,13 @@ def _opened(stack: ExitStack, flag: str, path: str | None, force: bool) -> Calla
     default="0.5s",
 )
 @precision_options
+@option(
+    "--processes N",
+    "Measure in N fresh processes, one after the other, and count the median of each as one time: the interval then "
+    "covers what another run would give. Takes 6 or more; with 10 the verdicts of --baseline hold.",
+    type=click.IntRange(1, 1000),
+    default=1,
+)
 @option("--benchmark-warmup N", "Untimed replays before each repetition.", type=click.IntRange(min=0), default=2)
 @option(
     "--benchmark-repetitions N",
@@ -458,6 +471,8 @@ def cli(
             values["cuda_graph"],
         )
     check_reconcile(context, replay_scope)
+    if values["processes"] > 1:
+        refuse(context, _NOT_IN_PROCESSES, "does not go with --processes")
     against = BaselineFlags.of(values["baseline"], values["fail_above"], values["noise_floor"])
     if os.path.isdir(capture):
         if per_op is not None:
@@ -494,6 +509,8 @@ def cli(
                 values["program_runs"],
             )
             return 0
+        if values["processes"] > 1:
+            return _in_processes(context, capture, flags, against, write, stack.enter_context(_progress()))
         plan = stack.enter_context(flags.plan(capture, keep_going=per_op is not None))
         if values["guard"]:
             guarded(plan, err=benchmark_format != "console")
@@ -520,6 +537,56 @@ def cli(
                     say(line)
             show_below(below, benchmark_format)
     return code
+
+
+# What each of several processes measures by.
+_OF_EACH_PROCESS = (
+    *("replay_scope", "benchmark_min_time", "benchmark_precision", "benchmark_max_time", "benchmark_warmup", "inputs"),
+    *("per_op", "op_filter", "op_limit", "op_instances", "group_by", "stop_on_error"),
+)
+
+
+def _in_processes(
+    context: click.Context,
+    capture: str,
+    flags: ReplayFlags,
+    against: BaselineFlags,
+    write: Callable[[str], None] | None,
+    progress: Progress | None,
+) -> int:
+    """Measure in fresh processes, and report on all of them as one measurement."""
+    from replayfmt.benchmark.per_op.op_report import OpReport
+    from replayfmt.benchmark.processes import document_of, put_together
+    from replayfmt.benchmark.run_report import Report
+    from replayfmt.pytorch.environment import replayed_settings
+
+    values = context.params
+    arguments = ["--benchmark-format=json", *flags.arguments()]
+    arguments += [f"--threads={count}" for name, count in replayed_settings({}).items() if name == "num_threads"]
+    for name in _OF_EACH_PROCESS:
+        if is_given(context, name):
+            each = values[name] if isinstance(values[name], tuple) else (values[name],)
+            arguments += [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for value in each]
+    command = worker_command("opreplay_tools.benchmark", *arguments, "--", capture)
+
+    def measured() -> Report:
+        documents = []
+        for number in range(values["processes"]):
+            if progress is not None:
+                progress("measuring in processes", number, values["processes"])
+            documents.append(document_of(command))
+        about, rows = put_together(documents)
+        if not values["per_op"]:
+            return Report(about, rows)
+        return OpReport(about | {"top": values["top"]}, rows)
+
+    report, below, code = against.apply(measured)
+    if write is not None:
+        write(report.json())
+    with reader_may_leave():
+        show_report(report, values["benchmark_format"])
+        show_below(below, values["benchmark_format"])
+    return code if report.context.get("complete", True) else 1
 
 
 def _share_out(

@@ -44,6 +44,9 @@ _SCHEMA_VERSION = 1
 _MOST_LISTED = 20
 # A gate does not judge a measurement of which more than this share has no partner in the other.
 MOST_UNMATCHED = 0.1
+# On the host, medians of the same work differ by this much from one process to the next: by where memory lies, and by
+# what other virtual machines do (benchmarks/honest_intervals.py). The interval of one process knows nothing of it.
+BETWEEN_PROCESSES = 0.05
 TOTAL = "BM_op/total"
 GateVerdict = Literal["passed", "slower", "cannot be judged"]
 # What a tool exits with. A row that is slower outweighs rows that nobody can judge.
@@ -85,8 +88,8 @@ class Figure:
 class PairedRow:
     """One name in both documents. `ratio` is the new time over the old one: above 1 is slower.
 
-    `noise_floor` is the difference, as a share, that two measurements of the same work had (--noise-floor), 0 if
-    neither document knows: a smaller difference is none.
+    A difference smaller than the share `noise_floor` is none: what two measurements of the same work differed by
+    (--noise-floor), and on the host at least BETWEEN_PROCESSES, unless both were made in several processes.
     """
 
     name: str
@@ -274,7 +277,8 @@ def compare_with_baseline(
         raise UsageError(
             f"{FLAG}={path}: none of its rows was measured here (it has {known}): measure it with the same flags"
         )
-    rows = [_pair(name, old[name], new[name], named) for name in paired]
+    on_host = any(_on_host(each["context"]) for each in (before, after))
+    rows = [_pair(name, old[name], new[name], named, on_host) for name in paired]
     rows += _total(rows, old, new)
     reason, most = _disturbed(before["context"], after["context"], named)
     rows = [
@@ -299,10 +303,15 @@ def _disturbed(before: Mapping[str, Any], after: Mapping[str, Any], named: tuple
     measurements. What they leave is the least that it had, and a core that is shared with them is half as fast."""
     reason, most = "", 1.0
     for when, context in zip(named, (before, after), strict=True):
-        share, devices = _number(context.get("others_share")), context.get("devices")
-        if share is not None and BUSY < share <= 1 and devices in (["cpu"], ["meta"], []):
+        share = _number(context.get("others_share"))
+        if share is not None and BUSY < share <= 1 and _on_host(context):
             reason, most = f"{when}, {others_had(share)}", max(most, 2 / (1 - min(share, 0.95)))
     return reason, most
+
+
+def _on_host(context: Mapping[str, Any]) -> bool:
+    """Whether the times are the host's."""
+    return context.get("devices") in (["cpu"], ["meta"], [])
 
 
 def _by_name(document: Document) -> dict[str, list[dict[str, Any]]]:
@@ -345,10 +354,12 @@ def _total(
 
 
 def _pair(
-    name: str, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], named: tuple[str, str]
+    name: str, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], named: tuple[str, str], on_host: bool
 ) -> PairedRow:
     old, new = figure_of(before), figure_of(after)
     floor = max((_number(row.get("noise_floor")) or 0.0 for row in (*before, *after)), default=0.0)
+    if on_host and not all("processes" in row for row in (*before, *after)):
+        floor = max(floor, BETWEEN_PROCESSES)
     if _in_graphs(before) != _in_graphs(after):
         reason = "one of the two was launched in a graph, and the other was not"
         return PairedRow(name, old, new, None, None, None, floor, "not known", reason)

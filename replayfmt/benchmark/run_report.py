@@ -512,7 +512,7 @@ def _captured(row: dict[str, Any]) -> str:
 
 
 def _spread(row: dict[str, Any]) -> str:
-    """The middle half of the iterations, and how many are far from it."""
+    """The middle half of the iterations, or of the medians of processes, and how many are far from it."""
     outliers = row["outliers_low"] + row["outliers_high"]
     told = (
         f"{counted(outliers, 'outlier')} ({row['outliers_low']} low, {row['outliers_high']} high), counted in every "
@@ -521,7 +521,8 @@ def _spread(row: dict[str, Any]) -> str:
         else "no outliers"
     )
     quartiles = f"{duration(row['first_quartile_real_time'])} to {duration(row['third_quartile_real_time'])}"
-    return f"{row['name']}: half of the iterations took {quartiles} (IQR {duration(row['iqr_real_time'])}); {told}"
+    what = "processes" if "processes" in row else "iterations"
+    return f"{row['name']}: half of the {what} took {quartiles} (IQR {duration(row['iqr_real_time'])}); {told}"
 
 
 # Of the table: the heading of each column, and the field of a row that it shows.

@@ -1,0 +1,122 @@
+"""One measurement made of several, each in a process of its own.
+
+The times of one process have a narrow interval that the next process often misses: where memory lies, which caches and
+cores it shares, what else the host does stay the same for seconds, and are different then. So the median of each
+process counts as one time here, and the interval is over these: it covers what another run would give. See T. Kalibera
+and R. Jones, "Rigorous Benchmarking in Reasonable Time" (ISMM 2013), on repetition at the level that varies.
+
+Works on the JSON documents alone (no torch).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replayfmt.errors import ReplayFailed
+from replayfmt.format.validation import printable
+
+from .run_report import crowded, statistics_fields
+from .statistics import summarize
+
+Row = dict[str, Any]
+_MEANS = ("real_time", "cpu_time", "host_time", "inclusive_us")
+
+
+def document_of(command: Sequence[str]) -> dict[str, Any]:
+    """The document that a benchmark prints. Raises ReplayFailed with what it said if it printed none."""
+    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="backslashreplace")
+    try:
+        found: dict[str, Any] = json.loads(ran.stdout)
+    except ValueError:
+        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
+        raise ReplayFailed(f"a measurement in a fresh process failed: {printable(said[0], 1000)}") from None
+    return found
+
+
+def put_together(documents: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[Row]]:
+    """The context and the rows of all of them as one measurement; the most expensive op first, as in each."""
+    by_name: dict[str, list[Row]] = {}
+    for document in documents:
+        for row in document["benchmarks"]:
+            by_name.setdefault(row["name"], []).append(row)
+    rows = [_row(rows) for rows in by_name.values()]
+    contexts = [document["context"] for document in documents]
+    shares = [context["others_share"] for context in contexts]
+    context = contexts[0] | {
+        "processes": len(documents),
+        "others_share": None if None in shares else max(shares),
+        "warnings": _said_by_all(contexts),
+        "gpus": [row for each in contexts for row in each["gpus"]],
+    }
+    context["warnings"] += crowded(context["torch_num_threads"], context["others_share"])
+    if "estimated_us" not in context:
+        return context, rows
+    timed = sorted((row for row in rows if "estimated_us" in row), key=lambda row: -row["estimated_us"])
+    total = sum(row["estimated_us"] for row in timed)
+    context |= {
+        "estimated_us": total if timed else None,
+        "complete": all(each["complete"] for each in contexts),
+        "failed": max(each["failed"] for each in contexts),
+        "successful": min(each["successful"] for each in contexts),
+    }
+    for place, row in enumerate(timed):
+        first, last = _ranks(row, timed)
+        row |= {"rank": place + 1, "rank_low": first, "rank_high": last, "family_index": place}
+        row["share"] = row["estimated_us"] / total if total else None
+    return context, [*timed, *(row for row in rows if "estimated_us" not in row)]
+
+
+def _row(rows: Sequence[Row]) -> Row:
+    """One row of those of all processes; one of them without times has none."""
+    for row in rows:
+        if "unmeasurable" in row or row.get("error_occurred"):
+            return row
+    merged = rows[0] | {"processes": len(rows), "iterations": sum(row["iterations"] for row in rows)}
+    merged["warnings"] = _said_by_all(rows)
+    merged |= {name: sum(row[name] for row in rows) / len(rows) for name in _MEANS if all(map(_has(name), rows))}
+    if "ops_per_second" in merged:
+        merged["ops_per_second"] = merged["ops"] / merged["real_time"] * 1e9
+    if "estimated_us" in merged:
+        found = summarize([row["estimated_us"] for row in rows])
+        merged["estimated_us"] = found.median
+        merged["estimated_us_low"], merged["estimated_us_high"] = (
+            (None, None) if found.interval is None else (found.interval.low, found.interval.high)
+        )
+        merged.pop("estimated_us_low_reason", None)
+        if found.interval is None:
+            merged["estimated_us_low_reason"] = _of_processes(found.reasons["interval"])
+    if "samples" in merged:
+        medians = [row["median_real_time"] for row in rows]
+        fields = statistics_fields(summarize(medians))
+        merged = {name: value for name, value in merged.items() if f"{name}_reason" not in fields}
+        merged |= {key: _of_processes(value) if key.endswith("_reason") else value for key, value in fields.items()}
+        merged["samples"] = {"real_time": medians}
+    return merged
+
+
+def _said_by_all(those: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Their warnings, without what each says of its own times, which are not the times here."""
+    return [text for text in those[0]["warnings"] if all(text in each["warnings"] for each in those)]
+
+
+def _of_processes(reason: str) -> str:
+    return (
+        reason.replace("iteration", "process", 1)
+        if reason.startswith("one ")
+        else reason.replace("iterations", "processes")
+    )
+
+
+def _has(name: str) -> Any:
+    return lambda row: isinstance(row.get(name), int | float)
+
+
+def _ranks(row: Row, rows: Sequence[Row]) -> tuple[int, int]:
+    """The first and the last place that a row may have, by the intervals."""
+    low, high = (row[f"estimated_us_{end}"] or row["estimated_us"] for end in ("low", "high"))
+    above = sum((other["estimated_us_low"] or other["estimated_us"]) > high for other in rows)
+    not_below = sum((other["estimated_us_high"] or other["estimated_us"]) >= low for other in rows)
+    return above + 1, not_below
