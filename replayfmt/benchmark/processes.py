@@ -10,13 +10,12 @@ Works on the JSON documents alone (no torch).
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replayfmt.errors import ReplayFailed
-from replayfmt.format.validation import printable
+from replayfmt.format.validation import parse_json, printable
 
 from .run_report import crowded, statistics_fields
 from .statistics import summarize
@@ -29,7 +28,7 @@ def document_of(command: Sequence[str]) -> dict[str, Any]:
     """The document that a benchmark prints. Raises ReplayFailed with what it said if it printed none."""
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="backslashreplace")
     try:
-        found: dict[str, Any] = json.loads(ran.stdout)
+        found: dict[str, Any] = parse_json(ran.stdout)
     except ValueError:
         said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
         raise ReplayFailed(f"a measurement in a fresh process failed: {printable(said[0], 1000)}") from None
