@@ -287,6 +287,10 @@ class HotCall {
         (storage->unwritten && !fills(index, tensor, *storage)) || (!has_run_ && storage->changed(*impl))) {
       return false;
     }
+    const bool written = std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end();
+    if (written && !has_run_ && storage->content && tensor.nbytes() != impl->nbytes()) {
+      return false;  // others may write beside it meanwhile, which Python compares
+    }
     used_.push_back(impl);
     on_host_ = on_host_ && tensor.is_cpu();
     if (index == 0) {
@@ -294,7 +298,6 @@ class HotCall {
                          return tensor.key_set().has(backend);
                        });
     }
-    const bool written = std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end();
     if (written && is_out(index) && storage->bytes == 0) {
       return false;  // it will be resized
     }

@@ -14,6 +14,7 @@ from replayfmt.native.hook import UnknownValue
 from replayfmt.pytorch.tensors.composites import is_composite, is_packed, take_apart
 from replayfmt.pytorch.tensors.memory import DTYPE_CODE, LAYOUT_CODE, MEMORY_FORMAT_CODE, call_undispatched
 
+from .content.coverage import ByteRegion
 from .kernels import CapturedKernel
 from .special_values import Unpacked
 from .storages.trackers import Tracker
@@ -63,7 +64,18 @@ class CallValues:
 class OpCall:
     """A call that is being recorded."""
 
-    __slots__ = ("__weakref__", "args", "contents", "generators", "kernel", "kwargs", "places", "ran", "values")
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "beside",
+        "contents",
+        "generators",
+        "kernel",
+        "kwargs",
+        "places",
+        "ran",
+        "values",
+    )
 
     def __init__(
         self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], *, ran: bool = False
@@ -76,6 +88,7 @@ class OpCall:
         self.values = CallValues()
         self.generators: list[torch.Generator] = []
         self.places: Any = None  # where it writes, if that is a part of partly unwritten memory (calls.py)
+        self.beside: list[tuple[Tracker, ByteRegion, int]] = []  # beside what it writes lay this, if others may write
         self.contents: list[tuple[TensorUse, int | None]] = []  # the content of its assumed arguments before it ran
 
 

@@ -286,8 +286,12 @@ class CallRecorder:
             tracker = storages.enter(storage, dtype_of(tensor))
         # What began to need care while the op ran needed none when it began, and may hold what the op wrote by now.
         careful = tracker.size != storage.nbytes() and not (call.ran and tracker.size < 0)
-        if careful and (entered_before is not None or tracker.alias):
-            kernel = call.kernel
+        region = self._metas.params[meta].region(offset) if careful else None
+        kernel, beside = call.kernel, None
+        if region is not None and kernel.arguments[index].written:
+            beside = storages.beside(tracker, region)
+            call.beside += [] if beside is None else [beside]
+        if careful and (entered_before is not None or tracker.alias or beside is not None):
             reads = shape_of(tensor).numel() != 0 and kernel.reads(index, call.args, call.kwargs)
             writes = kernel.arguments[index].written
             as_is = kernel.operator.packs or (writes and not kernel.own)
@@ -305,7 +309,6 @@ class CallRecorder:
                 unwritten = Unwritten.explained
             if self._listed and kernel.own and self._holds_list(tensor, storage):
                 unwritten = Unwritten.explained
-            region = self._metas.params[meta].region(offset)
             tracker = storages.use(tracker, storage, reads, kernel.name, unwritten, region, writes and not kernel.own)
         if tracker.imports and not call.kernel.own and not (tracker.state is not None and tracker.state.arbitrary):
             self._handles.check_content(tensor)
@@ -427,7 +430,6 @@ class CallRecorder:
             if index in call.kernel.opaque_results or self._handles.stands_for(storage):
                 storages.state(tracker).opaque = True
         meta, number = self._view(tracker, tensor, zero)
-        storages.synchronize(tracker, storage)
         return TensorUse(index, tensor, storage, tracker, number, meta)
 
     def _result_storage(self, _call: OpCall, storage: torch.UntypedStorage, _index: int) -> int:
@@ -476,6 +478,8 @@ class CallRecorder:
                     self._copied(call, use, unknown)
                 else:
                     self._wrote(use.tensor, kernel.writes_all(use.argument), call.places)
+            if call.beside:
+                self._storages.compare_beside(call.beside)
         elif unknown:
             for use in values.uses:
                 self._copied(call, use, unknown)

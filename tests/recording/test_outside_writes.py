@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -252,6 +253,50 @@ def test_what_others_write_around_digests_and_imports_is_no_difference(
     captured = capture(program)
     assert [9.0] * 3 not in [r.argument("sample") for r in captured.records(RecordKind.digest)]
     captured.replays()
+
+
+_shared = np.zeros((2, 3), np.float32)
+
+
+@torch.library.custom_op("beside::add_one", mutates_args={"part"})
+def add_one(part: torch.Tensor, row: int, column: int) -> None:
+    """Meanwhile another thread writes beside the part, as it were."""
+    part += 1
+    _shared[row, column] += 5
+
+
+def test_what_others_write_beside_the_elements_that_an_op_writes_enters_again(capture: Capture) -> None:
+    def program() -> Any:
+        x = torch.from_numpy(_shared)
+        kept = []
+        for part, row, column in ((x[0], 1, 2), (x[:, 0], 0, 1), (x.view(-1)[4:], 0, 2)):
+            torch.ops.beside.add_one(part, row, column)
+            kept.append(x.clone())
+            kept.append(x[0])  # a view writes nothing
+        return kept
+
+    captured = capture(program, digests="ops")
+    assert imports(captured) == [(0, "first_use"), *((version, "outside_write") for version in (1, 2, 3))]
+    captured.replays()
+
+
+def test_rows_that_an_op_and_another_thread_write_at_a_time_both_count(capture: Capture) -> None:
+    rows = np.zeros((2, 1 << 14), np.float32)
+
+    def others() -> None:
+        for _ in range(200):
+            rows[1] += 1
+
+    def program() -> Any:
+        x = torch.from_numpy(rows)
+        thread = threading.Thread(target=others)
+        thread.start()
+        for _ in range(100):
+            x[0].add_(2)
+        thread.join()
+        return x + 1
+
+    capture(program).replays()
 
 
 def test_an_array_that_is_wrapped_again_shows_what_was_written_between(capture: Capture) -> None:

@@ -25,6 +25,7 @@ from replayfmt.pytorch.tensors.memory import (
     storage_bytes,
 )
 
+from .coverage import ByteRegion
 from .file_mappings import MappedRange
 
 _POPULATE_READ = 22  # Linux's MADV_POPULATE_READ: bring pages into memory as reading does, or fail
@@ -61,6 +62,22 @@ def content_number(storage: torch.UntypedStorage, mapped: MappedRange | None) ->
     """A number that identifies a storage's content. In a file's memory (`mapped`), only written pages are read."""
     fingerprint = None if mapped is None else mapped.fingerprint()
     return content_hash(storage) if fingerprint is None else fingerprint
+
+
+def content_beside(storage: torch.UntypedStorage, region: ByteRegion) -> int | None:
+    """A number that identifies what host memory holds beside a region; None if the region is all of it, or too long."""
+    region, length = region.once(), storage.nbytes()
+    dense = region.dense()
+    if region.empty or region.end > length or dense == (0, length) or not is_readable(storage):
+        return None
+    content = host_view(storage)
+    if dense is not None:
+        beside = xxhash.xxh3_64(content[: dense[0]])
+        beside.update(content[dense[1] :])
+        return beside.intdigest()
+    copy = np.frombuffer(content, np.uint8).copy()
+    np.ndarray((*region.sizes, region.item), np.uint8, copy, region.start, (*region.strides, 1))[...] = 0
+    return xxhash.xxh3_64_intdigest(copy)
 
 
 def sample(storage: torch.UntypedStorage) -> bytes:

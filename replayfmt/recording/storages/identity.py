@@ -10,7 +10,7 @@ outside, marked as written) have `size` -1 and a `State`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from replayfmt.pytorch.tensors.memory import address_of, host_view, offset_of, s
 
 from ..content.coverage import ByteRegion
 from ..content.first_content import UNREADABLE, FirstContent, FirstContents
-from ..content.storage_content import is_synthesized, sample
+from ..content.storage_content import content_beside, is_synthesized, sample
 from ..special_values import Handles
 from ..stream.buffer import RecordBuffer, pack_definition, pack_storage
 from ..stream.records import MetaParams, Records, TensorMetas, Unrepresentable
@@ -40,6 +40,7 @@ from .trackers import (
     Unwritten,
     adopted,
     has_bytes,
+    owner_of,
 )
 
 RELEASE_BATCH = 64
@@ -413,6 +414,27 @@ class Storages:
             else:
                 tracker.know_content(content)
         return tracker
+
+    def beside(self, tracker: Tracker, region: ByteRegion) -> tuple[Tracker, ByteRegion, int] | None:
+        """Before an op writes a region: the watched storage that owns its memory, the region there, and a number for
+        what lies beside it, where others may write meanwhile. None if nothing does, or nobody may."""
+        owner, state = owner_of(tracker), tracker.state
+        if state is not None and state.alias_of is not None:
+            region, state = replace(region, start=region.start + state.delta), owner.state
+        storage = owner()
+        if state is None or storage is None or not state.watched or state.mapped is not None or storage.device != _CPU:
+            return None
+        number = content_beside(storage, region)
+        return None if number is None else (owner, region, number)
+
+    def compare_beside(self, all_of_them: list[tuple[Tracker, ByteRegion, int]]) -> None:
+        """After the op wrote them: a storage that others wrote meanwhile enters again. (Of several regions of one
+        storage nobody knows.)"""
+        times = Counter(tracker.id for tracker, _, _ in all_of_them)
+        for tracker, region, before in all_of_them:
+            storage = tracker()
+            if times[tracker.id] == 1 and storage is not None and content_beside(storage, region) not in (None, before):
+                self.mark_written_outside(tracker)
 
     def measure(self, tracker: Tracker, storage: torch.UntypedStorage, sampled: bytes) -> None:
         """Record its length if that has changed. `sampled`: as it was right after that; empty if nobody looked then."""
