@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from replayfmt.dump.selection import KeptRecords
@@ -81,6 +82,19 @@ class DefinedBytes:
                 del self._unwritten[storage]
         else:
             coverage.touched = True
+
+    def copied(self, storage: int, tensor: torch.Tensor, source: int, given: torch.Tensor) -> None:
+        """An op copied `given`, of which not every element is known, to a view: each is as unknown there."""
+        coverage, known = self._unwritten.get(storage), self._unwritten.get(source)
+        if coverage is None:
+            coverage = Coverage(self._length[storage])
+            coverage.write(ByteRegion(0, (coverage.length,), (1,), 1))
+        exact = source not in self._opaque and known is not None and known.exact
+        written = known.written(region_of(given)) if exact and known is not None else None
+        if written is None or not _broadcasts(written.shape, tuple(tensor.shape)):
+            written = np.zeros(1, bool)
+        coverage.assign(region_of(tensor), written)
+        self._unwritten[storage] = coverage if coverage.exact else Coverage(coverage.length)
 
     def measure(self, storage: int, length: int) -> None:
         """A storage has a new length; added bytes are unwritten."""
@@ -168,9 +182,14 @@ class Materializer:
             if values[slot].storage:
                 self._defined.measure(values[slot].storage, _length(tensor))
         written = self._written(record, kernel)
-        for slot, everything in written.items():
-            if slot in args and values[slot].storage:
-                self._defined.wrote(values[slot].storage, args[slot], everything=everything)
+        source = next((slot for slot in self._slots_of(record, kernel, kernel.operator.copies) if slot in args), None)
+        unknown = source is not None and not self._defined.covers(values[source].storage, args[source])
+        for slot, tensor in ({slot: args[slot] for slot in written if slot in args} or results).items():
+            number = values[slot].storage
+            if number and slot in written:
+                self._defined.wrote(number, tensor, everything=written[slot])
+            if number and unknown and source is not None and number != values[source].storage:
+                self._defined.copied(number, tensor, values[source].storage, args[source])
         self._states |= {number: self._state(number) for number in self._drawn(record)}
         unsupported = self._schedule.kept_unsupported
         if self._digests and not kernel.operator.empty and (unsupported is None or unsupported > ordinal):
@@ -214,12 +233,14 @@ class Materializer:
 
     def _written(self, record: Record, kernel: CapturedKernel) -> dict[int, bool]:
         """Tensor slots of arguments that the op writes, and whether it writes every element of them."""
-        written: dict[int, bool] = {}
-        for place in self._plan.reader.layouts[record.signature_id].args:
-            index = kernel.indices.get(place.node.name, -1)
-            if index in kernel.writes:
-                written.update(dict.fromkeys(place.tensors, kernel.writes_all(index)))
-        return written
+        return {
+            slot: kernel.writes_all(index) for index in kernel.writes for slot in self._slots_of(record, kernel, index)
+        }
+
+    def _slots_of(self, record: Record, kernel: CapturedKernel, index: int) -> list[int]:
+        """The tensor slots of an argument, by its index."""
+        places = self._plan.reader.layouts[record.signature_id].args
+        return [slot for place in places if kernel.indices.get(place.node.name) == index for slot in place.tensors]
 
     def enter(self, action: EnterContent) -> EnteringContent:
         """The content imported before the op that runs next."""
@@ -310,6 +331,14 @@ class Materializer:
     def _write_digest(self, record: Record, value: TensorValue, result: int, digest: TensorDigest) -> None:
         add_digest(self._copier, record, RecordKind.digest, [value, self._writing.ops[record.ordinal], result], digest)
         self.digest_count += 1
+
+
+def _broadcasts(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether elements of these sizes can be copied to a tensor of those."""
+    try:
+        return np.broadcast_shapes(sizes, to) == to
+    except ValueError:
+        return False
 
 
 def add_digest(copier: Copier, near: Record, kind: RecordKind, args: Sequence[Value], digest: TensorDigest) -> None:

@@ -16,6 +16,7 @@ from in_process import Tools
 import replayfmt
 from replayfmt.compare import repeat, repeated
 from replayfmt.errors import ReplayFailed, UsageError
+from replayfmt.format.reader import open_capture
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "docs/comparing-captures.schema.json").read_text())
@@ -82,9 +83,13 @@ def test_work_that_is_the_same_each_time_is_deterministic(tools: Tools, capture:
 def test_the_first_op_that_differs_from_itself_is_named_with_how_often_and_which_elements(
     moody: Path, capture: Capture
 ) -> None:
-    path = capture(lambda x: torch.ops.moody.third(x.add(1)).exp().sum())
+    path = capture(lambda x: [x.mul(2).sum().item(), torch.ops.moody.third(x.add(1)).exp().sum()])
     found = repeat(path, 7)
     assert found.outcome == "nondeterministic" and found.first is not None
+    with open_capture(path) as reader:  # a replay's recording numbers its records anew
+        for each in (found.first, *found.others):
+            kernel = reader.kernels[reader.record(each.ordinal).signature.kernel]
+            assert kernel is not None and kernel.qualified_name == each.kernel
     assert found.first.kernel == "moody::third.default" and found.first.scope == "execute"
     assert len(found.first.replays) in (2, 3) and found.first.variants == 2
     assert found.first.distance is not None
@@ -92,6 +97,16 @@ def test_the_first_op_that_differs_from_itself_is_named_with_how_often_and_which
     assert [each.kernel for each in found.others] == ["aten::exp.default", "aten::sum.default"]
     for row in found.rows:
         jsonschema.validate(json.loads(json.dumps(row)), SCHEMA)
+
+
+def test_copies_of_memory_that_nobody_wrote_are_not_compared(capture: Capture) -> None:
+    def program(x: torch.Tensor) -> object:
+        part = torch.empty(2, 6)
+        part[0].copy_(x)
+        wide = torch.ones(3, 2, 6).copy_(part)
+        return part.clone(), wide, wide[:, 0] + 1
+
+    assert repeat(capture(program), 2).compared == 5
 
 
 @pytest.mark.slow
