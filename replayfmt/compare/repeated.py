@@ -267,7 +267,7 @@ def _op_ordinals(path: str) -> list[int]:
         frames = map(reader.frame, range(len(reader.record_frames)))
         is_op = reader.signature_kinds == RecordKind.op
         found = [each.first_ordinal + np.flatnonzero(is_op[each.signature]) for each in frames]
-        return np.concatenate(found).tolist()  # type: ignore[no-any-return]
+        return np.concatenate(found).tolist()
 
 
 def _op(side: Side, observed: tuple[int, int]) -> int:

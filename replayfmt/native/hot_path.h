@@ -148,9 +148,9 @@ class HotCall {
     row = std::transform(results_.begin(), results_.end(), row, [this](const Made& made) { return number_of(made); });
     row = std::copy(encoded_.ints.begin(), encoded_.ints.end(), row);
     std::transform(encoded_.floats.begin(), encoded_.floats.end(), row, std::bit_cast<int64_t, double>);
-    for (const auto& [impl, tensor] : written_) {
+    for (const auto& [impl, tensor, beside] : written_) {
       if (Storage* storage = session_.storage_of(impl)) {
-        storage->note_written(*impl, tensor);
+        storage->note_written(*impl, tensor, beside);
         if (std::exchange(storage->unwritten, false)) {
           storage->sampled = std::string();
         }
@@ -167,12 +167,12 @@ class HotCall {
   bool writes() const { return !written_.empty(); }
   void begin_writes() {
     for (const auto& written : written_) {
-      session_.writes.begin(written.first);
+      session_.writes.begin(written.impl);
     }
   }
   void end_writes() {
     for (const auto& written : written_) {
-      session_.writes.end(written.first);
+      session_.writes.end(written.impl);
     }
   }
 
@@ -193,6 +193,11 @@ class HotCall {
  private:
   static constexpr int64_t kOriginOp = 1, kOriginUninitialized = 2;
 
+  struct Written {
+    c10::StorageImpl* impl;
+    int64_t tensor;
+    std::optional<Beside> beside;
+  };
   struct Made {
     c10::StorageImpl* impl;
     Storage* storage;  // none: it is new
@@ -284,12 +289,20 @@ class HotCall {
       return take_token(kTensor);
     }
     if (!storage || storage->bytes != static_cast<int64_t>(impl->nbytes()) ||
-        (storage->unwritten && !fills(index, tensor, *storage)) || (!has_run_ && storage->changed(*impl))) {
+        (storage->unwritten && !fills(index, tensor, *storage))) {
       return false;
     }
     const bool written = std::find(op_.writes.begin(), op_.writes.end(), index) != op_.writes.end();
+    std::optional<Beside> beside;
     if (written && !has_run_ && storage->content && tensor.nbytes() != impl->nbytes()) {
-      return false;  // others may write beside it meanwhile, which Python compares
+      if (!tensor.is_contiguous()) {
+        return false;
+      }
+      const size_t begin = tensor.storage_offset() * tensor.itemsize();
+      beside.emplace(*impl, begin, begin + tensor.nbytes());
+    }
+    if (!has_run_ && storage->changed(*impl)) {
+      return false;
     }
     used_.push_back(impl);
     on_host_ = on_host_ && tensor.is_cpu();
@@ -312,7 +325,13 @@ class HotCall {
     }
     tensors_.push_back(number);
     if (written) {
-      written_.emplace_back(impl, number);
+      for (size_t other = 0; storage->content && other < written_.size(); other++) {
+        if (written_[other].impl == impl) {  // each lies beside the other
+          written_[other].beside.reset();
+          beside.reset();
+        }
+      }
+      written_.push_back({impl, number, beside});
     }
     return take_token(kTensor);
   }
@@ -472,7 +491,7 @@ class HotCall {
   c10::SmallVector<const c10::StorageImpl*, 16> used_;
   c10::SmallVector<int64_t, 16> tensors_;
   c10::SmallVector<Made, 4> results_;
-  c10::SmallVector<std::pair<c10::StorageImpl*, int64_t>, 4> written_;
+  c10::SmallVector<Written, 4> written_;
 };
 
 // Describe what its schema says of an operator.

@@ -98,6 +98,18 @@ class Views {
   std::unordered_map<Place, int64_t, Hash> by_place_;
 };
 
+// What lies in a storage beside the bytes that an operator is about to write.
+struct Beside {
+  Beside(const c10::StorageImpl& storage, size_t from, size_t to) : begin(from), end(to), hash(now(storage)) {}
+  uint64_t now(const c10::StorageImpl& storage) const {
+    const auto* at = static_cast<const char*>(storage.data());
+    return mixed(ContentHash::of(at, begin)) ^ ContentHash::of(at + end, storage.nbytes() - end);
+  }
+
+  size_t begin, end;
+  uint64_t hash;
+};
+
 // A storage that needs no care: its bytes come from recorded ops or from an import, and all that can happen to it is to
 // be read, written and viewed. Or to be written by others, if it is watched.
 struct Storage {
@@ -118,9 +130,11 @@ struct Storage {
   static uint64_t hash_of(const c10::StorageImpl& storage) { return ContentHash::of(storage.data(), storage.nbytes()); }
   // Whether others wrote it, as far as it is watched.
   bool changed(const c10::StorageImpl& storage) const { return content && *content != hash_of(storage); }
-  void note_written(const c10::StorageImpl& storage, int64_t tensor) {
+  // `beside`: as it was before. Where others have written there meanwhile, the content is not what is known of it.
+  void note_written(const c10::StorageImpl& storage, int64_t tensor, const std::optional<Beside>& beside) {
     if (content) {
       content = hash_of(storage);
+      content = beside && beside->now(storage) != beside->hash ? ~*content : *content;
     }
     if (std::find(written_.end() - std::min<ptrdiff_t>(std::ssize(written_), 4), written_.end(), tensor) != written_.end()) {
       return;

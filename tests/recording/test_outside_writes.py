@@ -275,24 +275,25 @@ def test_what_others_write_beside_the_elements_that_an_op_writes_enters_again(ca
             kept.append(x[0])  # a view writes nothing
         return kept
 
-    captured = capture(program, digests="ops")
+    captured = capture(program, digests="ops", whole=("beside::*",))
     assert imports(captured) == [(0, "first_use"), *((version, "outside_write") for version in (1, 2, 3))]
     captured.replays()
 
 
-def test_rows_that_an_op_and_another_thread_write_at_a_time_both_count(capture: Capture) -> None:
-    rows = np.zeros((2, 1 << 14), np.float32)
+def test_elements_that_an_op_and_another_thread_write_at_a_time_both_count(capture: Capture) -> None:
+    array, done = np.zeros(1 << 20, np.float32), threading.Event()
 
     def others() -> None:
-        for _ in range(200):
-            rows[1] += 1
+        while not done.is_set():
+            array[:4] += 1
 
     def program() -> Any:
-        x = torch.from_numpy(rows)
+        x = torch.from_numpy(array)
         thread = threading.Thread(target=others)
         thread.start()
-        for _ in range(100):
-            x[0].add_(2)
+        for _ in range(5):
+            x[64:].add_(2)
+        done.set()
         thread.join()
         return x + 1
 
