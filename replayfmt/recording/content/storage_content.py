@@ -77,7 +77,7 @@ def content_beside(storage: torch.UntypedStorage, region: ByteRegion) -> int | N
         return beside.intdigest()
     copy = np.frombuffer(content, np.uint8).copy()
     np.ndarray((*region.sizes, region.item), np.uint8, copy, region.start, (*region.strides, 1))[...] = 0
-    return xxhash.xxh3_64_intdigest(memoryview(copy))
+    return xxhash.xxh3_64_intdigest(copy.data)
 
 
 def sample(storage: torch.UntypedStorage) -> bytes:
