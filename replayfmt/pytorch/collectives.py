@@ -20,6 +20,7 @@ import torch
 
 from replayfmt.format.rank_files import LAUNCH, WAIT, come_in_pairs
 
+from .tensors.composites import is_composite
 from .tensors.memory import tensors_in
 
 __all__ = ["LAUNCH", "WAIT"]
@@ -34,6 +35,10 @@ class Group:
     ranks: tuple[int, ...]  # global ranks, in the group's order
     instance: int  # among the groups of the same ranks, in order of creation
     backend: str
+
+    @functools.cached_property
+    def ranks_text(self) -> str:
+        return ",".join(map(str, self.ranks))
 
 
 class Call(NamedTuple):
@@ -67,7 +72,7 @@ class Numbering:
         self._numbers: Counter[tuple[Any, ...]] = Counter()
 
     def call(self, operator: str, group: Group, reduction: str, parts: Parts, run: str = "") -> Call:
-        ranks = ",".join(map(str, group.ranks))
+        ranks = group.ranks_text
         pair = (operator, parts.peer, parts.tag) if come_in_pairs(operator) else ()
         key = ranks, group.instance, *pair
         number, self._numbers[key], self.count = self._numbers[key], self._numbers[key] + 1, self.count + 1
@@ -188,6 +193,7 @@ _KNOWN = frozenset(
 ) | {"_dtensor::shard_dim_alltoall"}
 _FUNCTIONAL = "_c10d_functional"
 _UNKNOWN_FUNCTIONAL = ("batch_p2p_ops",)
+_GROUPS = ("process_group", "group_name")
 _PEERS = ("root_rank", "src", "dst")
 
 
@@ -206,6 +212,7 @@ class _Roles:
         self.outputs = [each for each in arguments if each.startswith("out") or receives or each in both]
         self.broadcasts = base == "broadcast_" and bool(both)  # one rank reads them, the others write them
         self.peer = next((each for each in _PEERS if each in arguments), "")
+        self.group = next((each for each in _GROUPS if each in arguments), "")
         self.splits = [f"{way}_split_sizes" for way in ("input", "output")]
         if base == "shard_dim_alltoall":
             self.splits = ["gather_dim", "shard_dim"]
@@ -216,15 +223,14 @@ _roles = functools.cache(_Roles)
 
 def meaning_of(name: str, given: Mapping[str, Any]) -> Meaning:
     """What a call means; `given` are its arguments by name. Raises Unknown."""
-    _roles(name, tuple(given))
-    named = (value for value in given.values() if not isinstance(value, torch.Tensor | list))
-    group = next((found for value in named if (found := group_of(value)) is not None), None)
+    roles = _roles(name, tuple(given))
+    group = group_of(given.get(roles.group))
     if group is None:
         raise Unknown("its process group is not known")
     if "sparse_indices" in given:
         raise Unknown("it reduces sparse tensors")
     parts = parts_of(name, given, group.rank(), tensors_in)
-    if any(tensor.layout is not torch.strided for tensor in (*parts.inputs, *parts.outputs)):
+    if any(is_composite(tensor) for tensor in (*parts.inputs, *parts.outputs)):
         raise Unknown("its tensors are not strided")
     reduction = given.get("reduce_op", "")
     if not isinstance(reduction, str):
@@ -236,13 +242,14 @@ def parts_of(name: str, given: Mapping[str, Any], rank: int, tensors: Callable[[
     """What a call's arguments by name say to the member `rank` of the group; `tensors` finds those among values. Raises
     Unknown."""
     roles = _roles(name, tuple(given))
-    inputs, outputs = (tensors([given[each] for each in names]) for names in (roles.inputs, roles.outputs))
+    inputs = tensors([given[each] for each in roles.inputs])
+    outputs = inputs if roles.outputs == roles.inputs else tensors([given[each] for each in roles.outputs])
     peer = int(given[roles.peer]) if roles.peer else -1
     if roles.broadcasts and rank == peer:
         outputs = []
     elif roles.broadcasts:
         inputs = []
-    splits = [_integers(given.get(each)) for each in roles.splits]
+    splits = [_integers(given[each]) if each in given else () for each in roles.splits]
     return Parts(peer, int(given.get("tag", 0)), splits[0], splits[1], inputs, outputs)
 
 

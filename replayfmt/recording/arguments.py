@@ -41,8 +41,8 @@ class TensorUse(NamedTuple):
     meta: int
 
 
-class EmbeddedCopy(NamedTuple):
-    """A copy of a tensor that the recorder made: the capture has it, and the program does not."""
+class KnownTensor(NamedTuple):
+    """A tensor of the capture, whether or not the program still has it."""
 
     number: int  # tensor id
 
@@ -151,7 +151,7 @@ class Encoder:
             values.floats.append(value)
         elif kind is str:
             values.key.append(_string(value))
-        elif kind is EmbeddedCopy:
+        elif kind is KnownTensor:
             values.key.append(_TENSOR)
             values.tensors.append(value.number)
         elif isinstance(value, (list, tuple)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -265,6 +265,10 @@ class CallRecorder:
             devices.add(torch.device("cpu"))
         return devices
 
+    def use_of(self, kernel: CapturedKernel, index: int, tensor: torch.Tensor) -> TensorUse:
+        """A plain tensor is about to be an argument of an operator of ours: see `issued`. Raises Unrepresentable."""
+        return self._use_argument(OpCall(kernel, (), {}), tensor, index)
+
     def register_storage(self, tensor: torch.Tensor) -> None:
         """Before an op of PyTorch's own uses a plain tensor: if the capture does not know its storage, it enters."""
         storage = storage_of(tensor)
@@ -454,12 +458,41 @@ class CallRecorder:
 
         signature = self._records.signature(key, make)
         words = (*given.tensors, *values.tensors, *given.ints, *values.ints)
-        floats = (*given.floats, *values.floats)
+        self._append(signature, words, (*given.floats, *values.floats), started, ended)
+        return signature
+
+    def _append(self, signature: int, words: Sequence[int], floats: Sequence[float], started: int, ended: int) -> None:
         begin = self._records.started
         pack = packer(len(words), len(floats))
         context = self._records.context()
         self._buffer.append_op(pack(signature, context, started - begin, ended - started, *words, *floats))
-        return signature
+
+    def issued(
+        self,
+        kernel: CapturedKernel,
+        constants: tuple[Any, ...],
+        args: tuple[Any, ...],
+        words: Sequence[int],
+        started: int,
+        ended: int,
+    ) -> None:
+        """Record a call of an operator of ours without results, which settings do not change. Of its arguments, tensors
+        are KnownTensors; `constants` and the kernel determine the signature, `words` fill its slots."""
+
+        def make() -> Signature:
+            call = OpCall(kernel, args, {})
+            self._gather(call)
+            names = [argument.name for argument in kernel.arguments]
+            nodes = build_nodes(call.values.key, names)
+            return Signature(RecordKind.op, nodes, (), self._kernel_id(kernel), OpStatus.ok)
+
+        self._append(self._records.signature((kernel, *constants), make), words, (), started, ended)
+
+    def arrived(self, tracker: Tracker, storage: torch.UntypedStorage, tensor: int, meta: int, offset: int) -> None:
+        """The call just recorded wrote all of a view."""
+        self._storages.wrote(tracker, storage, tensor, meta, offset, True)
+        if self._digest_results:
+            self._digest_view(tracker, storage, meta, offset, -1, self._buffer.appended - 1)
 
     def _kernel_id(self, kernel: CapturedKernel) -> int:
         if not kernel.id:
@@ -556,7 +589,13 @@ class CallRecorder:
         tracker = self._storages.tracker_of(storage)
         if tracker is None:
             return
-        meta, offset = self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor))
+        self._digest_view(
+            tracker, storage, self._metas.of(tensor, is_zerotensor(tensor)), int(offset_of(tensor)), result, ordinal
+        )
+
+    def _digest_view(
+        self, tracker: Tracker, storage: torch.UntypedStorage, meta: int, offset: int, result: int, ordinal: int
+    ) -> None:
         if tracker.reproducible(self._metas.params[meta].region(offset)):
             self._digests.record(tracker, storage, [(meta, offset)], ordinal, result)
         elif tracker.state is not None and tracker.state.coverage is not None:

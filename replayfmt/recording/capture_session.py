@@ -378,14 +378,20 @@ class CaptureSession:
         with self.lock:
             if not self.on:  # another thread may have ended the capture since this call began
                 return None
-            if self._in_unseen_capture() and devices_of(followed_kind(), args, kwargs):
-                return Unrepresentable("cuda_graph", IN_UNSEEN_CAPTURE)
+            unseen = self.in_unseen_capture(args, kwargs)
+            if unseen is not None:
+                return unseen
             try:
                 return self.calls.before(kernel, args, kwargs, drawn, autocast)
             except Unrepresentable as problem:
                 return None if _asserts_of_symbols(kernel, args, kwargs, problem) else problem
 
     before = _attempted(begin)
+
+    def in_unseen_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Unrepresentable | None:
+        """Why a call with these arguments cannot be recorded, if it becomes a part of a graph that nobody sees."""
+        unseen = self._in_unseen_capture() and devices_of(followed_kind(), args, kwargs)
+        return Unrepresentable("cuda_graph", IN_UNSEEN_CAPTURE) if unseen else None
 
     @_attempted
     def register_storages(self, tensors: list[torch.Tensor]) -> None:
@@ -418,7 +424,10 @@ class CaptureSession:
     def after_collective(self, launch: Launch, result: Any) -> None:
         with self.lock:
             if self.on:
-                self.collectives.after(launch, result)
+                try:
+                    self.collectives.after(launch, result)
+                except Unrepresentable as problem:
+                    self.unsupported_op(launch.kernel, launch.args, launch.kwargs, problem)
 
     # -------------------------------------------------------------------------------------------------- after an op ran
 

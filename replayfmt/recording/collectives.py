@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,16 +35,18 @@ from replayfmt.pytorch.collectives import (
     run_identity,
 )
 from replayfmt.pytorch.operators import COLLECTIVES
-from replayfmt.pytorch.tensors.memory import call_undispatched, make_view, storage_of, tensors_in
+from replayfmt.pytorch.tensors.memory import call_undispatched, make_view, offset_of, storage_of, tensors_in
 
-from .arguments import EmbeddedCopy, OpCall
+from .arguments import KnownTensor, TensorUse
 from .kernels import CapturedKernel
 from .patches import HookHost, Patch, PatchSet
 from .storages.trackers import Tracker
-from .stream.records import Unrepresentable
+from .stream.records import MetaParams, Unrepresentable
 from .undispatched import tensors_of
 
 _MOST_RANKS = 16
+# The places of tensors among the arguments of `opreplay::collective` and `opreplay::collective_wait`.
+_INPUTS, _OUTPUTS, _RESULTS = 13, 14, 2
 
 
 def describe_collective(name: str, args: Iterable[Any]) -> str:
@@ -62,24 +64,12 @@ def describe_collective(name: str, args: Iterable[Any]) -> str:
     )
 
 
-class _Output:
+class _Output(NamedTuple):
     """A tensor that a collective writes. Its memory is the program's: it is not kept alive."""
 
-    __slots__ = ("_layout", "tracker")
-
-    def __init__(self, tensor: torch.Tensor, tracker: Tracker) -> None:
-        self.tracker = tracker
-        self._layout = tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-
-    def view(self) -> torch.Tensor | None:
-        """The tensor as it is now; None if its memory is gone. For `call_undispatched`."""
-        storage = self.tracker()
-        if storage is None:
-            return None
-        try:
-            return make_view(storage, *self._layout)
-        except RuntimeError:  # made shorter meanwhile
-            return None
+    tracker: Tracker
+    meta: int
+    offset: int  # elements
 
 
 class Launch:
@@ -87,15 +77,18 @@ class Launch:
     for where we can see it."""
 
     __slots__ = (
-        "__weakref__", "args", "began_ns", "call", "device", "done", "kernel", "kwargs", "made", "meaning", "outputs"
-    )  # fmt: skip
+        *("__weakref__", "args", "began_ns", "device", "done", "inputs", "kernel", "kwargs", "made", "marked"),
+        *("meaning", "outputs", "written"),
+    )
 
     def __init__(self, kernel: CapturedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kernel, self.args, self.kwargs = kernel, args, kwargs
         self.meaning: Meaning | None = None
         self.made: Call | None = None
-        self.call: OpCall | None = None
+        self.inputs: list[TensorUse] = []
+        self.written: list[TensorUse] = []
         self.outputs: list[_Output] = []
+        self.marked: list[int] = []  # storages of which something is in flight
         self.device: torch.device | None = None  # whose streams wait for it
         self.done = False
         self.began_ns = time.perf_counter_ns()
@@ -143,12 +136,23 @@ class InFlight:
         except collectives.Unknown as problem:
             about = describe_collective(kernel.name, (*args, *kwargs.values()))
             return Unrepresentable("collective", f"{problem}; {about}")
+        unseen = self._session.in_unseen_capture(args, kwargs)
+        if unseen is not None:
+            return unseen
+        parts = launch.meaning.parts
+        try:
+            launch.inputs = [self._use(_INPUTS, tensor) for tensor in parts.inputs]
+            known = {id(use.tensor): use for use in launch.inputs}
+            launch.written = [known.get(id(tensor)) or self._use(_OUTPUTS, tensor) for tensor in parts.outputs]
+        except Unrepresentable as problem:
+            return problem
         launch.made = self._number(launch.meaning)
-        call = self._begin(self._launch, (*launch.made, launch.meaning.parts.inputs, launch.meaning.parts.outputs))
-        if isinstance(call, Unrepresentable):
-            return call
-        launch.call, launch.began_ns = call, time.perf_counter_ns()
+        launch.began_ns = time.perf_counter_ns()
         return launch
+
+    def _use(self, index: int, tensor: torch.Tensor) -> TensorUse:
+        use: TensorUse = self._session.calls.use_of(self._launch, index, tensor)
+        return use
 
     def _number(self, meaning: Meaning) -> Call:
         name = str(meaning.group.group_name)
@@ -163,9 +167,6 @@ class InFlight:
         """How many were launched."""
         return self._numbering.count
 
-    def _begin(self, kernel: CapturedKernel, args: tuple[Any, ...]) -> OpCall | Unrepresentable | None:
-        return self._session.begin(kernel, args, {})
-
     def after(self, launch: Launch, result: Any) -> None:
         """It was launched, or waited for (`wait_tensor`)."""
         meaning, ended_ns = launch.meaning, time.perf_counter_ns()
@@ -173,39 +174,39 @@ class InFlight:
             for tensor in tensors_in((*launch.args, *launch.kwargs.values())):
                 self._wait_for_tensor(tensor, launch.began_ns, ended_ns)
             return
-        assert launch.made is not None
-        inputs, outputs = meaning.parts.inputs, list(meaning.parts.outputs)
+        made, written = launch.made, launch.written
+        assert made is not None
         if not meaning.operator.startswith("c10d::"):
-            storages = {storage_of(tensor)._cdata for tensor in outputs}
+            storages = {use.storage._cdata for use in written}
             returned = [tensor for tensor in tensors_in(result) if storage_of(tensor)._cdata not in storages]
-            if meaning.operator.rpartition("::")[2] not in ("isend", "irecv"):
-                outputs += returned
             self._produced(returned)
-            call = self._begin(self._launch, (*launch.made, inputs, outputs))  # with what it returned
-            launch.call = call if isinstance(call, OpCall) else None
-        if launch.call is None:
-            return
-        self._session.returned(launch.call, None, launch.began_ns, ended_ns)
-        launch.call = None
-        streams, used = self._session.streams, tensors_in((inputs, outputs))
-        if streams is not None and used and streams.launched(launch.made.work, used[0].device):
-            launch.device = used[0].device
-        tracker_of = self._session.storages.tracker_of
-        for tensor in outputs:
-            tracker = tracker_of(storage_of(tensor))
-            if tracker is not None and tensor.numel():
-                launch.outputs.append(_Output(tensor, tracker))
-                self._mark(launch, tensor, tracker)
-        if not (outputs or self.of_thread.from_python):  # nothing will arrive that tells of a wait in C++
-            for tensor in inputs:
-                tracker = tracker_of(storage_of(tensor))
-                if tracker is not None and tensor.numel():
-                    self._mark(launch, tensor, tracker)
-        launch.args, launch.kwargs, launch.meaning = (), {}, None
+            if meaning.operator.rpartition("::")[2] not in ("isend", "irecv"):
+                written += [self._use(_OUTPUTS, tensor) for tensor in returned]
+        self._issue_launch(launch, made, ended_ns)
+        streams, used = self._session.streams, (*launch.inputs, *written)
+        if streams is not None and used and streams.launched(made.work, used[0].storage.device):
+            launch.device = used[0].storage.device
+        for use in written:
+            offset = int(offset_of(use.tensor))
+            if self._mark(launch, use.tracker, use.meta, offset):
+                launch.outputs.append(_Output(use.tracker, use.meta, offset))
+        if not (written or self.of_thread.from_python):  # nothing will arrive that tells of a wait in C++
+            for use in launch.inputs:
+                self._mark(launch, use.tracker, use.meta, int(offset_of(use.tensor)))
+        launch.args, launch.kwargs, launch.meaning, launch.inputs, launch.written = (), {}, None, [], []
         if meaning.operator.endswith("::shard_dim_alltoall"):  # it waits inside
             self.waited([launch], ended_ns, ended_ns)
         else:
             self.of_thread.recent.append(launch)
+
+    def _issue_launch(self, launch: Launch, made: Call, ended_ns: int) -> None:
+        inputs, outputs = ([use.number for use in uses] for uses in (launch.inputs, launch.written))
+        splits = *made.input_splits, *made.output_splits
+        words = (*inputs, *outputs, made.instance, made.peer, made.tag, *splits, made.number, made.work)
+        counts = len(made.input_splits), len(made.output_splits), len(inputs), len(outputs)
+        constants = made.operator, made.group, made.ranks, made.backend, made.reduction, made.run, *counts
+        args = *made, [KnownTensor(number) for number in inputs], [KnownTensor(number) for number in outputs]
+        self._session.calls.issued(self._launch, constants, args, words, launch.began_ns, ended_ns)
 
     def _produced(self, tensors: list[torch.Tensor]) -> None:
         """What a functional collective returns is memory that it allocated."""
@@ -217,19 +218,27 @@ class InFlight:
 
     # ----------------------------------------------------------------------------------------------------- in flight
 
-    def _mark(self, launch: Launch, tensor: torch.Tensor, tracker: Tracker) -> None:
-        item, begin = tensor.element_size(), int(tensor.storage_offset())
-        last = begin + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        begin, end = begin * item, (last + 1) * item
+    def _mark(self, launch: Launch, tracker: Tracker, meta: int, offset: int) -> bool:
+        """These bytes of a storage are in flight. Returns whether there are any."""
+        region = self._session.metas.params[meta].region(offset)
+        begin, end = region.start, region.end
+        if begin == end:
+            return False
         if tracker.state is not None and tracker.state.alias_of is not None:
             delta, tracker = tracker.state.delta, tracker.state.alias_of
             begin, end = begin + delta, end + delta
         self._flying.setdefault(tracker.id, []).append((begin, end, launch))
+        launch.marked.append(tracker.id)
         self._session.storages.state(tracker).in_flight = True
         tracker.need_care()
+        return True
 
     def _unmark(self, launch: Launch) -> None:
-        for number, ranges in list(self._flying.items()):
+        while launch.marked:
+            number = launch.marked.pop()
+            ranges = self._flying.get(number)
+            if ranges is None:  # marked twice
+                continue
             ranges[:] = [each for each in ranges if each[2] is not launch]
             if not ranges:
                 del self._flying[number]
@@ -275,22 +284,37 @@ class InFlight:
         if launch.device is not None:
             self._session.streams.landed(made.work, launch.device)
             launch.device = None
-        outputs, results = call_undispatched(self._what_arrived, launch.outputs)
-        call = self._begin(self._wait, (made.work, outputs, results))
-        if isinstance(call, OpCall):
-            if began_ns is None:
-                began_ns = time.perf_counter_ns()
-                ended_ns = began_ns + UNKNOWN_NS  # its duration
-            self._session.returned(call, None, max(began_ns, self._session.started), ended_ns)
+        calls, storages, arrived = self._session.calls, self._session.storages, []
+        for tracker, meta, offset in launch.outputs:
+            storage, params = tracker(), self._session.metas.params[meta]
+            if storage is None or params.region(offset).end > storage.nbytes():
+                continue  # its memory is gone, or was made shorter meanwhile
+            if tracker.size != storage.nbytes():
+                region = params.region(offset)
+                tracker = storages.use(tracker, storage, False, self._wait.name, region=region)
+            arrived.append((tracker, storage, storages.view(tracker, meta, offset, params.item), meta, offset))
+        outputs = [number for _, _, number, _, _ in arrived]
+        results = [self._copy(storage, *view) for _, storage, _, *view in arrived] if self._keeps_results else []
+        if began_ns is None:
+            began_ns = time.perf_counter_ns()
+            ended_ns = began_ns + UNKNOWN_NS  # its duration
+        constants, words = (len(outputs), len(results)), (*outputs, *results, made.work)
+        args = made.work, [KnownTensor(number) for number in outputs], [KnownTensor(number) for number in results]
+        calls.issued(self._wait, constants, args, words, max(began_ns, self._session.started), ended_ns)
+        for each in arrived:
+            calls.arrived(*each)
 
-    def _what_arrived(self, outputs: list[_Output]) -> tuple[list[torch.Tensor], list[torch.Tensor | EmbeddedCopy]]:
-        """The tensors that a collective wrote, and copies of them."""
-        views = [view for output in outputs if (view := output.view()) is not None]
-        return views, [self._copy(view) for view in views] if self._keeps_results else []
+    def _copy(self, storage: torch.UntypedStorage, meta: int, offset: int) -> int:
+        """The tensor id of a copy of what arrived."""
+        embedded = self._session.storages.embed_copy(storage, meta, offset)
+        if embedded is not None:
+            return embedded
+        copy = call_undispatched(self._real_copy, storage, self._session.metas.params[meta], offset)
+        return self._session.calls.use_of(self._wait, _RESULTS, copy).number
 
-    def _copy(self, view: torch.Tensor) -> torch.Tensor | EmbeddedCopy:
-        embedded = self._session.storages.embed_copy(view)
-        return torch.clone(view) if embedded is None else EmbeddedCopy(embedded)
+    @staticmethod
+    def _real_copy(storage: torch.UntypedStorage, params: MetaParams, offset: int) -> torch.Tensor:
+        return make_view(storage, params.dtype, params.sizes, params.strides, offset, params.flags).clone()
 
 
 CollectiveFunction = Callable[..., Any]

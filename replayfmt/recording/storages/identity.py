@@ -20,7 +20,7 @@ import torch
 
 from replayfmt.format.codes import StorageOrigin
 from replayfmt.format.model import MAPPED_FILE
-from replayfmt.pytorch.tensors.memory import address_of, host_view, offset_of, storage_of
+from replayfmt.pytorch.tensors.memory import address_of, host_view
 
 from ..content.coverage import ByteRegion
 from ..content.first_content import UNREADABLE, FirstContent, FirstContents
@@ -253,10 +253,9 @@ class Storages:
         self.synchronize(tracker, storage, before)
         return tracker
 
-    def embed_copy(self, tensor: torch.Tensor) -> int | None:
-        """The tensor id of a copy as it is now, in a storage that the program does not have. None if that takes a real
-        copy: it has holes, another device has it, or its content does not enter as it is."""
-        meta, offset, storage = self._metas.of(tensor), int(offset_of(tensor)), storage_of(tensor)
+    def embed_copy(self, storage: torch.UntypedStorage, meta: int, offset: int) -> int | None:
+        """The tensor id of a copy of a view as it is now, in a storage that the program does not have. None if that
+        takes a real copy: it has holes, another device has it, or its content does not enter as it is."""
         params = self._metas.params[meta]
         dense = None if params.flags or storage.device.type != "cpu" else params.region(offset).dense()
         if dense is None or not self._contents.embeds(dense[1] - dense[0]):
