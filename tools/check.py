@@ -13,7 +13,7 @@ from replayfmt.errors import InvalidCapture
 from replayfmt.format.external_files import FileRemaps, processors
 from replayfmt.format.maintenance import CheckReport, add_digests, check_capture, recover_capture
 from replayfmt.format.races import judge_races
-from replayfmt.format.rank_files import MANIFEST, write_manifest
+from replayfmt.format.rank_files import MANIFEST, listed, write_manifest
 from replayfmt.format.reader import open_capture
 from replayfmt.format.validation import counted
 
@@ -148,7 +148,7 @@ def _check_folder(folder: str) -> None:
         )
         say(f"{os.path.join(folder, row['file'])}: {state}")
     for group in manifest["groups"]:
-        say(f"  group of ranks {', '.join(map(str, group['ranks']))}: {counted(group['collectives'], 'collective')}")
+        say(f"  group of ranks {listed(group['ranks'])}: {counted(group['collectives'], 'collective')}")
     if manifest["problems"]:
         raise InvalidCapture("; ".join(manifest["problems"]))
     say(f"valid; {MANIFEST} written")

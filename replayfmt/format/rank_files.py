@@ -31,6 +31,7 @@ LAUNCH, WAIT = "opreplay::collective", "opreplay::collective_wait"  # the operat
 MANIFEST = "manifest.json"
 _MANY = 64  # files: then it is worth starting processes
 _AT_ONCE = 16  # files
+_FEW = 16  # ranks, or ranges of them, that are listed
 
 Event = dict[str, Any]  # a launch, or {"wait": the work that is waited for}
 
@@ -134,10 +135,20 @@ def describe(folder: str, rank: int, world: int, *, checked: bool = True) -> dic
 def describe_all(folder: str, world: int, *, checked: bool = True, processes: int = 1) -> list[dict[str, Any]]:
     """`describe` of every rank. More `processes` than one are for tools: they import the main module again."""
     described = partial(describe, folder, world=world, checked=checked)
+    known: dict[Any, Event] = {}
     if world < _MANY or processes < 2:
-        return [described(rank) for rank in range(world)]
+        return [_with_shared(described(rank), known) for rank in range(world)]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        return list(pool.map(described, range(world), chunksize=_AT_ONCE))
+        return [_with_shared(each, known) for each in pool.map(described, range(world), chunksize=_AT_ONCE)]
+
+
+def _with_shared(rank: dict[str, Any], known: dict[Any, Event]) -> dict[str, Any]:
+    """What a rank says, with the events that others have said already in the place of its own: ranks of one program
+    launch the same collectives, and thousands of ranks would take the memory of thousands of each."""
+    for place, event in enumerate(rank["events"]):
+        key = tuple(str(each) if isinstance(each, list) else each for each in event.values())
+        rank["events"][place] = known.setdefault(key, event)
+    return rank
 
 
 def judge(ranks: list[dict[str, Any]]) -> list[str]:
@@ -151,12 +162,18 @@ def judge(ranks: list[dict[str, Any]]) -> list[str]:
         runs[launched[0]["run"] if launched else ""].append(rank)
     named = {run: members for run, members in runs.items() if run}
     if len(named) > 1:
-        return ["the files are of several runs: " + "; ".join(f"ranks {_listed(each)}" for each in named.values())]
+        return ["the files are of several runs: " + "; ".join(f"ranks {listed(each)}" for each in named.values())]
     return _waits(ranks) or _sequences(ranks) or _pairs(ranks) or _deadlock(ranks)
 
 
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks for people: many that follow each other as a range."""
+    if len(ranks) <= _FEW:
+        return ", ".join(map(str, ranks))
+    breaks = [at for at in range(1, len(ranks)) if ranks[at] != ranks[at - 1] + 1]
+    runs = [(ranks[a], ranks[b - 1]) for a, b in zip([0, *breaks], [*breaks, len(ranks)], strict=True)]
+    shown = ", ".join(f"{first}-{last}" if first != last else str(first) for first, last in runs[:_FEW])
+    return shown + (", ..." if len(runs) > _FEW else "")
 
 
 def come_in_pairs(operator: str) -> bool:
@@ -216,7 +233,7 @@ def _waits(ranks: list[dict[str, Any]]) -> list[str]:
         strays = {event["wait"] for event in each["events"] if "wait" in event} - launched
         if strays:
             found.append(
-                f"rank {rank}: waits for collectives that are not launched in its file: {_listed(sorted(strays))}"
+                f"rank {rank}: waits for collectives that are not launched in its file: {listed(sorted(strays))}"
             )
     return found
 
@@ -224,26 +241,30 @@ def _waits(ranks: list[dict[str, Any]]) -> list[str]:
 def _sequences(ranks: list[dict[str, Any]]) -> list[str]:
     """Whether the members of each group launch the same collectives on it, in the same order."""
     sequences: dict[Any, dict[int, list[tuple[Any, ...]]]] = defaultdict(lambda: defaultdict(list))
+    said: dict[int, tuple[Any, ...]] = {}  # by id of an event, which ranks share
     for rank, each in enumerate(ranks):
         for event in each["events"]:
             if "wait" not in event and not _is_paired(event):
-                reduced = event["in"] if "reduce" in event["operator"] else None
-                said = event["operator"], event["reduction"], event["peer"], reduced
-                sequences[event["ranks"], event["instance"]][rank].append(said)
+                if id(event) not in said:
+                    reduced = event["in"] if "reduce" in event["operator"] else None
+                    said[id(event)] = event["operator"], event["reduction"], event["peer"], reduced
+                sequences[event["ranks"], event["instance"]][rank].append(said[id(event)])
     found = []
     for (ranks_text, _instance), by_rank in sequences.items():
         members = members_of(ranks_text)
         first = by_rank[members[0]]
+        differing: dict[tuple[int, str], list[int]] = defaultdict(list)
         for rank in members[1:]:
             other = by_rank[rank]
             if other != first:
                 at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
                 at = min(len(first), len(other)) if at is None else at
-                here, there = (each[at] if at < len(each) else "nothing" for each in (first, other))
-                found.append(
-                    f"group of ranks {_listed(list(members))}: collective {at} is {here} on rank {members[0]}, and "
-                    f"{there} on rank {rank}"
-                )
+                differing[at, str(other[at] if at < len(other) else "nothing")].append(rank)
+        found += [
+            f"group of ranks {listed(members)}: collective {at} is {first[at] if at < len(first) else 'nothing'} on "
+            f"rank {members[0]}, and {there} on {'rank' if len(others) == 1 else 'ranks'} {listed(others)}"
+            for (at, there), others in differing.items()
+        ]
     return found
 
 
@@ -297,7 +318,7 @@ def _deadlock(ranks: list[dict[str, Any]]) -> list[str]:
     stuck = [rank for rank, each in enumerate(ranks) if places[rank] < len(each["events"])]
     if not stuck:
         return []
-    return [f"ranks {_listed(stuck)} would wait for each other for ever: the captured order of collectives differs"]
+    return [f"ranks {listed(stuck)} would wait for each other for ever: the captured order of collectives differs"]
 
 
 def _needs(rank: int, event: Event) -> tuple[Any, Any, int]:
